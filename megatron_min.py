@@ -1,0 +1,2638 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Megatron-LM's GPT data path in one file: text to files to indices to resumable batches.
+
+For every input on which megatron-core 0.16.1 ("upstream") works as intended, this module yields the
+same bytes: the same .bin/.idx files, index arrays, cache files, samples and order of batches.  Read
+it from top to bottom; each section needs only those above it.  Copied alone into a project it does
+everything; _helpers.c only makes it faster, and each C kernel has its definition here, in Python.
+
+Notation    S  tokens in a sample (sequence_length)     D  documents (sequences) in a split
+            T  tokens in one epoch of a split           E  epochs over the split
+            N  samples in a split                       x  1 if a sample carries one extra token
+Contents    1. The file pair                  text becomes two files: tokens, and where each starts
+            2. Text to tokens                 JSONL and a tokenizer become a file pair
+            3. Split, blend, config           which documents, from which corpora, cut how
+            4. Kernels                        the four loops that matter, and the switch to C
+            5. GPTDataset and its cache       a file pair becomes samples of S tokens
+            6. BlendedDataset                 several datasets become one, by weights
+            7. The builder                    a config becomes train, valid and test, on every rank
+            8. Samplers, loader, resume       samples become batches, on any number of ranks
+            9. The command line               megatron-min, and the demo
+
+The toy corpus of every example: three documents, aaaa bbb cccccc, and S = 4.
+
+>>> ds = IndexedDataset(toy_corpus())
+>>> [bytes(document).decode() for document in ds]
+['aaaa', 'bbb', 'cccccc']
+"""
+
+import abc, argparse, array, ast, builtins, collections, concurrent.futures  # noqa: E401
+import contextlib, dataclasses, datetime, enum, errno, functools, glob, gzip  # noqa: E401
+import hashlib, importlib, itertools, json, logging, math, mmap, multiprocessing  # noqa: E401
+import operator, os, re, secrets, shutil, struct, sys, tempfile, time, warnings  # noqa: E401
+import weakref, zlib  # noqa: E401
+
+import numpy as np
+import torch
+import torch.distributed
+import torch.utils.data
+
+__version__ = "0.1.0"
+
+log = logging.getLogger("megatron_min")
+
+
+class DatasetFormatError(ValueError):
+    """A file does not hold what its format promises; the message names file, field, wanted, got."""
+
+
+def _require(condition, sentence, kind=ValueError):
+    """Raise kind(sentence) unless condition: for what a user can cause, under python -O too."""
+    if not condition:
+        raise kind(sentence)
+
+
+# ==============================================================================
+# 1. The file pair
+# ==============================================================================
+# Question answered here: where on disk are the tokens of sequence i?
+#
+#   corpus.bin   a a a a b b b c c c c c c      the tokens of all sequences, back to back, one dtype
+#                ^       ^     ^
+#   corpus.idx   0       4     7 (x item size)  sequence_pointers, in bytes
+#                4       3     6                sequence_lengths, in tokens
+#                0       1     2     3          document_indices: document d is the sequences
+#                                               document_indices[d] .. document_indices[d + 1] - 1
+#
+# .idx file, all integers little-endian         n sequences, m = documents + 1
+#   OFFSET      SIZE   FIELD
+#   0           9      magic b"MMIDIDX\0\0"
+#   9           8      version, uint64, always 1
+#   17          1      dtype code of the .bin file, uint8 (class DType)
+#   18          8      n, uint64
+#   26          8      m, uint64                <- counts the leading 0 of document_indices
+#   34          4n     sequence_lengths, int32
+#   34+4n       8n     sequence_pointers, int64
+#   34+12n      8m     document_indices, int64
+#   34+12n+8m   n      sequence_modes, int8     <- only in multimodal files
+#
+# Nothing is ever half there: a file is written under another name, synced, and renamed.  Nothing is
+# used after it is gone: an array that views a mapped file owns the mapping.
+
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_HEADER = struct.Struct("<9sQBQQ")
+_FULL_CHECK_BELOW = 64 << 20  # bytes of .idx; reading more would slow down the start of every rank
+_CHUNK = 1 << 22  # items handled at a time where an array may be larger than memory
+_TRANSIENT = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+
+
+class DType(enum.Enum):
+    """The dtype code in an .idx header <-> the numpy dtype of the .bin file.  Upstream: DType.
+
+    >>> DType.code_from_dtype(np.uint16), DType.dtype_from_code(4), DType.size(8)
+    (8, <class 'numpy.int32'>, 2)
+    """
+
+    uint8, int8, int16, int32, int64, float64, float32, uint16 = range(1, 9)
+
+    @classmethod
+    def code_from_dtype(cls, value):
+        """numpy dtype -> code; ValueError if the format has no code for it."""
+        name = np.dtype(value).name
+        _require(name in cls.__members__, f"no dtype code for {name}: use {[*cls.__members__]}")
+        return cls[name].value
+
+    @classmethod
+    def dtype_from_code(cls, value):
+        """code -> numpy type; ValueError if the code is not in the table."""
+        _require(value in range(1, 9), f"unknown dtype code {value}: wanted 1 to 8")
+        return getattr(np, cls(value).name)
+
+    @staticmethod
+    def size(key):
+        """Bytes of one token; key is a code or a dtype."""
+        return np.dtype(DType.dtype_from_code(key) if isinstance(key, int) else key).itemsize
+
+    @staticmethod
+    def optimal_dtype(cardinality):
+        """What upstream takes for a vocabulary of this size: uint16 below 65500, else int32."""
+        return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
+
+
+def get_idx_path(path_prefix):
+    """"corpus" -> "corpus.idx"."""
+    return f"{os.fspath(path_prefix)}.idx"
+
+
+def get_bin_path(path_prefix):
+    """"corpus" -> "corpus.bin"."""
+    return f"{os.fspath(path_prefix)}.bin"
+
+
+class _NewFile:
+    """A file that appears under its name whole, or not at all.
+
+    It is written under a random name in the same directory; commit() syncs it to the disk and
+    renames it.  Left uncommitted (an exception, a dropped object, the interpreter's end) it goes.
+    """
+
+    def __init__(self, path):
+        self.path = os.fspath(path)
+        self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
+        self.file = open(self.temporary, "xb", buffering=1 << 20)
+        self.discard = weakref.finalize(self, self._discard, self.file, self.temporary, os.getpid())
+
+    @staticmethod
+    def _discard(file, temporary, pid):
+        if os.getpid() == pid:  # a forked child must not remove its parent's file
+            file.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    def sync(self):
+        """Put all bytes on the disk; the name does not exist yet."""
+        if not self.file.closed:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+
+    def commit(self):
+        """Sync, then give the file its name, over an older one if there is one."""
+        self.sync()
+        os.replace(self.temporary, self.path)
+        self.discard.detach()
+
+    def __enter__(self):
+        return self.file
+
+    def __exit__(self, kind, *_):
+        self.discard() if kind else self.commit()
+
+
+def _as_tokens(tensor, dtype):
+    """Tensor, array or list -> 1-D array of dtype; ValueError at the first id that does not fit."""
+    tokens, dtype = np.asarray(tensor).reshape(-1), np.dtype(dtype)
+    if dtype.kind in "iu" and tokens.size and not np.can_cast(tokens.dtype, dtype):
+        _require(tokens.dtype.kind in "iu", f"{dtype} tokens must be integers, got {tokens.dtype}")
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        if int(tokens.min()) < low or int(tokens.max()) > high:
+            at = int(np.argmax((tokens < low) | (tokens > high)))
+            raise ValueError(f"token {tokens[at]} at position {at} does not fit {dtype} ({low} to "
+                             f"{high}): choose a larger dtype")
+    return np.ascontiguousarray(tokens, dtype)
+
+
+class IndexedDatasetBuilder:
+    """Write a .bin/.idx pair.  Upstream: IndexedDatasetBuilder; the files are equal byte for byte.
+
+    bin_path     where the tokens go; they stay under a temporary name until finalize()
+    dtype        of the stored tokens; an id that does not fit is refused, never wrapped
+    multimodal   also store a mode (int8) for each sequence
+
+    As a context manager it drops everything on an exception, and finalizes to the .idx beside the
+    .bin if the block did not.  ValueError, before anything is written, for what does not fit.
+    Cost: 4 bytes of memory a sequence, 8 a document; the tokens go to the file as they come.
+
+    >>> prefix = os.path.join(tempfile.mkdtemp(), "pair")
+    >>> with IndexedDatasetBuilder(get_bin_path(prefix), np.uint16) as builder:
+    ...     builder.add_document([97, 97, 98], [2, 1])       # two sequences, one document
+    ...     builder.finalize(get_idx_path(prefix))
+    >>> IndexedDataset(prefix)[:], os.path.getsize(get_bin_path(prefix))
+    ([array([97, 97], dtype=uint16), array([98], dtype=uint16)], 6)
+    """
+
+    def __init__(self, bin_path, dtype=np.int32, multimodal=False):
+        self.dtype = DType.dtype_from_code(DType.code_from_dtype(dtype))
+        self.multimodal = multimodal
+        self.sequence_lengths, self.sequence_modes = array.array("i"), array.array("b")
+        self.document_indices = array.array("q", [0])
+        self._bin = _NewFile(bin_path)
+
+    def add_item(self, tensor, mode=0):
+        """Append one sequence (integers, any shape, flattened); end_document() closes documents."""
+        tokens = _as_tokens(tensor, self.dtype)
+        self.add_sequences(tokens, [len(tokens)], [mode], ())
+
+    def add_document(self, tensor, lengths, modes=None):
+        """Append a document: its tokens, and the lengths of its sequences, which must add up."""
+        self.add_sequences(tensor, lengths, modes, (len(lengths),))
+
+    def add_sequences(self, tensor, lengths, modes, ends):
+        """Append many sequences at once; a document ends after each ends[i]-th of them."""
+        tokens = _as_tokens(tensor, self.dtype)
+        modes = [0] * len(lengths) if modes is None else modes
+        bad = [length for length in lengths if not 0 <= length < 2**31]
+        _require(not bad, f"a sequence of {bad[:1]} tokens: an .idx holds 0 to {2**31 - 1}")
+        _require(sum(lengths) == len(tokens),
+                 f"sum(lengths) is {sum(lengths)}, but there are {len(tokens)} tokens")
+        _require(len(modes) == len(lengths) and all(-128 <= mode < 128 for mode in modes),
+                 f"modes: wanted {len(lengths)} numbers from -128 to 127, got {list(modes)[:9]}")
+        shift = len(self.sequence_lengths)
+        self._bin.file.write(tokens.data)
+        self.sequence_lengths.extend(lengths)
+        self.sequence_modes.extend(modes if self.multimodal else ())
+        self.document_indices.extend([shift + end for end in ends])
+
+    def end_document(self):
+        """End the document that the sequences added since the last end belong to."""
+        self.document_indices.append(len(self.sequence_lengths))
+
+    def add_index(self, path_prefix):
+        """Append a whole pair of the same dtype: its bytes are streamed, its indices shifted."""
+        source, target = get_bin_path(path_prefix), self._bin.path
+        shift = len(self.sequence_lengths)
+        _require(os.path.realpath(source) != os.path.realpath(target),
+                 f"{source} is both input and output: choose another output prefix")
+        other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
+        _require(other.dtype == self.dtype, f"{source} holds {np.dtype(other.dtype)} tokens, "
+                 f"wanted {np.dtype(self.dtype)} as in {target}")
+        with open(source, "rb") as file:
+            shutil.copyfileobj(file, self._bin.file, 16 << 20)
+        self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
+        self.document_indices.frombytes((other.document_indices[1:] + shift).tobytes())
+        if self.multimodal:
+            self.sequence_modes.frombytes(other.sequence_modes.tobytes())
+
+    def finalize(self, idx_path):
+        """Write the .idx and give both files their names: first .bin, then .idx, so a pair is whole
+        whenever its .idx is there.  ValueError if sequences follow the last end_document()."""
+        loose = len(self.sequence_lengths) - self.document_indices[-1]
+        _require(not loose, f"{loose} sequences of {self._bin.path} follow the last document's "
+                 "end: call end_document() before finalize()")
+        index = _NewFile(idx_path)
+        try:
+            self._write_index(index.file)
+            index.sync()
+            self._bin.sync()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(idx_path)  # an old .idx must not describe the new .bin, not for a moment
+            self._bin.commit()
+            index.commit()
+        finally:
+            index.discard()
+
+    def _write_index(self, file):
+        lengths = np.frombuffer(self.sequence_lengths, np.int32)
+        pointers = np.zeros(len(lengths), np.int64)
+        np.cumsum(lengths[:-1], out=pointers[1:], dtype=np.int64)
+        pointers *= DType.size(self.dtype)
+        file.write(_HEADER.pack(_MAGIC, _VERSION, DType.code_from_dtype(self.dtype), len(lengths),
+                                len(self.document_indices)))
+        for part in (lengths, pointers, self.document_indices, self.sequence_modes):
+            file.write(memoryview(part))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        try:
+            if kind is None and self._bin.discard.alive:
+                self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
+        finally:
+            self._bin.discard()
+
+
+def _want(condition, path, field, wanted, got):
+    _require(condition, f"{path}: {field}: wanted {wanted}, got {got}", DatasetFormatError)
+
+
+def _map_file(path):
+    """A file as a read-only uint8 array that owns its mapping; nothing is read yet."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return np.empty(0, np.uint8)  # mmap refuses empty files
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+
+def _identity(stat):
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _retry(function, delays=(0.5, 1.0, 2.0)):
+    """function(), again after a transient OSError; any other passes at once."""
+    for delay in (*delays, None):
+        try:
+            return function()
+        except OSError as error:
+            if error.errno not in _TRANSIENT or delay is None:
+                raise
+            time.sleep(delay)
+
+
+class IndexedDataset(torch.utils.data.Dataset):
+    """Read a .bin/.idx pair.  Upstream: IndexedDataset.
+
+    path_prefix   the pair's path without .bin and .idx
+    multimodal    return (tokens, mode); the file must hold modes
+    mmap          True: views of the mapped file, nothing copied.  False: each access reads the file
+                  with os.pread and keeps no descriptor, so thousands of corpora may be open.
+    check         read and check the whole .idx; None: if it is below 64 MiB
+
+    ds[i] is sequence i as a 1-D array of ds.dtype, ds[a:b] a list of them.  Opening costs O(1), or
+    O(n) with the check; what one can know at once, such as the sizes of both files, is always
+    checked, and each access is kept inside the file.  Raises DatasetFormatError (a ValueError) when
+    a file is not what it says, IndexError for a place outside of it.
+
+    >>> ds = IndexedDataset(toy_corpus())
+    >>> len(ds), ds.sequence_lengths.tolist(), ds.sequence_pointers.tolist()
+    (3, [4, 3, 6], [0, 4, 7])
+    >>> ds.document_indices.tolist(), bytes(ds.get(2, offset=1, length=2))
+    ([0, 1, 2, 3], b'cc')
+    """
+
+    def __init__(self, path_prefix, multimodal=False, mmap=True, object_storage_config=None,
+                 check=None):
+        super().__init__()
+        self.path_prefix, self.multimodal, self.mmap = os.fspath(path_prefix), multimodal, mmap
+        self.check, self.object_storage_config = check, object_storage_config
+        path, self._bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
+        index = _map_file(path)
+        n, m = self._read_header(index, path)
+        edges = itertools.accumulate((4 * n, 8 * n, 8 * m, n), initial=_HEADER.size)
+        parts = [index[low:high] for low, high in itertools.pairwise(edges)]
+        self.sequence_lengths = parts[0].view(np.int32)  # (n,) in tokens
+        self.sequence_pointers = parts[1].view(np.int64)  # (n,) in bytes
+        self.document_indices = parts[2].view(np.int64)  # (m,) in sequences
+        self.sequence_modes = parts[3].view(np.int8) if multimodal else None  # (n,)
+        self._check_ends(path)
+        if check or (check is None and len(index) < _FULL_CHECK_BELOW):
+            self._check_index(path)
+        self._tokens = _map_file(self._bin_path).view(self.dtype) if mmap else None
+
+    def _read_header(self, index, path):
+        """Check magic, version, dtype code and the file's size, which n and m imply -> n, m."""
+        _want(len(index) >= _HEADER.size, path, "header", f"{_HEADER.size} bytes", len(index))
+        magic, version, code, n, m = _HEADER.unpack(index[:_HEADER.size].tobytes())
+        _want(magic == _MAGIC, path, "magic", _MAGIC, magic)
+        _want(version == _VERSION, path, "version", _VERSION, version)
+        _want(1 <= code <= 8, path, "dtype code", "1 to 8", code)
+        self.dtype, self._item_size = DType.dtype_from_code(code), DType.size(code)
+        plain = _HEADER.size + 12 * n + 8 * m
+        sizes = [plain + n] if self.multimodal else [plain, plain + n]
+        _want(len(index) in sizes, path, "file size", " or (with modes) ".join(map(str, sizes))
+              + f" bytes for {n} sequences and {m} document indices", len(index))
+        return n, m
+
+    def _check_ends(self, path):
+        """The O(1) part: do the first and last entries agree with each other and with .bin?"""
+        n, documents, end = len(self), self.document_indices, 0
+        ends = [int(documents[0]), int(documents[-1])] if len(documents) else []
+        _want(ends == [0, n], path, "document_indices", f"from 0 to {n}", ends)
+        if n:
+            end = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self._item_size
+        stat = _retry(lambda: os.stat(self._bin_path))
+        _want(end == stat.st_size, self._bin_path, "file size",
+              f"{end} bytes of {np.dtype(self.dtype)}, as {path} says",
+              f"{stat.st_size}: it is truncated, or of another pair")
+        self.num_tokens, self._bin_identity = end // self._item_size, _identity(stat)
+
+    def _check_index(self, path):
+        """The O(n) part: no negative length, pointers the running sum, documents in order."""
+        start = 0
+        for low in range(0, len(self), _CHUNK):
+            lengths = self.sequence_lengths[low:low + _CHUNK].astype(np.int64)
+            pointers = self.sequence_pointers[low:low + _CHUNK]
+            ends = start + np.cumsum(lengths) * self._item_size
+            wanted = ends - lengths * self._item_size
+            at = int(np.argmax((lengths < 0) | (pointers != wanted)))
+            _want(lengths[at] >= 0, path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
+            _want(pointers[at] == wanted[at], path, f"sequence_pointers[{low + at}]", wanted[at],
+                  pointers[at])
+            start = int(ends[-1])
+        for low in range(0, len(self.document_indices), _CHUNK):
+            documents = self.document_indices[low:low + _CHUNK + 1]
+            falls = np.flatnonzero(np.diff(documents) < 0)[:1]
+            _want(not len(falls), path, f"document_indices[{low + falls}] and the next",
+                  "no fall", documents[falls])
+
+    def __len__(self):
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, idx):
+        if not isinstance(idx, slice):
+            return self.get(idx)
+        start, stop, step = idx.indices(len(self))
+        _require(step == 1, f"slices of a dataset must be contiguous, got step {step}")
+        rows = range(start, max(start, stop))
+        sequences = [self._read(i, 0, int(self.sequence_lengths[i])) for i in rows]
+        return (sequences, self.sequence_modes[start:rows.stop]) if self.multimodal else sequences
+
+    def get(self, idx, offset=0, length=None):
+        """Tokens offset .. offset + length of sequence idx (default: to its end), 1-D, ds.dtype."""
+        i, n = operator.index(idx), len(self)
+        if not -n <= i < n:
+            raise IndexError(f"sequence {i} of {self.path_prefix}, which has {n}")
+        i += n if i < 0 else 0
+        size = int(self.sequence_lengths[i])
+        offset, length = int(offset), size - int(offset) if length is None else int(length)
+        if offset < 0 or length < 0 or offset + length > size:
+            raise IndexError(f"tokens {offset} to {offset + length} of sequence {i} of "
+                             f"{self.path_prefix}, which has {size}")
+        tokens = self._read(i, offset, length)
+        return (tokens, self.sequence_modes[i]) if self.multimodal else tokens
+
+    def _read(self, i, offset, length):
+        pointer = int(self.sequence_pointers[i])
+        first = pointer // self._item_size + offset
+        inside = 0 <= length and 0 <= first and first + length <= self.num_tokens
+        if not inside or pointer % self._item_size:  # possible where the whole .idx was not checked
+            _want(False, get_idx_path(self.path_prefix), f"sequence {i}", f"a place in "
+                  f"{self._bin_path}", f"byte {pointer}, length {self.sequence_lengths[i]}")
+        if self._tokens is not None:
+            return self._tokens[first:first + length]
+        return _retry(lambda: self._pread(first * self._item_size, length))
+
+    def _pread(self, position, length):
+        """Read length tokens at a byte position; an error if the file changed meanwhile."""
+        tokens = np.empty(length, self.dtype)
+        view, done = tokens.view(np.uint8), 0
+        with open(self._bin_path, "rb", buffering=0) as file:
+            now = _identity(os.fstat(file.fileno()))
+            _want(now == self._bin_identity, self._bin_path, "inode, size, time",
+                  self._bin_identity, f"{now}: it was rewritten after it was opened")
+            while done < len(view):
+                part = os.pread(file.fileno(), len(view) - done, position + done)
+                _want(part, self._bin_path, f"bytes from {position}", len(view),
+                      f"{done}: a short read")
+                view[done:done + len(part)] = np.frombuffer(part, np.uint8)
+                done += len(part)
+        return tokens
+
+    def __getstate__(self):
+        """Pickled as its path: a worker process opens the files again."""
+        return self.path_prefix, self.multimodal, self.mmap, self.object_storage_config, self.check
+
+    def __setstate__(self, state):
+        self.__init__(*state)
+
+    @staticmethod
+    def exists(path_prefix):
+        """True if both files of the pair are there."""
+        return all(map(os.path.exists, (get_idx_path(path_prefix), get_bin_path(path_prefix))))
+
+
+def merge(prefixes, output_prefix, multimodal=False):
+    """Append whole pairs, in the given order, into one new pair of the same dtype.
+
+    Equal to writing all their documents with one builder.  The output may not be an input.  Cost:
+    the bytes are streamed; no Python loop over documents.  Upstream: tools/merge_datasets.py.
+    """
+    _require(prefixes, "merge wants at least one input prefix")
+    dtype = IndexedDataset(prefixes[0], check=False).dtype
+    with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
+        for prefix in prefixes:
+            builder.add_index(prefix)
+        builder.finalize(get_idx_path(output_prefix))
+
+
+def toy_corpus(folder=None):
+    """Write the documents of every example, aaaa bbb cccccc, in ASCII -> their path prefix."""
+    prefix = os.path.join(folder or tempfile.mkdtemp(), "toy")
+    with IndexedDatasetBuilder(get_bin_path(prefix), np.uint8) as builder:
+        for text in (b"aaaa", b"bbb", b"cccccc"):
+            builder.add_document(list(text), [len(text)])
+    return prefix
+
+
+# ==============================================================================
+# 2. Text to tokens
+# ==============================================================================
+# Question answered here: how does a JSONL file become a file pair, fast, in its own order?
+#
+#   this process reads  ->  blocks of lines  ->  N workers: JSON, tokenizer  ->  this process writes
+#
+# Blocks are written in the order in which they were read, whichever worker ends first.  A blank
+# line is a bad line, since it holds no JSON value.  An empty text is a document without tokens: it
+# adds no sequence and no eod, only a repeated entry in document_indices (as upstream).
+
+_BLOCK = 1 << 20  # bytes of text handed to a worker at a time
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens 0 to 255, eod 256.  Needs no files.
+
+    >>> ByteTokenizer().tokenize("aaaa"), ByteTokenizer().detokenize([98, 256])
+    ([97, 97, 97, 97], 'b')
+    """
+
+    vocab_size, eod = 257, 256
+    unique_identifiers = collections.OrderedDict({"class": "ByteTokenizer"})
+
+    def tokenize(self, text):
+        """str -> list of ids."""
+        return list(text.encode())
+
+    def detokenize(self, ids):
+        """ids -> str; eods are left out, broken UTF-8 becomes the replacement character."""
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class NullTokenizer:
+    """Numbers separated by spaces; eod is the number after the last.  Upstream: NullTokenizer."""
+
+    def __init__(self, vocab_size):
+        self.eod, self.vocab_size = int(vocab_size), int(vocab_size) + 1
+        self.unique_identifiers = collections.OrderedDict(
+            {"class": "NullTokenizer", "vocab_size": self.vocab_size})
+
+    def tokenize(self, text):
+        """str -> list of ids."""
+        return [int(number) for number in text.split()]
+
+    def detokenize(self, ids):
+        """ids -> str."""
+        return " ".join(map(str, ids))
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, run by the tokenizers library (extra "tools").
+
+    eod_token   the text of the end-of-document token; default <|endoftext|>, else </s>
+    """
+
+    def __init__(self, path, eod_token=None):
+        self._tokenizer = _extra("tokenizers", "tools").Tokenizer.from_file(path)
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        wanted = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
+        found = [i for i in map(self._tokenizer.token_to_id, wanted) if i is not None]
+        _require(found, f"{path}: has no token {' or '.join(wanted)}: name the one that ends a "
+                 "document with --eod-token")
+        self.eod = found[0]
+        digest = _md5(self._tokenizer.to_str())
+        self.unique_identifiers = collections.OrderedDict(
+            {"class": "HuggingFaceTokenizer", "tokenizer.json": digest, "eod": self.eod})
+
+    def tokenize(self, text):
+        """str -> list of ids."""
+        return self._tokenizer.encode(text).ids
+
+    def tokenize_batch(self, texts):
+        """list of str -> list of lists of ids, in parallel inside the library."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
+
+    def detokenize(self, ids):
+        """ids -> str."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _extra(module, extra):
+    """Import an optional package; ImportError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"this needs the package {module}: pip install 'megatron-min[{extra}]' "
+                          f"({error})") from None
+
+
+def _md5(data):
+    """Hex digest of bytes or str: names things, protects nothing."""
+    data = data.encode() if isinstance(data, str) else data
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def build_tokenizer(name="bytes", eod_token=None):
+    """"bytes", "null:VOCAB", a tokenizer.json, or module:attribute (an object or its class)."""
+    if name == "bytes":
+        return ByteTokenizer()
+    if name.startswith("null:"):
+        return NullTokenizer(name[5:])
+    if name.endswith(".json"):
+        return HuggingFaceTokenizer(name, eod_token)
+    module, colon, attribute = name.partition(":")
+    _require(colon, f"unknown tokenizer {name!r}: wanted bytes, null:VOCAB, a tokenizer.json or "
+             "module:attribute")
+    sys.path.insert(0, os.getcwd())  # as python -m does: the module may lie beside the data
+    try:
+        found = operator.attrgetter(attribute)(importlib.import_module(module))
+    finally:
+        sys.path.pop(0)
+    return found if hasattr(found, "tokenize") and not isinstance(found, type) else found()
+
+
+class _Encoder:
+    """A worker's job: a block of JSON lines -> tokens, sequence lengths, document ends, by key."""
+
+    def __init__(self, tokenizer, json_keys, append_eod, skip_errors):
+        self.tokenizer, self.keys, self.skip_errors = tokenizer, json_keys, skip_errors
+        self.eod = [tokenizer.eod] if append_eod else []
+        self.dtype = DType.optimal_dtype(tokenizer.vocab_size)
+        self.batched = hasattr(tokenizer, "tokenize_batch")
+
+    def __call__(self, source, first_line, lines):
+        """-> ({key: (tokens, sequence lengths, document ends)}, documents, skipped lines)"""
+        rows = []
+        for number, line in enumerate(lines, first_line):
+            try:
+                texts = self._texts(line)
+                rows.append(texts if self.batched else [self._ids(text) for text in texts])
+            except Exception as error:
+                if not self.skip_errors:
+                    raise ValueError(f"{source}: line {number}: {error} (--on-error skip leaves "
+                                     "such lines out)") from None
+        columns = {key: self._pack([row[at] for row in rows]) for at, key in enumerate(self.keys)}
+        return columns, len(rows), len(lines) - len(rows)
+
+    def _texts(self, line):
+        _require(line.strip(), "it is blank, wanted a JSON object")
+        row = json.loads(line)
+        for key in self.keys:
+            _require(isinstance(row, dict) and isinstance(row.get(key), str),
+                     f"wanted a JSON object with text under {key!r}, got {line[:60]!r}")
+        return [row[key] for key in self.keys]
+
+    def _ids(self, text):
+        return _as_tokens(self.tokenizer.tokenize(text), self.dtype)
+
+    def _pack(self, documents):
+        if self.batched:
+            documents = self.tokenizer.tokenize_batch(documents)
+        documents = [[*ids, *self.eod] if self.eod and len(ids) else ids for ids in documents]
+        ends = itertools.accumulate(len(ids) > 0 for ids in documents)
+        pieces = [_as_tokens(ids, self.dtype) for ids in documents if len(ids)]
+        empty = np.empty(0, self.dtype)
+        return np.concatenate([empty, *pieces]), [len(piece) for piece in pieces], list(ends)
+
+
+_encoder = None  # in a worker process: its _Encoder
+
+
+def _start_worker(*arguments):
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _encoder = _Encoder(*arguments)
+
+
+def _work(block):
+    return _encoder(*block)
+
+
+def _in_order(blocks, arguments, workers):
+    """Encode blocks, in worker processes if workers > 1; results in the order of the blocks."""
+    if workers <= 1:
+        yield from itertools.starmap(_Encoder(*arguments), blocks)
+        return
+    start = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context(start), _start_worker, arguments)
+    try:
+        pending = collections.deque()
+        for block in blocks:
+            pending.append(pool.submit(_work, block))
+            if len(pending) > 2 * workers:  # bounded: memory stays flat however large the input
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _expand(patterns):
+    """Paths and globs (each in sorted order) -> files; FileNotFoundError for what matches none."""
+    files = []
+    patterns = [patterns] if isinstance(patterns, (str, os.PathLike)) else patterns
+    for pattern in map(os.fspath, patterns):
+        literal = pattern == "-" or os.path.exists(pattern)
+        found = [pattern] if literal else sorted(glob.glob(pattern, recursive=True))
+        _require(found, f"input {pattern}: no such file", FileNotFoundError)
+        files += found
+    return files
+
+
+def _blocks(files, progress):
+    """Yield (file, number of the first line, lines) in order; gzip by the name's ending."""
+    for path in files:
+        with contextlib.ExitStack() as stack:
+            raw = sys.stdin.buffer if path == "-" else stack.enter_context(open(path, "rb"))
+            text = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
+            number = 1
+            while lines := text.readlines(_BLOCK):
+                yield path, number, lines
+                number += len(lines)
+                progress.bytes += sum(map(len, lines)) * (text is raw)
+        progress.bytes += os.path.getsize(path) if text is not raw else 0
+
+
+class _Progress:
+    """Counts documents and bytes of input; a line on stderr every ten seconds if verbose."""
+
+    def __init__(self, files, verbose):
+        self.total = sum(os.path.getsize(path) for path in files if path != "-")
+        self.start = self.last = time.monotonic()
+        self.verbose, self.bytes, self.documents, self.skipped = verbose, 0, 0, 0
+
+    def wrote(self, documents, skipped, at_end=False):
+        """So many more documents were written, so many lines skipped."""
+        self.documents, self.skipped = self.documents + documents, self.skipped + skipped
+        if self.verbose and (at_end or time.monotonic() - self.last >= 10):
+            self.last = time.monotonic()
+            seconds = max(self.last - self.start, 1e-9)
+            left = max(self.total - self.bytes, 0) * seconds / max(self.bytes, 1)
+            print(f"{self.documents:,} documents, {self.documents / seconds:,.0f} docs/s, "
+                  f"{self.bytes / seconds / 1e6:,.1f} MB/s, {self.skipped:,} bad lines skipped, "
+                  f"ETA {datetime.timedelta(seconds=round(left))}", file=sys.stderr, flush=True)
+
+
+def preprocess(input, output_prefix, tokenizer=None, *, json_keys=("text",), append_eod=False,
+               workers=1, on_error="stop", verbose=False):
+    """JSONL files -> <output_prefix>_<key>_document.bin/.idx for each key.
+
+    input        files and globs of .jsonl or .jsonl.gz ("-" is stdin), read in this order
+    tokenizer    an object as described in section 3; default ByteTokenizer()
+    append_eod   put tokenizer.eod after each document that has tokens
+    workers      processes; the files are the same for any number
+    on_error     "stop": ValueError with file, line and reason; "skip": count bad lines, go on
+    verbose      progress on stderr: docs/s, MB/s and the time left
+    Returns      {key: path prefix of its pair}; nothing appears before all of it is complete
+    Upstream     tools/preprocess_data.py
+
+    >>> folder = tempfile.mkdtemp()
+    >>> path = os.path.join(folder, "toy.jsonl")
+    >>> with open(path, "w") as file:
+    ...     _ = file.write('{"text": "aaaa"}\\n{"text": "bbb"}\\n{"text": "cccccc"}\\n')
+    >>> made = preprocess([path], os.path.join(folder, "toy"), append_eod=True)
+    >>> IndexedDataset(made["text"])[:2]
+    [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
+    """
+    _require(on_error in ("stop", "skip"), f"on_error must be stop or skip, got {on_error!r}")
+    keys = [json_keys] if isinstance(json_keys, str) else list(json_keys)
+    tokenizer, files = tokenizer or ByteTokenizer(), _expand(input)
+    dtype, progress = DType.optimal_dtype(tokenizer.vocab_size), _Progress(files, verbose)
+    prefixes = {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
+    arguments = tokenizer, keys, append_eod, on_error == "skip"
+    with contextlib.ExitStack() as stack:
+        builders = {key: stack.enter_context(IndexedDatasetBuilder(get_bin_path(prefix), dtype))
+                    for key, prefix in prefixes.items()}
+        for columns, documents, skipped in _in_order(_blocks(files, progress), arguments, workers):
+            for key, (tokens, lengths, ends) in columns.items():
+                builders[key].add_sequences(tokens, lengths, None, ends)
+            progress.wrote(documents, skipped)
+        for key, prefix in prefixes.items():
+            builders[key].finalize(get_idx_path(prefix))
+    progress.wrote(0, 0, at_end=True)
+    return prefixes
+
+
+# ==============================================================================
+# 3. Split, blend, config
+# ==============================================================================
+# Question answered here: which documents of which corpora, and cut how?
+#
+#   split "98,1,1" of a corpus of 1000 sequences      |<------- train 0..979 ------->|valid|test|
+#   blend (["p1", "p2"], [30, 70])                    of 10 samples 3 come from p1 and 7 from p2
+#
+# A tokenizer is any object with vocab_size, eod, perhaps pad, tokenize(text) -> ids,
+# detokenize(ids) -> text, and unique_identifiers, a dict that enters the cache's key.
+
+
+class Split(enum.Enum):
+    """The three parts of a corpus.  Upstream: Split."""
+
+    train, valid, test = range(3)
+
+
+def normalize(weights):
+    """w / sum(w) in float64, as a list.
+
+    >>> normalize([30, 70])
+    [0.3, 0.7]
+    """
+    weights = np.array(weights, dtype=np.float64)
+    return (weights / np.sum(weights)).tolist()
+
+
+def _check_weights(weights, names):
+    """ValueError that names the dataset whose weight is no weight."""
+    _require(len(weights) == len(names), f"{len(weights)} weights for {len(names)} datasets")
+    for weight, name in zip(weights, names):
+        _require(math.isfinite(weight) and weight >= 0,
+                 f"weight of {name}: wanted a finite number >= 0, got {weight}")
+    _require(sum(weights) > 0, f"all weights are 0: {', '.join(map(str, names))}")
+
+
+def parse_and_normalize_split(split):
+    """"99,1,0" -> [0.99, 0.01, 0.0]: train, valid, test; missing ones are 0.
+
+    ValueError for anything but up to three non-negative numbers with a positive sum.  (Upstream
+    drops signs, exponents and empty fields.)
+
+    >>> parse_and_normalize_split("3,1")
+    [0.75, 0.25, 0.0]
+    """
+    fields = re.split("[,/]", split)
+    vector = [float(field) if _is_number(field) else math.nan for field in fields]
+    good = len(vector) <= len(Split) and all(0 <= share < math.inf for share in vector)
+    _require(good and sum(vector) > 0, f"split {split!r}: wanted up to three numbers >= 0, not all "
+             '0, for train, valid and test, such as "98,1,1"')
+    return normalize(vector + [0.0] * (len(Split) - len(vector)))
+
+
+def _is_number(text):
+    try:
+        return float(text) is not None
+    except ValueError:
+        return False
+
+
+def convert_split_vector_to_split_matrix(vector_a, vector_b=None):
+    """Shares -> (begin, end) of each split as fractions, None where empty.  With two vectors, the
+    part of each split of b that lies in the same split of a.
+
+    >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
+    [(0, 0.75), (0.75, 1.0), None]
+    """
+    def bookends(vector):
+        return itertools.pairwise(itertools.accumulate(vector, initial=0))
+
+    pairs = zip(bookends(vector_a), bookends(vector_a if vector_b is None else vector_b))
+    overlaps = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
+    return [(low, high) if low < high else None for low, high in overlaps]
+
+
+def split_range(bounds, num_sequences):
+    """(begin, end) fractions of a corpus -> (first, end) sequence; Python's round, as upstream.
+
+    >>> split_range((0, 0.75), 3), split_range((0.75, 1.0), 3)
+    ((0, 2), (2, 3))
+    """
+    return tuple(int(round(bound * float(num_sequences))) for bound in bounds)
+
+
+def get_blend_from_list(blend):
+    """["30", "p1", "70", "p2"] or ["p1", "p2"] -> (prefixes, weights or None); None -> None.
+
+    A list that is neither is a ValueError (upstream guesses); a folder whose name is a number is
+    written with its path: ./2023.
+
+    >>> get_blend_from_list(["30", "p1", "70", "p2"])
+    (['p1', 'p2'], [30.0, 70.0])
+    """
+    if blend is None:
+        return None
+    blend = [str(entry).strip() for entry in blend]
+    numbers = [_is_number(entry) for entry in blend]
+    if blend and not any(numbers):
+        return blend, None
+    _require(blend and numbers == [True, False] * (len(blend) // 2),
+             f"blend {' '.join(blend)!r}: wanted prefixes, or a weight before every prefix (a "
+             "folder with a numeric name is written ./2023)")
+    return blend[1::2], [float(weight) for weight in blend[0::2]]
+
+
+@dataclasses.dataclass
+class BlendedMegatronDatasetConfig:
+    """What to build.  Field names and defaults are upstream's; ValueError for bad combinations.
+
+    blend               (prefixes, weights or None), cut by split; neither blend: mock data
+    blend_per_split     for train, valid, test each a blend of whole corpora, or None
+    split_matrix, mock  derived
+    path_to_cache       folder of the index files; default <prefix>/cache, blends are then not kept
+    """
+
+    random_seed: int
+    sequence_length: int
+    blend: tuple | None = None
+    blend_per_split: list | None = None
+    multiple_validation_sets: bool | None = None
+    full_validation: bool | None = None
+    split: str | None = None
+    split_matrix: list | None = dataclasses.field(init=False, default=None)
+    num_dataset_builder_threads: int = 1
+    path_to_cache: str | None = None
+    mmap_bin_files: bool = True
+    mock: bool = dataclasses.field(init=False, default=False)
+    tokenizer: object | None = None
+    mid_level_dataset_surplus: float = 0.005
+    allow_ambiguous_pad_tokens: bool | None = False
+    fast_cache_load: bool = False
+    defer_npy_index_mmap: bool = False
+
+    def __post_init__(self):
+        for name, low in dict(sequence_length=1, random_seed=0, num_dataset_builder_threads=1,
+                              mid_level_dataset_surplus=0).items():
+            value = getattr(self, name)
+            _require(value >= low, f"{name} must be >= {low}, got {value}")
+        _require(self.random_seed < 2**32, f"random_seed must be < 2**32, got {self.random_seed}")
+        per_split = self.blend_per_split if any(self.blend_per_split or []) else None
+        if per_split:
+            _require(self.blend is None, "give blend or blend_per_split, not both")
+            _require(self.split is None, "blend_per_split takes whole corpora: leave split None")
+            _require(len(per_split) == len(Split),
+                     f"blend_per_split: wanted {len(Split)} entries, got {len(per_split)}")
+        else:
+            _require(not self.multiple_validation_sets,
+                     "multiple_validation_sets needs blend_per_split")
+            self.mock = self.blend is None
+            self.split = "1,1,1" if self.mock else self.split
+            _require(self.split is not None, 'a blend needs a split, such as "98,1,1"')
+            vector = parse_and_normalize_split(self.split)
+            self.split_matrix = convert_split_vector_to_split_matrix(vector)
+        for blend in filter(None, [self.blend, *(per_split or [])]):
+            _require(len(blend) == 2 and not isinstance(blend[0], str) and len(blend[0]),
+                     f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
+            if blend[1] is not None:
+                _check_weights(blend[1], blend[0])
+
+
+@dataclasses.dataclass
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """The config of GPTDataset; on top of the base class:
+
+    reset_position_ids       positions restart after every eod token
+    reset_attention_mask     no attention across an eod token
+    eod_mask_loss            no loss where the input token is eod
+    create_attention_mask    return the dense (1, S, S) mask
+    drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
+    add_extra_token_to_sequence             x = 1: labels are the next tokens, to the last one
+    inter_document_masking   instead of a mask: cu_seqlens, max_seqlen, positions by document
+    """
+
+    reset_position_ids: bool | None = None
+    reset_attention_mask: bool | None = None
+    eod_mask_loss: bool | None = None
+    create_attention_mask: bool = True
+    drop_last_partial_validation_sequence: bool = True
+    add_extra_token_to_sequence: bool = True
+    object_storage_cache_path: str | None = None
+    inter_document_masking: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        _require(self.tokenizer is not None, "a GPTDatasetConfig needs a tokenizer, for its eod")
+        dense = self.create_attention_mask and not self.inter_document_masking
+        _require(dense or not self.reset_attention_mask, "reset_attention_mask has no effect "
+                 "without a dense mask: set create_attention_mask, or inter_document_masking alone")
+
+
+# ==============================================================================
+# 4. Kernels
+# ==============================================================================
+# Question answered here: in which order do documents and samples come, and where does each start?
+#
+#   position  0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
+#   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    row 1 -> (document 1, offset 0)
+#
+# Nothing is tokenised or copied here; four loops fill arrays of integers.  Each _py_ function is
+# the definition of its kernel; the C function of the same name is equal and faster, and is swapped
+# in below them.  The public functions check, allocate and call one or the other.
+
+
+def _py_build_sample_idx(sample_index, sizes, document_index, sequence_length, extra, last_token):
+    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))[:1]
+    _require(not len(wrong), f"document_index[{wrong}] is {document_index[wrong]}, but there are "
+             f"{len(sizes)} sequences", IndexError)
+    lengths = sizes[document_index].astype(np.int64)
+    _require((lengths >= 0).all(), "a size is negative: no sequence has less than 0 tokens")
+    ends = np.cumsum(lengths)
+    sample_index[0] = 0
+    if len(sample_index) > 1:
+        _require(len(ends) and ends[-1] >= last_token,
+                 f"the documents hold {ends[-1:]} tokens, the samples need {last_token}")
+        targets = np.arange(1, len(sample_index), dtype=np.int64) * sequence_length + extra
+        targets[-1] = last_token
+        rows = np.searchsorted(ends, targets)  # the first document whose end reaches the target
+        sample_index[1:, 0] = rows
+        sample_index[1:, 1] = targets - extra - (ends[rows] - lengths[rows])
+
+
+def _py_shuffle(items, key, position):
+    random_state = np.random.RandomState()
+    random_state.set_state(("MT19937", key, position))
+    random_state.shuffle(items)
+    state = random_state.get_state(legacy=False)["state"]
+    key[:] = state["key"]
+    return state["pos"]
+
+
+def _py_build_blending_indices(dataset_index, dataset_sample_index, weights, num_datasets, size):
+    taken = np.zeros(num_datasets)
+    for i in range(size):
+        d = np.argmax(weights * max(i, 1) - taken)  # the lowest of equals
+        dataset_index[i], dataset_sample_index[i] = d, taken[d]
+        taken[d] += 1
+
+
+def _py_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
+    taken, total = np.zeros(num_datasets), int(sizes.sum())
+    weights = sizes / np.float64(max(total, 1))
+    for i in range(total):
+        d = np.argmax(np.where(taken < sizes, weights * max(i, 1) - taken, -np.inf))
+        dataset_index[i], dataset_sample_index[i] = d, taken[d]
+        taken[d] += 1
+
+
+IMPLEMENTATION = "python"  # or "c": which kernels are in use
+_build_sample_idx, _shuffle = _py_build_sample_idx, _py_shuffle
+_build_blending_indices = _py_build_blending_indices
+_build_exhaustive_blending_indices = _py_build_exhaustive_blending_indices
+if os.environ.get("MEGATRON_MIN_C") != "0":
+    try:
+        import _megatron_min
+
+        _build_sample_idx, _shuffle = _megatron_min.build_sample_idx, _megatron_min.shuffle
+        _build_blending_indices = _megatron_min.build_blending_indices
+        _build_exhaustive_blending_indices = _megatron_min.build_exhaustive_blending_indices
+        IMPLEMENTATION = "c"
+    except ImportError:
+        if os.environ.get("MEGATRON_MIN_C") == "1":
+            raise  # asked for C: never fall back silently
+
+
+def count_samples(tokens, sequence_length, drop_last_partial_sequence=True,
+                  add_extra_token_to_sequence=True):
+    """Samples in a stream of so many tokens, in exact integers.
+
+    >>> count_samples(13, 4), count_samples(14, 4, drop_last_partial_sequence=False)
+    (3, 4)
+    """
+    whole, rest = divmod(max(0, tokens - bool(add_extra_token_to_sequence)), sequence_length)
+    return whole + (rest > 0 and not drop_last_partial_sequence)
+
+
+def build_sample_idx(sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch,
+                     drop_last_partial_sequence=True, add_extra_token_to_sequence=True):
+    """Find where every training sample starts in the stream of shuffled documents.
+
+    The stream is the documents named by document_indices, laid end to end.  Sample k is its tokens
+    [k*S, k*S + S + x); with x = 1 its last token is its last label, and sample k+1 reads it again.
+
+    sizes             int32 (sequences of the file,)  tokens in each
+    document_indices  int32 (E*D,)                    which sequence comes d-th in the stream
+    sequence_length   int >= 1                        S, without the extra token
+    tokens_per_epoch  int                             the stream holds num_epochs times as many
+    Returns           int32 (N+1, 2)                  row k = (d, offset into document_indices[d])
+                                                      of sample k's first token; row N is where
+                                                      sample N-1 stops.  int64 from E*D = 2**31 on
+    Raises            ValueError                      S < 1, or a stream too short for its samples
+                      IndexError                      an entry of document_indices is no sequence
+    Cost              O(N + E*D) time, 8 bytes a row; no .bin file is opened.
+    Upstream          helpers.build_sample_idx.  With x = 0 a row may point one past the end of a
+                      document instead of at the next one's start: kept.  The number of samples with
+                      a partial last one is exact here, rounded to float32 there.
+
+    >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
+    >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
+    [[0, 0], [1, 0], [2, 1], [2, 5]]
+    """
+    sizes = _typed(sizes, np.int32, "sizes")
+    documents = _typed(document_indices, np.int32, "document_indices")
+    extra, tokens = int(bool(add_extra_token_to_sequence)), int(num_epochs) * int(tokens_per_epoch)
+    _require(sequence_length >= 1, f"sequence_length must be >= 1, got {sequence_length}")
+    _require(0 <= tokens <= len(documents) * 2**31,
+             f"{len(documents)} documents cannot hold {tokens} tokens")
+    num_samples = count_samples(tokens, sequence_length, drop_last_partial_sequence, extra)
+    # upstream asks for int64 where a size needs it too; sizes are int32, so none can
+    dtype = np.int32 if len(documents) < 2**31 else np.int64
+    sample_index = np.empty((num_samples + 1, 2), dtype)
+    last_token = min(tokens, num_samples * sequence_length + extra)
+    _build_sample_idx(sample_index, sizes, documents, sequence_length, extra, last_token)
+    return sample_index
+
+
+def _typed(values, dtype, name):
+    """values as a 1-D array of dtype; TypeError instead of a cast that could change a value."""
+    values = np.asarray(values)
+    _require(values.ndim == 1, f"{name} must have one dimension, got shape {values.shape}")
+    wanted = np.dtype(dtype)
+    _require(values.dtype == wanted, f"{name} must be {wanted}, got {values.dtype}", TypeError)
+    return np.ascontiguousarray(values)
+
+
+def shuffle(items, random_state):
+    """Shuffle a 1-D array in place, exactly as random_state.shuffle(items), several times faster.
+
+    items         int32, uint32 or int64, contiguous
+    random_state  numpy.random.RandomState; left in the same state as by its own shuffle
+    The rule is Fisher-Yates from the top: for i = n-1 .. 1, swap items[i] with items[j], j uniform
+    in [0, i] by masked rejection of 32-bit draws.  Cost: O(n), as fast as memory is read at random.
+
+    >>> items = np.arange(3, dtype=np.int32)
+    >>> shuffle(items, np.random.RandomState(1234)); items.tolist()
+    [0, 1, 2]
+    """
+    state = random_state.get_state(legacy=False)
+    key = np.array(state["state"]["key"], np.uint32)
+    state["state"] = {"key": key, "pos": _shuffle(items, key, state["state"]["pos"])}
+    random_state.set_state(state)
+
+
+def build_blending_indices(dataset_index, dataset_sample_index, weights, num_datasets, size,
+                           verbose=False):
+    """Fill in, for each sample of a blend, its dataset and its place in that dataset.
+
+    Sample i comes from the dataset that is furthest behind: the largest weights[d] * max(i, 1) -
+    taken[d] in IEEE doubles, the lowest d among equals.
+
+    dataset_index         int16 (size,)          out
+    dataset_sample_index  int64 (size,)          out
+    weights               float64 (num_datasets,) normalized
+    Upstream              helpers.build_blending_indices (verbose is taken for its sake)
+
+    >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
+    >>> build_blending_indices(which, sample, np.array([0.25, 0.75]), 2, 4)
+    >>> which.tolist(), sample.tolist()
+    ([1, 0, 1, 1], [0, 0, 1, 2])
+    """
+    weights = np.ascontiguousarray(weights, np.float64)[:num_datasets]
+    _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size)
+    _build_blending_indices(dataset_index, dataset_sample_index, weights, num_datasets, size)
+
+
+def build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
+    """The same rule with weights sizes[d] / sum(sizes), until dataset d has given sizes[d] samples.
+
+    Fills int16 and int64 arrays of sum(sizes).  Upstream: the function of the same name in helpers.
+
+    >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
+    >>> build_exhaustive_blending_indices(which, sample, np.array([1, 3]), 2)
+    >>> which.tolist(), sample.tolist()
+    ([1, 0, 1, 1], [0, 0, 1, 2])
+    """
+    counts = np.ascontiguousarray(sizes, np.int64)[:num_datasets]
+    whole = np.array_equal(counts, np.asarray(sizes)[:num_datasets])
+    _require(whole, f"sizes must be whole numbers, got {sizes}")
+    total = sum(counts.tolist())
+    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets, total)
+    _build_exhaustive_blending_indices(dataset_index, dataset_sample_index, counts, num_datasets)
+
+
+def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size):
+    """What the Python and the C of both blending kernels must be able to trust."""
+    for out, name, dtype in ((dataset_index, "dataset_index", np.int16),
+                             (dataset_sample_index, "dataset_sample_index", np.int64)):
+        _require(_typed(out, dtype, name) is out, f"{name} must be a contiguous array")
+        _require(0 <= size <= len(out), f"{name} has {len(out)} places for {size} samples")
+    _require(0 < num_datasets < 32767 and len(weights) == num_datasets,
+             f"num_datasets must be 1 to 32766, each with a weight, got {num_datasets}")
+    for d, weight in enumerate(weights.tolist()):
+        _require(0 <= weight < math.inf, f"weight of dataset {d}: wanted >= 0, got {weight}")
+
+
+# ==============================================================================
+# 5. GPTDataset and its cache
+# ==============================================================================
+# Question answered here: what are the tokens of sample k?
+#
+#   k --shuffle_index--> j --sample_index[j], [j + 1]--> (d, offset) .. (d', offset')
+#     --document_index[d .. d']--> sequences of the file pair --> S + x tokens
+#
+# The three arrays depend on the lengths, the split, the number of samples, S and the seed alone, so
+# they are built once and cached: every rank, and the next job, maps the same files.  Beside
+# upstream's files lies a manifest, written last, which says what they were made from:
+#
+#   <hash>-GPTDataset-train-description.txt      what was asked for; hash is its md5
+#                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
+#                          -manifest.json        the .idx, the settings, size and CRC-32 of arrays
+
+Geometry = collections.namedtuple(
+    "Geometry", "num_epochs num_samples separate_final_epoch num_samples_sans_final_epoch")
+
+
+def epoch_geometry(tokens_per_epoch, num_samples, sequence_length, drop_last_partial_sequence=True,
+                   add_extra_token_to_sequence=True):
+    """How many epochs give num_samples samples (None: one epoch), and is the last shuffled apart?
+
+    E is the least with E*T >= num_samples*S + x.  The last epoch is shuffled apart when fewer than
+    80 % of its samples are asked for: shuffled with the others, it would displace some of theirs.
+    ValueError if samples are asked of no tokens (upstream never returns).
+
+    >>> epoch_geometry(13, 4, 4)                  # 13 tokens hold 3 samples of 4 + 1
+    Geometry(num_epochs=2, num_samples=6, separate_final_epoch=True, num_samples_sans_final_epoch=3)
+    """
+    tokens, length, extra = tokens_per_epoch, sequence_length, int(add_extra_token_to_sequence)
+    _require((num_samples or 0) >= 0, f"wanted num_samples >= 0, got {num_samples}")
+    _require(tokens or not num_samples, f"{num_samples} samples of a split that holds no tokens")
+    epochs = max(1, -(-(num_samples * length + extra) // tokens)) if num_samples else 1
+    total = count_samples(epochs * tokens, length, drop_last_partial_sequence, extra)
+    if epochs == 1:
+        return Geometry(1, total, False, 0)
+    sans_final = ((epochs - 1) * tokens - extra) // length
+    from_final, per_epoch = num_samples - sans_final, (tokens - extra) // length
+    assert 0 <= from_final <= per_epoch + 1  # follows from the choice of epochs
+    return Geometry(epochs, total, from_final < int(0.80 * per_epoch), sans_final)
+
+
+def build_document_index(documents, num_epochs, random_state, separate_final_epoch):
+    """documents repeated num_epochs times and shuffled, the last epoch apart if so asked.
+
+    int32 (D,) -> int32 (E*D,).  Cost: one shuffle, and no more memory than the result.
+    Upstream: _build_document_index.
+    """
+    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
+    edge = len(document_index) - (len(documents) if separate_final_epoch else 0)
+    return _shuffle_parts(document_index, edge, random_state)
+
+
+def build_shuffle_index(num_samples, total_size, random_state):
+    """arange(total_size), the first num_samples shuffled, then the rest.
+
+    uint32 (total_size,), int64 from 2**32 - 2 up.  Upstream: _build_shuffle_index.
+    """
+    shuffle_index = np.arange(total_size, dtype=_shuffle_dtype(total_size))
+    return _shuffle_parts(shuffle_index, num_samples, random_state)
+
+
+def _shuffle_dtype(total_size):
+    return np.uint32 if total_size < 2**32 - 2 else np.int64
+
+
+def _shuffle_parts(items, edge, random_state):
+    shuffle(items[:edge], random_state)
+    shuffle(items[edge:], random_state)  # draws nothing if there is no rest
+    return items
+
+
+class _Stale(Exception):
+    """A cache that must be rebuilt; the message says why."""
+
+
+class _IndexCache:
+    """The arrays of one dataset as .npy files in a folder, and the manifest that vouches for them.
+
+    names             of the arrays
+    source, mtime_ns  what the manifest must say; another time alone asks for a closer look only
+    """
+
+    def __init__(self, dataset, folder, split, names, source, mtime_ns=None):
+        self.folder, self.description = folder, dataset.unique_description
+        stem = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split.name}"
+        self.base, self.files = os.path.join(folder, stem), [f"{name}.npy" for name in names]
+        self.source, self.mtime_ns = {"format": 1, **source}, mtime_ns
+
+    def path(self, suffix):
+        """The file of an array, of the description or of the manifest."""
+        return f"{self.base}-{suffix}"
+
+    def missing(self):
+        """The files without which upstream sees no cache."""
+        return [name for name in (*self.files, "description.txt")
+                if not os.path.isfile(self.path(name))]
+
+    def open(self):
+        """Map the arrays, read-only; nothing is ever unpickled."""
+        return [np.load(self.path(file), mmap_mode="r", allow_pickle=False).view(np.ndarray)
+                for file in self.files]
+
+    def load(self, validate, read_all):
+        """-> the arrays, or None where there are none; _Stale says why they must be rebuilt.
+
+        The manifest must match, CRCs too if read_all.  Where there is none (upstream's cache), or
+        only the time of the .idx differs (a copy), validate(*arrays) must find no fault.
+        """
+        missing = self.missing()
+        if len(missing) > len(self.files):
+            return None
+        try:
+            _require(not missing, f"{missing[:1]} is missing", _Stale)
+            arrays, manifest = self.open(), self._read_manifest()
+            if manifest is None or manifest["mtime_ns"] != self.mtime_ns:
+                validate(*arrays)
+                self._write_manifest()
+            elif manifest["files"] != self._entries(read_all, manifest["files"]):
+                raise _Stale("a file has another size or checksum than when it was written")
+            return arrays
+        except _Stale:
+            raise
+        except Exception as error:  # whatever it was, building anew is right
+            raise _Stale(f"{type(error).__name__}: {error}") from error
+
+    def _read_manifest(self):
+        """The manifest, its source found equal; None if there is none."""
+        with open(self.path("description.txt"), encoding="utf-8") as file:
+            _require(file.read() == self.description, "its description is another's", _Stale)
+        if not os.path.exists(self.path("manifest.json")):
+            return None
+        with open(self.path("manifest.json"), encoding="utf-8") as file:
+            manifest = json.load(file)
+        _require(manifest["source"] == self.source,
+                 f"it was made from {manifest['source']}, wanted {self.source}", _Stale)
+        return manifest
+
+    def _entries(self, read_all=True, known=None):
+        """{file: {size, crc32}} of the files as they are; without read_all with the known CRCs."""
+        return {file: {"size": os.path.getsize(self.path(file)),
+                       "crc32": self._crc32(file) if read_all else known[file]["crc32"]}
+                for file in self.files}
+
+    def _crc32(self, file):
+        crc = 0
+        with open(self.path(file), "rb") as source:
+            while block := source.read(16 << 20):
+                crc = zlib.crc32(block, crc)
+        return crc
+
+    def save(self, arrays):
+        """Write all, the manifest last -> the arrays, mapped; as they are if the folder refuses."""
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path("manifest.json"))
+            with _NewFile(self.path("description.txt")) as file:
+                file.write(self.description.encode())
+            for name, values in zip(self.files, arrays):
+                with _NewFile(self.path(name)) as file:
+                    np.save(file, values, allow_pickle=False)
+            self._write_manifest()
+            return self.open()
+        except OSError as error:
+            warnings.warn(f"the index cache {self.folder} cannot be written ({error}): the indices "
+                          "stay in memory; set path_to_cache to a folder that can", stacklevel=2)
+            return arrays
+
+    def _write_manifest(self):
+        manifest = {"source": self.source, "mtime_ns": self.mtime_ns, "files": self._entries()}
+        with contextlib.suppress(PermissionError), _NewFile(self.path("manifest.json")) as file:
+            file.write(json.dumps(manifest, indent=4).encode())
+
+
+class _CachedIndices:
+    """Mixin: index arrays that are built or loaded, opened late if so asked, and pickled as paths.
+
+    A class that has it defines _build_arrays() -> arrays, and _validate_arrays(*arrays), which
+    raises ValueError at a fault.
+    """
+
+    def _prepare_indices(self, cache):
+        """Load or build; cache is None where there is no folder to keep the arrays in."""
+        self._cache, self._arrays = cache, None
+        if cache is None:
+            self._arrays = self._build_arrays()
+        elif not self.config.fast_cache_load or cache.missing():
+            self._arrays = self._load_or_build(cache)
+            if self.config.defer_npy_index_mmap and not cache.missing():
+                self._arrays = None
+
+    def _load_or_build(self, cache):
+        try:
+            arrays = cache.load(self._validate_arrays, read_all=_rank() == 0)
+        except _Stale as error:
+            arrays = None
+            warnings.warn(f"the cache {cache.base} is rebuilt: {error}", stacklevel=2)
+        return arrays or cache.save(self._build_arrays())
+
+    def _index(self, at):
+        if self._arrays is None:
+            self._arrays = self._cache.open()
+        return self._arrays[at]
+
+    def __getstate__(self):
+        state = dict(self.__dict__)
+        if self._cache is not None and not self._cache.missing():
+            state["_arrays"] = None  # the other process maps the files
+        return state
+
+
+def _is_distributed():
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank():
+    """This process's global rank; 0 without torch.distributed."""
+    return torch.distributed.get_rank() if _is_distributed() else 0
+
+
+def _describe(dataset, identifiers):
+    """Set unique_identifiers, the text of them that upstream writes, and the md5 of the text."""
+    dataset.unique_identifiers = collections.OrderedDict(identifiers)
+    dataset.unique_description = json.dumps(
+        dataset.unique_identifiers, indent=4, default=lambda obj: obj.unique_identifiers)
+    dataset.unique_description_hash = _md5(dataset.unique_description)
+
+
+class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
+    """The base of datasets that the builder can build.  Upstream: MegatronDataset.
+
+    dataset        what build_low_level_dataset made
+    dataset_path   its path prefix, or None
+    indices        int32: the elements of dataset that belong to this split
+    num_samples    how many are wanted; None: one epoch
+    """
+
+    def __init__(self, dataset, dataset_path, indices, num_samples, index_split, config):
+        self.dataset, self.dataset_path, self.indices = dataset, dataset_path, np.asarray(indices)
+        self.num_samples, self.index_split, self.config = num_samples, index_split, config
+        key = {"class": type(self).__name__, "dataset_path": dataset_path,
+               "num_samples": num_samples, "index_split": index_split.name}
+        key |= {name: getattr(config, name) for name in self._key_config_attributes()}
+        _describe(self, key | self._further_identifiers())
+
+    @staticmethod
+    @abc.abstractmethod
+    def numel_low_level_dataset(low_level_dataset):
+        """How many elements the split matrix cuts."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def build_low_level_dataset(dataset_path, config):
+        """Open what lies at dataset_path."""
+
+    @staticmethod
+    def _key_config_attributes():
+        return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
+
+    def _further_identifiers(self):
+        """What else the cache depends on, where upstream's key is wrong; {} where it is right."""
+        return {}
+
+    @abc.abstractmethod
+    def __len__(self):
+        """Number of samples."""
+
+    @abc.abstractmethod
+    def __getitem__(self, idx):
+        """Sample idx: a dict of tensors."""
+
+
+class GPTDataset(_CachedIndices, MegatronDataset):
+    """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
+
+    indexed_dataset   IndexedDataset
+    dataset_path      its path prefix, which enters the cache's key
+    indexed_indices   int32 (D,)  the sequences of this split
+    num_samples       at least so many; None: those of one epoch
+    ds[k] is a dict   tokens, labels, position_ids int64 (S,), loss_mask float32 (S,);
+                      attention_mask bool (1, S, S), True = may not attend, if the config wants it;
+                      cu_seqlens int32 (S+1,), max_seqlen int32 () with inter_document_masking
+    ds[None]          sample 0 with no loss: the padding of a batch
+    Cost              to build: O(E*D + N); a sample: one read for each document it touches
+
+    >>> prefix, config = toy_corpus(), GPTDatasetConfig(1234, 4, blend=(["toy"], None), split="1",
+    ...     tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> all_documents = np.arange(3, dtype=np.int32)
+    >>> ds = GPTDataset(IndexedDataset(prefix), prefix, all_documents, 3, Split.train, config)
+    >>> ds.document_index.tolist(), ds.sample_index.tolist(), ds.shuffle_index.tolist()
+    ([0, 1, 2], [[0, 0], [1, 0], [2, 1], [2, 5]], [1, 2, 0])
+    >>> ByteTokenizer().detokenize(ds[0]["tokens"]), ByteTokenizer().detokenize(ds[0]["labels"])
+    ('bbbc', 'bbcc')
+    """
+
+    def __init__(self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split,
+                 config):
+        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split,
+                         config)
+        self._check_range()
+        self._pad_token_id, self._warned_of_pad = _pad_token_id(config), False
+        folder, cache = config.path_to_cache, None
+        if not folder and dataset_path is not None:
+            name = f"{type(self).__name__}_indices"
+            folder = os.path.join(self.dataset.path_prefix, "cache", name)
+        if folder:
+            names = "document_index", "sample_index", "shuffle_index"
+            cache = _IndexCache(self, folder, index_split, names, *self.source())
+        self._prepare_indices(cache)
+        if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
+            self._warn_without_eod()
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset):
+        """Sequences in the file."""
+        return len(low_level_dataset)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path, config):
+        """Open the pair at dataset_path."""
+        return IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
+
+    def _check_range(self):
+        n, some = len(self.dataset), len(self.indices)
+        low, high = (int(self.indices.min()), int(self.indices.max())) if some else (0, -1)
+        _require(0 <= low and high < n < 2**31, f"{_name(self)}: documents {low} .. {high} of {n}, "
+                 f"and document_index, int32, can name {2**31 - 1}", IndexError)
+
+    @property
+    def _keep_partial(self):
+        drop = self.config.drop_last_partial_validation_sequence
+        return self.index_split is Split.valid and not drop
+
+    def _further_identifiers(self):
+        entries, matrix = {}, self.config.split_matrix
+        if not self.config.add_extra_token_to_sequence:
+            entries["add_extra_token_to_sequence"] = False
+        if self._keep_partial:
+            entries["drop_last_partial_validation_sequence"] = False
+        bounds = (matrix and matrix[self.index_split.value]) or (0, 1)
+        if self._documents != [*split_range(bounds, len(self.dataset)), None]:
+            entries["documents"] = self._documents
+        return entries
+
+    @functools.cached_property
+    def _documents(self):
+        """[first, end, None] if the split is one run of documents, else with a digest of them."""
+        indices, size = self.indices, len(self.indices)
+        low, high = (int(indices[0]), int(indices[-1]) + 1) if size else (0, 0)
+        is_run = high - low == size and all(
+            (np.diff(indices[at:at + _CHUNK + 1]) == 1).all() for at in range(0, size, _CHUNK))
+        return [low, high, None if is_run else _md5(str(indices.tolist()))]
+
+    def source(self):
+        """What the arrays are made of: {documents, settings, identity of the .idx}, its time."""
+        source = {"documents": self._documents, "keep_partial": self._keep_partial,
+                  "extra_token": bool(self.config.add_extra_token_to_sequence)}
+        if not isinstance(self.dataset, IndexedDataset):
+            return source, None
+        with open(get_idx_path(self.dataset.path_prefix), "rb") as file:
+            stat = os.fstat(file.fileno())
+            ends = file.read(1 << 16)  # head and tail: enough to tell a regenerated file, for free
+            file.seek(max(0, stat.st_size - (1 << 16)))
+            ends = _md5(ends + file.read())
+        return source | {"idx_size": stat.st_size, "idx_ends": ends}, stat.st_mtime_ns
+
+    def tokens_per_epoch(self):
+        """T: the tokens of the split's documents."""
+        low, high, scattered = self._documents
+        lengths = self.dataset.sequence_lengths
+        return int((lengths[self.indices] if scattered else lengths[low:high]).sum(dtype=np.int64))
+
+    def geometry(self):
+        """The Geometry of this split."""
+        config = self.config
+        try:
+            return epoch_geometry(
+                self.tokens_per_epoch(), self.num_samples, config.sequence_length,
+                not self._keep_partial, config.add_extra_token_to_sequence)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.dataset_path}: {self.index_split.name}, documents {self._documents[:2]} of "
+                f"split {config.split!r}: {error}: give it more, or ask for none") from None
+
+    def _sample_index_of(self, document_index, num_epochs):
+        config = self.config
+        return build_sample_idx(
+            self.dataset.sequence_lengths, document_index, config.sequence_length, num_epochs,
+            self.tokens_per_epoch(), not self._keep_partial, config.add_extra_token_to_sequence)
+
+    def _build_arrays(self):
+        epochs, total, apart, sans_final = self.geometry()
+        random_state = np.random.RandomState(self.config.random_seed)
+        document_index = build_document_index(self.indices, epochs, random_state, apart)
+        sample_index = self._sample_index_of(document_index, epochs)
+        shuffle_index = build_shuffle_index(sans_final if apart else total, total, random_state)
+        return [document_index, sample_index, shuffle_index]
+
+    def _validate_arrays(self, document_index, sample_index, shuffle_index):
+        """Could these be this dataset's arrays?  All but the order in the shuffles is certain."""
+        epochs, total, apart, sans_final = self.geometry()
+        documents = np.tile(self.indices.astype(np.int32), epochs)
+        _check_permutation(document_index, documents, len(self.indices) * (epochs - apart))
+        samples = np.arange(total, dtype=_shuffle_dtype(total))
+        _check_permutation(shuffle_index, samples, sans_final if apart else total)
+        wanted = self._sample_index_of(document_index, epochs)
+        _require(sample_index.dtype == wanted.dtype and np.array_equal(sample_index, wanted),
+                 "sample_index does not fit the lengths of these documents")
+
+    document_index = property(lambda self: self._index(0), doc="int32 (E*D,): order of documents")
+    sample_index = property(lambda self: self._index(1), doc="(N+1, 2): where each sample starts")
+    shuffle_index = property(lambda self: self._index(2), doc="uint32 (N,): order of samples")
+
+    def __len__(self):
+        return len(self.sample_index) - 1
+
+    def __getitem__(self, idx):
+        return self.__getitems__([idx])[0]
+
+    def __getitems__(self, indices):
+        """The samples of a list of indices (None: padding), made as one batch -> list of dicts."""
+        batch = self._tensors([self._pieces(0 if k is None else k) for k in indices])
+        for row in (row for row, k in enumerate(indices) if k is None):
+            batch["loss_mask"][row] = 0
+        return [dict(zip(batch, rows)) for rows in zip(*batch.values())]
+
+    def _pieces(self, k):
+        """Sample k -> [(sequence, offset, length), ...], as they follow each other."""
+        k, n = operator.index(k), len(self)
+        if not -n <= k < n:
+            raise IndexError(f"sample {k} of {_name(self)}, {self.index_split.name}, which has {n}")
+        j = int(self.shuffle_index[k])
+        (first, begin), (last, end) = self.sample_index[j:j + 2].tolist()
+        sequences = self.document_index[first:last + 1].tolist()
+        ends = [int(self.dataset.sequence_lengths[i]) for i in sequences]
+        ends[-1] = end + bool(self.config.add_extra_token_to_sequence)
+        begins = [begin] + [0] * (last - first)
+        return [(i, low, high - low) for i, low, high in zip(sequences, begins, ends)]
+
+    def _tensors(self, pieces):
+        """Pieces of B samples -> their dict, (B, ...) each.  Upstream: GPTDataset.__getitem__."""
+        config, pad, length = self.config, self._pad_token_id, self.config.sequence_length
+        texts, padding = self._texts(pieces)
+        tokens = texts[:, :length].clone()
+        labels = torch.nn.functional.pad(texts, (0, 1), value=pad)[:, 1:length + 1].clone()
+        eod, is_pad = tokens == config.tokenizer.eod, labels == pad
+        batch = {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(tokens.shape)}
+        batch["position_ids"] = torch.arange(length).repeat(len(pieces), 1)
+        if config.inter_document_masking:
+            self._mask_by_documents(batch, pieces, padding)
+        elif config.create_attention_mask:
+            batch["attention_mask"] = _attention_mask(eod, config.reset_attention_mask)
+        if config.reset_position_ids and not config.inter_document_masking:
+            starts = torch.where(eod, batch["position_ids"] + 1, 0).cummax(1).values
+            batch["position_ids"][:, 1:] -= starts[:, :-1]
+        batch["loss_mask"][(is_pad | eod) if config.eod_mask_loss else is_pad] = 0
+        self._warn_of_pad(int((texts == pad).sum()) - sum(padding))
+        tokens[tokens == pad] = 0  # the embedding must be able to look the padding up
+        labels[is_pad] = 0
+        return batch
+
+    def _texts(self, pieces):
+        """Pieces of B samples -> their tokens int64 (B, S + x), and how much of each is padding."""
+        width = self.config.sequence_length + bool(self.config.add_extra_token_to_sequence)
+        texts, padding = np.full((len(pieces), width), self._pad_token_id, np.int64), []
+        for row, sample in zip(texts, pieces):
+            at = 0
+            for sequence, offset, length in sample:
+                row[at:at + length] = self.dataset.get(sequence, offset, length)
+                at += length
+            padding.append(width - at)
+        return torch.from_numpy(texts), padding
+
+    def _mask_by_documents(self, batch, pieces, padding):
+        """cu_seqlens: the ends of each sample's documents; positions restart at each of them."""
+        rows, length = batch["tokens"].shape
+        batch["cu_seqlens"] = torch.full((rows, length + 1), length, dtype=torch.int32)
+        batch["max_seqlen"] = torch.zeros(rows, dtype=torch.int32)
+        for row, sample in enumerate(pieces):
+            sizes = [size for _, _, size in sample if size]
+            sizes[-1] += padding[row] - bool(self.config.add_extra_token_to_sequence)
+            sizes = sizes if sizes[-1] else sizes[:-1]
+            ends = torch.tensor([0, *itertools.accumulate(sizes)])
+            batch["cu_seqlens"][row, :len(ends)] = ends
+            batch["max_seqlen"][row] = max(sizes)
+            batch["position_ids"][row] -= ends[:-1].repeat_interleave(torch.tensor(sizes))
+
+    def _warn_of_pad(self, count):
+        if count > 0 and not self._warned_of_pad:
+            self._warned_of_pad = True
+            warnings.warn(f"{_name(self)}: {count} real tokens equal the pad id "
+                          f"{self._pad_token_id}: as in Megatron-LM, they become 0 without loss",
+                          stacklevel=2)
+
+    def _warn_without_eod(self, looked_at=16):
+        eod = self.config.tokenizer.eod
+        last = [self.dataset.get(i)[-1:] for i in self.indices[:looked_at].tolist()]
+        if any(map(len, last)) and not any(eod in token for token in last):
+            warnings.warn(f"{_name(self)}: none of the first {len(last)} documents ends in eod "
+                          f"({eod}), so reset_position_ids, reset_attention_mask and eod_mask_loss "
+                          "find nothing: was it tokenized with --append-eod?", stacklevel=2)
+
+
+def _name(dataset):
+    return str(getattr(dataset, "dataset_path", None) or type(dataset).__name__)
+
+
+def _check_permutation(values, wanted, edge):
+    """ValueError unless values[:edge] and values[edge:] are shuffles of those parts of wanted."""
+    same = values.dtype == wanted.dtype and values.shape == wanted.shape and all(
+        np.array_equal(np.sort(values[part]), np.sort(wanted[part]))
+        for part in (slice(None, edge), slice(edge, None)))
+    _require(same, f"{values.dtype}{values.shape} is no shuffle of {wanted.dtype}{wanted.shape}")
+
+
+def _attention_mask(eod, reset):
+    """bool (B, 1, S, S), True = may not attend: the future; with reset, across eod (B, S) too."""
+    future = torch.ones(eod.shape[1], eod.shape[1], dtype=torch.bool).triu(1)
+    if not reset:
+        return future.repeat(len(eod), 1, 1, 1)
+    document = eod.cumsum(1) - eod.long()  # eods before this position
+    return (future | (document[:, :, None] != document[:, None, :]))[:, None]
+
+
+def _pad_token_id(config):
+    """The id that fills short samples: the tokenizer's pad; -1 if none, or if it is ambiguous."""
+    tokenizer = config.tokenizer
+    pad = getattr(tokenizer, "pad", None)
+    special = getattr(tokenizer, "special_tokens_dict", None)
+    if special is None:
+        special = {name: getattr(tokenizer, name, None) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad and not name.startswith("pad")]
+    if pad is None or not same or config.allow_ambiguous_pad_tokens:
+        return -1 if pad is None else pad
+    warnings.warn(f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding uses "
+                  "-1, so that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
+                  stacklevel=3)
+    return -1
+
+
+class MockGPTLowLevelDataset:
+    """Sequence i is 1, 2, ..., length - 1 (mod vocabulary), then eod.  Upstream: the same name."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, generator = tokenizer, np.random.default_rng(0)
+        self.sequence_lengths = generator.integers(1, 4096, size=100_000, dtype=np.int32)
+
+    def __len__(self):
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, idx):
+        length, vocab_size = self.sequence_lengths[idx], self.tokenizer.vocab_size
+        return np.append(np.arange(1, length, dtype=np.int64) % vocab_size, self.tokenizer.eod)
+
+    def get(self, idx, offset=0, length=None):
+        """As IndexedDataset.get."""
+        return self[idx][offset:None if length is None else offset + length]
+
+
+class MockGPTDataset(GPTDataset):
+    """Samples of numbers counted up, for speed runs without data.  Upstream: MockGPTDataset."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path, config):
+        """100,000 sequences of 1 to 4,095 tokens; dataset_path is not used."""
+        return MockGPTLowLevelDataset(config.tokenizer)
+
+
+# ==============================================================================
+# 6. BlendedDataset
+# ==============================================================================
+# Question answered here: which dataset, and which of its samples, is sample i of the blend?
+#
+#   weights 0.25, 0.75     i                      0  1  2  3    the dataset that is furthest behind
+#                          dataset_index          1  0  1  1    its weight comes next, so after any
+#                          dataset_sample_index   0  0  1  2    number of samples all are near it
+
+
+class BlendTooLarge(ValueError):
+    """A blend asks a dataset for more samples than it holds; needed is {position: samples}."""
+
+    def __init__(self, message, needed):
+        super().__init__(message)
+        self.needed = needed
+
+
+class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
+    """Several datasets as one, mixed by weight.  Upstream: BlendedDataset.
+
+    datasets   MegatronDatasets of one split, fewer than 32767
+    weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a note
+    size       samples; None: weights are counts, and dataset d gives exactly weights[d] samples
+    ds[i]      {"dataset_id": int16, **the sample}; ds[None] is padding, as of its first dataset
+    Raises     BlendTooLarge where upstream would fail in the middle of a run
+    """
+
+    def __init__(self, datasets, weights, size, config):
+        names = [_name(dataset) for dataset in datasets]
+        _check_weights(weights, names)
+        _require(size is not None or all(weight == int(weight) for weight in weights),
+                 f"without a size, weights are numbers of samples, got {list(weights)}")
+        _require(len(datasets) < 32767, f"{len(datasets)} datasets: int16 can name 32766")
+        _require((size or 0) >= 0, f"wanted size >= 0, got {size}")
+        kept = _drop_zeros(names, weights)
+        self.datasets, weights = [datasets[d] for d in kept], [weights[d] for d in kept]
+        self.weights = [int(w) for w in weights] if size is None else normalize(weights)
+        self.split, self.size, self.config = self.datasets[0].index_split, size, config
+        _describe(self, {"class": type(self).__name__,
+                         "datasets": [dataset.unique_identifiers for dataset in self.datasets],
+                         "split": self.split.name, "weights": self.weights, "size": size})
+        folder, files = config.path_to_cache, ("dataset_index", "dataset_sample_index")
+        self._prepare_indices(_IndexCache(self, folder, self.split, files, {}) if folder else None)
+        if not config.fast_cache_load:
+            self._check_sizes()
+
+    def _build_arrays(self):
+        size, count = len(self), len(self.datasets)
+        which, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        if self.size is None:
+            build_exhaustive_blending_indices(which, sample, self.weights, count)
+        else:
+            build_blending_indices(which, sample, self.weights, count, size)
+        return [which, sample]
+
+    def _validate_arrays(self, *arrays):
+        for found, wanted in zip(arrays, self._build_arrays()):
+            if found.dtype != wanted.dtype or not np.array_equal(found, wanted):
+                raise ValueError("these are not the indices of this blend's weights")
+
+    def _check_sizes(self):
+        taken = np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()
+        over = {d: count for d, count in enumerate(taken) if count > len(self.datasets[d])}
+        if over:
+            raise BlendTooLarge("; ".join(
+                f"the blend takes {count} samples of {_name(self.datasets[d])}, which has "
+                f"{len(self.datasets[d])}" for d, count in over.items()), over)
+
+    dataset_index = property(lambda self: self._index(0), doc="int16 (size,): whose sample it is")
+    dataset_sample_index = property(lambda self: self._index(1), doc="int64 (size,): which of them")
+
+    def __len__(self):
+        return sum(self.weights) if self.size is None else self.size
+
+    def __getitem__(self, idx):
+        return self.__getitems__([idx])[0]
+
+    def __getitems__(self, indices):
+        """The samples of a list of indices, each dataset asked once -> a list of dicts."""
+        places = collections.defaultdict(list)  # dataset -> [(row, index in the dataset), ...]
+        for row, i in enumerate(indices):
+            d, sample = self._place(i)
+            places[d].append((row, sample))
+        samples = [None] * len(indices)
+        for d, wanted in places.items():
+            found = _get_samples(self.datasets[d], [sample for _, sample in wanted])
+            for (row, _), sample in zip(wanted, found):
+                samples[row] = {"dataset_id": np.int16(d), **sample}
+        return samples
+
+    def _place(self, i):
+        """Sample i -> (dataset, index in the dataset)."""
+        if i is None:
+            return 0, None
+        i, n = operator.index(i), len(self)
+        if not -n <= i < n:
+            raise IndexError(f"sample {i} of a blend ({self.split.name}), which has {n}")
+        return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
+
+
+def _drop_zeros(names, weights):
+    """The positions of the weights that are not 0, with a note that names the others."""
+    dropped = [name for name, weight in zip(names, weights) if not weight]
+    if dropped:
+        log.warning("dropped from the blend, weight 0: %s", ", ".join(map(str, dropped)))
+    return [d for d, weight in enumerate(weights) if weight]
+
+
+def _get_samples(dataset, indices):
+    """The samples of a list of indices, as one batch where the dataset can."""
+    many = getattr(dataset, "__getitems__", None)
+    return many(indices) if many else [dataset[i] for i in indices]
+
+
+# ==============================================================================
+# 7. The builder
+# ==============================================================================
+# Question answered here: which datasets does a config mean, and who builds them first?
+#
+#   config: blend + split           every corpus is cut by the split matrix, then blended by split
+#           blend_per_split         each split has corpora of its own, whole
+#           neither                 mock data
+#   rank 0: build, write the cache  ->  did it fail?  ->  others: load (or build)  ->  did one fail?
+#
+# The build is deterministic, so a rank that sees no cache builds its own; nobody waits for a file.
+
+
+class BlendedMegatronDatasetBuilder:
+    """Build train, valid and test from a config.  Upstream: BlendedMegatronDatasetBuilder.
+
+    cls               a MegatronDataset class, such as GPTDataset
+    sizes             samples wanted of train, valid, test; None: one epoch
+    is_built_on_rank  () -> bool; ranks where it is False get None three times
+
+    With weights, a corpus is built for ceil(ceil(size * w) * (1 + surplus)) samples, and the size
+    of the blend is the sum of ceil(size * w).  Without, each corpus is built for one epoch and
+    gives samples in proportion to its length, all of them if size is None.
+    """
+
+    def __init__(self, cls, sizes, is_built_on_rank, config):
+        _require(len(sizes) == len(Split), f"sizes: wanted {len(Split)} entries, got {list(sizes)}")
+        self.cls, self.sizes = cls, list(sizes)
+        self.is_built_on_rank, self.config = is_built_on_rank, config
+        if config.full_validation:
+            self.sizes[Split.valid.value] = None
+
+    def build(self):
+        """-> [train, valid, test]: None, a dataset, or (multiple_validation_sets) a list of them.
+
+        With torch.distributed every rank must call it.  A failure on any rank is raised on all.
+        """
+        if not _is_distributed():
+            return self._build()
+        datasets, mine = [None] * len(Split), self.is_built_on_rank()
+        with _error_channel() as raise_together:
+            for my_turn in (_rank() == 0, _rank() != 0 and mine):
+                error = None
+                try:
+                    datasets = self._build() if my_turn else datasets
+                except Exception as failure:
+                    error = failure
+                raise_together(error)
+        return datasets if mine else [None] * len(Split)
+
+    def _build(self):
+        config = self.config
+        if config.mock:
+            return self._cut(None, config.split_matrix, self.sizes)
+        if config.blend is not None:
+            return self._blend(config.blend, config.split_matrix, self.sizes)
+        return [blend and self._build_split(split, *blend)
+                for split, blend in zip(Split, config.blend_per_split)]
+
+    def _build_split(self, split, prefixes, weights):
+        """blend_per_split: the whole of its corpora belongs to this split."""
+        matrix = [(0.0, 1.0) if other is split else None for other in Split]
+        if split is Split.valid and self.config.multiple_validation_sets:
+            return [self._cut(prefix, matrix, self.sizes)[split.value] for prefix in prefixes]
+        blend = prefixes, None if len(prefixes) == 1 else weights
+        return self._blend(blend, matrix, self.sizes)[split.value]
+
+    def _blend(self, blend, matrix, sizes):
+        """-> for each split with a place in matrix, the blend of its parts of the corpora."""
+        prefixes, weights = blend
+        if weights is None and len(prefixes) == 1:
+            return self._cut(prefixes[0], matrix, sizes)
+        if weights is not None:
+            _require(all(size is not None or not bounds for bounds, size in zip(matrix, sizes)),
+                     f"a blend with weights needs a size for each split, got {sizes}")
+            kept = _drop_zeros(prefixes, weights)
+            prefixes, weights = [prefixes[d] for d in kept], normalize([weights[d] for d in kept])
+        requests = [self._requests(weight, sizes) for weight in weights or [None] * len(prefixes)]
+        with concurrent.futures.ThreadPoolExecutor(self.config.num_dataset_builder_threads) as pool:
+            cut = list(pool.map(self._cut, prefixes, itertools.repeat(matrix), requests))
+        return [bounds and self._blend_split(split, prefixes, [parts[split.value] for parts in cut],
+                                             weights, sizes[split.value], bounds)
+                for split, bounds in zip(Split, matrix)]
+
+    def _requests(self, weight, sizes):
+        """Samples to build of one corpus for each split: its share and the surplus."""
+        surplus = 1 + self.config.mid_level_dataset_surplus
+        return [None if weight is None else math.ceil(math.ceil((size or 0) * weight) * surplus)
+                for size in sizes]
+
+    def _blend_split(self, split, prefixes, datasets, weights, size, bounds):
+        if weights is not None:
+            size = sum(math.ceil(size * weight) for weight in weights)
+        else:
+            weights = [len(dataset) for dataset in datasets]
+            if size is not None and size > sum(weights):
+                warnings.warn(f"{split.name}: {size} samples were asked of corpora that hold "
+                              f"{sum(weights)} in one epoch, so the run will end early: give "
+                              "weights, to repeat them", stacklevel=2)
+            size = None if size is None else min(size, sum(weights))
+        try:
+            return BlendedDataset(datasets, weights, size, self.config)
+        except BlendTooLarge as error:  # only now: another num_samples can mean another order
+            log.warning("rebuilt larger, since %s", error)
+            matrix = [bounds if other is split else None for other in Split]
+            for d, needed in error.needed.items():
+                datasets[d] = self._cut(prefixes[d], matrix, [needed] * len(Split))[split.value]
+            return BlendedDataset(datasets, weights, size, self.config)
+
+    def _cut(self, prefix, matrix, sizes):
+        """One corpus, opened once -> its part of each split that has a place in matrix."""
+        corpus = self.cls.build_low_level_dataset(prefix, self.config)
+        n, parts = self.cls.numel_low_level_dataset(corpus), [None] * len(Split)
+        for split, bounds, size in zip(Split, matrix, sizes):
+            if bounds:
+                low, high = split_range(bounds, n)
+                _require(n < 2**31, f"{prefix}: {n} sequences, int32 names {2**31 - 1}: split it")
+                indices = np.arange(low, high, dtype=np.int32)
+                parts[split.value] = self.cls(corpus, prefix, indices, size, split, self.config)
+        return parts
+
+
+@contextlib.contextmanager
+def _error_channel(timeout=datetime.timedelta(hours=24), size=2048):
+    """Yield raise_together(error or None): every rank calls it, and all raise if one has an error.
+
+    It has a gloo group of its own: a build may outlast the timeout of the job's group, and gloo
+    notices at once when a process is gone.
+    """
+    distributed = torch.distributed
+    group = distributed.new_group(backend="gloo", timeout=timeout)
+
+    def raise_together(error):
+        """The first rank's error, as the same class of exception if it is a built-in or ours."""
+        text = json.dumps([type(error).__name__, str(error)[:300]] if error else None).encode()
+        mine = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(everyone, mine, group=group)
+        for rank, row in enumerate(everyone):
+            name, message = json.loads(bytes(row.tolist())) or (None, None)
+            if name:
+                kind = globals().get(name) or getattr(builtins, name, None)
+                known = kind in (DatasetFormatError, ValueError, TypeError, IndexError, OSError,
+                                 FileNotFoundError, PermissionError, ImportError)
+                raise (kind if known else RuntimeError)(
+                    f"rank {rank}: {message if known else f'{name}: {message}'}") from error
+
+    try:
+        yield raise_together
+    finally:
+        distributed.destroy_process_group(group)
+
+
+# ==============================================================================
+# 8. Samplers, loader, resume
+# ==============================================================================
+# Question answered here: which samples does rank r get at step t, and after a stop?
+#
+#   micro_batch_size 2, data_parallel_size 2       global batch 0     global batch 1
+#   order of samples                               0  1  2  3         4  5  6  7
+#   rank                                           0  0  1  1         0  0  1  1
+#
+# The order is global, and one number, consumed_samples, says how far it was used.  So a job may go
+# on with other ranks, micro-batches or workers, wherever the order does not depend on them.
+
+
+class _Sampler:
+    """What the samplers share: sizes, and consumed_samples, where the next pass begins."""
+
+    def __init__(self, total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
+                 data_parallel_size):
+        _require(total_samples > 0, f"no sample to consume: total_samples is {total_samples}")
+        for size in (micro_batch_size, data_parallel_size):
+            _require(size >= 1, f"micro_batch_size, data_parallel_size must be >= 1, got {size}")
+        _require(0 <= data_parallel_rank < data_parallel_size,
+                 f"data_parallel_rank must be < {data_parallel_size}, got {data_parallel_rank}")
+        self.total_samples, self.consumed_samples = total_samples, consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
+        self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
+
+
+class MegatronPretrainingSampler(_Sampler):
+    """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
+
+    Yields lists of micro_batch_size indices: of each run of micro_batch_size * data_parallel_size,
+    rank r gets the r-th part.  drop_last=False: the tail is shared out, None in the missing places
+    (dataset[None] is padding), so that every rank yields as many batches.  A second pass starts at
+    0.  len() is the number of batches of the next pass (upstream: of samples).
+
+    >>> list(MegatronPretrainingSampler(6, 0, 1, data_parallel_rank=1, data_parallel_size=2))
+    [[1], [3], [5]]
+    """
+
+    kind = "single"
+
+    def __init__(self, total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
+                 data_parallel_size, drop_last=True):
+        super().__init__(total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
+                         data_parallel_size)
+        self.drop_last = drop_last
+        self.check_consumed(consumed_samples)
+
+    def check_consumed(self, consumed_samples):
+        """ValueError unless a pass can begin there; at the very end it is an empty one."""
+        _require(0 <= consumed_samples <= self.total_samples,
+                 f"consumed_samples is {consumed_samples} of {self.total_samples}")
+
+    def __len__(self):
+        group = self.micro_batch_times_data_parallel_size
+        whole, rest = divmod(self.total_samples - self.consumed_samples, group)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self):
+        start, batches, self.consumed_samples = self.consumed_samples, len(self), 0
+        for batch in range(batches):
+            first = start + batch * self.micro_batch_times_data_parallel_size
+            last = min(first + self.micro_batch_times_data_parallel_size, self.total_samples)
+            yield self._part(first, last - first)
+
+    def _part(self, first, count):
+        """This rank's run of a global batch; a short one is shared out as evenly as can be."""
+        size, rank, ranks = self.micro_batch_size, self.data_parallel_rank, self.data_parallel_size
+        mine = range(first + rank * count // ranks, first + (rank + 1) * count // ranks)
+        return [*mine] + [None] * (size - len(mine))
+
+    def geometry(self, consumed_samples):
+        """What must be equal for a run to go on exactly: nothing but the order itself."""
+        return {"consumed": consumed_samples}
+
+
+class MegatronFullValidationSampler(MegatronPretrainingSampler):
+    """One sample a rank a step, to the last one; None where a rank has none left.
+
+    micro_batch_size is taken for the sake of a common signature, and not used.
+    """
+
+    kind = "full_validation"
+
+    def __init__(self, total_samples, consumed_samples=0, micro_batch_size=1, data_parallel_rank=0,
+                 data_parallel_size=1):
+        super().__init__(total_samples, consumed_samples, 1, data_parallel_rank,
+                         data_parallel_size, drop_last=False)
+
+
+class MegatronPretrainingRandomSampler(_Sampler):
+    """Samples in a new random order every epoch.  Upstream: MegatronPretrainingRandomSampler.
+
+    data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
+    seed           the order of epoch e comes from seed + e (upstream: from e)
+
+    Each pass goes on at consumed_samples, which advances with every global batch; len() is the
+    number of batches left in the epoch.  Every rank yields as many (upstream: not if unsharded).
+
+    >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
+    [[4], [0], [7], [3], [2], [5], [1], [6]]
+    """
+
+    kind = "cyclic"
+
+    def __init__(self, dataset, total_samples, consumed_samples, micro_batch_size,
+                 data_parallel_rank, data_parallel_size, data_sharding, seed=0):
+        super().__init__(total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
+                         data_parallel_size)
+        self.dataset, self.data_sharding, self.seed = dataset, data_sharding, seed
+        group = self.micro_batch_times_data_parallel_size
+        self.active_total_samples = total_samples - total_samples % group
+        _require(self.active_total_samples, f"{total_samples} samples: no global batch of {group}")
+        self.check_consumed(consumed_samples)
+
+    def check_consumed(self, consumed_samples):
+        """ValueError unless a pass can begin there: at a whole number of global batches."""
+        group, done = self.micro_batch_times_data_parallel_size, self._epoch(consumed_samples)[1]
+        _require(consumed_samples >= 0 and done % group == 0, f"consumed_samples "
+                 f"{consumed_samples}: {done} into the epoch, no multiple of global batch {group}")
+
+    def _epoch(self, consumed_samples):
+        """-> epoch, samples of it that are done."""
+        return divmod(consumed_samples, self.active_total_samples)
+
+    def __len__(self):
+        left = self.active_total_samples - self._epoch(self.consumed_samples)[1]
+        return left // self.micro_batch_times_data_parallel_size
+
+    def __iter__(self):
+        order = self._order(*self._epoch(self.consumed_samples))
+        for first in range(0, len(order), self.micro_batch_size):
+            self.consumed_samples += self.micro_batch_times_data_parallel_size
+            yield order[first:first + self.micro_batch_size].tolist()
+
+    def _order(self, epoch, done):
+        """This rank's indices in the rest of an epoch, int64."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        rank, ranks = self.data_parallel_rank, self.data_parallel_size
+        if self.data_sharding:
+            bucket = self.active_total_samples // ranks
+            return rank * bucket + torch.randperm(bucket, generator=generator)[done // ranks:]
+        order = torch.randperm(self._shuffled(), generator=generator)
+        return order[done:self.active_total_samples][rank::ranks]
+
+    def _shuffled(self):
+        return self.total_samples - self.total_samples % self.micro_batch_size
+
+    def geometry(self, consumed_samples):
+        """What must be equal for a run to go on exactly."""
+        epoch, done = self._epoch(consumed_samples)
+        if self.data_sharding:
+            of = {"data_parallel_size": self.data_parallel_size, "of": self.active_total_samples}
+        else:
+            of = {"of": self._shuffled()}
+        return {"seed": self.seed, "data_sharding": self.data_sharding, "epoch": epoch,
+                "done": done, **of}
+
+
+def fingerprint(dataset):
+    """What a resumed run must find again, as a small dict; paths do not count, data does."""
+    found = {"class": type(dataset).__name__, "num_samples": len(dataset)}
+    if isinstance(dataset, BlendedDataset):
+        parts = [fingerprint(part) for part in dataset.datasets]
+        return {**parts[0], **found, "size": dataset.size, "weights": _md5(str(dataset.weights)),
+                "data": _md5(json.dumps(parts))}
+    if isinstance(dataset, MegatronDataset):
+        found |= {"split": dataset.index_split.name, "requested": dataset.num_samples,
+                  "sequence_length": dataset.config.sequence_length,
+                  "random_seed": dataset.config.random_seed}
+    if isinstance(dataset, GPTDataset):
+        found["data"] = _md5(json.dumps(dataset.source()[0]))
+    return found
+
+
+class PretrainingDataLoader(torch.utils.data.DataLoader):
+    """A DataLoader whose position can be saved: it counts the samples of delivered batches.
+
+    state_dict() and load_state_dict(state) are those of torchdata's StatefulDataLoader.  With
+    worker processes the sampler runs ahead; the state does not.
+    """
+
+    def __init__(self, dataset, batch_sampler, **arguments):
+        super().__init__(dataset, batch_sampler=batch_sampler, **arguments)
+        self.consumed_samples = batch_sampler.consumed_samples
+
+    def __iter__(self):
+        sampler = self.batch_sampler
+        if isinstance(sampler, MegatronPretrainingRandomSampler):
+            sampler.consumed_samples = self.consumed_samples  # not where prefetching left it
+        start, limit = sampler.consumed_samples, math.inf
+        if isinstance(sampler, MegatronPretrainingSampler):
+            limit = sampler.total_samples
+        for number, batch in enumerate(super().__iter__(), 1):
+            consumed = start + number * sampler.micro_batch_times_data_parallel_size
+            self.consumed_samples = min(consumed, limit)
+            yield batch
+
+    def state_dict(self):
+        """A small JSON-able dict, equal on all ranks: how far, in which order, of which data."""
+        sampler, consumed = self.batch_sampler, self.consumed_samples
+        return {"version": 1, "consumed_samples": consumed, "sampler": sampler.kind,
+                "geometry": sampler.geometry(consumed), "dataset": fingerprint(self.dataset)}
+
+    def load_state_dict(self, state, strict=True):
+        """Go on where the state was taken.  Ranks, micro-batch size and workers may differ, unless
+        the order depends on them.  ValueError names what does not fit (strict=False: go on)."""
+        sampler = self.batch_sampler
+        try:
+            consumed = operator.index(state["consumed_samples"])
+            saved = {**state["dataset"], **state["geometry"], "sampler": state["sampler"],
+                     "version": state["version"]}
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
+        here = {**fingerprint(self.dataset), **sampler.geometry(consumed), "sampler": sampler.kind,
+                "version": 1}
+        differ = [f"{key} is {here.get(key)!r} here, {saved.get(key)!r} in the state"
+                  for key in sorted({*here, *saved}) if here.get(key) != saved.get(key)]
+        _require(not differ or not strict, f"the state does not fit: {'; '.join(differ)}")
+        sampler.check_consumed(consumed)
+        self.consumed_samples = sampler.consumed_samples = consumed
+
+
+def build_pretraining_data_loader(
+        dataset, consumed_samples, *, micro_batch_size, data_parallel_rank=0, data_parallel_size=1,
+        dataloader_type="single", data_sharding=True, num_workers=0, full_validation=False,
+        drop_last=True, seed=0):
+    """A DataLoader of this rank's micro-batches, with state_dict() and load_state_dict().
+
+    dataloader_type   "single": in order; "cyclic": shuffled anew each epoch; "external": dataset
+                      is the user's own loader, and is returned as it is
+    full_validation   every sample once, one a rank a step
+    Returns           PretrainingDataLoader of dicts, (micro_batch_size, ...) each; None for None
+    Upstream          build_pretraining_data_loader
+
+    >>> prefix, config = toy_corpus(), GPTDatasetConfig(1234, 4, blend=(["toy"], None), split="1",
+    ...     tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> all_documents = np.arange(3, dtype=np.int32)
+    >>> ds = GPTDataset(IndexedDataset(prefix), prefix, all_documents, 3, Split.train, config)
+    >>> loader = build_pretraining_data_loader(ds, 0, micro_batch_size=1)
+    >>> next(iter(loader))["tokens"], loader.state_dict()["consumed_samples"]
+    (tensor([[98, 98, 98, 99]]), 1)
+    """
+    if dataset is None or dataloader_type == "external":
+        return dataset
+    _require(dataloader_type in ("single", "cyclic"),
+             f"dataloader_type must be single, cyclic or external, got {dataloader_type!r}")
+    total = len(dataset)
+    common = consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
+    if full_validation:
+        sampler = MegatronFullValidationSampler(total, *common)
+    elif dataloader_type == "single":
+        sampler = MegatronPretrainingSampler(total, *common, drop_last)
+    else:
+        sampler = MegatronPretrainingRandomSampler(dataset, total, *common, data_sharding, seed)
+    return PretrainingDataLoader(dataset, sampler, num_workers=num_workers,
+                                 pin_memory=torch.cuda.is_available(),
+                                 persistent_workers=num_workers > 0)
+
+
+def cyclic_iter(iterable):
+    """Yield its items for ever, pass after pass; a pass without items is a ValueError, no hang."""
+    while True:
+        count = 0
+        for count, item in enumerate(iterable, 1):
+            yield item
+        _require(count, "nothing to iterate over: the loader yielded no batch in a whole pass")
+
+
+class RerunDataIterator:
+    """An iterator whose last micro-batches can be had again.  Upstream: RerunDataIterator.
+
+    rewind() goes back to the last advance(); advance() forgets what was read until now.
+
+    >>> numbers = RerunDataIterator(range(9))
+    >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
+    (0, 1, None, 0, 1)
+    >>> numbers.advance(), next(numbers), numbers.rewind(), next(numbers)
+    (None, 2, None, 2)
+    """
+
+    def __init__(self, iterable):
+        self.iterable, self._source = iterable, iter(iterable)
+        self._saved, self._at = [], 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._at == len(self._saved):
+            self._saved.append(next(self._source))
+        self._at += 1
+        return self._saved[self._at - 1]
+
+    def rewind(self):
+        """Yield again all that came since the last advance()."""
+        self._at = 0
+
+    def advance(self):
+        """The step is done: what was read is not needed any more."""
+        del self._saved[:self._at]
+        self._at = 0
+
+
+def get_train_valid_test_num_samples(*, global_batch_size, eval_interval, eval_iters,
+                                     train_iters=None, train_samples=None, full_validation=False):
+    """(train, valid, test) samples that a run needs; valid is None with full_validation.
+
+    Evaluations, of eval_iters global batches each, come every eval_interval iterations and once at
+    the end.  Upstream: get_train_valid_test_num_samples.
+
+    >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
+    ...                                  eval_iters=2)
+    (800, 48, 16)
+    """
+    _require((train_iters is None) != (train_samples is None),
+             f"give train_iters or train_samples, got {train_iters} and {train_samples}")
+    if train_samples is None:
+        train_samples = train_iters * global_batch_size
+    evaluations = train_samples // global_batch_size // eval_interval + 1
+    valid = None if full_validation else evaluations * eval_iters * global_batch_size
+    return train_samples, valid, eval_iters * global_batch_size
+
+
+class NumMicroBatches:
+    """Micro-batches a step, constant or ramped up.  Upstream: num_microbatches_calculator.
+
+    rampup_batch_size  (start, increment, samples): the global batch grows from start to
+                       global_batch_size in equal steps of increment over so many samples
+
+    >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
+    >>> [(ramp.update(consumed), ramp.get(), ramp.get_current_global_batch_size())[1:]
+    ...  for consumed in (0, 50, 101)]
+    [(2, 16), (3, 24), (4, 32)]
+    """
+
+    def __init__(self, global_batch_size, micro_batch_size, data_parallel_size,
+                 rampup_batch_size=None):
+        self.global_batch_size, self.rampup_batch_size = global_batch_size, rampup_batch_size
+        self.unit = micro_batch_size * data_parallel_size
+        start, step, samples = rampup_batch_size or (global_batch_size, 1, 0)
+        ok = 1 <= start <= global_batch_size and step >= 1 and samples >= 0 and self.unit >= 1
+        _require(ok and (global_batch_size - start) % step == 0,
+                 f"ramp-up ({start}, {step}, {samples}): wanted a start >= 1 and whole steps from "
+                 f"there to the global batch {global_batch_size}")
+        for size in range(start, global_batch_size + 1, step):
+            _require(size % self.unit == 0, f"global batch {size} is no multiple of "
+                     f"micro_batch_size * data_parallel_size, {self.unit}")
+        self.update(0)
+
+    def update(self, consumed_samples):
+        """Set the batch size of the step that begins after so many samples."""
+        self._current = self.global_batch_size
+        start, step, samples = self.rampup_batch_size or (self._current, 1, 0)
+        steps = (self.global_batch_size - start) // step
+        if steps and samples and consumed_samples <= samples:
+            self._current = start + int(consumed_samples / (samples / steps)) * step
+
+    def get(self):
+        """Micro-batches of the current step."""
+        return self._current // self.unit
+
+    def get_current_global_batch_size(self):
+        """Samples of the current step."""
+        return self._current
+
+
+def check_data_consistency(consumed_samples, group=None):
+    """ValueError on every rank if the ranks of group do not agree on consumed_samples."""
+    if _is_distributed():
+        distributed = torch.distributed
+        device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
+        mine = torch.tensor([consumed_samples], dtype=torch.int64, device=device)
+        everyone = [torch.zeros_like(mine) for _ in range(distributed.get_world_size(group))]
+        distributed.all_gather(everyone, mine, group=group)
+        found = [int(consumed) for consumed in everyone]
+        _require(len({*found}) == 1, f"the ranks disagree on consumed_samples, {found}: they would "
+                 "train on some samples twice or never")
+
+
+# ==============================================================================
+# 9. The command line
+# ==============================================================================
+# Question answered here: how is all this run from a shell?
+#
+# Each command is a function of its parsed arguments; its docstring is its help.  What a user can
+# get wrong ends as one sentence on stderr and exit code 1; a traceback would be a bug of ours
+# (MEGATRON_MIN_DEBUG=1 asks for one).
+
+
+def _command_preprocess(arguments):
+    """JSONL, plain or gzip, to .bin/.idx pairs"""
+    tokenizer = build_tokenizer(arguments.tokenizer, arguments.eod_token)
+    made = preprocess(arguments.input, arguments.output_prefix, tokenizer,
+                      json_keys=arguments.json_keys, append_eod=arguments.append_eod,
+                      workers=arguments.workers, on_error=arguments.on_error, verbose=True)
+    for prefix in made.values():
+        _print_counts(prefix, IndexedDataset(prefix))
+
+
+def _print_counts(prefix, ds):
+    print(f"{prefix}: {len(ds):,} sequences, {len(ds.document_indices) - 1:,} documents, "
+          f"{ds.num_tokens:,} tokens of {np.dtype(ds.dtype)}")
+
+
+def _command_merge(arguments):
+    """append pairs into a new pair"""
+    merge(arguments.input, arguments.output_prefix, arguments.multimodal)
+    _print_counts(arguments.output_prefix, IndexedDataset(arguments.output_prefix))
+
+
+def _command_inspect(arguments):
+    """header, counts, lengths and first tokens of a pair"""
+    ds = IndexedDataset(arguments.prefix, check=False)
+    _print_counts(arguments.prefix, ds)
+    print(f"version {_VERSION}, dtype code {DType.code_from_dtype(ds.dtype)}")
+    if len(ds):
+        lengths = ds.sequence_lengths[::-(-len(ds) // _CHUNK)]  # no need to read a billion
+        marks = zip(("min", "1%", "25%", "median", "75%", "99%", "max"),
+                    np.percentile(lengths, (0, 1, 25, 50, 75, 99, 100)))
+        print(f"lengths of {len(lengths):,} sequences:", *(f"{k} {v:,.0f}" for k, v in marks))
+        first = ds[0][:arguments.tokens].tolist()
+        print(f"sequence 0: {first}")
+        with contextlib.suppress(Exception):  # ids of another tokenizer, most often
+            tokenizer = build_tokenizer(arguments.tokenizer, arguments.eod_token)
+            print(f"decoded:    {tokenizer.detokenize(first)!r}")
+
+
+def _command_verify(arguments):
+    """check the whole .idx, and that the .bin fits"""
+    for prefix in arguments.prefix:
+        _print_counts(f"whole: {prefix}", IndexedDataset(prefix, check=True))
+
+
+def _command_build(arguments):
+    """make the index caches of a blend ahead of a job"""
+    config = _config_from(arguments)
+    logging.getLogger("megatron_min").setLevel(logging.INFO)
+    built = BlendedMegatronDatasetBuilder(GPTDataset, arguments.sizes, lambda: True, config).build()
+    for split, found in zip(Split, built):
+        for ds in found if isinstance(found, list) else [found]:
+            print(f"{split.name}: " + ("none" if ds is None else f"{len(ds):,} samples of "
+                  f"{config.sequence_length} tokens, {ds.unique_description_hash}"))
+
+
+def _add_config_arguments(parser):
+    """One flag for each field of GPTDatasetConfig, with the field's name and default."""
+    for field in dataclasses.fields(GPTDatasetConfig):
+        kind = getattr(field.type, "__name__", str(field.type))
+        flag, required = "--" + field.name.replace("_", "-"), field.default is dataclasses.MISSING
+        if kind.startswith("bool"):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
+        elif kind in ("int", "float") or kind.startswith("str"):
+            parser.add_argument(flag, type={"int": int, "float": float}.get(kind, str),
+                                required=required, default=None if required else field.default)
+    for name in ("", *(f"{split.name}-" for split in Split)):
+        parser.add_argument(f"--{name}blend", nargs="+", metavar="[WEIGHT] PREFIX")
+    _add_tokenizer_arguments(parser)
+
+
+def _config_from(arguments):
+    """The GPTDatasetConfig that the flags describe."""
+    values = {field.name: getattr(arguments, field.name) for field in
+              dataclasses.fields(GPTDatasetConfig) if field.init and hasattr(arguments, field.name)}
+    per_split = [get_blend_from_list(getattr(arguments, f"{split.name}_blend")) for split in Split]
+    values |= {"blend": get_blend_from_list(arguments.blend),
+               "blend_per_split": per_split if any(per_split) else None,
+               "tokenizer": build_tokenizer(arguments.tokenizer, arguments.eod_token)}
+    return GPTDatasetConfig(**values)
+
+
+def _add_tokenizer_arguments(parser):
+    parser.add_argument("--tokenizer", default="bytes",
+                        help="bytes, null:VOCAB, a tokenizer.json or module:attribute")
+    parser.add_argument("--eod-token", help="the text of a tokenizer.json's end-of-document token")
+
+
+def _parser():
+    parser = argparse.ArgumentParser("megatron-min", description=__doc__.partition("\n")[0])
+    parser.add_argument("--version", action="version",
+                        version=f"megatron-min {__version__} (kernels: {IMPLEMENTATION})")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(function):
+        """A parser for the command, and the method that adds arguments to it."""
+        name, text = function.__name__.removeprefix("_command_"), function.__doc__
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(function=function)
+        return sub, sub.add_argument
+
+    sub, add = command(_command_preprocess)
+    add("--input", nargs="+", required=True, help="files, globs, or - for stdin")
+    add("--output-prefix", required=True, help="<prefix>_<key>_document.bin/.idx are written")
+    add("--json-keys", nargs="+", default=["text"])
+    add("--append-eod", action="store_true", help="end each document with the eod token")
+    add("--workers", type=int, default=1, help="processes; any number gives the same files")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do at a bad line")
+    _add_tokenizer_arguments(sub)
+    sub, add = command(_command_merge)
+    add("--input", nargs="+", required=True, metavar="PREFIX")
+    add("--output-prefix", required=True)
+    add("--multimodal", action="store_true", help="the pairs hold modes")
+    sub, add = command(_command_inspect)
+    add("prefix")
+    add("--tokens", type=int, default=16, help="how many tokens of sequence 0 to show")
+    _add_tokenizer_arguments(sub)
+    command(_command_verify)[1]("prefix", nargs="+")
+    sub, add = command(_command_build)
+    add("--sizes", nargs=3, required=True, metavar=("TRAIN", "VALID", "TEST"), help="samples, or "
+        "none for one epoch", type=lambda text: None if text == "none" else int(text))
+    _add_config_arguments(sub)
+    command(_command_demo)[1]("--keep", metavar="FOLDER", help="work there and leave the files")
+    return parser
+
+
+def _command_demo(arguments):
+    """real text to blended, resumable batches, in a few seconds"""
+    with contextlib.ExitStack() as stack:
+        folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory())
+        os.makedirs(folder, exist_ok=True)
+        prefixes = _demo_tokens(folder, _demo_text(folder))
+        _demo_batches(folder, _demo_blend(folder, prefixes))
+
+
+def _demo_text(folder, limit=4 << 20):
+    """The standard library's modules as one corpus, its docstrings as another -> .jsonl files."""
+    texts = {"code": [], "docs": []}
+    for path in sorted(glob.glob(os.path.join(os.path.dirname(os.__file__), "*.py"))):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            code = file.read()
+        texts["code"].append(code)
+        with contextlib.suppress(SyntaxError), warnings.catch_warnings(action="ignore"):
+            defined = (ast.Module, ast.ClassDef, ast.FunctionDef)
+            nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, defined)]
+            texts["docs"] += filter(None, map(ast.get_docstring, nodes))
+        if (limit := limit - len(code)) < 0:
+            break
+    print(f"1. Text: modules of Python's library, and their docstrings (kernels: {IMPLEMENTATION})")
+    for name, documents in texts.items():
+        with open(os.path.join(folder, f"{name}.jsonl"), "w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in documents)
+        print(f"   {name}.jsonl: {len(documents)} documents, {sum(map(len, documents))} characters"
+              f", beginning {documents[0][:30]!r}")
+    return {name: os.path.join(folder, f"{name}.jsonl") for name in texts}
+
+
+def _demo_tokens(folder, files):
+    print("\n2. Tokens: a byte of text is a token, 256 ends a document (the byte tokenizer)")
+    prefixes = {}
+    for name, path in files.items():
+        prefix = preprocess(path, os.path.join(folder, name), append_eod=True)["text"]
+        sizes = [os.path.getsize(path) for path in (get_bin_path(prefix), get_idx_path(prefix))]
+        ds, prefixes[name] = IndexedDataset(prefix), prefix
+        print(f"   {name}: {len(ds)} documents, {ds.num_tokens} tokens\n"
+              f"     .bin {sizes[0]:9} bytes = {ds.num_tokens} tokens x 2 (uint16)\n"
+              f"     .idx {sizes[1]:9} bytes = 34 + {len(ds)} x (4 + 8) + {len(ds) + 1} x 8")
+    return prefixes
+
+
+def _demo_blend(folder, prefixes, size=600, length=256):
+    config = GPTDatasetConfig(
+        1234, length, blend=([*prefixes.values()], [70, 30]), split="90,5,5",
+        tokenizer=ByteTokenizer(), create_attention_mask=False, path_to_cache=f"{folder}/cache")
+    sizes = [size, 40, 40]
+    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    train = built[0]
+    print(f"\n3. Blend: 70 % code, 30 % docs, split 90,5,5; {sizes} samples of {length} tokens")
+    for d, (name, part) in enumerate(zip(prefixes, train.datasets)):
+        tokens, epochs = part.tokens_per_epoch(), part.geometry().num_epochs
+        print(f"   {name}: its first {len(part.indices)} documents train, {tokens} tokens\n     "
+              f"asked for ceil(ceil({size} x {train.weights[d]}) x 1.005) = {part.num_samples}\n"
+              f"     {epochs} epoch(s) give ({epochs} x {tokens} - 1) // {length} = {len(part)}\n"
+              f"     the blend takes {int((train.dataset_index == d).sum())} of them")
+    print("   the blend begins", *([*prefixes][d] for d in train.dataset_index[:10]))
+    print("   lengths:", ", ".join(f"{split.name} {len(ds)}" for split, ds in zip(Split, built)))
+    return train
+
+
+def _demo_global_batches(dataset, ranks, micro_batch_size, state=None):
+    """The loaders of all ranks, and their batches put together in rank order: (global batch, S)."""
+    loaders = [build_pretraining_data_loader(
+        dataset, 0, micro_batch_size=micro_batch_size, data_parallel_rank=rank,
+        data_parallel_size=ranks) for rank in range(ranks)]
+    for loader in loaders if state else ():
+        loader.load_state_dict(state)
+    return loaders, (torch.cat([batch["tokens"] for batch in step]) for step in zip(*loaders))
+
+
+def _demo_batches(folder, train, steps=5):
+    loaders, batches = _demo_global_batches(train, 2, 4)
+    seen = [next(batches) for _ in range(steps)]
+    with open(os.path.join(folder, "loader.json"), "w+", encoding="utf-8") as file:
+        json.dump(loaders[0].state_dict(), file, indent=1)
+        file.seek(0)
+        state = json.load(file)
+    print("\n4. Batches: 2 data-parallel ranks, micro-batches of 4: a global batch is 8 samples\n"
+          "   step 0: rank 0 gets samples 0 1 2 3, rank 1 gets 4 5 6 7; step 1: 8 .. 11, 12 .. 15\n"
+          f"   sample 0 begins {ByteTokenizer().detokenize(seen[0][0])[:60]!r}\n   stopped after "
+          f"{steps} steps: {steps} x 8 = {state['consumed_samples']} samples, noted in loader.json")
+    wanted, rest = list(batches), list(_demo_global_batches(train, 4, 2, state)[1])
+    equal = len(rest) == len(wanted) and all(map(torch.equal, rest, wanted))
+    print("\n5. Resume: 4 ranks, micro-batches of 2: the same global batch, so the batches go on\n"
+          f"   {steps} steps before + {len(rest)} after = {steps + len(rest)} = {len(train)} // 8\n"
+          f"   the {len(rest)} batches of 4 ranks equal those that 2 ranks would have had: {equal}")
+    _require(equal, "the resumed batches differ: this is a bug of megatron_min", RuntimeError)
+
+
+def main(argv=None):
+    """Run a command of megatron-min -> exit code."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(format="%(message)s")
+    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+    try:
+        arguments.function(arguments)
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        if os.environ.get("MEGATRON_MIN_DEBUG"):
+            raise
+        known = isinstance(error, (ValueError, LookupError, OSError, ImportError))
+        sentence = " ".join(str(error).split())
+        sentence = sentence if known and sentence else f"{type(error).__name__}: {sentence}"
+        print(f"megatron-min: {sentence}", file=sys.stderr)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

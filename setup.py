@@ -1,0 +1,90 @@
+"""Builds megatron-min: megatron_min.py and, where a C compiler is found, _helpers.c for speed.
+
+    pip install .                          uses C if it compiles, else says so and goes without
+    MEGATRON_MIN_C=1 pip install .         a build without C is an error (CI, wheels)
+    MEGATRON_MIN_C=0 pip install .         no compiler is called: a pure Python wheel
+    python setup.py build_ext --inplace    puts _megatron_min beside the sources
+    MEGATRON_MIN_CFLAGS="-O1 -g -fsanitize=address,undefined"    further compiler and linker flags
+"""
+
+import os
+import re
+import shlex
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
+
+HERE = Path(__file__).resolve().parent
+SOURCE = (HERE / "megatron_min.py").read_text(encoding="utf-8")
+README = HERE / "README.md"
+C_WANTED = os.environ.get("MEGATRON_MIN_C", "")  # "0" never, "1" or fail, else if it can be had
+LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")  # free threads: no limited API
+
+BANNER = f"""
+{"*" * 88}
+_megatron_min WAS NOT BUILT: {{}}
+
+megatron_min works without it, with equal results, but slower.  It needs a C compiler and
+Python's headers; MEGATRON_MIN_C=1 makes this an error, =0 leaves it out silently.
+{"*" * 88}
+"""
+
+
+class BuildIfPossible(build_ext):
+    """A build that fails is a loud note, not an error, unless MEGATRON_MIN_C=1 asks for it."""
+
+    def run(self):
+        self.force = True  # other flags make another file
+        try:
+            super().run()
+        except Exception as error:
+            if C_WANTED == "1":
+                raise
+            for ext in self.extensions:  # an older one's must not pass for this one's
+                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+            print(BANNER.format(error), file=sys.stderr, flush=True)
+
+    def build_extension(self, ext):
+        """Blends are rounded as IEEE says: no fused multiply-add, whatever else is asked for."""
+        own = shlex.split(os.environ.get("MEGATRON_MIN_CFLAGS", ""))
+        msvc = self.compiler.compiler_type == "msvc"
+        fast, exact = ("/O2", "/fp:precise") if msvc else ("-O3", "-ffp-contract=off")
+        ext.extra_compile_args, ext.extra_link_args = [fast, *own, exact], own
+        super().build_extension(ext)
+
+
+class CompleteSdist(sdist):
+    """With tests and benchmarks, for whoever packages it; setuptools finds all the rest."""
+
+    def make_distribution(self):
+        self.filelist.extend(["test_megatron_min.py", "bench.py"])  # those that exist are taken
+        super().make_distribution()
+
+
+setup(
+    name="megatron-min",
+    version=re.search(r'^__version__ = "(.+)"$', SOURCE, re.M)[1],
+    description="Megatron-LM's GPT data path in one file: text to resumable batches, bit for bit",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.11",
+    py_modules=["megatron_min"],
+    entry_points={"console_scripts": ["megatron-min = megatron_min:main"]},
+    install_requires=["numpy", "torch"],
+    extras_require={
+        "test": ["pytest", "pytest-benchmark", "tokenizers"],
+        "tools": ["tqdm", "tokenizers", "matplotlib", "nltk"],
+        "storage": ["s3fs", "pyarrow"],
+        "parity": ["megatron-core==0.16.1"],
+    },
+    ext_modules=[] if C_WANTED == "0" else [Extension(
+        "_megatron_min", ["_helpers.c"], py_limited_api=LIMITED,
+        define_macros=[] if LIMITED else [("Py_GIL_DISABLED", "1")])],  # what _helpers.c looks at
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
+    cmdclass={"build_ext": BuildIfPossible, "sdist": CompleteSdist},
+)
