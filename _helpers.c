@@ -11,8 +11,8 @@
  *     and returns a status, never an exception.
  *   - Arrays may lie at any address (the sizes of an .idx file start at byte 34), so items are
  *     moved by memcpy, which compiles to one plain load or store.
- *   - Errors are rounded as IEEE double, one operation at a time.  Build with -ffp-contract=off:
- *     a fused multiply-add gives other blends.
+ *   - A blend is computed in IEEE double, each operation rounded.  Build with -ffp-contract=off: a
+ *     fused multiply-add gives other blends.
  *
  * Contents    1. Borrowed arrays   2. Sample index   3. Shuffle   4. Blending   5. Module
  */
@@ -54,7 +54,7 @@ enum { AHEAD = 32 };     /* reads asked for before they are needed; 24 and 64 we
  * where we write.  Dtypes are written as numpy writes them, "i4" or "u4 i8".
  */
 
-/* Writes the dtype of a view as kind and size, "i4", with kind '?' for anything but one plain number.
+/* Writes the dtype of a view as kind and size, "i4"; kind '?' is anything but one plain number.
  * A buffer format is an optional byte order and a letter.  The letter gives only the kind: int64 is
  * "l" or "q", and an int32 that numpy finds unaligned is "=i". */
 static void
@@ -127,7 +127,8 @@ in_range(const char *name, long long value, long long low, long long high)
     if (high == LLONG_MAX)
         PyErr_Format(PyExc_ValueError, "%s: wanted at least %lld, found %lld", name, low, value);
     else
-        PyErr_Format(PyExc_ValueError, "%s: wanted %lld to %lld, found %lld", name, low, high, value);
+        PyErr_Format(PyExc_ValueError, "%s: wanted %lld to %lld, found %lld",
+                     name, low, high, value);
     return -1;
 }
 
@@ -143,10 +144,10 @@ load_i32(const char *base, Py_ssize_t i)
  *
  * Twin: _py_build_sample_idx.  Upstream: build_sample_idx.
  *
- *     document   |   0   |  1  |     2     |        S = 4 tokens in a sample, x = 1 extra
- *     stream      a a a a b b b c c c c c c
- *     row k      ^0      ^1      ^2      ^3         (0,0)  (1,0)  (2,1)  (2,5)
- *     target             .^5     .^9     .^13       k*S + x: the token that closes sample k-1
+ *     document    0       1     2
+ *     stream      a a a a b b b c c c c c c      S = 4 tokens in a sample, x = 1 extra
+ *     row k       0       1       2       3      (0, 0)  (1, 0)  (2, 1)  (2, 5)
+ *     target              5       9       13     k*S + x: tokens read when sample k-1 is complete
  *
  * Invariant: before document d is read, every row whose target lies in documents 0..d-1 is written.
  * Targets only grow, so one forward walk over the documents is enough.
@@ -177,11 +178,13 @@ typedef struct {
 INLINE void
 store_row(char *rows, int64_t k, int64_t d, int64_t offset, int wide)
 {
-    const int32_t d32 = (int32_t)d, offset32 = (int32_t)offset;
+    const int64_t wide_row[2] = {d, offset};
+    const int32_t row[2] = {(int32_t)d, (int32_t)offset};
 
-    memcpy(rows + (wide ? 16 : 8) * k, wide ? (const void *)&d : &d32, wide ? 8 : 4);
-    memcpy(rows + (wide ? 16 : 8) * k + (wide ? 8 : 4), wide ? (const void *)&offset : &offset32,
-           wide ? 8 : 4);
+    if (wide)
+        memcpy(rows + 16 * k, wide_row, sizeof wide_row);
+    else
+        memcpy(rows + 8 * k, row, sizeof row);
 }
 
 /* wide is a constant at both calls, so each gets a loop with one kind of store. */
@@ -222,9 +225,9 @@ walk_documents(const Stream *s, int wide)
 static int
 check_targets(const Stream *s, Py_ssize_t itemsize)
 {
-    const int64_t n = s->num_samples;
+    const int64_t n = s->num_samples, limit = INT64_MAX - INT32_MAX - 1;
 
-    if (in_range("sequence_length", s->sequence, 1, (INT64_MAX - INT32_MAX - 1) / (n ? n : 1)) < 0 ||
+    if (in_range("sequence_length", s->sequence, 1, n ? limit / n : limit) < 0 ||
         in_range("add_extra_token", s->extra, 0, 1) < 0 ||
         in_range("items of document_index", s->num_documents, 0,
                  itemsize == 4 ? INT32_MAX : LLONG_MAX) < 0)
@@ -288,7 +291,7 @@ exit:   /* 6. release */
 
 /* ================================= 3. Shuffle =================================
  *
- * Twin: _py_shuffle, that is numpy.random.RandomState.shuffle of a 1-D array.  Upstream calls numpy.
+ * Twin: _py_shuffle.  Upstream: numpy.random.RandomState.shuffle, called on a 1-D array.
  *
  * Fisher-Yates from the top, i = n-1 .. 1: swap a[i] with a[j], j uniform in [0, i].  numpy finds j
  * by masked rejection: keep the low bits of a draw, throw it away while it is above i.
@@ -493,12 +496,12 @@ exit:   /* 6. release */
  * the run ends before that sample.  The next bar lies below that candidate, which is at most the
  * true winner, so the next run takes that sample: of two runs one at least advances.
  *
- * Equals: behind R datasets in a row with its own weight and count, a dataset cannot be drawn within
- * R samples (each of the R comes first until it is drawn), so it is left out too.
+ * Equals: behind R datasets in a row with its own weight and count, a dataset cannot be drawn
+ * within R samples (each of the R comes first until it is drawn), so it is left out too.
  *
  * Cost: about sqrt(D) a sample instead of D (4096 random weights: 0.15 us against 5.6 us).  How far
  * the bar lies below the last winner decides the speed only, and follows how the runs end.  Weights
- * that differ by less than 1/D of themselves defeat the bar, and cost D/5 a sample.
+ * that are almost equal, but not quite, are the worst case: most datasets stay candidates.
  */
 enum { LANES = 4, FEW = 16, MANY = 64 };
 
@@ -540,7 +543,8 @@ pad(Datasets *some)
     }
 }
 
-/* Returns the first place with the largest lag; *top is that lag. */
+/* Returns the first place with the largest lag; *top is that lag.  Several maxima go side by side,
+ * as each comparison waits for the one before it. */
 INLINE Py_ssize_t
 find_top(const Datasets *some, double step, double *top)
 {
@@ -611,54 +615,56 @@ draw(Blend *b, Py_ssize_t i, int16_t d)
     const double taken = b->all.taken[d];
     const int64_t sample = (int64_t)taken;      /* exact: no array has 2**53 items */
 
-    memcpy(b->dataset_index + 2 * i, &d, sizeof d);
-    memcpy(b->dataset_sample_index + 8 * i, &sample, sizeof sample);
     b->all.taken[d] = taken + 1.0;
     if (taken + 1.0 >= b->all.limit[d])
         b->all.taken[d] = INFINITY;
+    memcpy(b->dataset_index + 2 * i, &d, sizeof d);
+    memcpy(b->dataset_sample_index + 8 * i, &sample, sizeof sample);
 }
 
 /* The plain rule.  Up to FEW datasets nothing is faster. */
 static void
-blend_few(Blend *b)
+blend_few(Blend b)
 {
-    for (Py_ssize_t i = 0; i < b->size; i++) {
+    const double *weight = b.all.weight, *taken = b.all.taken;
+
+    for (Py_ssize_t i = 0; i < b.size; i++) {
         const double step = (double)(i > 1 ? i : 1);
         double top = -INFINITY;
         int16_t winner = 0;
 
-        for (Py_ssize_t d = 0; d < b->all.count; d++) {
-            const double lag = b->all.weight[d] * step - b->all.taken[d];
+        for (Py_ssize_t d = 0; d < b.all.count; d++) {
+            const double lag = weight[d] * step - taken[d];
             if (lag > top) {
                 top = lag;
                 winner = (int16_t)d;
             }
         }
-        draw(b, i, winner);
+        draw(&b, i, winner);
     }
 }
 
 /* The same in runs; up to MANY datasets one run in which all are candidates. */
 static void
-blend_many(Blend *b)
+blend_many(Blend b)
 {
-    Datasets *all = &b->all, *candidates = &b->candidates;
+    Datasets *all = &b.all, *candidates = &b.candidates;
     double bar = -DBL_MAX, margin = 1.0, top = 0.0;     /* -DBL_MAX: any lag but -infinity */
     Py_ssize_t i = 0, run = 1;
 
     while (run * run < 2 * all->count)
         run++;
     if (all->count <= MANY)
-        run = b->size;
-    while (i < b->size) {
-        const Py_ssize_t end = run < b->size - i ? i + run : b->size;
+        run = b.size;
+    while (i < b.size) {
+        const Py_ssize_t end = run < b.size - i ? i + run : b.size;
 
         pick_candidates(all, candidates, (double)(end > 2 ? end - 1 : 1), bar, run);
         for (; i < end; i++) {
             const Py_ssize_t place = find_top(candidates, (double)(i > 1 ? i : 1), &top);
             if (top < bar)
                 break;
-            draw(b, i, candidates->number[place]);
+            draw(&b, i, candidates->number[place]);
             candidates->taken[place] = all->taken[candidates->number[place]];
         }
         margin *= i == end ? 0.9 : 1.5;
@@ -709,7 +715,7 @@ read_sizes(Datasets *all, const Py_buffer *sizes, Py_ssize_t *total)
     return 0;
 }
 
-/* Carves one allocation into two padded sets of D datasets.  Returns it, or NULL with MemoryError. */
+/* Carves one allocation into two sets of D datasets.  Returns it, or NULL with MemoryError. */
 static double *
 allocate_datasets(Blend *b, Py_ssize_t count)
 {
@@ -766,9 +772,9 @@ build_blend(PyObject *args, int exhaustive)
     /* 4. compute */
     Py_BEGIN_ALLOW_THREADS
     if (count <= FEW)
-        blend_few(&b);
+        blend_few(b);
     else
-        blend_many(&b);
+        blend_many(b);
     Py_END_ALLOW_THREADS
     /* 5. report */
     result = Py_NewRef(Py_None);

@@ -446,7 +446,7 @@ COLUMNS = [
     ("size", -50, lambda row: row["size"]),
     ("upstream ms", 11, lambda row: milliseconds(row, "upstream")),
     ("Python ms", 9, lambda row: milliseconds(row, "Python")),
-    ("C ms", 6, lambda row: milliseconds(row, "C")),
+    ("C ms", 7, lambda row: milliseconds(row, "C")),
     ("C against upstream", 18, lambda row: ratio(row, "C", "upstream")),
     ("C against Python", 16, lambda row: ratio(row, "C", "Python")),
     ("ours, items/s", 13, rate),

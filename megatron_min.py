@@ -27,11 +27,11 @@ The toy corpus of every example: three documents, aaaa bbb cccccc, and S = 4.
 ['aaaa', 'bbb', 'cccccc']
 """
 
-import abc, argparse, array, ast, builtins, collections, concurrent.futures  # noqa: E401
+import abc, argparse, array, ast, collections, concurrent.futures  # noqa: E401
 import contextlib, dataclasses, datetime, enum, errno, functools, glob, gzip  # noqa: E401
 import hashlib, importlib, itertools, json, logging, math, mmap, multiprocessing  # noqa: E401
-import operator, os, re, secrets, shutil, struct, sys, tempfile, time, warnings  # noqa: E401
-import weakref, zlib  # noqa: E401
+import operator, os, pathlib, re, secrets, shutil, struct, sys, tempfile  # noqa: E401
+import time, warnings, weakref, zlib  # noqa: E401
 
 import numpy as np
 import torch
@@ -78,10 +78,17 @@ def _require(condition, sentence, kind=ValueError):
 #   34+12n+8m   n      sequence_modes, int8     <- only in multimodal files
 #
 # Nothing is ever half there: a file is written under another name, synced, and renamed.  Nothing is
-# used after it is gone: an array that views a mapped file owns the mapping.
+# used after it is gone: an array that views a mapped file owns the mapping.  Nothing is believed:
+#
+#   checked           when                   against
+#   magic .. file size, every open, O(1)     the table above; the .idx must be exactly as long as n
+#                                            and m say (with or without modes)
+#   first, last entry every open, O(1)       documents go from 0 to n, the last sequence ends .bin
+#   all entries       .idx below 64 MiB,     lengths >= 0, each pointer the sum of the lengths
+#                     verify, add_index      before it, documents never going back
+#   a place           every access           the sequence for the caller, the .bin for the .idx
 
-_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
-_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
 _FULL_CHECK_BELOW = 64 << 20  # bytes of .idx; reading more would slow down the start of every rank
 _CHUNK = 1 << 22  # items handled at a time where an array may be larger than memory
 _TRANSIENT = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
@@ -99,9 +106,9 @@ class DType(enum.Enum):
     @classmethod
     def code_from_dtype(cls, value):
         """numpy dtype -> code; ValueError if the format has no code for it."""
-        name = np.dtype(value).name
-        _require(name in cls.__members__, f"no dtype code for {name}: use {[*cls.__members__]}")
-        return cls[name].value
+        name, known = np.dtype(value).name, cls.__members__
+        _require(name in known, f"no dtype code for {name}: use one of {', '.join(known)}")
+        return known[name].value
 
     @classmethod
     def dtype_from_code(cls, value):
@@ -145,7 +152,8 @@ class _NewFile:
 
     @staticmethod
     def _discard(file, temporary, pid):
-        if os.getpid() == pid:  # a forked child must not remove its parent's file
+        """Close and remove, in the process that made the file."""
+        if os.getpid() == pid:  # not in a forked child: the file is its parent's
             file.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
@@ -260,27 +268,19 @@ class IndexedDatasetBuilder:
         loose = len(self.sequence_lengths) - self.document_indices[-1]
         _require(not loose, f"{loose} sequences of {self._bin.path} follow the last document's "
                  "end: call end_document() before finalize()")
-        index = _NewFile(idx_path)
-        try:
-            self._write_index(index.file)
-            index.sync()
-            self._bin.sync()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(idx_path)  # an old .idx must not describe the new .bin, not for a moment
-            self._bin.commit()
-            index.commit()
-        finally:
-            index.discard()
-
-    def _write_index(self, file):
         lengths = np.frombuffer(self.sequence_lengths, np.int32)
-        pointers = np.zeros(len(lengths), np.int64)
-        np.cumsum(lengths[:-1], out=pointers[1:], dtype=np.int64)
-        pointers *= DType.size(self.dtype)
-        file.write(_HEADER.pack(_MAGIC, _VERSION, DType.code_from_dtype(self.dtype), len(lengths),
-                                len(self.document_indices)))
+        pointers = np.cumsum(lengths, dtype=np.int64)
+        pointers = (pointers - lengths) * DType.size(self.dtype)
+        code, index = DType.code_from_dtype(self.dtype), _NewFile(idx_path)
+        index.file.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(self.document_indices)))
         for part in (lengths, pointers, self.document_indices, self.sequence_modes):
-            file.write(memoryview(part))
+            index.file.write(memoryview(part))
+        index.sync()
+        self._bin.sync()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(idx_path)  # an old .idx must not describe the new .bin, not for a moment
+        self._bin.commit()
+        index.commit()
 
     def __enter__(self):
         return self
@@ -294,6 +294,7 @@ class IndexedDatasetBuilder:
 
 
 def _want(condition, path, field, wanted, got):
+    """DatasetFormatError with the four things its message always names."""
     _require(condition, f"{path}: {field}: wanted {wanted}, got {got}", DatasetFormatError)
 
 
@@ -306,7 +307,16 @@ def _map_file(path):
 
 
 def _identity(stat):
+    """What changes when a file is replaced, truncated or rewritten."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _position(idx, n, of):
+    """A Python index, negative ones from the end -> 0 .. n - 1; IndexError outside."""
+    i = operator.index(idx)
+    if not -n <= i < n:
+        raise IndexError(f"index {i} of {of}, which has {n}")
+    return i % n
 
 
 def _retry(function, delays=(0.5, 1.0, 2.0)):
@@ -365,13 +375,13 @@ class IndexedDataset(torch.utils.data.Dataset):
         _want(len(index) >= _HEADER.size, path, "header", f"{_HEADER.size} bytes", len(index))
         magic, version, code, n, m = _HEADER.unpack(index[:_HEADER.size].tobytes())
         _want(magic == _MAGIC, path, "magic", _MAGIC, magic)
-        _want(version == _VERSION, path, "version", _VERSION, version)
+        _want(version == 1, path, "version", 1, version)
         _want(1 <= code <= 8, path, "dtype code", "1 to 8", code)
         self.dtype, self._item_size = DType.dtype_from_code(code), DType.size(code)
         plain = _HEADER.size + 12 * n + 8 * m
         sizes = [plain + n] if self.multimodal else [plain, plain + n]
-        _want(len(index) in sizes, path, "file size", " or (with modes) ".join(map(str, sizes))
-              + f" bytes for {n} sequences and {m} document indices", len(index))
+        _want(len(index) in sizes, path, "file size", f"{' or '.join(map(str, sizes))} bytes for "
+              f"{n} sequences and {m} document indices (without or with modes)", len(index))
         return n, m
 
     def _check_ends(self, path):
@@ -396,8 +406,9 @@ class IndexedDataset(torch.utils.data.Dataset):
             ends = start + np.cumsum(lengths) * self._item_size
             wanted = ends - lengths * self._item_size
             at = int(np.argmax((lengths < 0) | (pointers != wanted)))
-            _want(lengths[at] >= 0, path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
-            _want(pointers[at] == wanted[at], path, f"sequence_pointers[{low + at}]", wanted[at],
+            row = f"[{low + at}]"
+            _want(lengths[at] >= 0, path, "sequence_lengths" + row, ">= 0", lengths[at])
+            _want(pointers[at] == wanted[at], path, "sequence_pointers" + row, wanted[at],
                   pointers[at])
             start = int(ends[-1])
         for low in range(0, len(self.document_indices), _CHUNK):
@@ -420,10 +431,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def get(self, idx, offset=0, length=None):
         """Tokens offset .. offset + length of sequence idx (default: to its end), 1-D, ds.dtype."""
-        i, n = operator.index(idx), len(self)
-        if not -n <= i < n:
-            raise IndexError(f"sequence {i} of {self.path_prefix}, which has {n}")
-        i += n if i < 0 else 0
+        i = _position(idx, len(self), self.path_prefix)
         size = int(self.sequence_lengths[i])
         offset, length = int(offset), size - int(offset) if length is None else int(length)
         if offset < 0 or length < 0 or offset + length > size:
@@ -433,6 +441,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         return (tokens, self.sequence_modes[i]) if self.multimodal else tokens
 
     def _read(self, i, offset, length):
+        """Tokens of a sequence that exists, from the map or the file, never from outside of it."""
         pointer = int(self.sequence_pointers[i])
         first = pointer // self._item_size + offset
         inside = 0 <= length and 0 <= first and first + length <= self.num_tokens
@@ -611,7 +620,13 @@ def build_tokenizer(name="bytes", eod_token=None):
 
 
 class _Encoder:
-    """A worker's job: a block of JSON lines -> tokens, sequence lengths, document ends, by key."""
+    """A worker's job: a block of JSON lines -> tokens, sequence lengths, document ends, by key.
+
+    lines                          tokens                 lengths   ends
+    {"text": "aaaa"}               a a a a $ b b b $      5 4       1  the first ends after one
+    {"text": ""}       -- eod -->  (here $ is eod)                  1  sequence, so does the empty
+    {"text": "bbb"}                                                 2  one
+    """
 
     def __init__(self, tokenizer, json_keys, append_eod, skip_errors):
         self.tokenizer, self.keys, self.skip_errors = tokenizer, json_keys, skip_errors
@@ -634,6 +649,7 @@ class _Encoder:
         return columns, len(rows), len(lines) - len(rows)
 
     def _texts(self, line):
+        """A line of input -> its text under each key; ValueError says what is wrong with it."""
         _require(line.strip(), "it is blank, wanted a JSON object")
         row = json.loads(line)
         for key in self.keys:
@@ -642,9 +658,11 @@ class _Encoder:
         return [row[key] for key in self.keys]
 
     def _ids(self, text):
+        """One text -> its tokens, in the dtype of the file."""
         return _as_tokens(self.tokenizer.tokenize(text), self.dtype)
 
     def _pack(self, documents):
+        """A block's documents under one key -> flat tokens, sequence lengths, document ends."""
         if self.batched:
             documents = self.tokenizer.tokenize_batch(documents)
         documents = [[*ids, *self.eod] if self.eod and len(ids) else ids for ids in documents]
@@ -658,12 +676,14 @@ _encoder = None  # in a worker process: its _Encoder
 
 
 def _start_worker(*arguments):
+    """What a worker process runs first; it then keeps its tokenizer."""
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _encoder = _Encoder(*arguments)
 
 
 def _work(block):
+    """What a worker process runs for each block."""
     return _encoder(*block)
 
 
@@ -672,19 +692,16 @@ def _in_order(blocks, arguments, workers):
     if workers <= 1:
         yield from itertools.starmap(_Encoder(*arguments), blocks)
         return
-    start = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context(start), _start_worker, arguments)
-    try:
-        pending = collections.deque()
+    start, pending = None, collections.deque()
+    if "fork" in multiprocessing.get_all_start_methods():
+        start = "fork"  # the others would import torch again in each worker
+    with concurrent.futures.ProcessPoolExecutor(
+            workers, multiprocessing.get_context(start), _start_worker, arguments) as pool:
         for block in blocks:
             pending.append(pool.submit(_work, block))
             if len(pending) > 2 * workers:  # bounded: memory stays flat however large the input
                 yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        yield from (future.result() for future in pending)
 
 
 def _expand(patterns):
@@ -714,19 +731,18 @@ def _blocks(files, progress):
 
 
 class _Progress:
-    """Counts documents and bytes of input; a line on stderr every ten seconds if verbose."""
+    """What was done, and a line about it on stderr every ten seconds."""
 
-    def __init__(self, files, verbose):
+    def __init__(self, files):
         self.total = sum(os.path.getsize(path) for path in files if path != "-")
         self.start = self.last = time.monotonic()
-        self.verbose, self.bytes, self.documents, self.skipped = verbose, 0, 0, 0
+        self.bytes = self.documents = self.skipped = 0
 
-    def wrote(self, documents, skipped, at_end=False):
-        """So many more documents were written, so many lines skipped."""
-        self.documents, self.skipped = self.documents + documents, self.skipped + skipped
-        if self.verbose and (at_end or time.monotonic() - self.last >= 10):
-            self.last = time.monotonic()
-            seconds = max(self.last - self.start, 1e-9)
+    def show(self, every=10):
+        """Print the line, unless the last one is not so many seconds old."""
+        now = time.monotonic()
+        if now - self.last >= every:
+            seconds, self.last = max(now - self.start, 1e-9), now
             left = max(self.total - self.bytes, 0) * seconds / max(self.bytes, 1)
             print(f"{self.documents:,} documents, {self.documents / seconds:,.0f} docs/s, "
                   f"{self.bytes / seconds / 1e6:,.1f} MB/s, {self.skipped:,} bad lines skipped, "
@@ -757,7 +773,7 @@ def preprocess(input, output_prefix, tokenizer=None, *, json_keys=("text",), app
     _require(on_error in ("stop", "skip"), f"on_error must be stop or skip, got {on_error!r}")
     keys = [json_keys] if isinstance(json_keys, str) else list(json_keys)
     tokenizer, files = tokenizer or ByteTokenizer(), _expand(input)
-    dtype, progress = DType.optimal_dtype(tokenizer.vocab_size), _Progress(files, verbose)
+    dtype, progress = DType.optimal_dtype(tokenizer.vocab_size), _Progress(files)
     prefixes = {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
     arguments = tokenizer, keys, append_eod, on_error == "skip"
     with contextlib.ExitStack() as stack:
@@ -766,10 +782,12 @@ def preprocess(input, output_prefix, tokenizer=None, *, json_keys=("text",), app
         for columns, documents, skipped in _in_order(_blocks(files, progress), arguments, workers):
             for key, (tokens, lengths, ends) in columns.items():
                 builders[key].add_sequences(tokens, lengths, None, ends)
-            progress.wrote(documents, skipped)
+            progress.documents += documents
+            progress.skipped += skipped
+            progress.show(10 if verbose else math.inf)
         for key, prefix in prefixes.items():
             builders[key].finalize(get_idx_path(prefix))
-    progress.wrote(0, 0, at_end=True)
+    progress.show(0 if verbose else math.inf)
     return prefixes
 
 
@@ -828,6 +846,7 @@ def parse_and_normalize_split(split):
 
 
 def _is_number(text):
+    """Could float() read it?"""
     try:
         return float(text) is not None
     except ValueError:
@@ -883,10 +902,24 @@ def get_blend_from_list(blend):
 class BlendedMegatronDatasetConfig:
     """What to build.  Field names and defaults are upstream's; ValueError for bad combinations.
 
-    blend               (prefixes, weights or None), cut by split; neither blend: mock data
-    blend_per_split     for train, valid, test each a blend of whole corpora, or None
-    split_matrix, mock  derived
-    path_to_cache       folder of the index files; default <prefix>/cache, blends are then not kept
+    random_seed                 of every shuffle of documents and samples
+    sequence_length             S, in tokens
+    blend                       ([prefix, ...], [weight, ...] or None), each corpus cut by split
+    blend_per_split             for train, valid, test each a blend of whole corpora, or None;
+                                with neither blend: mock data
+    multiple_validation_sets    valid is a list of datasets, one for each of its corpora
+    full_validation             valid is one epoch, whatever its size in sizes
+    split                       shares of train, valid, test, such as "98,1,1"
+    num_dataset_builder_threads corpora that are built side by side
+    path_to_cache               folder of the index files; default <prefix>/cache/..., and then the
+                                indices of blends are not kept
+    mmap_bin_files              False: read the tokens with os.pread
+    tokenizer                   see above
+    mid_level_dataset_surplus   how much more of each corpus is built than a blend asks for
+    allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where it is also its eod
+    fast_cache_load             trust a cache that is there; look at nothing else
+    defer_npy_index_mmap        open the index files at the first access
+    split_matrix, mock          derived
     """
 
     random_seed: int
@@ -945,6 +978,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
     add_extra_token_to_sequence             x = 1: labels are the next tokens, to the last one
     inter_document_masking   instead of a mask: cu_seqlens, max_seqlen, positions by document
+
+    >>> GPTDatasetConfig(1234, 4, blend=(["p1", "p2"], [1, -1]), split="98,1,1")
+    Traceback (most recent call last):
+    ValueError: weight of p2: wanted a finite number >= 0, got -1
     """
 
     reset_position_ids: bool | None = None
@@ -978,6 +1015,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
 
 def _py_build_sample_idx(sample_index, sizes, document_index, sequence_length, extra, last_token):
+    """sample_index (N+1, 2) is filled; extra is x; row N stops at last_token, which is before the
+    end of sample N-1 where that one is partial.
+    """
     wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))[:1]
     _require(not len(wrong), f"document_index[{wrong}] is {document_index[wrong]}, but there are "
              f"{len(sizes)} sequences", IndexError)
@@ -996,6 +1036,7 @@ def _py_build_sample_idx(sample_index, sizes, document_index, sequence_length, e
 
 
 def _py_shuffle(items, key, position):
+    """items are shuffled; key, uint32 (624,), and the result are the generator's new state."""
     random_state = np.random.RandomState()
     random_state.set_state(("MT19937", key, position))
     random_state.shuffle(items)
@@ -1005,6 +1046,7 @@ def _py_shuffle(items, key, position):
 
 
 def _py_build_blending_indices(dataset_index, dataset_sample_index, weights, num_datasets, size):
+    """int16 and int64 (size,) are filled; weights float64 (num_datasets,)."""
     taken = np.zeros(num_datasets)
     for i in range(size):
         d = np.argmax(weights * max(i, 1) - taken)  # the lowest of equals
@@ -1013,6 +1055,7 @@ def _py_build_blending_indices(dataset_index, dataset_sample_index, weights, num
 
 
 def _py_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
+    """The same, of sum(sizes); sizes int64 (num_datasets,)."""
     taken, total = np.zeros(num_datasets), int(sizes.sum())
     weights = sizes / np.float64(max(total, 1))
     for i in range(total):
@@ -1121,7 +1164,13 @@ def build_blending_indices(dataset_index, dataset_sample_index, weights, num_dat
     """Fill in, for each sample of a blend, its dataset and its place in that dataset.
 
     Sample i comes from the dataset that is furthest behind: the largest weights[d] * max(i, 1) -
-    taken[d] in IEEE doubles, the lowest d among equals.
+    taken[d] in IEEE doubles, the lowest d among equals.  With weights 0.25 and 0.75:
+
+        i   0.25 * max(i, 1) - taken   0.75 * max(i, 1) - taken     taken from
+        0   0.25                       0.75                         1
+        1   0.25                       0.75 - 1 = -0.25             0
+        2   0.5 - 1 = -0.5             1.5 - 1 = 0.5                1
+        3   0.75 - 1 = -0.25           2.25 - 2 = 0.25              1
 
     dataset_index         int16 (size,)          out
     dataset_sample_index  int64 (size,)          out
@@ -1176,6 +1225,12 @@ def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, 
 #   k --shuffle_index--> j --sample_index[j], [j + 1]--> (d, offset) .. (d', offset')
 #     --document_index[d .. d']--> sequences of the file pair --> S + x tokens
 #
+#   positions              0 1 2 3 4 5 6 7 8 9 . . .       S = 4, x = 1: 13 tokens hold 3 samples
+#   stream                 a a a a b b b c c c c c c
+#   sample 0               a a a a b                      inputs are all but the last token, labels
+#   sample 1                       b b b c c              all but the first; so neighbours share one
+#   sample 2                               c c c c c      token, and no label is lost between them
+#
 # The three arrays depend on the lengths, the split, the number of samples, S and the seed alone, so
 # they are built once and cached: every rank, and the next job, maps the same files.  Beside
 # upstream's files lies a manifest, written last, which says what they were made from:
@@ -1183,6 +1238,13 @@ def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, 
 #   <hash>-GPTDataset-train-description.txt      what was asked for; hash is its md5
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
 #                          -manifest.json        the .idx, the settings, size and CRC-32 of arrays
+#
+#   found                                          then
+#   nothing                                        built
+#   all, manifest matches                          used (the CRCs are read by rank 0)
+#   all, no manifest (upstream's), or a .idx       every array is checked against the lengths; used,
+#     of another time (a copied corpus)              and given a manifest
+#   anything else: torn, altered, other data       built anew, with a warning that says why
 
 Geometry = collections.namedtuple(
     "Geometry", "num_epochs num_samples separate_final_epoch num_samples_sans_final_epoch")
@@ -1216,7 +1278,11 @@ def build_document_index(documents, num_epochs, random_state, separate_final_epo
     """documents repeated num_epochs times and shuffled, the last epoch apart if so asked.
 
     int32 (D,) -> int32 (E*D,).  Cost: one shuffle, and no more memory than the result.
-    Upstream: _build_document_index.
+    Upstream: _build_document_index.  All epochs but the last are one pile: a document may come
+    twice before another comes once.
+
+    >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
+    [2, 1, 2, 0, 1, 0]
     """
     document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
     edge = len(document_index) - (len(documents) if separate_final_epoch else 0)
@@ -1227,16 +1293,21 @@ def build_shuffle_index(num_samples, total_size, random_state):
     """arange(total_size), the first num_samples shuffled, then the rest.
 
     uint32 (total_size,), int64 from 2**32 - 2 up.  Upstream: _build_shuffle_index.
+
+    >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
+    [1, 0, 2, 3, 5, 4]
     """
     shuffle_index = np.arange(total_size, dtype=_shuffle_dtype(total_size))
     return _shuffle_parts(shuffle_index, num_samples, random_state)
 
 
 def _shuffle_dtype(total_size):
+    """Upstream's choice, one less than what uint32 could hold."""
     return np.uint32 if total_size < 2**32 - 2 else np.int64
 
 
 def _shuffle_parts(items, edge, random_state):
+    """Shuffle items[:edge], then items[edge:], in place."""
     shuffle(items[:edge], random_state)
     shuffle(items[edge:], random_state)  # draws nothing if there is no rest
     return items
@@ -1279,34 +1350,26 @@ class _IndexCache:
         The manifest must match, CRCs too if read_all.  Where there is none (upstream's cache), or
         only the time of the .idx differs (a copy), validate(*arrays) must find no fault.
         """
-        missing = self.missing()
+        missing, manifest = self.missing(), {"source": self.source, "mtime_ns": None}
         if len(missing) > len(self.files):
             return None
         try:
-            _require(not missing, f"{missing[:1]} is missing", _Stale)
-            arrays, manifest = self.open(), self._read_manifest()
-            if manifest is None or manifest["mtime_ns"] != self.mtime_ns:
+            with open(self.path("description.txt"), encoding="utf-8") as file:
+                _require(file.read() == self.description, "its description is another's")
+            if os.path.exists(self.path("manifest.json")):
+                with open(self.path("manifest.json"), encoding="utf-8") as file:
+                    manifest = json.load(file)
+            made_from, arrays = manifest["source"], self.open()
+            _require(made_from == self.source, f"it was made from {made_from}, not {self.source}")
+            if "files" not in manifest or manifest["mtime_ns"] != self.mtime_ns:
                 validate(*arrays)
                 self._write_manifest()
-            elif manifest["files"] != self._entries(read_all, manifest["files"]):
-                raise _Stale("a file has another size or checksum than when it was written")
+            else:
+                same = manifest["files"] == self._entries(read_all, manifest["files"])
+                _require(same, "a file has another size or checksum than when it was written")
             return arrays
-        except _Stale:
-            raise
         except Exception as error:  # whatever it was, building anew is right
             raise _Stale(f"{type(error).__name__}: {error}") from error
-
-    def _read_manifest(self):
-        """The manifest, its source found equal; None if there is none."""
-        with open(self.path("description.txt"), encoding="utf-8") as file:
-            _require(file.read() == self.description, "its description is another's", _Stale)
-        if not os.path.exists(self.path("manifest.json")):
-            return None
-        with open(self.path("manifest.json"), encoding="utf-8") as file:
-            manifest = json.load(file)
-        _require(manifest["source"] == self.source,
-                 f"it was made from {manifest['source']}, wanted {self.source}", _Stale)
-        return manifest
 
     def _entries(self, read_all=True, known=None):
         """{file: {size, crc32}} of the files as they are; without read_all with the known CRCs."""
@@ -1315,6 +1378,7 @@ class _IndexCache:
                 for file in self.files}
 
     def _crc32(self, file):
+        """CRC-32 of a file, read in pieces of 16 MiB: about a second a GiB."""
         crc = 0
         with open(self.path(file), "rb") as source:
             while block := source.read(16 << 20):
@@ -1340,6 +1404,7 @@ class _IndexCache:
             return arrays
 
     def _write_manifest(self):
+        """Vouch for the files as they are; a folder that is read-only stays without."""
         manifest = {"source": self.source, "mtime_ns": self.mtime_ns, "files": self._entries()}
         with contextlib.suppress(PermissionError), _NewFile(self.path("manifest.json")) as file:
             file.write(json.dumps(manifest, indent=4).encode())
@@ -1363,6 +1428,7 @@ class _CachedIndices:
                 self._arrays = None
 
     def _load_or_build(self, cache):
+        """The cached arrays if they are whole and right, else new ones, and a warning why."""
         try:
             arrays = cache.load(self._validate_arrays, read_all=_rank() == 0)
         except _Stale as error:
@@ -1371,6 +1437,7 @@ class _CachedIndices:
         return arrays or cache.save(self._build_arrays())
 
     def _index(self, at):
+        """Array number at, from the cache if it was not needed before."""
         if self._arrays is None:
             self._arrays = self._cache.open()
         return self._arrays[at]
@@ -1383,6 +1450,7 @@ class _CachedIndices:
 
 
 def _is_distributed():
+    """Is this one of several processes of a job?"""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -1428,6 +1496,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
 
     @staticmethod
     def _key_config_attributes():
+        """The fields of the config that change the arrays; a subclass may add to them."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
     def _further_identifiers(self):
@@ -1472,14 +1541,11 @@ class GPTDataset(_CachedIndices, MegatronDataset):
                          config)
         self._check_range()
         self._pad_token_id, self._warned_of_pad = _pad_token_id(config), False
-        folder, cache = config.path_to_cache, None
+        folder, names = config.path_to_cache, ("document_index", "sample_index", "shuffle_index")
         if not folder and dataset_path is not None:
-            name = f"{type(self).__name__}_indices"
-            folder = os.path.join(self.dataset.path_prefix, "cache", name)
-        if folder:
-            names = "document_index", "sample_index", "shuffle_index"
-            cache = _IndexCache(self, folder, index_split, names, *self.source())
-        self._prepare_indices(cache)
+            folder = f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices"
+        self._prepare_indices(
+            _IndexCache(self, folder, index_split, names, *self.source()) if folder else None)
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self._warn_without_eod()
 
@@ -1494,6 +1560,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         return IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
 
     def _check_range(self):
+        """IndexError for documents that the corpus does not have."""
         n, some = len(self.dataset), len(self.indices)
         low, high = (int(self.indices.min()), int(self.indices.max())) if some else (0, -1)
         _require(0 <= low and high < n < 2**31, f"{_name(self)}: documents {low} .. {high} of {n}, "
@@ -1501,6 +1568,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
 
     @property
     def _keep_partial(self):
+        """Is the last sample kept although it is short?  Only ever of valid."""
         drop = self.config.drop_last_partial_validation_sequence
         return self.index_split is Split.valid and not drop
 
@@ -1545,23 +1613,22 @@ class GPTDataset(_CachedIndices, MegatronDataset):
 
     def geometry(self):
         """The Geometry of this split."""
-        config = self.config
-        try:
-            return epoch_geometry(
-                self.tokens_per_epoch(), self.num_samples, config.sequence_length,
-                not self._keep_partial, config.add_extra_token_to_sequence)
-        except ValueError as error:
-            raise ValueError(
-                f"{self.dataset_path}: {self.index_split.name}, documents {self._documents[:2]} of "
-                f"split {config.split!r}: {error}: give it more, or ask for none") from None
+        tokens, config = self.tokens_per_epoch(), self.config
+        _require(tokens or not self.num_samples, f"{_name(self)}: {self.num_samples} samples of "
+                 f"{self.index_split.name} were asked for, but documents {self._documents[:2]} of "
+                 f"split {config.split!r} hold no tokens: give it a larger share, or ask for none")
+        return epoch_geometry(tokens, self.num_samples, config.sequence_length,
+                              not self._keep_partial, config.add_extra_token_to_sequence)
 
     def _sample_index_of(self, document_index, num_epochs):
+        """build_sample_idx with the lengths and settings of this dataset."""
         config = self.config
         return build_sample_idx(
             self.dataset.sequence_lengths, document_index, config.sequence_length, num_epochs,
             self.tokens_per_epoch(), not self._keep_partial, config.add_extra_token_to_sequence)
 
     def _build_arrays(self):
+        """One generator draws everything: documents first, then samples, as upstream."""
         epochs, total, apart, sans_final = self.geometry()
         random_state = np.random.RandomState(self.config.random_seed)
         document_index = build_document_index(self.indices, epochs, random_state, apart)
@@ -1599,10 +1666,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
 
     def _pieces(self, k):
         """Sample k -> [(sequence, offset, length), ...], as they follow each other."""
-        k, n = operator.index(k), len(self)
-        if not -n <= k < n:
-            raise IndexError(f"sample {k} of {_name(self)}, {self.index_split.name}, which has {n}")
-        j = int(self.shuffle_index[k])
+        j = int(self.shuffle_index[_position(k, len(self), f"the samples of {_name(self)}")])
         (first, begin), (last, end) = self.sample_index[j:j + 2].tolist()
         sequences = self.document_index[first:last + 1].tolist()
         ends = [int(self.dataset.sequence_lengths[i]) for i in sequences]
@@ -1645,7 +1709,11 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         return torch.from_numpy(texts), padding
 
     def _mask_by_documents(self, batch, pieces, padding):
-        """cu_seqlens: the ends of each sample's documents; positions restart at each of them."""
+        """cu_seqlens: the ends of each sample's documents; positions restart at each of them.
+
+        The extra token is taken off the last piece, padding is added to it, empty pieces are left
+        out: so cu_seqlens rises from 0 to S without a pause, and then repeats S.
+        """
         rows, length = batch["tokens"].shape
         batch["cu_seqlens"] = torch.full((rows, length + 1), length, dtype=torch.int32)
         batch["max_seqlen"] = torch.zeros(rows, dtype=torch.int32)
@@ -1659,6 +1727,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
             batch["position_ids"][row] -= ends[:-1].repeat_interleave(torch.tensor(sizes))
 
     def _warn_of_pad(self, count):
+        """Warn once of real tokens that will be taken for padding (upstream is silent)."""
         if count > 0 and not self._warned_of_pad:
             self._warned_of_pad = True
             warnings.warn(f"{_name(self)}: {count} real tokens equal the pad id "
@@ -1666,6 +1735,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
                           stacklevel=2)
 
     def _warn_without_eod(self, looked_at=16):
+        """Warn if the first documents lack the eod that three of the flags go by."""
         eod = self.config.tokenizer.eod
         last = [self.dataset.get(i)[-1:] for i in self.indices[:looked_at].tolist()]
         if any(map(len, last)) and not any(eod in token for token in last):
@@ -1675,6 +1745,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
 
 
 def _name(dataset):
+    """What to call a dataset in a message: its path, or its class."""
     return str(getattr(dataset, "dataset_path", None) or type(dataset).__name__)
 
 
@@ -1687,7 +1758,14 @@ def _check_permutation(values, wanted, edge):
 
 
 def _attention_mask(eod, reset):
-    """bool (B, 1, S, S), True = may not attend: the future; with reset, across eod (B, S) too."""
+    """bool (B, 1, S, S), True = may not attend: the future; with reset, across eod (B, S) too.
+
+    >>> _attention_mask(torch.tensor([[False, True, False, False]]), True).int()[0, 0]  # a $ b b
+    tensor([[0, 1, 1, 1],
+            [0, 0, 1, 1],
+            [1, 1, 0, 1],
+            [1, 1, 0, 0]], dtype=torch.int32)
+    """
     future = torch.ones(eod.shape[1], eod.shape[1], dtype=torch.bool).triu(1)
     if not reset:
         return future.repeat(len(eod), 1, 1, 1)
@@ -1750,15 +1828,16 @@ class MockGPTDataset(GPTDataset):
 
 
 class BlendTooLarge(ValueError):
-    """A blend asks a dataset for more samples than it holds; needed is {position: samples}."""
+    """A blend asks a dataset for more samples than it holds."""
 
-    def __init__(self, message, needed):
-        super().__init__(message)
-        self.needed = needed
+    needed = {}  # position of the dataset -> samples that the blend draws of it
 
 
 class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
     """Several datasets as one, mixed by weight.  Upstream: BlendedDataset.
+
+    After any number of samples each dataset has given its share of them, give or take a few, so a
+    run may be stopped anywhere and has seen the mixture that was asked for.
 
     datasets   MegatronDatasets of one split, fewer than 32767
     weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a note
@@ -1787,6 +1866,7 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
             self._check_sizes()
 
     def _build_arrays(self):
+        """Fill both arrays, by weights and size or by counts."""
         size, count = len(self), len(self.datasets)
         which, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
         if self.size is None:
@@ -1796,17 +1876,21 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
         return [which, sample]
 
     def _validate_arrays(self, *arrays):
+        """Nothing about a blend is random, so a cache is checked by making it anew."""
         for found, wanted in zip(arrays, self._build_arrays()):
             if found.dtype != wanted.dtype or not np.array_equal(found, wanted):
                 raise ValueError("these are not the indices of this blend's weights")
 
     def _check_sizes(self):
+        """BlendTooLarge, before training, where a dataset would run out of samples."""
         taken = np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()
         over = {d: count for d, count in enumerate(taken) if count > len(self.datasets[d])}
         if over:
-            raise BlendTooLarge("; ".join(
+            error = BlendTooLarge("; ".join(
                 f"the blend takes {count} samples of {_name(self.datasets[d])}, which has "
-                f"{len(self.datasets[d])}" for d, count in over.items()), over)
+                f"{len(self.datasets[d])}" for d, count in over.items()))
+            error.needed = over
+            raise error
 
     dataset_index = property(lambda self: self._index(0), doc="int16 (size,): whose sample it is")
     dataset_sample_index = property(lambda self: self._index(1), doc="int64 (size,): which of them")
@@ -1834,9 +1918,7 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
         """Sample i -> (dataset, index in the dataset)."""
         if i is None:
             return 0, None
-        i, n = operator.index(i), len(self)
-        if not -n <= i < n:
-            raise IndexError(f"sample {i} of a blend ({self.split.name}), which has {n}")
+        i = _position(i, len(self), "the samples of a blend")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
 
@@ -1865,6 +1947,14 @@ def _get_samples(dataset, indices):
 #   rank 0: build, write the cache  ->  did it fail?  ->  others: load (or build)  ->  did one fail?
 #
 # The build is deterministic, so a rank that sees no cache builds its own; nobody waits for a file.
+#
+#   weights   each corpus is built for                          the blend has
+#   given     ceil(ceil(size * w) * (1 + surplus)) samples      sum of ceil(size * w) samples
+#   None      one epoch                                         min(size, all of them); all if None
+#
+# A blend is exact only over a whole run, so in the middle of it a corpus may be drawn a few times
+# more than its share: the surplus is for these.  Where it does not suffice (upstream then fails in
+# the middle of the run), that corpus alone is built again for as many as are drawn.
 
 
 class BlendedMegatronDatasetBuilder:
@@ -1874,9 +1964,12 @@ class BlendedMegatronDatasetBuilder:
     sizes             samples wanted of train, valid, test; None: one epoch
     is_built_on_rank  () -> bool; ranks where it is False get None three times
 
-    With weights, a corpus is built for ceil(ceil(size * w) * (1 + surplus)) samples, and the size
-    of the blend is the sum of ceil(size * w).  Without, each corpus is built for one epoch and
-    gives samples in proportion to its length, all of them if size is None.
+    >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
+    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, [4, 0, 0], lambda: True, config)
+    >>> train, valid, test = builder.build()
+    >>> [(sample["dataset_id"].item(), bytes(sample["tokens"].tolist())) for sample in train]
+    [(1, b'cccc'), (0, b'bbbc'), (1, b'bbbc'), (1, b'aaaa')]
     """
 
     def __init__(self, cls, sizes, is_built_on_rank, config):
@@ -1905,6 +1998,7 @@ class BlendedMegatronDatasetBuilder:
         return datasets if mine else [None] * len(Split)
 
     def _build(self):
+        """The three modes, on this process alone."""
         config = self.config
         if config.mock:
             return self._cut(None, config.split_matrix, self.sizes)
@@ -1945,6 +2039,7 @@ class BlendedMegatronDatasetBuilder:
                 for size in sizes]
 
     def _blend_split(self, split, prefixes, datasets, weights, size, bounds):
+        """The blend of one split; a corpus that it would exhaust is built again, larger."""
         if weights is not None:
             size = sum(math.ceil(size * weight) for weight in weights)
         else:
@@ -1976,35 +2071,43 @@ class BlendedMegatronDatasetBuilder:
         return parts
 
 
+def _gather(value, group=None, size=4096):
+    """A small JSON-able value of each rank -> the list of all, on every rank; no pickle."""
+    distributed = torch.distributed
+    device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
+    text = json.dumps(value).encode().ljust(size)
+    _require(len(text) == size, f"{len(text)} bytes are too long for a message of {size}")
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(everyone, mine, group=group)
+    return [json.loads(bytes(row.tolist())) for row in everyone]
+
+
 @contextlib.contextmanager
-def _error_channel(timeout=datetime.timedelta(hours=24), size=2048):
+def _error_channel():
     """Yield raise_together(error or None): every rank calls it, and all raise if one has an error.
 
     It has a gloo group of its own: a build may outlast the timeout of the job's group, and gloo
     notices at once when a process is gone.
     """
-    distributed = torch.distributed
-    group = distributed.new_group(backend="gloo", timeout=timeout)
+    timeout = datetime.timedelta(hours=24)
+    group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+    kinds = (DatasetFormatError, BlendTooLarge, ValueError, TypeError, IndexError, ImportError,
+             FileNotFoundError, PermissionError, OSError)
 
     def raise_together(error):
-        """The first rank's error, as the same class of exception if it is a built-in or ours."""
-        text = json.dumps([type(error).__name__, str(error)[:300]] if error else None).encode()
-        mine = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(everyone, mine, group=group)
-        for rank, row in enumerate(everyone):
-            name, message = json.loads(bytes(row.tolist())) or (None, None)
-            if name:
-                kind = globals().get(name) or getattr(builtins, name, None)
-                known = kind in (DatasetFormatError, ValueError, TypeError, IndexError, OSError,
-                                 FileNotFoundError, PermissionError, ImportError)
-                raise (kind if known else RuntimeError)(
-                    f"rank {rank}: {message if known else f'{name}: {message}'}") from error
+        """Raise the first rank's error, as its own class if that is one of kinds."""
+        mine = error and [type(error).__name__, str(error)[:600]]
+        for rank, found in enumerate(_gather(mine, group)):
+            if found:
+                kind = {kind.__name__: kind for kind in kinds}.get(found[0])
+                sentence = found[1] if kind else ": ".join(found)
+                raise (kind or RuntimeError)(f"rank {rank}: {sentence}") from error
 
     try:
         yield raise_together
     finally:
-        distributed.destroy_process_group(group)
+        torch.distributed.destroy_process_group(group)
 
 
 # ==============================================================================
@@ -2017,11 +2120,23 @@ def _error_channel(timeout=datetime.timedelta(hours=24), size=2048):
 #   rank                                           0  0  1  1         0  0  1  1
 #
 # The order is global, and one number, consumed_samples, says how far it was used.  So a job may go
-# on with other ranks, micro-batches or workers, wherever the order does not depend on them.
+# on with other ranks, micro-batches or workers, wherever the order does not depend on them:
+#
+#   sampler                   order                                   may change on resume
+#   single, full_validation   0, 1, 2, ...                            ranks, micro-batch, workers
+#   cyclic, unsharded         a new shuffle of all, each epoch        ranks, workers; micro-batch if
+#                                                                     as many samples are left out
+#   cyclic, sharded           each rank shuffles a bucket of its own  workers; micro-batch if the
+#                                                                     buckets stay the same
 
 
 class _Sampler:
-    """What the samplers share: sizes, and consumed_samples, where the next pass begins."""
+    """What the samplers share: sizes, and consumed_samples, where the next pass begins.
+
+    Each has kind, its name in a saved state; check_consumed(consumed), ValueError where no pass can
+    begin; and geometry(consumed), what must be equal for a run to go on exactly: the resumed order
+    is the saved one if and only if all its values are the same.
+    """
 
     def __init__(self, total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
                  data_parallel_size):
@@ -2105,8 +2220,10 @@ class MegatronPretrainingRandomSampler(_Sampler):
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
     seed           the order of epoch e comes from seed + e (upstream: from e)
 
-    Each pass goes on at consumed_samples, which advances with every global batch; len() is the
-    number of batches left in the epoch.  Every rank yields as many (upstream: not if unsharded).
+    The last total_samples % (micro_batch_size * data_parallel_size) samples of each order are left
+    out, so that all ranks yield as many batches (upstream: not if unsharded) and stay in the same
+    epoch.  Each pass goes on at consumed_samples, which advances with every global batch, across
+    epochs; len() is the number of batches left in the epoch.
 
     >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
     [[4], [0], [7], [3], [2], [5], [1], [6]]
@@ -2155,6 +2272,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
         return order[done:self.active_total_samples][rank::ranks]
 
     def _shuffled(self):
+        """How many samples the unsharded order is a shuffle of."""
         return self.total_samples - self.total_samples % self.micro_batch_size
 
     def geometry(self, consumed_samples):
@@ -2188,7 +2306,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     """A DataLoader whose position can be saved: it counts the samples of delivered batches.
 
     state_dict() and load_state_dict(state) are those of torchdata's StatefulDataLoader.  With
-    worker processes the sampler runs ahead; the state does not.
+    worker processes the sampler runs ahead; the state does not: a batch counts when it is handed
+    over, so what was prefetched and not used is read again after a resume.
+
+    dataset         a map-style dataset; None among the indices asks it for padding
+    batch_sampler   one of the samplers above
+    arguments       as of torch.utils.data.DataLoader
     """
 
     def __init__(self, dataset, batch_sampler, **arguments):
@@ -2318,7 +2441,8 @@ def get_train_valid_test_num_samples(*, global_batch_size, eval_interval, eval_i
     """(train, valid, test) samples that a run needs; valid is None with full_validation.
 
     Evaluations, of eval_iters global batches each, come every eval_interval iterations and once at
-    the end.  Upstream: get_train_valid_test_num_samples.
+    the end; the test set is used once.  Give the length of the run as train_iters or as
+    train_samples.  Upstream: get_train_valid_test_num_samples.
 
     >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
     ...                                  eval_iters=2)
@@ -2336,8 +2460,10 @@ def get_train_valid_test_num_samples(*, global_batch_size, eval_interval, eval_i
 class NumMicroBatches:
     """Micro-batches a step, constant or ramped up.  Upstream: num_microbatches_calculator.
 
+    global_batch_size  samples a step, over all data-parallel ranks
     rampup_batch_size  (start, increment, samples): the global batch grows from start to
                        global_batch_size in equal steps of increment over so many samples
+    ValueError if a global batch on the way is not a whole number of micro-batches on every rank.
 
     >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
     >>> [(ramp.update(consumed), ramp.get(), ramp.get_current_global_batch_size())[1:]
@@ -2347,25 +2473,23 @@ class NumMicroBatches:
 
     def __init__(self, global_batch_size, micro_batch_size, data_parallel_size,
                  rampup_batch_size=None):
-        self.global_batch_size, self.rampup_batch_size = global_batch_size, rampup_batch_size
-        self.unit = micro_batch_size * data_parallel_size
-        start, step, samples = rampup_batch_size or (global_batch_size, 1, 0)
-        ok = 1 <= start <= global_batch_size and step >= 1 and samples >= 0 and self.unit >= 1
-        _require(ok and (global_batch_size - start) % step == 0,
-                 f"ramp-up ({start}, {step}, {samples}): wanted a start >= 1 and whole steps from "
-                 f"there to the global batch {global_batch_size}")
-        for size in range(start, global_batch_size + 1, step):
-            _require(size % self.unit == 0, f"global batch {size} is no multiple of "
-                     f"micro_batch_size * data_parallel_size, {self.unit}")
+        self.global_batch_size, self.unit = global_batch_size, micro_batch_size * data_parallel_size
+        self.start, self.step, self.samples = rampup_batch_size or (global_batch_size, 1, 0)
+        whole = self.step >= 1 and (global_batch_size - self.start) % self.step == 0
+        _require(whole and 1 <= self.start <= global_batch_size and self.samples >= 0, f"ramp-up "
+                 f"{rampup_batch_size}: wanted whole steps from >= 1 to {global_batch_size}")
+        for size in range(self.start, global_batch_size + 1, self.step):
+            _require(self.unit >= 1 and size % self.unit == 0, f"global batch {size} is no "
+                     f"multiple of micro_batch_size * data_parallel_size, {self.unit}")
         self.update(0)
 
     def update(self, consumed_samples):
         """Set the batch size of the step that begins after so many samples."""
         self._current = self.global_batch_size
-        start, step, samples = self.rampup_batch_size or (self._current, 1, 0)
-        steps = (self.global_batch_size - start) // step
-        if steps and samples and consumed_samples <= samples:
-            self._current = start + int(consumed_samples / (samples / steps)) * step
+        steps = (self.global_batch_size - self.start) // self.step
+        if steps and self.samples and consumed_samples <= self.samples:
+            done = int(consumed_samples / (self.samples / steps))
+            self._current = self.start + done * self.step
 
     def get(self):
         """Micro-batches of the current step."""
@@ -2378,15 +2502,9 @@ class NumMicroBatches:
 
 def check_data_consistency(consumed_samples, group=None):
     """ValueError on every rank if the ranks of group do not agree on consumed_samples."""
-    if _is_distributed():
-        distributed = torch.distributed
-        device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
-        mine = torch.tensor([consumed_samples], dtype=torch.int64, device=device)
-        everyone = [torch.zeros_like(mine) for _ in range(distributed.get_world_size(group))]
-        distributed.all_gather(everyone, mine, group=group)
-        found = [int(consumed) for consumed in everyone]
-        _require(len({*found}) == 1, f"the ranks disagree on consumed_samples, {found}: they would "
-                 "train on some samples twice or never")
+    found = _gather(int(consumed_samples), group) if _is_distributed() else [consumed_samples]
+    _require(len({*found}) == 1, f"the ranks disagree on consumed_samples, {found}: they would "
+             "train on some samples twice or never")
 
 
 # ==============================================================================
@@ -2394,9 +2512,18 @@ def check_data_consistency(consumed_samples, group=None):
 # ==============================================================================
 # Question answered here: how is all this run from a shell?
 #
+#   megatron-min preprocess --input 'books/*.jsonl' --output-prefix books --append-eod --workers 8
+#   megatron-min merge      --input books_text_document wiki_text_document --output-prefix all
+#   megatron-min inspect    all --tokenizer tokenizer.json
+#   megatron-min verify     all
+#   megatron-min build      --blend 70 books 30 wiki --split 98,1,1 --sizes 1000000 1000 none
+#                           --sequence-length 2048 --random-seed 1234 --path-to-cache cache
+#   megatron-min demo
+#
 # Each command is a function of its parsed arguments; its docstring is its help.  What a user can
 # get wrong ends as one sentence on stderr and exit code 1; a traceback would be a bug of ours
-# (MEGATRON_MIN_DEBUG=1 asks for one).
+# (MEGATRON_MIN_DEBUG=1 asks for one).  The caches that build makes are hit by a job whose tokenizer
+# has the same unique_identifiers.
 
 
 def _command_preprocess(arguments):
@@ -2410,6 +2537,7 @@ def _command_preprocess(arguments):
 
 
 def _print_counts(prefix, ds):
+    """One line about a pair."""
     print(f"{prefix}: {len(ds):,} sequences, {len(ds.document_indices) - 1:,} documents, "
           f"{ds.num_tokens:,} tokens of {np.dtype(ds.dtype)}")
 
@@ -2424,7 +2552,7 @@ def _command_inspect(arguments):
     """header, counts, lengths and first tokens of a pair"""
     ds = IndexedDataset(arguments.prefix, check=False)
     _print_counts(arguments.prefix, ds)
-    print(f"version {_VERSION}, dtype code {DType.code_from_dtype(ds.dtype)}")
+    print(f"version 1, dtype code {DType.code_from_dtype(ds.dtype)}")
     if len(ds):
         lengths = ds.sequence_lengths[::-(-len(ds) // _CHUNK)]  # no need to read a billion
         marks = zip(("min", "1%", "25%", "median", "75%", "99%", "max"),
@@ -2481,12 +2609,14 @@ def _config_from(arguments):
 
 
 def _add_tokenizer_arguments(parser):
+    """The two flags that name a tokenizer."""
     parser.add_argument("--tokenizer", default="bytes",
                         help="bytes, null:VOCAB, a tokenizer.json or module:attribute")
     parser.add_argument("--eod-token", help="the text of a tokenizer.json's end-of-document token")
 
 
 def _parser():
+    """The commands and their flags."""
     parser = argparse.ArgumentParser("megatron-min", description=__doc__.partition("\n")[0])
     parser.add_argument("--version", action="version",
                         version=f"megatron-min {__version__} (kernels: {IMPLEMENTATION})")
@@ -2526,36 +2656,33 @@ def _parser():
 
 def _command_demo(arguments):
     """real text to blended, resumable batches, in a few seconds"""
-    with contextlib.ExitStack() as stack:
-        folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory())
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.keep or temporary
         os.makedirs(folder, exist_ok=True)
         prefixes = _demo_tokens(folder, _demo_text(folder))
         _demo_batches(folder, _demo_blend(folder, prefixes))
 
 
-def _demo_text(folder, limit=4 << 20):
-    """The standard library's modules as one corpus, its docstrings as another -> .jsonl files."""
-    texts = {"code": [], "docs": []}
-    for path in sorted(glob.glob(os.path.join(os.path.dirname(os.__file__), "*.py"))):
-        with open(path, encoding="utf-8", errors="replace") as file:
-            code = file.read()
-        texts["code"].append(code)
-        with contextlib.suppress(SyntaxError), warnings.catch_warnings(action="ignore"):
-            defined = (ast.Module, ast.ClassDef, ast.FunctionDef)
-            nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, defined)]
-            texts["docs"] += filter(None, map(ast.get_docstring, nodes))
-        if (limit := limit - len(code)) < 0:
-            break
+def _demo_text(folder):
+    """The standard library's modules as one corpus, their docstrings as another -> .jsonl files."""
+    paths = sorted(glob.glob(os.path.join(os.path.dirname(os.__file__), "*.py")))[:150]
+    code = [pathlib.Path(path).read_text("utf-8", "replace") for path in paths]
+    defined = ast.Module, ast.ClassDef, ast.FunctionDef
+    docs = [ast.get_docstring(node) for text in code for node in ast.walk(ast.parse(text))
+            if isinstance(node, defined)]
+    files = {}
     print(f"1. Text: modules of Python's library, and their docstrings (kernels: {IMPLEMENTATION})")
-    for name, documents in texts.items():
-        with open(os.path.join(folder, f"{name}.jsonl"), "w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": text}) + "\n" for text in documents)
-        print(f"   {name}.jsonl: {len(documents)} documents, {sum(map(len, documents))} characters"
-              f", beginning {documents[0][:30]!r}")
-    return {name: os.path.join(folder, f"{name}.jsonl") for name in texts}
+    for name, texts in (("code", code), ("docs", [*filter(None, docs)])):
+        files[name] = os.path.join(folder, f"{name}.jsonl")
+        with open(files[name], "w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+        print(f"   {name}.jsonl: {len(texts)} documents, {sum(map(len, texts))} characters, "
+              f"beginning {texts[0][:30]!r}")
+    return files
 
 
 def _demo_tokens(folder, files):
+    """Two .jsonl files -> two pairs, whose sizes can be checked by hand -> {name: path prefix}."""
     print("\n2. Tokens: a byte of text is a token, 256 ends a document (the byte tokenizer)")
     prefixes = {}
     for name, path in files.items():
@@ -2569,6 +2696,7 @@ def _demo_tokens(folder, files):
 
 
 def _demo_blend(folder, prefixes, size=600, length=256):
+    """Two pairs -> train, valid and test of their blend; the numbers behind it -> train."""
     config = GPTDatasetConfig(
         1234, length, blend=([*prefixes.values()], [70, 30]), split="90,5,5",
         tokenizer=ByteTokenizer(), create_attention_mask=False, path_to_cache=f"{folder}/cache")
@@ -2598,6 +2726,7 @@ def _demo_global_batches(dataset, ranks, micro_batch_size, state=None):
 
 
 def _demo_batches(folder, train, steps=5):
+    """Batches on two ranks, a stop, and the same batches going on with four."""
     loaders, batches = _demo_global_batches(train, 2, 4)
     seen = [next(batches) for _ in range(steps)]
     with open(os.path.join(folder, "loader.json"), "w+", encoding="utf-8") as file:

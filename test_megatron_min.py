@@ -1,0 +1,3216 @@
+# SPDX-License-Identifier: MIT
+"""Tests of megatron_min: one suite, run on the Python kernels and on the C kernels.
+
+    pytest                              C too if _megatron_min is built, upstream too if installed
+    MEGATRON_MIN_C=1 pytest             a missing build is a failure; =0: the Python kernels alone
+    MEGATRON_MIN_CASES=20 pytest        twenty times the random cases
+
+Oracles are plain loops, numpy's own shuffle, and megatron-core 0.16.1 (extra "parity").  Helpers take
+`mm` or `up` (ours or upstream's names in one namespace), so a parity test runs one function twice.
+"DEFECTS 17" is row 17 of the list of upstream's defects that README's "Differences on purpose" uses.
+"""
+
+import ast
+import collections
+import doctest
+import gc
+import glob
+import gzip
+import hashlib
+import importlib.util
+import io
+import json
+import math
+import multiprocessing
+import os
+import pathlib
+import pickle
+import re
+import shutil
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import threading
+import time
+import tokenize
+import types
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+HERE = pathlib.Path(__file__).resolve().parent
+CASES = float(os.environ.get("MEGATRON_MIN_CASES", 1))
+IMPLEMENTATIONS = ["python"] if os.environ.get("MEGATRON_MIN_C") == "0" else ["python", "c"]
+MODULES = {}
+
+torch.set_num_threads(1)
+
+
+def load(implementation):
+    """A private copy of the module with these kernels; None if they are not built (and need not be)."""
+    name = f"megatron_min_{implementation}"
+    spec = importlib.util.spec_from_file_location(name, HERE / "megatron_min.py")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_MIN_C", "1" if implementation == "c" else "0")
+        patch.syspath_prepend(str(HERE))
+        patch.setitem(sys.modules, name, module)
+        try:
+            spec.loader.exec_module(module)
+        except ImportError:
+            if implementation != "c" or os.environ.get("MEGATRON_MIN_C") == "1":
+                raise
+            return None
+    sys.modules[name] = module  # pickle looks for it
+    return module
+
+
+def copy_of_module(implementation):
+    if implementation not in MODULES:
+        MODULES[implementation] = load(implementation)
+    return MODULES[implementation] or pytest.skip("_megatron_min is not built")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_fsync():
+    """Waiting for the disk would be most of the run time (test_files_are_synced_before_... has its own)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def mm(request):
+    """The module, once with each implementation of the kernels."""
+    return copy_of_module(request.param)
+
+
+@pytest.fixture(scope="session")
+def one():
+    """The module, once: for tests that run no kernel."""
+    return copy_of_module("python")
+
+
+@pytest.fixture(scope="session")
+def up():
+    """megatron-core's names in one namespace, so that helpers work on it as on our module."""
+    pytest.importorskip("megatron.core")
+    names = types.SimpleNamespace()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in ("blended_dataset", "blended_megatron_dataset_builder", "gpt_dataset", "helpers",
+                       "indexed_dataset", "blended_megatron_dataset_config", "utils"):
+            found = importlib.import_module(f"megatron.core.datasets.{module}")
+            vars(names).update({k: v for k, v in vars(found).items() if not k.startswith("__")})
+        names.calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+    return names
+
+
+@pytest.fixture
+def group():
+    """A group of one process: upstream cannot cache a blend without (DEFECTS 44)."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+# ==============================================================================
+# Helpers
+# ==============================================================================
+
+
+class Tok:
+    """A tokenizer of numbers; pad, eos, special_tokens_dict, ... as given."""
+
+    def __init__(self, eod=0, vocab_size=1000, **attributes):
+        self.eod, self.vocab_size = eod, vocab_size
+        self.unique_identifiers = collections.OrderedDict({"class": "Tok", "eod": eod})
+        vars(self).update(attributes)
+
+    def tokenize(self, text):
+        return [int(number) for number in text.split()]
+
+    def detokenize(self, ids):
+        return " ".join(map(str, ids))
+
+
+class Bare:
+    """A dataset that is no MegatronDataset, with a path and a split."""
+
+    dataset_path = "bare"
+
+    def __init__(self, n, split=None):
+        self.n, self.index_split, self.unique_identifiers = n, split, {"class": "Bare", "n": n}
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return {"sample": i}
+
+
+def cases(count):
+    """A random generator for each of so many cases (times MEGATRON_MIN_CASES)."""
+    for case in range(max(1, round(count * CASES))):
+        yield np.random.default_rng([case, count])
+
+
+def same(found, wanted, note=""):
+    """Equal in dtype, shape and every value."""
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    assert found.dtype == wanted.dtype, note
+    np.testing.assert_array_equal(found, wanted, err_msg=str(note), strict=True)
+
+
+def same_samples(found, wanted, note=""):
+    """Two samples hold equal tensors under equal keys."""
+    assert set(found) == set(wanted), note
+    for key in wanted:
+        same(found[key], wanted[key], (note, key))
+
+
+def mk(mm, prefix, docs, dtype=np.int32):
+    """Write a pair with one sequence a document -> its prefix."""
+    prefix = str(prefix)
+    os.makedirs(os.path.dirname(prefix), exist_ok=True)
+    builder = mm.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for doc in docs:
+        builder.add_document(np.asarray(doc, dtype), [len(doc)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def random_docs(rng, most=30, longest=20, empty=0.1, vocab=50):
+    """Documents of 0 .. longest tokens, at least one token in all."""
+    lengths = rng.integers(1, longest + 1, rng.integers(1, most + 1)) * (rng.random() > empty)
+    lengths[rng.integers(len(lengths))] += 1
+    return [rng.integers(0, vocab, n) for n in lengths * (rng.random(len(lengths)) > empty)] + [[1]]
+
+
+def config(mm, blend=None, **fields):
+    """A GPTDatasetConfig with short samples, no mask, and the whole of a corpus for training."""
+    defaults = {"random_seed": 1234, "sequence_length": 8, "tokenizer": Tok(), "create_attention_mask": False,
+                "reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False}
+    if blend is not None:
+        defaults |= {"blend": blend, "split": "1,0,0"}
+    return mm.GPTDatasetConfig(**defaults | fields)
+
+
+def gpt(mm, prefix, n=None, split="train", documents=None, **fields):
+    """A GPTDataset of n samples over all (or the given) documents of a prefix."""
+    ds = mm.IndexedDataset(prefix)
+    documents = np.arange(len(ds), dtype=np.int32) if documents is None else documents
+    cfg = config(mm, ([prefix], None), **fields)
+    return mm.GPTDataset(ds, prefix, documents, n, mm.Split[split], cfg)
+
+
+def build(mm, sizes, cfg):
+    return mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, cfg).build()
+
+
+def stream(ds):
+    """All tokens of a GPTDataset, in the order of its document_index."""
+    return np.concatenate([[], *(ds.dataset.get(int(i)) for i in ds.document_index)]).astype(np.int64)
+
+
+def files_of(folder):
+    """{name: bytes} of a folder and those below it."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in pathlib.Path(folder).rglob("*") if p.is_file()}
+
+
+def quiet(function, *args, **kwargs):
+    """Call, without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args, **kwargs)
+
+
+def python(code, *args, timeout=100, **kwargs):
+    """Run code in a new interpreter that finds megatron_min."""
+    env = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"} | kwargs.pop("env", {})
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True,
+                          timeout=timeout, env=env, **kwargs)
+
+
+def command(mm, capsys, *argv):
+    """Run a command in this process -> (exit code, stdout, stderr)."""
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warnings, "showwarning", warnings.showwarning)
+        try:
+            code = mm.main([str(argument) for argument in argv])
+        except SystemExit as stop:
+            code = stop.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def one_sentence(err):
+    """What a wrong argument or file may print: no traceback, and the last line says what it was."""
+    lines = err.strip().split("\n")
+    return "Traceback" not in err and len(lines[-1].split()) > 3 and "error: " in lines[-1] or len(lines) == 1
+
+
+def jsonl(path, texts, key="text"):
+    """Write texts as JSON lines -> the path."""
+    opener = gzip.open if str(path).endswith(".gz") else open
+    with opener(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({key: text}) + "\n" for text in texts)
+    return str(path)
+
+
+@pytest.fixture
+def toy(mm, tmp_path):
+    """The corpus of every example: aaaa bbb cccccc."""
+    return mk(mm, tmp_path / "toy", [[97] * 4, [98] * 3, [99] * 6])
+
+
+# ==============================================================================
+# The module itself
+# ==============================================================================
+
+
+def source():
+    return (HERE / "megatron_min.py").read_text(encoding="utf-8")
+
+
+def test_contents_match_banners(one):
+    promised = re.findall(r"^(?:Contents)?\s+(\d+\. [A-Z].*?)   ", one.__doc__, re.M)
+    banners = re.findall(r"^# =+\n# (\d+\. .+)\n# =+$", source(), re.M)
+    assert promised == banners and len(banners) >= 9
+    assert [int(title.split(".")[0]) for title in banners] == list(range(1, len(banners) + 1))
+
+
+def test_the_switch_really_switches(mm, request):
+    is_c = "[c]" in request.node.name
+    for kernel in ("build_sample_idx", "shuffle", "build_blending_indices", "build_exhaustive_blending_indices"):
+        assert (getattr(mm, f"_{kernel}").__module__ == "_megatron_min") == is_c, kernel
+    assert mm.IMPLEMENTATION == ("c" if is_c else "python")
+
+
+def test_asking_for_c_without_a_build_is_an_error(tmp_path):
+    """Copied alone: =1 stops with ImportError, unset falls back to Python."""
+    shutil.copy(HERE / "megatron_min.py", tmp_path)
+    code = "import sys; sys.modules['_megatron_min'] = None\nimport megatron_min; print(megatron_min.IMPLEMENTATION)"
+    env = os.environ | {"MEGATRON_MIN_C": "1"}
+    refused = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert refused.returncode and "ImportError" in refused.stderr or "ModuleNotFoundError" in refused.stderr
+    env.pop("MEGATRON_MIN_C")
+    alone = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert alone.stdout == "python\n", alone.stderr
+
+
+def test_doctests_of_the_module(mm):
+    result = doctest.testmod(mm)
+    assert result.attempted > 40 and not result.failed
+
+
+def test_doctests_of_the_readme(one, monkeypatch):
+    if not (HERE / "README.md").exists():
+        pytest.skip("README.md is not beside this file")
+    monkeypatch.setitem(sys.modules, "megatron_min", one)
+    result = doctest.testfile(str(HERE / "README.md"), module_relative=False)
+    assert result.attempted and not result.failed
+
+
+def test_width_of_all_files():
+    files = [p for p in HERE.iterdir() if p.suffix in (".py", ".c")]
+    wide = [f"{p.name}:{n}" for p in files for n, line in enumerate(p.read_text("utf-8").split("\n"), 1)
+            if len(line) > 100]
+    assert not wide
+
+
+def test_shape_of_the_module():
+    """Median function at most 15 lines, none over 90; prose per line of code between 0.5 and 1.2."""
+    tree = ast.parse(source())
+    functions = [n.end_lineno - n.lineno + 1 for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    assert statistics.median(functions) <= 15 and max(functions) <= 90
+    assert 0.5 <= prose_per_code(source(), tree) <= 1.2
+
+
+def prose_per_code(text, tree):
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docs = {line for n in ast.walk(tree) if isinstance(n, documented) and ast.get_docstring(n)
+            for line in range(n.body[0].lineno, n.body[0].end_lineno + 1)}
+    comments, code = set(), set()
+    layout = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        elif token.type not in layout:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    code -= docs
+    return (len(docs) + len(comments - code)) / len(code)
+
+
+def test_every_public_name_has_a_docstring():
+    tree = ast.parse(source())
+    public = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name[0] != "_"]
+    inner = {m for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) for m in ast.walk(n) if m is not n}
+    assert not [n.name for n in public if n not in inner and not ast.get_docstring(n)]
+
+
+def test_the_toy_example_by_hand(mm, toy):
+    """Position 0123456789..., stream aaaabbbcccccc, S = 4: three samples of 4 + 1 tokens."""
+    ds = gpt(mm, toy, 3, sequence_length=4)
+    same(ds.document_index, np.array([0, 1, 2], np.int32))
+    same(ds.sample_index, np.array([[0, 0], [1, 0], [2, 1], [2, 5]], np.int32))
+    same(ds.shuffle_index, np.array([1, 2, 0], np.uint32))
+    text = [bytes(ds[k]["tokens"].tolist() + ds[k]["labels"].tolist()[-1:]).decode() for k in range(3)]
+    assert text == ["bbbcc", "ccccc", "aaaab"]
+
+
+def test_toy_corpus_is_the_one_of_the_examples(one, tmp_path):
+    assert [bytes(d) for d in one.IndexedDataset(one.toy_corpus(tmp_path))] == [b"aaaa", b"bbb", b"cccccc"]
+
+
+# ==============================================================================
+# 1. The file pair
+# ==============================================================================
+
+
+def idx_bytes(lengths, documents, code=4, size=4, modes=()):
+    """The .idx that the format's table asks for, by struct alone."""
+    pointers = [size * sum(lengths[:i]) for i in range(len(lengths))]
+    return (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(documents))
+            + struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(lengths)}q", *pointers)
+            + struct.pack(f"<{len(documents)}q", *documents) + struct.pack(f"<{len(modes)}b", *modes))
+
+
+def patch(path, offset, data):
+    with open(path, "r+b") as file:
+        file.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
+        file.write(data)
+
+
+@pytest.fixture
+def pair(one, tmp_path):
+    """Documents 111, 22, nothing, 3333 (int32)."""
+    return mk(one, tmp_path / "pair", [[1] * 3, [2] * 2, [], [3] * 4])
+
+
+def test_bytes_on_disk_by_hand(one, pair):
+    assert pathlib.Path(pair + ".idx").read_bytes() == idx_bytes([3, 2, 0, 4], [0, 1, 2, 3, 4])
+    assert pathlib.Path(pair + ".bin").read_bytes() == np.array([1, 1, 1, 2, 2, 3, 3, 3, 3], "<i4").tobytes()
+
+
+def test_dtype_codes(one):
+    table = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+    for code, name in table.items():
+        assert one.DType[name].value == one.DType.code_from_dtype(getattr(np, name)) == code
+        assert one.DType.dtype_from_code(code) is getattr(np, name)
+        assert one.DType.size(code) == one.DType.size(getattr(np, name)) == np.dtype(name).itemsize
+    assert one.DType.optimal_dtype(65499) is np.uint16 and one.DType.optimal_dtype(65500) is np.int32
+    for call in (lambda: one.DType.code_from_dtype(np.complex64), lambda: one.DType.dtype_from_code(9)):
+        with pytest.raises(ValueError):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32,
+                                   np.uint16])
+@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
+def test_every_dtype_comes_back(one, tmp_path, dtype, mmap):
+    docs = [np.array([1, 2, 100], dtype), np.array([], dtype), np.array([7], dtype)]
+    ds = one.IndexedDataset(mk(one, tmp_path / "p", docs, dtype), mmap=mmap)
+    assert ds.dtype is dtype and len(ds) == 3
+    for found, wanted in zip(ds[:], docs):
+        same(found, wanted)
+    same(ds.sequence_lengths, np.array([3, 0, 1], np.int32))
+    same(ds.document_indices, np.arange(4, dtype=np.int64))
+    assert ds.sequence_pointers.dtype == np.int64 and ds.sequence_modes is None
+
+
+@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
+def test_access_is_a_lists(one, pair, mmap):
+    ds, wanted = one.IndexedDataset(pair, mmap=mmap), [[1] * 3, [2] * 2, [], [3] * 4]
+    assert [ds[i].tolist() for i in (0, 3, -1, -4, np.int64(1))] == [wanted[i] for i in (0, 3, -1, -4, 1)]
+    for cut in (slice(None), slice(1, 3), slice(-2, None), slice(2, 1), slice(1, 1), slice(5, 9)):  # DEFECTS 16
+        assert [a.tolist() for a in ds[cut]] == wanted[cut]
+    with pytest.raises(ValueError):
+        ds[::2]
+    for i in (4, -5, 10**12):
+        with pytest.raises(IndexError):
+            ds[i]
+    assert list(map(len, ds)) == [3, 2, 0, 4]  # iteration ends
+
+
+@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
+def test_get_stays_inside_the_sequence(one, pair, mmap):
+    """DEFECTS 4."""
+    ds = one.IndexedDataset(pair, mmap=mmap)
+    assert ds.get(3, offset=1, length=2).tolist() == [3, 3] and ds.get(0, 3).tolist() == []
+    assert ds.get(0, 1).tolist() == [1, 1] and ds.get(2, 0, 0).tolist() == []
+    for arguments in ((0, 1, 5), (1, -2, 2), (0, 0, -1), (0, 4), (2, 0, 1)):
+        with pytest.raises(IndexError):
+            ds.get(*arguments)
+
+
+@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
+def test_empty_dataset(one, tmp_path, mmap):
+    """DEFECTS 11: no documents at all, and documents without a token."""
+    none = one.IndexedDataset(mk(one, tmp_path / "none", []), mmap=mmap)
+    assert len(none) == 0 and none[:] == [] and none.document_indices.tolist() == [0]
+    blank = one.IndexedDataset(mk(one, tmp_path / "blank", [[], []]), mmap=mmap)
+    assert [a.tolist() for a in blank[:]] == [[], []] and blank[1].dtype == np.int32
+
+
+def test_tokens_may_be_tensors_arrays_or_lists(one, tmp_path):
+    with one.IndexedDatasetBuilder(str(tmp_path / "p.bin"), np.uint16) as builder:
+        for tokens in (torch.tensor([1, 2]), np.array([3, 4], np.int64), [5, 6], (7,), np.array([], np.float64)):
+            builder.add_item(tokens)
+        builder.end_document()
+        builder.add_document(torch.tensor([8, 9], dtype=torch.int32), [1, 1])
+        builder.finalize(str(tmp_path / "p.idx"))
+    ds = one.IndexedDataset(tmp_path / "p")
+    assert [a.tolist() for a in ds[:]] == [[1, 2], [3, 4], [5, 6], [7], [], [8], [9]]
+    assert ds.document_indices.tolist() == [0, 5, 7]
+
+
+BAD_ITEMS = {
+    "too-large-tensor": (np.uint16, lambda b: b.add_item(torch.tensor([1, 70000, -1])), "70000"),  # DEFECTS 7
+    "too-large-array": (np.uint16, lambda b: b.add_item(np.array([1, 65536])), "65536"),
+    "too-large-list": (np.uint16, lambda b: b.add_item([65536]), "65536"),
+    "negative": (np.uint16, lambda b: b.add_item(np.array([-1])), "-1"),
+    "uint64": (np.int64, lambda b: b.add_item(np.array([2**63], np.uint64)), str(2**63)),
+    "float": (np.int32, lambda b: b.add_item(np.array([1.5])), "float64"),
+    "lengths-short": (np.int32, lambda b: b.add_document([1, 2, 3, 4, 5], [2]), "5"),  # DEFECTS 6
+    "lengths-long": (np.int32, lambda b: b.add_document([1, 2], [2, 1]), "3"),
+    "length-negative": (np.int32, lambda b: b.add_document([1], [-1, 2]), "-1"),
+    "length-2**31": (np.int32, lambda b: b.add_document([1], [2**31]), str(2**31)),  # DEFECTS 10
+    "modes": (np.int32, lambda b: b.add_document([1, 2], [1, 1], [0]), "modes"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ITEMS)
+def test_builder_refuses_before_it_writes(one, tmp_path, case):
+    dtype, call, value = BAD_ITEMS[case]
+    builder = one.IndexedDatasetBuilder(str(tmp_path / "p.bin"), dtype)
+    builder.add_document([1, 2], [2])
+    with pytest.raises(ValueError, match=re.escape(value)):
+        call(builder)
+    builder.add_document([3], [1])
+    builder.finalize(str(tmp_path / "p.idx"))
+    assert [a.tolist() for a in one.IndexedDataset(tmp_path / "p")[:]] == [[1, 2], [3]]
+
+
+def test_builder_wants_the_last_document_ended(one, tmp_path):
+    builder = one.IndexedDatasetBuilder(str(tmp_path / "p.bin"))
+    builder.add_item([1])
+    with pytest.raises(ValueError, match="end_document"):
+        builder.finalize(str(tmp_path / "p.idx"))
+    builder.end_document()
+    builder.finalize(str(tmp_path / "p.idx"))
+    assert one.IndexedDataset(tmp_path / "p")[0].tolist() == [1]
+
+
+def test_builder_leaves_no_half_written_pair(one, tmp_path):
+    with pytest.raises(KeyError), one.IndexedDatasetBuilder(str(tmp_path / "p.bin")) as builder:
+        builder.add_document([1], [1])
+        raise KeyError("stop")
+    assert not os.listdir(tmp_path)
+    builder = one.IndexedDatasetBuilder(str(tmp_path / "p.bin"))
+    del builder
+    gc.collect()
+    assert not os.listdir(tmp_path)
+    with one.IndexedDatasetBuilder(str(tmp_path / "p.bin")) as builder:
+        builder.add_document([1], [1])
+        assert not one.IndexedDataset.exists(tmp_path / "p")
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"] and one.IndexedDataset.exists(tmp_path / "p")
+
+
+def test_files_are_synced_before_they_get_their_names(one, tmp_path, monkeypatch):
+    """First .bin, then .idx: a pair is whole whenever its .idx is there."""
+    calls, replace = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("sync"))
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append(os.path.basename(b)), replace(a, b)))
+    mk(one, tmp_path / "p", [[1]])
+    assert calls.count("sync") == 2 and calls.index("p.bin") < calls.index("p.idx")
+    assert calls.index("sync") < calls.index("p.bin") and "sync" in calls[:calls.index("p.idx")]
+
+
+def test_rewriting_a_pair_leaves_open_readers_alone(one, pair):
+    """DEFECTS 8: the new pair takes the name, the old bytes stay mapped."""
+    old = one.IndexedDataset(pair)
+    mk(one, pair, [[7] * 3, [8] * 9])
+    assert [a.tolist() for a in old[:]] == [[1] * 3, [2] * 2, [], [3] * 4]
+    assert [a.tolist() for a in one.IndexedDataset(pair)[:]] == [[7] * 3, [8] * 9]
+
+
+def test_views_outlive_the_dataset(one, pair):
+    """DEFECTS 1: upstream segfaults here."""
+    ds = one.IndexedDataset(pair)
+    tokens, lengths, pointers = ds[3], ds.sequence_lengths, ds.sequence_pointers
+    assert not tokens.flags.owndata and not tokens.flags.writeable
+    ref = weakref.ref(ds)
+    del ds
+    gc.collect()
+    assert ref() is None  # DEFECTS 12: nothing pins a dropped dataset
+    assert tokens.tolist() == [3] * 4 and lengths.tolist() == [3, 2, 0, 4] and pointers[-1] == 20
+
+
+CORRUPT = {  # name: (extension, offset, bytes, word in the message); 4 sequences, 5 document indices
+    "magic": (".idx", 0, b"X", "magic"),
+    "version": (".idx", 9, b"\2", "version"),
+    "dtype-code-0": (".idx", 17, b"\0", "dtype"),
+    "dtype-code-9": (".idx", 17, b"\11", "dtype"),
+    "dtype-of-another-size": (".idx", 17, b"\5", "size"),  # DEFECTS 3
+    "n-small": (".idx", 18, struct.pack("<Q", 3), "size"),
+    "n-huge": (".idx", 18, struct.pack("<Q", 2**63), "size"),
+    "m-small": (".idx", 26, struct.pack("<Q", 4), "size"),
+    "m-huge": (".idx", 26, struct.pack("<Q", 2**62), "size"),
+    "length-negative": (".idx", 34, struct.pack("<i", -5), "sequence_lengths"),  # DEFECTS 5
+    "length-wrong": (".idx", 34, struct.pack("<i", 4), "sequence_pointers"),
+    "last-length": (".idx", 34 + 12, struct.pack("<i", 5), "size"),
+    "pointer": (".idx", 50 + 8, struct.pack("<q", 16), "sequence_pointers"),
+    "pointer-unaligned": (".idx", 50 + 8, struct.pack("<q", 13), "sequence_pointers"),
+    "last-pointer": (".idx", 50 + 24, struct.pack("<q", 24), "size"),
+    "document-first": (".idx", 82, struct.pack("<q", 1), "document_indices"),
+    "document-last": (".idx", -8, struct.pack("<q", 3), "document_indices"),
+    "document-falls": (".idx", 82 + 16, struct.pack("<q", 0), "document_indices"),
+    "document-beyond": (".idx", 82 + 16, struct.pack("<q", 9), "document_indices"),
+}
+SLOW_CHECKS = {"length-negative", "length-wrong", "pointer", "pointer-unaligned", "document-falls", "document-beyond"}
+
+
+@pytest.mark.parametrize("check", [None, True])
+@pytest.mark.parametrize("case", CORRUPT)
+def test_corrupt_field_is_refused_on_open(one, pair, case, check):
+    extension, offset, data, word = CORRUPT[case]
+    patch(pair + extension, offset, data)
+    with pytest.raises(one.DatasetFormatError, match=word) as caught:
+        one.IndexedDataset(pair, check=check)
+    assert pair in str(caught.value) and isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
+@pytest.mark.parametrize("case", CORRUPT)
+def test_unchecked_open_never_reads_outside(one, pair, case, mmap):
+    """check=False still makes the O(1) checks, and each access is checked against the file."""
+    extension, offset, data, _ = CORRUPT[case]
+    patch(pair + extension, offset, data)
+    if case not in SLOW_CHECKS:
+        with pytest.raises(one.DatasetFormatError):
+            one.IndexedDataset(pair, check=False)
+        return
+    ds = one.IndexedDataset(pair, check=False, mmap=mmap)
+    for i in range(4):
+        try:
+            assert len(ds[i]) == ds.sequence_lengths[i]
+        except (one.DatasetFormatError, IndexError):
+            assert case in ("length-negative", "pointer-unaligned")
+
+
+@pytest.mark.parametrize("extension", [".idx", ".bin"])
+@pytest.mark.parametrize("change", [-1, -4, 1, 4, -1000])
+def test_a_file_of_another_size_is_refused(one, pair, extension, change):
+    """DEFECTS 3."""
+    path = pair + extension
+    size = os.path.getsize(path)
+    os.truncate(path, max(0, size + change))
+    if (extension, change) == (".idx", 4):
+        patch(path, -4, b"\0" * 4)
+    kinds = one.DatasetFormatError
+    if extension == ".idx" and change == 4:  # as long as one with modes: document_indices are then cut right
+        assert len(one.IndexedDataset(pair)) == 4
+        return
+    for check in (None, True, False):
+        with pytest.raises(kinds) as caught:
+            one.IndexedDataset(pair, check=check)
+        assert path in str(caught.value)
+
+
+@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
+def test_missing_file_is_not_found_at_once(one, pair, mmap):
+    """DEFECTS 13: no 70 seconds of retries."""
+    ds, start = one.IndexedDataset(pair, mmap=mmap), time.monotonic()
+    os.unlink(pair + ".bin")
+    assert not one.IndexedDataset.exists(pair)
+    with pytest.raises(FileNotFoundError):
+        one.IndexedDataset(pair, mmap=mmap)
+    if not mmap:
+        with pytest.raises(FileNotFoundError):
+            ds[0]
+    assert time.monotonic() - start < 5
+
+
+def test_short_read_is_an_error(one, pair):
+    """DEFECTS 2: upstream returns uninitialised memory."""
+    ds = one.IndexedDataset(pair, mmap=False)
+    os.truncate(pair + ".bin", 20)
+    with pytest.raises(one.DatasetFormatError, match="bin"):
+        ds[3]
+
+
+def test_modes(one, tmp_path):
+    """DEFECTS 15: modes default to zeros, and sequence_modes can be read."""
+    with one.IndexedDatasetBuilder(str(tmp_path / "m.bin"), np.int16, multimodal=True) as builder:
+        builder.add_document([1, 2, 3], [1, 2], [1, -2])
+        builder.add_document([4], [1])
+        builder.add_item([5, 6], mode=3)
+        builder.end_document()
+    wanted = idx_bytes([1, 2, 1, 2], [0, 2, 3, 4], code=3, size=2, modes=[1, -2, 0, 3])
+    assert (tmp_path / "m.idx").read_bytes() == wanted
+    ds = one.IndexedDataset(tmp_path / "m", multimodal=True)
+    tokens, mode = ds[1]
+    assert tokens.tolist() == [2, 3] and mode == -2 and ds.get(3, 1)[0].tolist() == [6]
+    sequences, modes = ds[1:3]
+    assert [a.tolist() for a in sequences] == [[2, 3], [4]] and modes.tolist() == [-2, 0]
+    same(ds.sequence_modes, np.array([1, -2, 0, 3], np.int8))
+    assert one.IndexedDataset(tmp_path / "m")[1].tolist() == [2, 3]  # as plain: the modes are left out
+
+
+def test_multimodal_needs_modes_in_the_file(one, pair):
+    with pytest.raises(one.DatasetFormatError, match="modes"):
+        one.IndexedDataset(pair, multimodal=True)
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_merge_equals_one_builder(one, tmp_path, multimodal):
+    parts, rng = [], np.random.default_rng(0)
+    whole = one.IndexedDatasetBuilder(str(tmp_path / "whole.bin"), np.uint16, multimodal)
+    for name in "abc":
+        part = one.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), np.uint16, multimodal)
+        for doc in [] if name == "b" else random_docs(rng):
+            for builder in (part, whole):
+                builder.add_document(doc, [len(doc), 0], [1, 2] if multimodal else None)
+        part.finalize(str(tmp_path / f"{name}.idx"))
+        parts.append(tmp_path / name)
+    whole.finalize(str(tmp_path / "whole.idx"))
+    one.merge(parts, tmp_path / "merged", multimodal)
+    for extension in (".bin", ".idx"):
+        assert (tmp_path / f"merged{extension}").read_bytes() == (tmp_path / f"whole{extension}").read_bytes()
+
+
+def test_merge_refuses(one, pair, tmp_path):
+    """DEFECTS 67, 68: output among the inputs, no input, another dtype, a missing pair."""
+    before = files_of(tmp_path)
+    link = str(tmp_path / "link")
+    os.symlink(pair + ".bin", link + ".bin")
+    for inputs, output in (([pair], pair), ([pair, pair], f"{tmp_path}/./pair"), ([pair], link)):
+        with pytest.raises(ValueError, match="output"):
+            one.merge(inputs, output)
+    os.unlink(link + ".bin")
+    with pytest.raises(ValueError):
+        one.merge([], str(tmp_path / "out"))
+    with pytest.raises(FileNotFoundError):
+        one.merge([pair, str(tmp_path / "none")], str(tmp_path / "out"))
+    other = mk(one, tmp_path / "other" / "o", [[1]], np.uint16)
+    with pytest.raises(ValueError, match="uint16"):
+        one.merge([pair, other], str(tmp_path / "out"))
+    assert {k: v for k, v in files_of(tmp_path).items() if not k.startswith("other")} == before
+
+
+def test_merge_twice_into_the_same_folder(one, pair, tmp_path):
+    """DEFECTS 67: the second run replaces the first's files, whole."""
+    for _ in range(2):
+        one.merge([pair, pair], str(tmp_path / "all"))
+        assert len(one.IndexedDataset(tmp_path / "all", check=True)) == 8
+
+
+@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
+def test_pickle_is_the_path(one, pair, mmap):
+    ds = one.IndexedDataset(pair, mmap=mmap)
+    again = pickle.loads(pickle.dumps(ds))
+    assert len(pickle.dumps(ds)) < 500 and again.mmap == mmap and again[3].tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes_read_it(tmp_path, one, pair, method):
+    script = tmp_path / "script.py"
+    script.write_text("""if True:
+        import multiprocessing, sys, megatron_min
+        def total(ds): return sum(int(a.sum()) for a in ds)
+        if __name__ == "__main__":
+            ds = megatron_min.IndexedDataset(sys.argv[1])
+            with multiprocessing.get_context(sys.argv[2]).Pool(1) as pool:
+                print(pool.map(total, [ds, ds]), total(ds))\n""")
+    env = os.environ | {"PYTHONPATH": str(HERE)}
+    ran = subprocess.run([sys.executable, script, pair, method], capture_output=True, text=True, env=env, timeout=100)
+    assert ran.stdout == "[19, 19] 19\n", ran.stderr
+
+
+def test_index_arrays_cost_bytes_not_objects(one, tmp_path):
+    """DEFECTS 69: 12 bytes a sequence and 8 a document, not a Python int for each."""
+    builder = one.IndexedDatasetBuilder(str(tmp_path / "p.bin"), np.uint8)
+    builder.add_document(np.zeros(1000, np.uint8), [1] * 1000)
+    held = sum(sys.getsizeof(part) for part in (builder.sequence_lengths, builder.document_indices))
+    assert held < 1000 * 20
+
+
+def test_files_equal_upstreams(one, up, tmp_path):
+    for rng in cases(40):
+        dtype = rng.choice([np.uint8, np.int16, np.uint16, np.int32, np.int64])
+        docs = [rng.integers(0, 100, rng.integers(0, 9)) for _ in range(rng.integers(1, 20))] + [np.array([5])]
+        for names, folder in ((one, "ours"), (up, "theirs")):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            write_somehow(names, tmp_path / folder / "p", docs, dtype, np.random.default_rng(len(docs)))
+        assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
+        theirs, ours = one.IndexedDataset(tmp_path / "theirs" / "p"), up.IndexedDataset(str(tmp_path / "ours" / "p"))
+        for i in range(len(ours)):
+            same(theirs[i], ours[i])
+        for name in ("sequence_lengths", "sequence_pointers", "document_indices"):
+            same(getattr(theirs, name), getattr(ours.index, name))
+        del ours
+
+
+def write_somehow(names, prefix, docs, dtype, rng):
+    """The same documents through add_document and add_item, in several sequences."""
+    builder = names.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for doc in docs:
+        doc, cut = torch.from_numpy(doc.astype(np.int64)), int(rng.integers(len(doc) + 1))
+        if rng.random() < 0.5:
+            builder.add_document(doc, [cut, len(doc) - cut])
+        else:
+            builder.add_item(doc[:cut])
+            builder.add_item(doc[cut:])
+            builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    builder = names.IndexedDatasetBuilder(f"{prefix}2.bin", dtype=dtype)
+    builder.add_index(str(prefix))
+    builder.add_index(str(prefix))
+    builder.finalize(f"{prefix}2.idx")
+
+
+def test_multimodal_files_equal_upstreams(one, up, tmp_path):
+    for names, name in ((one, "ours"), (up, "theirs")):
+        builder = names.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.int32, multimodal=True)
+        builder.add_document(torch.tensor([1, 2, 3]), [1, 2], [1, 0])
+        builder.add_item(torch.tensor([4]), mode=2)
+        builder.end_document()
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+    for extension in (".bin", ".idx"):
+        assert (tmp_path / f"ours{extension}").read_bytes() == (tmp_path / f"theirs{extension}").read_bytes()
+    ours, theirs = up.IndexedDataset(str(tmp_path / "ours"), multimodal=True), one.IndexedDataset(tmp_path / "theirs", True)
+    for i in range(3):
+        same(theirs[i][0], ours[i][0])
+        assert theirs[i][1] == ours[i][1]
+
+
+# ==============================================================================
+# 2. Text to tokens
+# ==============================================================================
+
+
+def texts_of(mm, prefix):
+    """The documents of a pair as lists of ids, empty ones too."""
+    ds = mm.IndexedDataset(prefix)
+    ends = ds.document_indices.tolist()
+    return [[i for a in ds[low:high] for i in a.tolist()] for low, high in zip(ends, ends[1:])]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_preprocess_by_hand(one, tmp_path, name):
+    path = jsonl(tmp_path / name, ["ab", "", "é"])
+    made = one.preprocess([path], tmp_path / "out", append_eod=True)
+    assert made == {"text": f"{tmp_path}/out_text_document"}
+    ds = one.IndexedDataset(made["text"])
+    assert ds.dtype is np.uint16 and [a.tolist() for a in ds[:]] == [[97, 98, 256], [195, 169, 256]]
+    assert ds.document_indices.tolist() == [0, 1, 1, 2]  # the empty document adds no sequence and no eod
+    assert sorted(os.listdir(tmp_path)) == sorted([name, "out_text_document.bin", "out_text_document.idx"])
+
+
+def test_preprocess_keys(one, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"x": "a", "y": "b", "z": 3}\n{"y": "d", "x": "c"}\n')
+    made = one.preprocess([str(path)], tmp_path / "out", json_keys=["y", "x"])
+    assert {key: texts_of(one, prefix) for key, prefix in made.items()} == {"x": [[97], [99]], "y": [[98], [100]]}
+
+
+def test_preprocess_files_and_globs_in_order(one, tmp_path):
+    """DEFECTS 66: a glob is sorted; the arguments keep their order."""
+    for name in ("b2", "b1", "b10", "a"):
+        jsonl(tmp_path / f"{name}.jsonl", [name])
+    made = one.preprocess([str(tmp_path / "b*.jsonl"), str(tmp_path / "a.jsonl")], tmp_path / "out")
+    assert [bytes(d).decode() for d in texts_of(one, made["text"])] == ["b1", "b10", "b2", "a"]
+
+
+def test_preprocess_stdin(tmp_path):
+    ran = subprocess.run([sys.executable, HERE / "megatron_min.py", "preprocess", "--input", "-", "--output-prefix",
+                          tmp_path / "o"], input='{"text": "ab"}\n{"text": "c"}', capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "o_text_document.bin").read_bytes() == np.array([97, 98, 99], "<u2").tobytes()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_workers_do_not_change_a_byte(one, tmp_path, name):
+    rng = np.random.default_rng(1)
+    texts = ["x" * int(n) + str(i) for i, n in enumerate(rng.integers(0, 40000, 200))] + ["", "end"]
+    path = jsonl(tmp_path / name, texts)
+    for workers in (1, 2, 3):
+        (tmp_path / str(workers)).mkdir()
+        one.preprocess([path, path], tmp_path / str(workers) / "o", append_eod=True, workers=workers)
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2") == files_of(tmp_path / "3")
+    found = [bytes(d[:-1]).decode() for d in texts_of(one, tmp_path / "3" / "o_text_document")]
+    assert found == texts + texts
+
+
+BAD_LINES = {
+    "bad-json": b'{"text": "a"',
+    "missing-key": b'{"other": "a"}',
+    "blank": b"",
+    "spaces": b"   ",
+    "number": b'{"text": 5}',
+    "null": b'{"text": null}',
+    "list": b'["text"]',
+    "bad-utf8": b'{"text": "\xff"}',
+    "nan": b"NaN",
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_bad_line_stops_with_file_and_line(one, tmp_path, case, workers):
+    """DEFECTS 64: upstream hangs, and leaves a .bin of no bytes."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "b"}\n' + BAD_LINES[case] + b'\n{"text": "d"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl.*\b3\b"):
+        one.preprocess([str(path)], tmp_path / "o", workers=workers)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_bad_lines_are_skipped_and_counted(one, tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' + b"\n".join(BAD_LINES.values()) + b'\n{"text": "d"}\n')
+    code, _, err = command(one, capsys, "preprocess", "--input", path, "--output-prefix", tmp_path / "o",
+                           "--on-error", "skip", "--workers", 2)
+    assert code == 0 and f"{len(BAD_LINES)} bad lines" in err
+    assert texts_of(one, tmp_path / "o_text_document") == [[97], [100]]
+
+
+def test_line_numbers_go_on_after_the_first_block(one, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(('{"text": "' + "x" * 1000 + '"}\n') * 5000 + "oops\n")
+    with pytest.raises(ValueError, match=r"\b5001\b"):
+        one.preprocess([str(path)], tmp_path / "o")
+
+
+@pytest.mark.parametrize("call", [
+    pytest.param(lambda mm, d: mm.preprocess([d / "none.jsonl"], d / "o"), id="no-input"),
+    pytest.param(lambda mm, d: mm.preprocess([str(d / "*.none")], d / "o"), id="glob-of-nothing"),
+    pytest.param(lambda mm, d: mm.preprocess([jsonl(d / "a.jsonl", ["a"])], d / "none" / "o"), id="no-output-folder"),
+    pytest.param(lambda mm, d: mm.preprocess([str(d)], d / "o"), id="folder-as-input")])
+def test_missing_input_or_output_is_an_os_error(one, tmp_path, call):
+    """DEFECTS 64, 68."""
+    with pytest.raises(OSError):
+        call(one, tmp_path)
+    assert not [name for name in os.listdir(tmp_path) if name != "a.jsonl"]
+
+
+def test_gzip_that_is_cut_off_is_an_error(one, tmp_path):
+    path = pathlib.Path(jsonl(tmp_path / "a.jsonl.gz", ["x" * 100] * 1000))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises((EOFError, ValueError, OSError)):
+        one.preprocess([str(path)], tmp_path / "o")
+    assert os.listdir(tmp_path) == ["a.jsonl.gz"]
+
+
+def test_no_leftovers_are_reused(one, tmp_path):
+    """DEFECTS 65: another input gives another output."""
+    for texts in (["1", "2"], ["7"]):
+        made = one.preprocess([jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "o", workers=2)
+        assert texts_of(one, made["text"]) == [[ord(text)] for text in texts]
+
+
+class Killer(Tok):
+    """Its worker dies at the text 13."""
+
+    def tokenize(self, text):
+        if text == "13":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().tokenize(text)
+
+
+def test_killed_worker_is_an_error_not_a_hang(one, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ["1 2", "13", "3"])
+    with pytest.raises(Exception, match="(?i)worker|process"):
+        one.preprocess([path], tmp_path / "o", Killer(), workers=2)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_tokens_that_do_not_fit_the_vocabularys_dtype(one, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ["1", "70000"])
+    with pytest.raises(ValueError, match="70000"):
+        one.preprocess([path], tmp_path / "o", Tok(vocab_size=1000))
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+    made = one.preprocess([path], tmp_path / "o", Tok(vocab_size=70001))
+    assert one.IndexedDataset(made["text"]).dtype is np.int32
+
+
+def test_byte_and_null_tokenizers(one):
+    tokenizer = one.build_tokenizer("bytes")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+    assert tokenizer.detokenize(tokenizer.tokenize("häß")) == "häß" and tokenizer.tokenize("ab") == [97, 98]
+    null = one.build_tokenizer("null:100")
+    assert null.tokenize("1 2 30") == [1, 2, 30] and null.detokenize([1, 2]) == "1 2" and null.eod == 100
+    json.dumps([tokenizer.unique_identifiers, null.unique_identifiers])
+
+
+@pytest.mark.parametrize("name", ["none", "bytes:x:y", "null:", "null:x", "no_such_module:x", "json:none", "none.json"])
+def test_wrong_tokenizer_is_one_sentence(one, tmp_path, capsys, name):
+    path = jsonl(tmp_path / "a.jsonl", ["a"])
+    code, _, err = command(one, capsys, "preprocess", "--input", path, "--output-prefix", tmp_path / "o",
+                           "--tokenizer", name)
+    assert code and one_sentence(err) and os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_tokens.py").write_text("class Odd:\n    vocab_size, eod, unique_identifiers = 9, 8, {}\n"
+                                           "    def tokenize(self, text): return [len(text)]\n"
+                                           "    def detokenize(self, ids): return str(list(ids))\nodd = Odd()\n")
+    monkeypatch.chdir(tmp_path)
+    path = jsonl(tmp_path / "a.jsonl", ["abc", "de"])
+    for attribute in ("Odd", "odd"):
+        code, _, err = command(one, capsys, "preprocess", "--input", path, "--output-prefix", tmp_path / attribute,
+                               "--append-eod", "--tokenizer", f"my_tokens:{attribute}")
+        assert code == 0, err
+        assert texts_of(one, tmp_path / f"{attribute}_text_document") == [[3, 8], [2, 8]]
+
+
+@pytest.fixture
+def hf(tmp_path):
+    """A tokenizer.json of whole words, made here."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "ja": 1, "nein": 2, "<|endoftext|>": 3, "</s>": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, workers):
+    path = jsonl(tmp_path / "a.jsonl", ["ja nein ja", "", "nein was"])
+    for eod, text in ((3, None), (4, "</s>")):
+        argv = ["preprocess", "--input", path, "--output-prefix", tmp_path / "o", "--tokenizer", hf, "--append-eod",
+                "--workers", workers]
+        code, _, err = command(one, capsys, *argv, *(["--eod-token", text] if text else []))
+        assert code == 0, err
+        assert texts_of(one, tmp_path / "o_text_document") == [[1, 2, 1, eod], [], [2, 0, eod]]
+    code, _, err = command(one, capsys, *argv, "--eod-token", "<none>")
+    assert code and "<none>" in err and one_sentence(err)
+    code, out, _ = command(one, capsys, "inspect", tmp_path / "o_text_document", "--tokenizer", hf)
+    assert code == 0 and "ja nein ja" in out
+
+
+# ==============================================================================
+# 3. Split, blend, config
+# ==============================================================================
+
+
+def test_normalize_and_matrix_by_hand(one):
+    assert one.normalize([30, 70]) == [0.3, 0.7]
+    assert one.parse_and_normalize_split("99,1,0") == [0.99, 0.01, 0.0]
+    assert one.parse_and_normalize_split("1") == [1.0, 0.0, 0.0]
+    assert one.convert_split_vector_to_split_matrix([0.99, 0.01, 0]) == [(0, 0.99), (0.99, 1.0), None]
+    assert [one.Split.train.value, one.Split.valid.value, one.Split.test.value] == [0, 1, 2]
+
+
+def test_split_accepts_exponents(one):
+    """DEFECTS 48: upstream reads 1e-3,1,0 as three numbers of another meaning."""
+    assert one.parse_and_normalize_split("1e-3,1,0") == one.normalize([0.001, 1, 0])
+
+
+@pytest.mark.parametrize("text", ["99,-1,0", "98,,2", "0,0,0", "", "a,b", "1,2,3,4", "nan,1,0", "inf,0,0", "99;1"])
+def test_split_refuses(one, text):
+    """DEFECTS 48."""
+    with pytest.raises(ValueError):
+        one.parse_and_normalize_split(text)
+
+
+def test_blend_from_list(one):
+    assert one.get_blend_from_list(["30", "p1", "70", "p2"]) == (["p1", "p2"], [30.0, 70.0])
+    assert one.get_blend_from_list(["p1", "p2"]) == (["p1", "p2"], None)
+    assert one.get_blend_from_list(["p1"]) == (["p1"], None) and one.get_blend_from_list(None) is None
+    assert one.get_blend_from_list(["1", "./2023", "2", "./2024"]) == (["./2023", "./2024"], [1.0, 2.0])
+
+
+@pytest.mark.parametrize("blend", [["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], ["1"]],
+                         ids=" ".join)
+def test_blend_from_list_refuses_to_guess(one, blend):
+    """DEFECTS 47."""
+    with pytest.raises(ValueError):
+        one.get_blend_from_list(blend)
+
+
+BAD_CONFIGS = {
+    "length-0": {"sequence_length": 0},
+    "seed-negative": {"random_seed": -1},
+    "no-split": {"split": None},
+    "both-blends": {"blend_per_split": [(["q"], None), None, None]},
+    "per-split-and-split": {"blend": None, "blend_per_split": [(["q"], None), None, None]},
+    "two-splits": {"blend": None, "split": None, "blend_per_split": [(["q"], None), None]},
+    "several-valid": {"multiple_validation_sets": True},
+    "weights-few": {"blend": (["p", "q"], [1.0])},
+    "no-prefix": {"blend": ([], None)},
+    "weight-negative": {"blend": (["p", "q"], [1.0, -1.0])},  # DEFECTS 46
+    "weight-nan": {"blend": (["p", "q"], [1.0, math.nan])},
+    "weight-inf": {"blend": (["p", "q"], [1.0, math.inf])},
+    "weights-zero": {"blend": (["p", "q"], [0.0, 0.0])},
+    "no-tokenizer": {"tokenizer": None},
+    "mask-reset-without-mask": {"reset_attention_mask": True},  # DEFECTS 32
+    "threads-0": {"num_dataset_builder_threads": 0},
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_config_is_a_sentence(one, case):
+    with pytest.raises(ValueError, match=r"\w+ \w+"):
+        config(one, **{"blend": (["p"], None)} | BAD_CONFIGS[case])
+
+
+def test_weight_error_names_the_dataset(one):
+    """DEFECTS 46."""
+    with pytest.raises(ValueError, match="second"):
+        config(one, (["first", "second"], [1.0, -1.0]))
+
+
+def test_config_derives(one):
+    cfg = config(one, (["p"], None), split="3,1")
+    assert cfg.split_matrix == [(0, 0.75), (0.75, 1.0), None] and not cfg.mock
+    mock = config(one)
+    assert mock.mock and mock.split_matrix == one.convert_split_vector_to_split_matrix(one.normalize([1, 1, 1]))
+    per_split = config(one, blend_per_split=[(["p"], None), None, None])
+    assert not per_split.mock and per_split.split is None
+
+
+def test_config_fields_are_upstreams(one, up):
+    ours = {f.name: f.default for f in vars(one.GPTDatasetConfig)["__dataclass_fields__"].values()}
+    for field in vars(up.GPTDatasetConfig)["__dataclass_fields__"].values():
+        if field.name in ("data_parallel_size", "sequence_parallel_size", "hybrid_context_parallel",
+                          "sequences_per_dataset", "context_parallel_size", "token_dtype_code"):
+            continue  # none of the data path that SPEC names
+        required = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
+        assert field.name in ours
+        assert ours[field.name] == field.default or field.name in required | {"split_matrix", "mock"}, field.name
+
+
+def test_splits_equal_upstreams(one, up):
+    parse, convert = up.parse_and_normalize_split, up.convert_split_vector_to_split_matrix
+    for rng in cases(300):
+        numbers = rng.choice([rng.integers(0, 100, 3), rng.random(3).round(3)]) * (rng.random(3) < 0.8)
+        if not numbers.sum():
+            continue
+        text = ",".join(map(str, numbers[:rng.integers(1, 4)] if numbers[0] else numbers))
+        vector = one.parse_and_normalize_split(text)
+        assert vector == parse(text), text
+        assert list(one.normalize(numbers)) == list(up.normalize(list(numbers)))
+        assert one.convert_split_vector_to_split_matrix(vector) == convert(vector), text
+        other = one.normalize(rng.integers(1, 9, 3))
+        assert one.convert_split_vector_to_split_matrix(vector, other) == convert(vector, other), text
+
+
+def test_blend_from_list_equals_upstreams(one, up):
+    for rng in cases(100):
+        prefixes = [f"/p{i}" for i in range(rng.integers(1, 9))]
+        weighted = [x for p in prefixes for x in (str(round(rng.random(), 3)), p)]
+        for blend in (weighted, prefixes[::2] if len(prefixes) % 2 else prefixes, None):
+            assert one.get_blend_from_list(blend) == up.get_blend_from_list(blend), blend
+
+
+# ==============================================================================
+# 4. Kernels
+# ==============================================================================
+
+
+def brute_sample_index(sizes, documents, sequence_length, extra, num_samples, total):
+    """Give every token of the stream its owner; row k belongs to the owner of token k*S + x - 1."""
+    owners = [d for d, document in enumerate(documents) for _ in range(sizes[document])]
+    starts = np.cumsum([0, *(sizes[document] for document in documents)])
+    rows = [(0, 0)]
+    for k in range(1, num_samples + 1):
+        target = min(k * sequence_length + extra, total)
+        rows.append((owners[target - 1], target - extra - starts[owners[target - 1]]))
+    return np.array(rows)
+
+
+SAMPLE_CASES = {  # sizes, documents, S
+    "readme-example": ([4, 3, 6], [0, 1, 2], 4),
+    "one-token": ([1], [0], 4),
+    "one-token-S1": ([1], [0], 1),
+    "two-tokens-S1": ([2], [0], 1),
+    "S1": ([4, 3, 6], [2, 0, 1], 1),
+    "exact-fit": ([5, 4, 4], [0, 1, 2], 4),
+    "exact-fit-without-extra": ([4, 4, 4], [0, 1, 2], 4),
+    "one-over": ([5, 5], [0, 1], 4),
+    "long-document": ([1000], [0], 7),
+    "long-among-short": ([2, 500, 1], [1, 0, 2, 1], 7),
+    "empty-first": ([0, 9], [0, 1], 4),
+    "empty-last": ([9, 0], [0, 1], 4),  # DEFECTS 19
+    "empty-last-S3": ([5, 0], [0, 1], 3),  # DEFECTS 19
+    "empty-many": ([0, 5, 0, 0, 4, 0], [0, 2, 1, 3, 5, 4, 0, 2], 4),
+    "all-empty": ([0, 0], [0, 1], 4),
+    "no-documents": ([4], [], 4),
+    "S-longer-than-all": ([4, 3, 6], [0, 1, 2], 100),
+    "repeated": ([4, 3, 6], [0, 1, 2, 2, 1, 0], 5),
+}
+
+
+@pytest.mark.parametrize("drop", [True, False], ids=["drop", "keep"])
+@pytest.mark.parametrize("extra", [1, 0], ids=["x1", "x0"])
+@pytest.mark.parametrize("case", SAMPLE_CASES)
+def test_sample_index_matches_oracle(mm, case, extra, drop):
+    sizes, documents, length = SAMPLE_CASES[case]
+    check_sample_index(mm, sizes, documents, length, extra, drop)
+
+
+def check_sample_index(mm, sizes, documents, length, extra, drop):
+    total = sum(sizes[d] for d in documents)
+    usable = max(total - extra, 0)
+    samples = usable // length if drop else math.ceil(usable / length)
+    found = mm.build_sample_idx(np.array(sizes, np.int32), np.array(documents, np.int32), length, 1, total, drop,
+                                bool(extra))
+    same(found, brute_sample_index(sizes, documents, length, extra, samples, total).astype(np.int32),
+         (sizes, documents, length, extra, drop))
+    assert mm.count_samples(total, length, drop, bool(extra)) == samples
+
+
+def test_random_sample_indices_match_oracle(mm):
+    for rng in cases(300):
+        sizes = (rng.integers(0, rng.choice([3, 10, 200]), rng.integers(1, 20)) * (rng.random() < 0.9)).tolist()
+        documents = rng.integers(0, len(sizes), rng.integers(1, 30)).tolist()
+        check_sample_index(mm, sizes, documents, int(rng.integers(1, rng.choice([3, 9, 50]))), int(rng.integers(2)),
+                           bool(rng.integers(2)))
+
+
+def test_samples_cover_the_stream(mm):
+    """Rows k and k+1 (+x) cut the stream into [k*S, k*S + S + x)."""
+    for rng in cases(50):
+        docs = random_docs(rng)
+        sizes, length, extra = np.array([len(d) for d in docs], np.int32), int(rng.integers(1, 9)), int(rng.integers(2))
+        order = rng.permutation(len(docs)).astype(np.int32)
+        tokens = np.concatenate([docs[d] for d in order])
+        index = mm.build_sample_idx(sizes, order, length, 1, len(tokens), True, bool(extra))
+        before = np.concatenate([[0], np.cumsum(sizes[order])])
+        for k, ((d, offset), (e, end)) in enumerate(zip(index[:-1], index[1:])):
+            same(tokens[before[d] + offset:before[e] + end + extra], tokens[k * length:(k + 1) * length + extra])
+
+
+def test_sample_index_may_be_int64(mm):
+    """Without gigabytes: the fill kernel itself, given int64 rows."""
+    sizes, documents = np.array([4, 3, 6], np.int32), np.array([0, 1, 2], np.int32)
+    rows = np.zeros((4, 2), np.int64)
+    mm._build_sample_idx(rows, sizes, documents, 4, 1, 13)
+    same(rows, np.array([[0, 0], [1, 0], [2, 1], [2, 5]], np.int64))
+
+
+def test_offsets_above_2_31_tokens(mm):
+    """Three documents of 2**31 - 1 tokens: the running count passes int32, and no text is needed."""
+    sizes, documents = np.array([2**31 - 1, 1], np.int32), np.array([0, 1, 0, 0], np.int32)
+    total, length = 3 * (2**31 - 1) + 1, 2**30
+    rows = mm.build_sample_idx(sizes, documents, length, 1, total)
+    wanted = []
+    for k in range((total - 1) // length + 1):
+        target, before = k * length + 1, 0
+        for d, document in enumerate(documents):
+            if before + int(sizes[document]) >= target:
+                wanted.append((d, k * length - before))
+                break
+            before += int(sizes[document])
+    same(rows, np.array(wanted, np.int32))
+
+
+@pytest.mark.parametrize("tokens, samples", [(2**25 + 2, 32769), (1024 * 2**30 + 70000, None)])
+def test_partial_last_sample_is_counted_in_integers(mm, tokens, samples):
+    """DEFECTS 17, 18: float32 counts one too few, or four too many."""
+    length = 1024 if samples else 16384
+    exact = -(-(tokens - 1) // length)
+    assert mm.count_samples(tokens, length, False) == exact and samples in (None, exact)
+    if samples:
+        sizes = np.full(2**10 + 1, 2**15, np.int32)
+        sizes[-1] = 2
+        rows = mm.build_sample_idx(sizes, np.arange(len(sizes), dtype=np.int32), length, 1, tokens, False)
+        assert len(rows) == exact + 1 and rows[-1].tolist() == [1024, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+@pytest.mark.parametrize("seed", [0, 1234, 2**32 - 1])
+def test_shuffle_is_numpys(mm, dtype, seed):
+    sizes = {0, 1, 2, 3, 624, 625, *(2**k + d for k in range(2, 14) for d in (-1, 0, 1))}
+    for n in sorted(sizes):
+        ours, theirs = np.random.RandomState(seed), np.random.RandomState(seed)
+        found, wanted = np.arange(n, dtype=dtype), np.arange(n, dtype=dtype)
+        for _ in range(2):  # the second starts in the middle of a block of 624 numbers
+            mm.shuffle(found, ours)
+            theirs.shuffle(wanted)
+            same(found, wanted, n)
+        assert_state(ours, theirs)
+
+
+def assert_state(ours, theirs):
+    ours, theirs = ours.get_state(legacy=False), theirs.get_state(legacy=False)
+    same(ours["state"]["key"], theirs["state"]["key"])
+    assert ours["state"]["pos"] == theirs["state"]["pos"]
+    assert (ours["has_gauss"], ours["gauss"]) == (theirs["has_gauss"], theirs["gauss"])
+
+
+def test_shuffle_from_any_state(mm):
+    for rng in cases(60):
+        seed = int(rng.integers(2**32))
+        ours, theirs = np.random.RandomState(seed), np.random.RandomState(seed)
+        burn, n = int(rng.integers(0, 1300)), int(rng.integers(0, 5000))
+        for state in (ours, theirs):
+            state.bytes(4 * burn)
+            state.randn(1)  # leaves a saved gauss
+        found, wanted = np.arange(n), np.arange(n)
+        mm.shuffle(found, ours)
+        theirs.shuffle(wanted)
+        same(found, wanted)
+        assert_state(ours, theirs)
+
+
+def test_shuffle_across_a_large_block(mm):
+    """Larger than any look-ahead, and past 2**16 and 2**20, where the mask widens."""
+    ours, theirs = np.random.RandomState(5), np.random.RandomState(5)
+    found, wanted = (np.arange(2**20 + 77, dtype=np.uint32) for _ in range(2))
+    mm.shuffle(found, ours)
+    theirs.shuffle(wanted)
+    same(found, wanted)
+    assert_state(ours, theirs)
+
+
+def brute_blend(weights, size, sizes=None):
+    taken, rows = [0] * len(weights), []
+    for i in range(size):
+        error = [w * max(i, 1) - t if sizes is None or t < sizes[d] else -math.inf
+                 for d, (w, t) in enumerate(zip(weights, taken))]
+        d = error.index(max(error))
+        rows.append((d, taken[d]))
+        taken[d] += 1
+    return np.array(rows, np.int64).reshape(-1, 2)
+
+
+def blend_of(mm, weights, size, count=None):
+    which, sample = np.full(size, -1, np.int16), np.full(size, -1, np.int64)
+    mm.build_blending_indices(which, sample, np.array(weights, np.float64), count or len(weights), size, False)
+    return which, sample
+
+
+def exhaustive_of(mm, sizes):
+    which, sample = np.full(sum(sizes), -1, np.int16), np.full(sum(sizes), -1, np.int64)
+    mm.build_exhaustive_blending_indices(which, sample, np.array(sizes, np.int64), len(sizes))
+    return which, sample
+
+
+def random_weights(rng):
+    """Ties, near ties, tiny ones; normalized or not."""
+    n = int(rng.integers(1, 40))
+    weights = rng.choice([rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]) + 1e-9
+    return (weights / weights.sum() if rng.random() < 0.7 else weights).tolist()
+
+
+def test_blend_matches_oracle(mm):
+    for rng in cases(60):
+        weights, size = random_weights(rng), int(rng.integers(0, 400))
+        found, wanted = blend_of(mm, weights, size), brute_blend(weights, size)
+        same(found[0], wanted[:, 0].astype(np.int16), weights)
+        same(found[1], wanted[:, 1], weights)
+
+
+def test_exhaustive_blend_matches_oracle(mm):
+    for rng in cases(60):
+        sizes = rng.integers(0, 60, rng.integers(1, 12)).tolist()
+        if not sum(sizes):
+            continue
+        found = exhaustive_of(mm, sizes)
+        wanted = brute_blend([n / sum(sizes) for n in sizes], sum(sizes), sizes)
+        same(found[0], wanted[:, 0].astype(np.int16), sizes)
+        same(found[1], wanted[:, 1], sizes)
+        assert np.bincount(found[0], minlength=len(sizes)).tolist() == sizes
+
+
+def test_blend_leaves_the_rest_of_its_arrays_alone(mm):
+    which, sample = np.full(6, 77, np.int16), np.full(6, 77, np.int64)
+    mm.build_blending_indices(which, sample, np.array([0.25, 0.75, 9.0]), 2, 4)
+    assert which.tolist() == [1, 0, 1, 1, 77, 77] and sample.tolist() == [0, 0, 1, 2, 77, 77]
+
+
+def test_blend_of_many_datasets(mm):
+    """DEFECTS 51: thousands of datasets, as few as 32767 are too many (int16)."""
+    which, _ = blend_of(mm, [1 / 32766] * 32766, 50)
+    assert which.tolist() == list(range(50))
+    with pytest.raises(ValueError):
+        blend_of(mm, [1 / 32767] * 32767, 5)
+
+
+def test_epochs_match_oracle(mm):
+    """E by counting up; the 80 % rule as SPEC 3 has it; one sample around each edge."""
+    for rng in cases(400):
+        tokens, length, extra = int(rng.integers(2, 200)), int(rng.integers(1, 20)), int(rng.integers(2))
+        samples, drop = int(rng.integers(1, 100)), bool(rng.integers(2))
+        epochs = 1
+        while epochs * tokens < samples * length + extra:
+            epochs += 1
+        found = mm.epoch_geometry(tokens, samples, length, drop, bool(extra))
+        usable = epochs * tokens - extra
+        total = usable // length if drop else math.ceil(usable / length)
+        sans = ((epochs - 1) * tokens - extra) // length
+        apart = epochs > 1 and samples - sans < int(0.80 * ((tokens - extra) // length))
+        assert found[:3] == (epochs, total, apart), (tokens, samples, length, drop, extra)
+        assert not apart or found.num_samples_sans_final_epoch == sans
+    assert mm.epoch_geometry(13, None, 4)[:2] == (1, 3)
+
+
+# -- hostile arguments: the same exception type from both implementations, never a crash ----------
+
+I32, I64, F64 = (lambda *v: np.array(v, np.int32)), (lambda *v: np.array(v, np.int64)), (lambda *v: np.array(v, float))
+
+
+def read_only(values):
+    values.flags.writeable = False
+    return values
+
+
+def overlapping(n):
+    memory = np.zeros(n, np.int64)
+    return memory.view(np.int16)[:n], memory
+
+
+def sample_call(sizes=I32(4, 3, 6), documents=I32(0, 1, 2), length=4, epochs=1, tokens=13, **flags):
+    return lambda mm: mm.build_sample_idx(sizes, documents, length, epochs, tokens, **flags)
+
+
+def shuffle_call(items, state=None):
+    return lambda mm: mm.shuffle(items(), state or np.random.RandomState(0))
+
+
+def blend_call(which=None, sample=None, weights=F64(0.5, 0.5), count=2, size=4):
+    return lambda mm: mm.build_blending_indices(np.zeros(4, np.int16) if which is None else which,
+                                                np.zeros(4, np.int64) if sample is None else sample,
+                                                weights, count, size)
+
+
+def exhaustive_call(which=None, sample=None, sizes=I64(2, 2), count=2):
+    return lambda mm: mm.build_exhaustive_blending_indices(np.zeros(4, np.int16) if which is None else which,
+                                                           np.zeros(4, np.int64) if sample is None else sample,
+                                                           sizes, count)
+
+
+HOSTILE = {
+    "sizes-int64": sample_call(I64(2**32 + 5, 5), I32(0, 1), tokens=10),  # DEFECTS 21
+    "sizes-float": sample_call(F64(4, 3, 6)),
+    "sizes-2d": sample_call(np.ones((3, 1), np.int32)),
+    "sizes-negative": sample_call(I32(-1, 14), I32(0, 1)),
+    "documents-int64": sample_call(documents=I64(0, 1, 2)),
+    "documents-2d": sample_call(documents=np.zeros((3, 1), np.int32)),
+    "documents-too-large": sample_call(documents=I32(0, 9999999, 2)),  # DEFECTS 21
+    "documents-negative": sample_call(documents=I32(0, -1, 2)),
+    "documents-none": sample_call(documents=I32()),  # DEFECTS 21
+    "length-0": sample_call(length=0),
+    "length-negative": sample_call(length=-4),
+    "length-float": sample_call(length=4.5),
+    "tokens-too-many": sample_call(tokens=400),  # DEFECTS 22
+    "tokens-too-many-keep": sample_call(tokens=400, drop_last_partial_sequence=False),
+    "tokens-negative": sample_call(tokens=-13),
+    "tokens-huge": sample_call(epochs=2**40, tokens=2**40),
+    "tokens-forged": sample_call(epochs=1, tokens=2**62),
+    "shuffle-float": shuffle_call(lambda: np.arange(9.0)),
+    "shuffle-int16": shuffle_call(lambda: np.arange(9, dtype=np.int16)),
+    "shuffle-object": shuffle_call(lambda: np.array([None, 1, 2])),
+    "shuffle-2d": shuffle_call(lambda: np.zeros((3, 3), np.int64)),
+    "shuffle-0d": shuffle_call(lambda: np.array(3)),
+    "shuffle-list": shuffle_call(lambda: [1, 2, 3]),
+    "shuffle-strided": shuffle_call(lambda: np.arange(9)[::2]),
+    "shuffle-reversed": shuffle_call(lambda: np.arange(9)[::-1]),
+    "shuffle-read-only": shuffle_call(lambda: read_only(np.arange(9))),
+    "shuffle-byte-order": shuffle_call(lambda: np.arange(9, dtype=">i4")),
+    "blend-which-int32": blend_call(which=np.zeros(4, np.int32)),
+    "blend-sample-int32": blend_call(sample=np.zeros(4, np.int32)),
+    "blend-which-short": blend_call(which=np.zeros(3, np.int16)),
+    "blend-sample-short": blend_call(sample=np.zeros(3, np.int64)),
+    "blend-which-2d": blend_call(which=np.zeros((4, 1), np.int16)),
+    "blend-which-list": blend_call(which=[0] * 4),
+    "blend-which-strided": blend_call(which=np.zeros(8, np.int16)[::2]),
+    "blend-sample-strided": blend_call(sample=np.zeros(8, np.int64)[::2]),
+    "blend-which-read-only": blend_call(which=read_only(np.zeros(4, np.int16))),
+    "blend-sample-read-only": blend_call(sample=read_only(np.zeros(4, np.int64))),
+    "blend-overlap": blend_call(*overlapping(4)),
+    "blend-weights-nan": blend_call(weights=F64(0.5, math.nan)),
+    "blend-weights-inf": blend_call(weights=F64(0.5, math.inf)),
+    "blend-weights-negative": blend_call(weights=F64(0.5, -0.5)),
+    "blend-weights-few": blend_call(weights=F64(1)),
+    "blend-weights-2d": blend_call(weights=np.ones((2, 2))),
+    "blend-weights-text": blend_call(weights=["a", "b"]),
+    "blend-count-0": blend_call(count=0),
+    "blend-count-negative": blend_call(count=-1),
+    "blend-count-40000": blend_call(weights=np.ones(40000), count=40000),
+    "blend-size-negative": blend_call(size=-1),
+    "blend-size-float": blend_call(size=2.5),
+    "exhaustive-sizes-float": exhaustive_call(sizes=F64(2.5, 1.5)),
+    "exhaustive-sizes-negative": exhaustive_call(sizes=I64(5, -1)),
+    "exhaustive-sizes-large": exhaustive_call(sizes=I64(3, 2)),
+    "exhaustive-sizes-huge": exhaustive_call(sizes=I64(2**62, 2**62)),
+    "exhaustive-sizes-few": exhaustive_call(sizes=I64(4), count=2),
+    "exhaustive-count-0": exhaustive_call(count=0),
+    "exhaustive-count-negative": exhaustive_call(count=-2),
+    "exhaustive-which-int64": exhaustive_call(which=np.zeros(4, np.int64)),
+    "exhaustive-read-only": exhaustive_call(sample=read_only(np.zeros(4, np.int64))),
+    "exhaustive-overlap": exhaustive_call(*overlapping(4)),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_arguments_raise(mm, case):
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        HOSTILE[case](mm)
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_arguments_raise_the_same_from_both(case):
+    if "c" not in IMPLEMENTATIONS:
+        pytest.skip("the C kernels are switched off")
+    kinds = []
+    for implementation in ("python", "c"):
+        with pytest.raises(Exception) as caught:
+            HOSTILE[case](copy_of_module(implementation))
+        kinds.append(caught.type)
+    assert kinds[0] is kinds[1]
+
+
+def key():
+    return np.random.RandomState(0).get_state()[1].copy()
+
+
+C_HOSTILE = {
+    "sample-out-list": lambda c: c.build_sample_idx([[0, 0]], I32(4), I32(0), 4, 1, 4),
+    "sample-out-float": lambda c: c.build_sample_idx(np.zeros((1, 2)), I32(4), I32(0), 4, 1, 1),
+    "sample-out-shape": lambda c: c.build_sample_idx(np.zeros((2, 3), np.int32), I32(9), I32(0), 4, 1, 5),
+    "sample-out-1d": lambda c: c.build_sample_idx(np.zeros(4, np.int32), I32(9), I32(0), 4, 1, 5),
+    "sample-out-empty": lambda c: c.build_sample_idx(np.zeros((0, 2), np.int32), I32(9), I32(0), 4, 1, 5),
+    "sample-out-read-only": lambda c: c.build_sample_idx(read_only(np.zeros((2, 2), np.int32)), I32(9), I32(0), 4, 1, 5),
+    "sample-out-strided": lambda c: c.build_sample_idx(np.zeros((4, 2), np.int32)[::2], I32(9), I32(0), 4, 1, 5),
+    "sample-out-fortran": lambda c: c.build_sample_idx(np.zeros((2, 2), np.int32, "F"), I32(9), I32(0), 4, 1, 5),
+    "sample-sizes-strided": lambda c: c.build_sample_idx(np.zeros((2, 2), np.int32), I32(9, 9, 9)[::2], I32(0), 4, 1, 5),
+    "sample-extra-2": lambda c: c.build_sample_idx(np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 2, 5),
+    "sample-last-token": lambda c: c.build_sample_idx(np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 1, 50),
+    "sample-last-token-negative": lambda c: c.build_sample_idx(np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 1, -5),
+    "sample-overlap": lambda c: (lambda m: c.build_sample_idx(m.reshape(-1, 2), m, I32(0), 1, 1, 3))(I32(9, 1, 1, 1)),
+    "sample-no-arguments": lambda c: c.build_sample_idx(),
+    "shuffle-key-short": lambda c: c.shuffle(np.arange(9), key()[:600], 0),
+    "shuffle-key-int32": lambda c: c.shuffle(np.arange(9), key().view(np.int32), 0),
+    "shuffle-key-read-only": lambda c: c.shuffle(np.arange(9), read_only(key()), 0),
+    "shuffle-pos-negative": lambda c: c.shuffle(np.arange(9), key(), -1),
+    "shuffle-pos-large": lambda c: c.shuffle(np.arange(9), key(), 625),
+    "shuffle-overlap": lambda c: (lambda k: c.shuffle(k, k, 624))(key()),
+    "shuffle-bytes": lambda c: c.shuffle(b"0123456789", key(), 0),
+    "blend-weights-int": lambda c: c.build_blending_indices(np.zeros(4, np.int16), np.zeros(4, np.int64), I64(1, 1), 2, 4),
+    "blend-weights-nan": lambda c: c.build_blending_indices(np.zeros(4, np.int16), np.zeros(4, np.int64), F64(1, math.nan), 2, 4),
+    "blend-overlap": lambda c: c.build_blending_indices(*overlapping(4), F64(0.5, 0.5), 2, 4),
+    "blend-size": lambda c: c.build_blending_indices(np.zeros(4, np.int16), np.zeros(4, np.int64), F64(1), 1, 5),
+    "exhaustive-negative": lambda c: c.build_exhaustive_blending_indices(np.zeros(4, np.int16), np.zeros(4, np.int64), I64(5, -1), 2),
+    "exhaustive-huge": lambda c: c.build_exhaustive_blending_indices(np.zeros(4, np.int16), np.zeros(4, np.int64), I64(2**62, 2**62, 2**62), 3),
+    "exhaustive-int32": lambda c: c.build_exhaustive_blending_indices(np.zeros(4, np.int16), np.zeros(4, np.int64), I32(2, 2), 2),
+}
+
+
+@pytest.mark.parametrize("case", C_HOSTILE)
+def test_c_functions_check_what_they_are_given(case):
+    """Called directly, past the checks of the public functions."""
+    if "c" not in IMPLEMENTATIONS:
+        pytest.skip("the C kernels are switched off")
+    copy_of_module("c")
+    with pytest.raises((TypeError, ValueError, IndexError, OverflowError)):
+        C_HOSTILE[case](sys.modules["_megatron_min"])
+
+
+def test_kernels_release_the_gil():
+    """DEFECTS 27: a thread of Python runs on while C fills a large array."""
+    if "c" not in IMPLEMENTATIONS:
+        pytest.skip("the C kernels are switched off")
+    mm, ticks, stop = copy_of_module("c"), [0], threading.Event()
+    items, state = np.arange(3_000_000), np.random.RandomState(0)
+
+    def tick():
+        while not stop.is_set():
+            ticks[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=tick)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # only a released lock lets the other thread in
+    try:
+        thread.start()
+        before = ticks[0]
+        mm.shuffle(items, state)
+        assert ticks[0] > before
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        thread.join()
+
+
+# -- parity ----------------------------------------------------------------------------------------
+
+
+def test_sample_index_equals_upstreams(mm, up):
+    """Not with drop_last=False above 2**24 tokens, nor with an empty last document (DEFECTS 17, 19)."""
+    for rng in cases(2000):
+        sizes = rng.integers(0, rng.choice([3, 10, 200]), rng.integers(1, 20)).astype(np.int32)
+        documents = np.tile(rng.permutation(len(sizes)), rng.integers(1, 4)).astype(np.int32)
+        length, epochs, tokens = int(rng.integers(1, 30)), len(documents) // len(sizes), int(sizes.sum())
+        drop, extra = bool(rng.integers(2)), bool(rng.integers(2))
+        if epochs * tokens <= extra or not drop and not sizes[documents[-1]]:
+            continue
+        arguments = (sizes, documents, length, epochs, tokens, drop, extra)
+        same(mm.build_sample_idx(*arguments), up.build_sample_idx(*arguments), arguments)
+
+
+def test_blend_equals_upstreams(mm, up):
+    for rng in cases(300):
+        weights, size = random_weights(rng), int(rng.integers(1, 2000))
+        for ours, theirs in zip(blend_of(mm, weights, size), blend_of(up, weights, size)):
+            same(ours, theirs, (weights, size))
+
+
+def test_exhaustive_blend_equals_upstreams(mm, up):
+    for rng in cases(300):
+        sizes = rng.integers(1, 100, rng.integers(1, 20)).tolist()
+        for ours, theirs in zip(exhaustive_of(mm, sizes), exhaustive_of(up, sizes)):
+            same(ours, theirs, sizes)
+
+
+# ==============================================================================
+# 5. GPTDataset and its cache
+# ==============================================================================
+
+
+def brute_sample(ds, k, cfg, pad=-1):
+    """Sample k of a GPTDataset from its whole stream of tokens, by loops."""
+    length, extra = cfg.sequence_length, int(cfg.add_extra_token_to_sequence)
+    j = int(ds.shuffle_index[k])
+    text = stream(ds)[j * length:j * length + length + extra].tolist()
+    text += [pad] * (length + extra - len(text))
+    tokens, labels = text[:length], text[1:] + [pad] * (1 - extra)
+    eod = [token == cfg.tokenizer.eod for token in tokens]
+    wanted = {"loss_mask": [float(not (cfg.eod_mask_loss and e) and label != pad) for e, label in zip(eod, labels)]}
+    positions, start = [], 0
+    for at in range(length):
+        positions.append(at - start)
+        if cfg.reset_position_ids and eod[at]:
+            start = at + 1
+    wanted["position_ids"] = positions
+    wanted["tokens"] = [0 if token == pad else token for token in tokens]
+    wanted["labels"] = [0 if label == pad else label for label in labels]
+    if cfg.create_attention_mask:
+        part = [sum(eod[:at]) for at in range(length)]
+        wanted["attention_mask"] = [[[j > i or bool(cfg.reset_attention_mask) and part[i] != part[j]
+                                      for j in range(length)] for i in range(length)]]
+    return wanted
+
+
+DTYPES = {"tokens": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "loss_mask": torch.float32,
+          "attention_mask": torch.bool, "cu_seqlens": torch.int32, "max_seqlen": torch.int32}
+
+
+def check_sample(found, wanted, note=""):
+    assert {key: value.tolist() for key, value in found.items()} == wanted, note
+    for key, value in found.items():
+        assert value.dtype == DTYPES[key], key
+
+
+def random_flags(rng):
+    flags = {name: bool(rng.integers(2)) for name in ("reset_position_ids", "eod_mask_loss", "create_attention_mask",
+                                                      "add_extra_token_to_sequence")}
+    flags["reset_attention_mask"] = flags["create_attention_mask"] and bool(rng.integers(2))
+    return flags | {"sequence_length": int(rng.integers(1, 12)), "random_seed": int(rng.integers(2**31))}
+
+
+def test_samples_match_oracle(mm, tmp_path):
+    """Every flag; train and valid, where the last, short sample is kept and padded."""
+    for case, rng in enumerate(cases(25)):
+        docs = [np.append(doc, 0) if rng.random() < 0.7 else doc for doc in random_docs(rng, vocab=5)]
+        prefix = mk(mm, tmp_path / str(case) / "p", docs, np.uint16)
+        flags, split = random_flags(rng), str(rng.choice(["train", "valid"]))
+        drop = bool(rng.integers(2))
+        ds = quiet(gpt, mm, prefix, int(rng.integers(1, 40)) if sum(map(len, docs)) > 2 else None, split,
+                   drop_last_partial_validation_sequence=drop, **flags)
+        for k in range(len(ds)):
+            check_sample(quiet(ds.__getitem__, k), brute_sample(ds, k, ds.config), (case, k))
+
+
+def test_pieces_are_the_document_order(mm, tmp_path):
+    """The three indices by their definitions: a random state in numpy's hands gives the same."""
+    for case, rng in enumerate(cases(40)):
+        docs = random_docs(rng)
+        n, seed, length = int(rng.integers(1, 150)), int(rng.integers(2**31)), int(rng.integers(1, 9))
+        prefix = mk(mm, tmp_path / str(case), docs)
+        ds = gpt(mm, prefix, n, random_seed=seed, sequence_length=length)
+        documents, tokens, state = np.arange(len(docs)), sum(map(len, docs)), np.random.RandomState(seed)
+        geometry = mm.epoch_geometry(tokens, n, length)
+        document_index = np.tile(documents, geometry.num_epochs).astype(np.int32)
+        edge = len(document_index) - len(documents) * geometry.separate_final_epoch
+        for part in (document_index[:edge], document_index[edge:]):
+            state.shuffle(part)
+        total = (geometry.num_epochs * tokens - 1) // length
+        shuffle_index = np.arange(total, dtype=np.uint32)
+        edge = geometry.num_samples_sans_final_epoch if geometry.separate_final_epoch else total
+        for part in (shuffle_index[:edge], shuffle_index[edge:]):
+            state.shuffle(part)
+        same(ds.document_index, document_index, case)
+        same(ds.shuffle_index, shuffle_index, case)
+        assert len(ds) == total >= n
+
+
+def test_num_samples_none_is_one_epoch_and_0_too(mm, toy):
+    for n in (None, 0, 1, 3):
+        assert len(gpt(mm, toy, n, sequence_length=4)) == 3
+    assert len(gpt(mm, toy, 4, sequence_length=4)) == 6
+
+
+def test_split_without_tokens_is_an_error_not_a_hang(mm, tmp_path):
+    """DEFECTS 20."""
+    prefix = mk(mm, tmp_path / "p", [[1, 2]] * 10)
+    with pytest.raises(ValueError, match="valid"):
+        build(mm, [20, 5, 0], config(mm, ([prefix], None), split="99,1,0"))
+    with pytest.raises(ValueError, match="(?i)token"):
+        gpt(mm, mk(mm, tmp_path / "blank", [[], []]), 1)
+    assert len(gpt(mm, prefix, None, documents=np.arange(0, dtype=np.int32))) == 0
+    assert len(gpt(mm, mk(mm, tmp_path / "short", [[1] * 4]), None)) == 0  # fewer than S + 1 tokens
+
+
+def test_wrong_documents_are_refused(mm, toy):
+    for documents in ([0, 3], [-1, 0]):
+        with pytest.raises((IndexError, ValueError)):
+            gpt(mm, toy, 1, documents=np.array(documents, np.int32))
+
+
+def test_indices_of_a_dataset(mm, toy):
+    ds = gpt(mm, toy, 3, sequence_length=4)
+    same(ds[-1]["tokens"], ds[2]["tokens"])
+    for k in (3, -4, 10**10):
+        with pytest.raises(IndexError):
+            ds[k]
+    assert len([ds[k] for k in range(len(ds))]) == 3
+
+
+def test_batch_equals_single_samples(mm, tmp_path):
+    prefix = mk(mm, tmp_path / "p", random_docs(np.random.default_rng(3)))
+    ds = gpt(mm, prefix, 20, "valid", drop_last_partial_validation_sequence=False, create_attention_mask=True,
+             reset_attention_mask=True, reset_position_ids=True)
+    wanted = [3, 0, None, len(ds) - 1, 3]
+    batch = quiet(ds.__getitems__, wanted)
+    assert len(batch) == len(wanted)
+    for k, found in zip(wanted, batch):
+        same_samples(found, quiet(ds.__getitem__, k), k)
+
+
+def test_none_is_a_sample_without_loss(mm, toy):
+    ds = gpt(mm, toy, 3, sequence_length=4, create_attention_mask=True)
+    padding, first = ds[None], ds[0]
+    assert padding["loss_mask"].tolist() == [0] * 4
+    same_samples(padding | {"loss_mask": 0}, first | {"loss_mask": 0})
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_samples_share_nothing(mm, tmp_path, mask):
+    """DEFECTS 29, 30: a padded sample first, then its tensors wiped; later samples are as ever."""
+    prefix = mk(mm, tmp_path / "p", [[1] * 12])
+    ds = gpt(mm, prefix, None, "valid", drop_last_partial_validation_sequence=False, create_attention_mask=mask)
+    order = sorted(range(2), key=lambda k: -int(ds.shuffle_index[k]))
+    first = quiet(ds.__getitem__, order[0])
+    assert first["loss_mask"].sum() == 3 and quiet(ds.__getitem__, order[1])["loss_mask"].sum() == 8
+    for samples in ([first], quiet(ds.__getitems__, [0, 1])):
+        for value in samples[0].values():
+            value.zero_()
+    same_samples(quiet(ds.__getitem__, order[1]), {k: torch.tensor(v, dtype=DTYPES[k]) for k, v in brute_sample(
+        ds, order[1], ds.config).items()})
+    a, b = quiet(ds.__getitems__, [0, 0])
+    for key in a:
+        a[key].zero_()
+    assert b["loss_mask"].sum() > 0 and b["position_ids"].sum() > 0
+
+
+def test_real_tokens_that_equal_the_pad_id(mm, tmp_path):
+    """DEFECTS 31: kept as upstream has it, token 0 without loss, but with a warning."""
+    prefix = mk(mm, tmp_path / "p", [[36, 37, 5, 5, 40, 41, 42, 43, 44]])
+    ds = gpt(mm, prefix, 1, tokenizer=Tok(pad=5))
+    with pytest.warns(UserWarning, match="pad"):
+        sample = ds[0]
+    assert sample["tokens"].tolist() == [36, 37, 0, 0, 40, 41, 42, 43]
+    assert sample["loss_mask"].tolist() == [1, 0, 0, 1, 1, 1, 1, 1]
+
+
+def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path):
+    """DEFECTS 33."""
+    prefix = mk(mm, tmp_path / "p", [[1, 2, 3]] * 9)
+    for flag in ("reset_position_ids", "eod_mask_loss"):
+        with pytest.warns(UserWarning, match="(?i)eod"):
+            gpt(mm, prefix, 1, **{flag: True})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gpt(mm, mk(mm, tmp_path / "q", [[1, 2, 0]] * 9), 1, reset_position_ids=True)
+
+
+PADS = {  # tokenizer attributes: the pad id that counts
+    "none": (Tok(), {}, -1),
+    "pad": (Tok(pad=7), {}, 7),
+    "pad-is-eod": (Tok(pad=0), {}, -1),
+    "pad-is-eod-allowed": (Tok(pad=0), {"allow_ambiguous_pad_tokens": True}, 0),
+    "pad-is-eos": (Tok(pad=3, eos=3), {}, -1),
+    "pad-is-none": (Tok(pad=None), {}, -1),
+    "special-other": (Tok(pad=0, special_tokens_dict={"bos": 9}), {}, 0),
+    "special-same": (Tok(pad=9, special_tokens_dict={"bos": 9}), {}, -1),
+}
+
+
+@pytest.mark.parametrize("case", PADS)
+def test_pad_id(mm, tmp_path, case):
+    tokenizer, fields, pad = PADS[case]
+    prefix = mk(mm, tmp_path / "p", [[5, 6, 0, 8]])
+    ambiguous = case in ("pad-is-eod", "pad-is-eos", "special-same")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ds = gpt(mm, prefix, None, "valid", drop_last_partial_validation_sequence=False, tokenizer=tokenizer,
+                 sequence_length=6, **fields)
+    assert any("pad" in str(w.message) for w in caught) == ambiguous
+    check_sample(quiet(ds.__getitem__, 0), brute_sample(ds, 0, ds.config, pad))
+
+
+@pytest.mark.parametrize("extra", [True, False], ids=["x1", "x0"])
+def test_inter_document_masking(mm, tmp_path, extra):
+    """cu_seqlens by hand: no empty segment, the extra token off the last piece, padding in the last."""
+    for case, rng in enumerate(cases(15)):
+        prefix = mk(mm, tmp_path / str(case), random_docs(rng, longest=9))
+        ds = gpt(mm, prefix, None, "valid", inter_document_masking=True, add_extra_token_to_sequence=extra,
+                 drop_last_partial_validation_sequence=False, sequence_length=int(rng.integers(1, 12)))
+        length = ds.config.sequence_length
+        owners = [d for d, i in enumerate(ds.document_index) for _ in range(ds.dataset.sequence_lengths[i])]
+        for k in range(len(ds)):
+            j, sample = int(ds.shuffle_index[k]), quiet(ds.__getitem__, k)
+            mine = owners[j * length:(j + 1) * length]
+            mine += mine[-1:] * (length - len(mine))
+            edges = [0] + [at for at in range(1, length) if mine[at] != mine[at - 1]] + [length]
+            same(sample["cu_seqlens"], torch.tensor(edges + [length] * (length + 1 - len(edges)), dtype=torch.int32))
+            same(sample["max_seqlen"], torch.tensor(int(max(np.diff(edges))), dtype=torch.int32))
+            positions = [at - max(e for e in edges if e <= at) for at in range(length)]
+            assert sample["position_ids"].tolist() == positions and "attention_mask" not in sample
+
+
+def test_cu_seqlens_when_a_sample_ends_on_a_document_boundary(mm, tmp_path):
+    """5 + 4 tokens, S = 4: the extra token of sample 0 is the last of document 0."""
+    prefix = mk(mm, tmp_path / "p", [[1] * 5, [2] * 4])
+    ds = gpt(mm, prefix, None, inter_document_masking=True, sequence_length=4)
+    for k in range(2):
+        sample = ds[k]
+        assert sample["cu_seqlens"].tolist()[0] == 0 and all(np.diff(sample["cu_seqlens"].tolist())[:1] > 0)
+        ends = [e for e in sample["cu_seqlens"].tolist() if e < 4]
+        assert len(ends) == len(set(ends)), "a zero-length segment"
+
+
+def test_mask_costs_bits_not_floats(mm, toy):
+    """DEFECTS 34: one byte an entry."""
+    mask = gpt(mm, toy, 3, sequence_length=4, create_attention_mask=True)[0]["attention_mask"]
+    assert mask.element_size() * mask.nelement() == 16
+
+
+def test_mock_data(mm):
+    cfg = config(mm, sequence_length=100, tokenizer=Tok(999, 50))
+    train, valid, test = mm.BlendedMegatronDatasetBuilder(mm.MockGPTDataset, [20, 10, 5], lambda: True, cfg).build()
+    lengths = np.random.default_rng(0).integers(1, 4096, size=100000, dtype=np.int32)
+    same(train.dataset.sequence_lengths, lengths)
+    for i in (0, 7, 99999):
+        wanted = [j % 50 for j in range(1, lengths[i])] + [999]
+        assert np.asarray(train.dataset.get(i)).tolist() == wanted
+        assert np.asarray(train.dataset.get(i, 0, 1)).tolist() == wanted[:1]
+    assert len(train) >= 20 and len(valid) >= 10 and len(test) >= 5 and len(train[0]["tokens"]) == 100
+
+
+def test_user_datasets_can_be_built(mm, tmp_path):
+    """MegatronDataset is the base of others: four hooks and the two methods of a sequence."""
+    class Numbers(mm.MegatronDataset):
+        numel_low_level_dataset = staticmethod(len)
+        build_low_level_dataset = staticmethod(lambda path, config: list(range(10)))
+
+        def __len__(self):
+            return len(self.indices)
+
+        def __getitem__(self, k):
+            return {"number": self.dataset[self.indices[k]]}
+
+    cfg = config(mm, (["x"], None), split="5,5,0")
+    train, valid, test = mm.BlendedMegatronDatasetBuilder(Numbers, [3, 3, 0], lambda: True, cfg).build()
+    assert [valid[k]["number"] for k in range(5)] == [5, 6, 7, 8, 9] and len(train) == 5 and test is None
+
+
+# -- the cache -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def corpus(mm, tmp_path):
+    return mk(mm, tmp_path / "corpus", random_docs(np.random.default_rng(5), most=40) * 3)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return str(tmp_path / "cache")
+
+
+def arrays(ds):
+    return [np.array(a) for a in (ds.document_index, ds.sample_index, ds.shuffle_index)]
+
+
+def same_arrays(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        same(a, b)
+
+
+def cached(mm, corpus, cache, n=50, **fields):
+    """-> the dataset's arrays, and the messages of the warnings on the way."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = arrays(gpt(mm, corpus, n, path_to_cache=cache, **fields))
+    return found, [str(w.message) for w in caught]
+
+
+def stamps(folder):
+    return {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in pathlib.Path(folder).iterdir()}
+
+
+def one_file(folder, suffix):
+    found = [p for p in pathlib.Path(folder).iterdir() if p.name.endswith(suffix)]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_cache_files(mm, corpus, cache):
+    """Names, the description and its hash are SPEC 4's; the arrays are plain .npy files."""
+    ds = gpt(mm, corpus, 50, path_to_cache=cache)
+    description = json.dumps(collections.OrderedDict([
+        ("class", "GPTDataset"), ("dataset_path", corpus), ("num_samples", 50), ("index_split", "train"),
+        ("random_seed", 1234), ("sequence_length", 8), ("split", "1,0,0"),
+        ("split_matrix", [(0, 1.0), None, None]), ("tokenizer", Tok().unique_identifiers)]), indent=4)
+    stem = f"{hashlib.md5(description.encode()).hexdigest()}-GPTDataset-train-"
+    names = ["description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy", "manifest.json"]
+    assert sorted(os.listdir(cache)) == sorted(stem + name for name in names)
+    assert one_file(cache, "description.txt").read_text() == description == ds.unique_description
+    same_arrays([np.load(one_file(cache, f"{n}.npy")) for n in ("document_index", "sample_index", "shuffle_index")],
+                arrays(ds))
+    json.loads(one_file(cache, "manifest.json").read_text())
+
+
+def test_default_cache_folder_is_beside_the_data(mm, corpus):
+    gpt(mm, corpus, 50)
+    assert len(os.listdir(f"{corpus}/cache/GPTDataset_indices")) == 5
+
+
+def test_cache_hit_writes_nothing(mm, corpus, cache):
+    built, _ = cached(mm, corpus, cache)
+    before = stamps(cache)
+    hit, caught = cached(mm, corpus, cache)
+    same_arrays(hit, built)
+    assert stamps(cache) == before and not caught
+
+
+def damage_torn(path):
+    os.truncate(path, os.path.getsize(path) - 5)
+
+
+def damage_flip(path):
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+def damage_empty(path):
+    path.write_bytes(b"")
+
+
+def damage_missing(path):
+    path.unlink()
+
+
+def damage_dtype(path):
+    np.save(path, np.load(path).astype(np.float64))
+
+
+def damage_shape(path):
+    np.save(path, np.load(path)[:-1])
+
+
+class Trap:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def damage_pickle(path):
+    """DEFECTS 39."""
+    with open(path, "wb") as file:
+        np.lib.format.write_array(file, np.array([Trap(f"{path}.ran")], object), allow_pickle=True)
+
+
+def damage_raw_pickle(path):
+    path.write_bytes(pickle.dumps(Trap(f"{path}.ran")))
+
+
+@pytest.mark.parametrize("suffix", ["document_index.npy", "sample_index.npy", "shuffle_index.npy"])
+@pytest.mark.parametrize("damage", [damage_torn, damage_flip, damage_empty, damage_missing, damage_dtype, damage_shape,
+                                    damage_pickle, damage_raw_pickle])
+@pytest.mark.parametrize("manifest", [True, False], ids=["ours", "no-manifest"])
+def test_damaged_cache_is_rebuilt(mm, corpus, cache, suffix, damage, manifest):
+    """DEFECTS 37, 38: torn, flipped, missing, another type; nothing in it is run."""
+    built, _ = cached(mm, corpus, cache)
+    damage(one_file(cache, suffix))
+    if not manifest:
+        one_file(cache, "manifest.json").unlink()
+    found, caught = cached(mm, corpus, cache)
+    same_arrays(found, built)
+    assert len(caught) == 1 and not glob.glob(f"{cache}/*.ran")
+    same_arrays(cached(mm, corpus, cache)[0], built)
+    assert not cached(mm, corpus, cache)[1], "rebuilt whole"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format": 999}'])
+def test_foreign_manifest_is_not_trusted(mm, corpus, cache, text):
+    built, _ = cached(mm, corpus, cache)
+    one_file(cache, "manifest.json").write_text(text)
+    damage_flip(one_file(cache, "sample_index.npy"))
+    found, caught = cached(mm, corpus, cache)
+    same_arrays(found, built)
+    assert caught
+
+
+@pytest.mark.parametrize("docs", [[[1, 2, 3]] * 20, [[1] * 9] * 400], ids=["smaller", "larger"])
+def test_regenerated_data_is_not_served_from_the_old_cache(mm, corpus, cache, docs):
+    """DEFECTS 36."""
+    cached(mm, corpus, cache)
+    mk(mm, corpus, docs)
+    found, caught = cached(mm, corpus, cache)
+    same_arrays(found, arrays(gpt(mm, corpus, 50, path_to_cache=cache + "2")))
+    assert caught
+    same_arrays(cached(mm, corpus, cache)[0], found)
+
+
+def test_data_of_equal_size_and_other_lengths_is_seen(mm, tmp_path, cache):
+    """The .idx has as many bytes and the same mtime: its contents tell."""
+    corpus = mk(mm, tmp_path / "p", [[1] * 8, [2] * 3, [3] * 40])
+    stat = os.stat(corpus + ".idx")
+    cached(mm, corpus, cache, n=5)
+    mk(mm, corpus, [[1] * 3, [2] * 8, [3] * 40])
+    os.utime(corpus + ".idx", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    found, caught = cached(mm, corpus, cache, n=5)
+    same_arrays(found, arrays(gpt(mm, corpus, 5, path_to_cache=cache + "2")))
+    assert caught
+
+
+def test_touched_data_is_the_same_data(mm, corpus, cache):
+    """Only mtime differs (a copy): checked in full once, not rebuilt, and quick again afterwards."""
+    built, _ = cached(mm, corpus, cache)
+    before = stamps(cache)
+    os.utime(corpus + ".idx", ns=(1, 1))
+    found, caught = cached(mm, corpus, cache)
+    same_arrays(found, built)
+    assert not caught
+    after = stamps(cache)
+    assert {k: v for k, v in after.items() if k.endswith(".npy")} == {k: v for k, v in before.items() if
+                                                                     k.endswith(".npy")}
+
+
+@pytest.mark.parametrize("fields", [{"add_extra_token_to_sequence": False},
+                                    {"drop_last_partial_validation_sequence": False}], ids=["x0", "keep"])
+def test_flags_are_in_the_key(mm, corpus, cache, fields):
+    """DEFECTS 35."""
+    for split in ("valid", "train"):
+        plain, _ = cached(mm, corpus, cache, split=split)
+        other, caught = cached(mm, corpus, cache, split=split, **fields)
+        fresh, _ = cached(mm, corpus, cache + split, split=split, **fields)
+        same_arrays(other, fresh)
+        assert not caught
+        same_arrays(cached(mm, corpus, cache, split=split)[0], plain)
+
+
+def test_document_range_is_in_the_key(mm, corpus, cache):
+    """DEFECTS 35: upstream serves documents 0..24 for 25..48."""
+    low = cached(mm, corpus, cache, documents=np.arange(0, 9, dtype=np.int32))[0]
+    high = cached(mm, corpus, cache, documents=np.arange(9, 18, dtype=np.int32))[0]
+    assert set(low[0]) == set(range(9)) and set(high[0]) == set(range(9, 18))
+    odd = cached(mm, corpus, cache, documents=np.arange(0, 18, 2, dtype=np.int32))[0]
+    assert set(odd[0]) == set(range(0, 18, 2))
+
+
+def test_unwritable_cache_is_a_warning(mm, corpus, tmp_path):
+    """DEFECTS 42: a folder below a regular file refuses even root; the indices stay in memory."""
+    (tmp_path / "file").write_text("")
+    wanted, _ = cached(mm, corpus, str(tmp_path / "cache"))
+    found, caught = cached(mm, corpus, str(tmp_path / "file" / "cache"))
+    same_arrays(found, wanted)
+    assert len(caught) == 1 and "cache" in caught[0]
+    ds = quiet(gpt, mm, corpus, 50, path_to_cache=str(tmp_path / "file" / "cache"))
+    same_arrays(arrays(pickle.loads(pickle.dumps(ds))), wanted)
+
+
+def test_failed_write_leaves_no_cache(mm, corpus, cache, monkeypatch):
+    """Stopped before the last file has its name: the next job builds, and no temporary file stays."""
+    replace, count = os.replace, [0]
+
+    def failing(a, b):
+        count[0] += 1
+        if count[0] == 3:
+            raise OSError(28, "No space left on device")
+        replace(a, b)
+
+    monkeypatch.setattr(os, "replace", failing)
+    _, caught = cached(mm, corpus, cache)
+    assert caught and not glob.glob(f"{cache}/*.tmp")
+    monkeypatch.undo()
+    found, _ = cached(mm, corpus, cache)
+    same_arrays(found, cached(mm, corpus, cache + "2")[0])
+
+
+def test_two_jobs_may_build_at_once(mm, corpus, cache):
+    """DEFECTS 37: threads that race; each gets right arrays, and the files are whole."""
+    wanted = cached(mm, corpus, cache + "2")[0]
+    found, failed = [], []
+
+    def job():
+        try:
+            found.append(arrays(quiet(gpt, mm, corpus, 50, path_to_cache=cache)))
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=job) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for each in found:
+        same_arrays(each, wanted)
+    assert not glob.glob(f"{cache}/*.tmp") and not cached(mm, corpus, cache)[1]
+
+
+def test_fast_cache_load_trusts(mm, corpus, cache):
+    built, _ = cached(mm, corpus, cache, fast_cache_load=True)  # none yet: built
+    same_arrays(cached(mm, corpus, cache, fast_cache_load=True)[0], built)
+    path = one_file(cache, "shuffle_index.npy")
+    np.save(path, np.load(path)[::-1].copy())
+    before = stamps(cache)
+    found, caught = cached(mm, corpus, cache, fast_cache_load=True)
+    same(found[2], built[2][::-1])
+    assert not caught and stamps(cache) == before
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_defer_npy_index_mmap(mm, corpus, cache, fast):
+    """DEFECTS 43: without a cache it builds one; the arrays are opened at the first access."""
+    fields = {"defer_npy_index_mmap": True, "fast_cache_load": fast}
+    wanted, _ = cached(mm, corpus, cache, **fields)
+    ds = gpt(mm, corpus, 50, path_to_cache=cache, **fields)
+    open_files = [line for line in open("/proc/self/maps") if cache in line] if sys.platform == "linux" else []
+    assert not open_files
+    same_arrays(arrays(ds), wanted)
+    assert len(ds[0]["tokens"]) == 8 and len(ds) == len(wanted[2])
+
+
+@pytest.mark.parametrize("blend", [False, True], ids=["gpt", "blend"])
+def test_pickled_dataset_is_small_and_works(mm, tmp_path, cache, blend):
+    """DEFECTS 28: the arrays stay in their files."""
+    prefix = mk(mm, tmp_path / "p", [[1] * 5] * 20000)
+    cfg = config(mm, ([prefix, prefix] if blend else [prefix], [1, 1] if blend else None), path_to_cache=cache)
+    ds = build(mm, [10000, 0, 0], cfg)[0]
+    text = pickle.dumps(ds)
+    again = pickle.loads(text)
+    assert len(text) < 10_000 and len(again) == len(ds)
+    for k in (0, 77, len(ds) - 1):
+        same_samples(again[k], ds[k])
+
+
+def test_unpickled_dataset_whose_cache_is_gone(mm, corpus, cache):
+    """It says so, in an error of the file system or a sentence: no wrong data."""
+    ds = gpt(mm, corpus, 50, path_to_cache=cache)
+    wanted = arrays(ds)
+    text = pickle.dumps(ds)
+    shutil.rmtree(cache)
+    try:
+        same_arrays(arrays(pickle.loads(text)), wanted)
+    except (OSError, ValueError):
+        pass
+    same_arrays(arrays(ds), wanted)
+
+
+def test_document_index_costs_its_size(mm, tmp_path):
+    """DEFECTS 26: upstream needs six times the result."""
+    import tracemalloc
+    documents = np.arange(100_000, dtype=np.int32)
+    tracemalloc.start()
+    result = mm.build_document_index(documents, 10, np.random.RandomState(0), False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2.5 * result.nbytes
+
+
+# ==============================================================================
+# 6. BlendedDataset
+# ==============================================================================
+
+
+def bare(mm, *sizes):
+    return [Bare(n, mm.Split.train) for n in sizes]
+
+
+def blended(mm, sizes, weights, size, **fields):
+    return mm.BlendedDataset(bare(mm, *sizes), weights, size, config(mm, (["x"], None), **fields))
+
+
+def test_blend_by_hand(mm):
+    ds = blended(mm, [9, 9], [1, 3], 8)
+    same(ds.dataset_index, np.array([1, 0, 1, 1, 0, 1, 1, 1], np.int16))
+    same(ds.dataset_sample_index, np.array([0, 0, 1, 2, 1, 3, 4, 5], np.int64))
+    assert ds[1] == {"dataset_id": 0, "sample": 0} and isinstance(ds[1]["dataset_id"], np.int16)
+    assert len(ds) == 8 and ds[-1] == {"dataset_id": 1, "sample": 5}
+    for i in (8, -9):
+        with pytest.raises(IndexError):
+            ds[i]
+
+
+def test_blend_batches(mm):
+    ds = blended(mm, [9, 9], [1, 3], 8)
+    assert ds.__getitems__([7, 0, 1]) == [ds[7], ds[0], ds[1]]
+
+
+def test_blend_padding(mm, tmp_path):
+    prefix = mk(mm, tmp_path / "p", [[1] * 50])
+    ds = build(mm, [4, 0, 0], config(mm, ([prefix, prefix], [1, 1])))[0]
+    assert ds[None]["loss_mask"].sum() == 0 and set(ds[None]) == set(ds[0])
+    assert ds.__getitems__([1, None])[1]["loss_mask"].sum() == 0
+
+
+def test_exhaustive_blend_takes_everything(mm):
+    """DEFECTS 50: floats that are whole numbers are counts too."""
+    for weights in ([3, 5], [3.0, 5.0]):
+        ds = blended(mm, [3, 5], weights, None)
+        assert len(ds) == 8
+        assert sorted((ds[i]["dataset_id"], ds[i]["sample"]) for i in range(8)) == [
+            *((0, k) for k in range(3)), *((1, k) for k in range(5))]
+
+
+def test_weight_0_drops_the_dataset(mm, caplog):
+    """DEFECTS 46."""
+    ds = blended(mm, [9, 9, 9], [0.0, 1, 1], 4)
+    assert len(ds.datasets) == 2 and {int(ds[i]["dataset_id"]) for i in range(4)} == {0, 1}
+
+
+@pytest.mark.parametrize("weights, size", [([-1, 1], 4), ([math.nan, 1], 4), ([math.inf, 1], 4), ([0, 0], 4), ([1], 4),
+                                           ([1.5, 2.5], None), ([1, 1], -1)])
+def test_blend_refuses(mm, weights, size):
+    """DEFECTS 46."""
+    with pytest.raises(ValueError):
+        blended(mm, [9, 9], weights, size)
+
+
+def test_blend_weight_error_names_the_dataset(mm):
+    datasets = bare(mm, 9, 9)
+    datasets[1].dataset_path = "the-second"
+    with pytest.raises(ValueError, match="the-second"):
+        mm.BlendedDataset(datasets, [1, math.nan], 4, config(mm, (["x"], None)))
+
+
+def test_blend_that_asks_for_too_much_says_so_at_once(mm):
+    """DEFECTS 45: upstream fails with IndexError in the middle of the run."""
+    with pytest.raises(ValueError, match="bare"):
+        blended(mm, [9, 2], [1, 1], 8)
+    with pytest.raises(ValueError):
+        blended(mm, [9, 2], [9, 3], None)
+
+
+def test_blend_cache(mm, cache):
+    first = blended(mm, [90, 90], [1, 3], 80, path_to_cache=cache)
+    names = sorted(name.split("-BlendedDataset-train-")[1] for name in os.listdir(cache))
+    assert names == ["dataset_index.npy", "dataset_sample_index.npy", "description.txt", "manifest.json"]
+    wanted = [np.array(first.dataset_index), np.array(first.dataset_sample_index)]
+    before = stamps(cache)
+    again = blended(mm, [90, 90], [1, 3], 80, path_to_cache=cache)
+    same_arrays([again.dataset_index, again.dataset_sample_index], wanted)
+    assert stamps(cache) == before
+    damage_flip(one_file(cache, "dataset_index.npy"))
+    with pytest.warns(UserWarning, match="rebuilt"):
+        again = blended(mm, [90, 90], [1, 3], 80, path_to_cache=cache)
+    same_arrays([again.dataset_index, again.dataset_sample_index], wanted)
+
+
+def test_blend_without_cache_path_writes_nothing(mm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blended(mm, [9, 9], [1, 3], 8)
+    assert not os.listdir(tmp_path)
+
+
+# ==============================================================================
+# 7. The builder
+# ==============================================================================
+
+
+@pytest.fixture
+def corpora(mm, tmp_path):
+    """Three pairs of 40, 25 and 10 documents."""
+    rng = np.random.default_rng(11)
+    return [mk(mm, tmp_path / f"c{i}", [rng.integers(1, 50, rng.integers(5, 30)) for _ in range(n)])
+            for i, n in enumerate((40, 25, 10))]
+
+
+def test_one_prefix_without_weights_is_plain(mm, corpora):
+    train, valid, test = build(mm, [100, 10, None], config(mm, (corpora[:1], None), split="8,1,1"))
+    assert [type(ds).__name__ for ds in (train, valid, test)] == ["GPTDataset"] * 3
+    assert [len(ds.indices) for ds in (train, valid, test)] == [32, 4, 4] and len(train) >= 100
+    assert train.indices.dtype == np.int32 and valid.indices.tolist() == [32, 33, 34, 35]
+
+
+def test_splits_that_are_none(mm, corpora):
+    assert build(mm, [10, 10, 10], config(mm, (corpora[:1], None), split="1,0,0"))[1:] == [None, None]
+    assert build(mm, [10, 10, 10], config(mm, (corpora, [1, 1, 1]), split="0,1,0"))[::2] == [None, None]
+
+
+def test_weighted_blend_sizes(mm, corpora):
+    weights, size = [0.5, 0.3, 0.2], 101
+    train = build(mm, [size, 0, 0], config(mm, (corpora, weights)))[0]
+    targets = [math.ceil(size * w) for w in mm.normalize(weights)]
+    assert len(train) == train.size == sum(targets)
+    assert [ds.num_samples for ds in train.datasets] == [math.ceil(t * 1.005) for t in targets]
+    assert train[0]["tokens"].shape == (8,)
+
+
+def test_blend_never_asks_for_more_than_was_built(mm, tmp_path):
+    """DEFECTS 45: one sample a document, so corpora are tight and a quarter of upstream's fail."""
+    prefix = mk(mm, tmp_path / "p", [[1] * 9])
+    rebuilt = 0
+    for rng in cases(40):
+        weights, size = rng.dirichlet(np.ones(int(rng.integers(2, 12)))) + 1e-3, int(rng.integers(50, 300))
+        cfg = config(mm, ([prefix] * len(weights), weights.tolist()), mid_level_dataset_surplus=0.0,
+                     path_to_cache=str(tmp_path / "cache"))
+        train = build(mm, [size, 0, 0], cfg)[0]
+        counts = np.bincount(train.dataset_index, minlength=len(weights))
+        asked = [math.ceil(size * w) for w in train.weights]
+        for d, ds in enumerate(train.datasets):
+            assert counts[d] <= len(ds)
+            rebuilt += ds.num_samples > asked[d]
+        for k in range(0, len(train), 17):
+            train[k]
+    assert rebuilt, "no case needed it: the test shows nothing"
+
+
+def test_unweighted_blend_is_one_epoch_of_each(mm, corpora):
+    train = build(mm, [None, None, None], config(mm, (corpora, None)))[0]
+    assert train.size is None and train.weights == [len(ds) for ds in train.datasets] and len(train) == sum(train.weights)
+    small = build(mm, [10, 0, 0], config(mm, (corpora, None)))[0]
+    assert len(small) == small.size == 10
+    with pytest.warns(UserWarning, match="1000000"):  # DEFECTS 49
+        large = build(mm, [1000000, 0, 0], config(mm, (corpora, None)))[0]
+    assert len(large) == len(train)
+
+
+def test_unweighted_blend_with_a_corpus_too_short_for_a_sample(mm, corpora, tmp_path):
+    short = mk(mm, tmp_path / "short", [[1, 2]])
+    train = quiet(build, mm, [None, None, None], config(mm, ([short, *corpora], None)))[0]
+    whole = build(mm, [None, None, None], config(mm, (corpora, None)))[0]
+    assert len(train) == len(whole)
+    with pytest.raises(ValueError):
+        build(mm, [None, None, None], config(mm, ([short, short], None)))
+
+
+def test_weights_without_size_are_an_error(mm, corpora):
+    with pytest.raises(ValueError, match="size"):
+        build(mm, [None, 0, 0], config(mm, (corpora, [1, 1, 1])))
+    with pytest.raises(ValueError, match="sizes"):
+        build(mm, [1, 2], config(mm, (corpora, [1, 1, 1])))
+
+
+def test_weight_0_in_the_config_drops_the_corpus(mm, corpora):
+    """DEFECTS 46; the corpus is not even opened."""
+    train = build(mm, [50, 0, 0], config(mm, ([*corpora[:2], "/none"], [1, 1, 0.0])))[0]
+    wanted = build(mm, [50, 0, 0], config(mm, (corpora[:2], [1, 1])))[0]
+    same(train.dataset_index, wanted.dataset_index)
+    assert len(train.datasets) == 2
+
+
+def test_blend_per_split(mm, corpora):
+    blends = [(corpora[:2], [1, 3]), (corpora[2:], None), None]
+    train, valid, test = build(mm, [50, 5, 5], config(mm, blend_per_split=blends))
+    assert test is None and type(valid).__name__ == "GPTDataset" and type(train).__name__ == "BlendedDataset"
+    assert len(valid.indices) == 10 and [len(ds.indices) for ds in train.datasets] == [40, 25]
+    assert {ds.index_split for ds in train.datasets} == {mm.Split.train} and valid.index_split is mm.Split.valid
+
+
+def test_multiple_validation_sets(mm, corpora):
+    cfg = config(mm, blend_per_split=[(corpora[:1], None), (corpora, None), None], multiple_validation_sets=True)
+    valid = build(mm, [10, 5, 0], cfg)[1]
+    assert [len(ds.indices) for ds in valid] == [40, 25, 10] and all(ds.num_samples == 5 for ds in valid)
+    cfg.full_validation = True
+    valid = build(mm, [10, 5, 0], cfg)[1]
+    assert [ds.num_samples for ds in valid] == [None] * 3
+
+
+def test_threads_build_the_same(mm, corpora, tmp_path):
+    built = [build(mm, [500, 50, 0], config(mm, (corpora, [3, 2, 1]), split="9,1,0", num_dataset_builder_threads=n,
+                                            path_to_cache=str(tmp_path / str(n)))) for n in (1, 3)]
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "3") and len(files_of(tmp_path / "1")) == 6 * 5 + 2 * 4
+    same(built[0][0].dataset_index, built[1][0].dataset_index)
+
+
+def test_missing_corpus_is_one_error(mm, corpora):
+    with pytest.raises(FileNotFoundError, match="none"):
+        build(mm, [10, 1, 0], config(mm, ([*corpora, "/none/x"], [1, 1, 1, 1]), num_dataset_builder_threads=2))
+
+
+def test_blend_with_cache_needs_no_torch_distributed(mm, corpora, tmp_path):
+    """DEFECTS 44."""
+    assert len(build(mm, [10, 0, 0], config(mm, (corpora, [1, 1, 1]), path_to_cache=str(tmp_path / "cache")))[0])
+
+
+def test_equal_corpora_keep_upstreams_equal_permutations(mm, corpora):
+    """DEFECTS 25: the order is upstream's, one seed for all."""
+    a, b = build(mm, [20, 0, 0], config(mm, (corpora[:1] * 2, [1, 1])))[0].datasets
+    same_arrays(arrays(a), arrays(b))
+
+
+# -- distributed: two real processes ---------------------------------------------------------------
+
+RANKS = r"""
+import json, os, sys, time, datetime, torch, numpy as np
+import megatron_min as mm
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
+                                     timeout=datetime.timedelta(seconds=60))
+
+def cfg(cache, prefixes=("a", "b"), weights=(1, 3)):
+    return mm.GPTDatasetConfig(1234, 8, blend=([f"{folder}/{p}" for p in prefixes], weights), split="9,1,0",
+                               tokenizer=mm.ByteTokenizer(), create_attention_mask=False,
+                               path_to_cache=f"{folder}/{cache}")
+
+def build(config, on=lambda: True, cls=mm.GPTDataset):
+    built = mm.BlendedMegatronDatasetBuilder(cls, [60, 6, 0], on, config).build()
+    return [ds and [len(ds), int(sum(int(ds[k]["tokens"].sum()) * (k + 1) for k in range(len(ds))))] for ds in built]
+
+class Rank1Fails(mm.GPTDataset):
+    @staticmethod
+    def build_low_level_dataset(path, config):
+        if rank == 1:
+            raise RuntimeError("rank one is broken")
+        return mm.GPTDataset.build_low_level_dataset(path, config)
+
+scenarios = {
+    "shared": lambda: build(cfg("cache")),
+    "again": lambda: build(cfg("cache")),
+    "own": lambda: build(cfg(f"cache{rank}")),
+    "only-1": lambda: build(cfg("cache3"), lambda: rank == 1),
+    "only-0": lambda: build(cfg("cache3"), lambda: rank == 0),
+    "bad-prefix": lambda: build(cfg("cache4", ("a", "none"))),
+    "bad-on-1": lambda: build(cfg("cache5"), cls=Rank1Fails),
+    "assertion-on-0": lambda: build(cfg("cache6"), cls=type("Asserts", (mm.GPTDataset,), {
+        "numel_low_level_dataset": staticmethod(lambda ds: 1 / 0 if rank == 0 else len(ds))})),
+    "plain": lambda: build(cfg("cache7", ("a",), None)),
+    "consistent": lambda: mm.check_data_consistency(64),
+    "inconsistent": lambda: mm.check_data_consistency(64 + rank),
+}
+for name, scenario in scenarios.items():
+    start = time.monotonic()
+    try:
+        result = ["ok", scenario()]
+    except Exception as error:
+        result = [type(error).__name__, str(error)]
+    with open(f"{folder}/result{rank}", "a") as file:
+        file.write(json.dumps([name, result, time.monotonic() - start]) + "\n")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Run every scenario on two ranks -> {scenario: [(kind, value, seconds) of rank 0, of rank 1]}."""
+    mm, folder, rng = copy_of_module("python"), tmp_path_factory.mktemp("ranks"), np.random.default_rng(0)
+    for name in "ab":
+        mk(mm, folder / name, [rng.integers(1, 200, 20) for _ in range(30)])
+    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([sys.executable, "-c", RANKS, str(rank), folder], env=env, stderr=subprocess.PIPE,
+                              text=True) for rank in (0, 1)]
+    errors = []
+    for rank in ranks:
+        try:
+            errors.append(rank.communicate(timeout=110)[1])
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            errors.append("it hung")
+    results = {}
+    for rank in (0, 1):
+        lines = (folder / f"result{rank}").read_text().splitlines() if (folder / f"result{rank}").exists() else []
+        for name, (kind, value), seconds in map(json.loads, lines):
+            results.setdefault(name, []).append((kind, value, seconds))
+    return results, errors, folder
+
+
+def on_both(two_ranks, name):
+    results, errors, _ = two_ranks
+    found = results.get(name, [])
+    assert len(found) == 2, f"{name}: {found}, stderr {errors}"
+    assert max(seconds for _, _, seconds in found) < 20, "a rank waited"
+    return [result[:2] for result in found]
+
+
+def test_ranks_share_a_cache(two_ranks):
+    first, second = on_both(two_ranks, "shared")
+    assert first == second and first[0] == "ok"
+    assert on_both(two_ranks, "again") == [first, second]
+
+
+def test_ranks_with_caches_of_their_own(two_ranks):
+    """DEFECTS 40."""
+    assert on_both(two_ranks, "own") == on_both(two_ranks, "shared")
+    results, _, folder = two_ranks
+    assert set(files_of(folder / "cache0")) == set(files_of(folder / "cache1"))
+
+
+def test_built_only_on_some_ranks(two_ranks):
+    whole = on_both(two_ranks, "shared")[0]
+    nothing = ("ok", [None, None, None])
+    assert on_both(two_ranks, "only-1") == [nothing, whole] and on_both(two_ranks, "only-0") == [whole, nothing]
+
+
+@pytest.mark.parametrize("name, words", [("bad-prefix", "none"), ("bad-on-1", "rank one is broken"),
+                                         ("assertion-on-0", "division")])
+def test_failure_on_one_rank_is_raised_on_all(two_ranks, name, words):
+    """DEFECTS 41: upstream's other ranks wait for ten minutes."""
+    found = on_both(two_ranks, name)
+    assert all(kind != "ok" and words in text for kind, text in found), found
+    assert on_both(two_ranks, "plain")[0][0] == "ok", "and the group still works"
+
+
+def test_ranks_that_disagree_on_consumed_samples(two_ranks):
+    assert on_both(two_ranks, "consistent") == [("ok", None)] * 2
+    for kind, text in on_both(two_ranks, "inconsistent"):
+        assert kind == "ValueError" and "64" in text and "65" in text
+
+
+def test_check_data_consistency_alone(one):
+    assert one.check_data_consistency(5) is None
+
+
+# ==============================================================================
+# 8. Samplers, loader, resume
+# ==============================================================================
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sample k is {"k": k}; padding is -1."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, k):
+        assert k is None or 0 <= k < self.n
+        return {"k": -1 if k is None else k}
+
+
+def sequential(mm, total, consumed, micro, ranks, drop_last=True):
+    """One pass of every rank -> [[rank 0's batch, rank 1's, ...] of each step]."""
+    samplers = [mm.MegatronPretrainingSampler(total, consumed, micro, rank, ranks, drop_last) for rank in range(ranks)]
+    lengths = [len(sampler) for sampler in samplers]
+    passes = [list(sampler) for sampler in samplers]
+    assert [len(batches) for batches in passes] == lengths and len(set(lengths)) == 1
+    return list(zip(*passes))
+
+
+def shuffled(mm, total, consumed, micro, ranks, sharding, seed=0):
+    samplers = [mm.MegatronPretrainingRandomSampler(None, total, consumed, micro, rank, ranks, sharding, seed)
+                for rank in range(ranks)]
+    lengths = [len(sampler) for sampler in samplers]
+    passes = [list(sampler) for sampler in samplers]
+    assert [len(batches) for batches in passes] == lengths and len(set(lengths)) == 1
+    return list(zip(*passes))
+
+
+def flat(steps):
+    return [k for step in steps for batch in step for k in batch]
+
+
+def random_layout(rng):
+    return int(rng.integers(1, 60)), int(rng.integers(1, 5)), int(rng.integers(1, 5))
+
+
+def test_sequential_order(one):
+    for rng in cases(200):
+        total, micro, ranks = random_layout(rng)
+        consumed, group = int(rng.integers(0, total + 1)), micro * ranks
+        steps = sequential(one, total, consumed, micro, ranks)
+        assert len(steps) == (total - consumed) // group
+        for step, batches in enumerate(steps):
+            for rank, batch in enumerate(batches):
+                first = consumed + step * group + rank * micro
+                assert batch == list(range(first, first + micro))
+
+
+def test_sequential_tail_is_shared_out(one):
+    """DEFECTS 56: equal numbers of full batches on all ranks, None in the missing places."""
+    for rng in cases(200):
+        total, micro, ranks = random_layout(rng)
+        consumed = int(rng.integers(0, total + 1))
+        steps = sequential(one, total, consumed, micro, ranks, drop_last=False)
+        assert len(steps) == math.ceil((total - consumed) / (micro * ranks))
+        assert all(len(batch) == micro for step in steps for batch in step)
+        assert [k for k in flat(steps) if k is not None] == list(range(consumed, total))
+        full = sequential(one, total, consumed, micro, ranks)
+        assert [list(map(list, s)) for s in steps[:len(full)]] == [list(map(list, s)) for s in full]
+        for step in steps[len(full):]:
+            counts = [sum(k is not None for k in batch) for batch in step]
+            assert max(counts) - min(counts) <= 1, "shared out evenly"
+
+
+def test_second_pass_starts_at_0(one):
+    """DEFECTS 59."""
+    sampler = one.MegatronPretrainingSampler(8, 4, 2, 0, 1)
+    assert list(sampler) == [[4, 5], [6, 7]] and list(sampler) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert list(sampler) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_nothing_left_is_an_empty_pass(one):
+    """DEFECTS 53, 58: a finished run, and fewer samples than one global batch."""
+    assert list(one.MegatronPretrainingSampler(8, 8, 2, 0, 1)) == []
+    assert list(one.MegatronPretrainingSampler(3, 0, 2, 0, 2)) == []
+
+
+@pytest.mark.parametrize("consumed", [8, 10])
+def test_resume_at_the_end_of_a_pass_goes_on_with_the_next(one, consumed):
+    """The rest of the pass has no batch, but the next one does: no stop, no error."""
+    loader = one.build_pretraining_data_loader(Numbers(10), consumed, micro_batch_size=4)
+    batches = one.cyclic_iter(loader)
+    assert [next(batches)["k"].tolist() for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_full_validation_gives_every_sample_once(one):
+    for total, ranks in ((7, 3), (6, 3), (1, 4), (5, 1)):
+        samplers = [one.MegatronFullValidationSampler(total, 0, 9, rank, ranks) for rank in range(ranks)]
+        steps = list(zip(*samplers))
+        assert len(steps) == math.ceil(total / ranks) and all(len(b) == 1 for step in steps for b in step)
+        assert sorted(k for k in flat(steps) if k is not None) == list(range(total))
+
+
+def test_random_order_sharded(one):
+    for rng in cases(100):
+        total, micro, ranks = random_layout(rng)
+        seed, group = int(rng.integers(100)), micro * ranks
+        if total < group:
+            continue
+        active = total - total % group
+        consumed = int(rng.integers(0, 3 * active // group)) * group
+        epoch, done, bucket = consumed // active, consumed % active, total // group * micro
+        steps = shuffled(one, total, consumed, micro, ranks, True, seed)
+        for rank in range(ranks):
+            order = torch.randperm(bucket, generator=torch.Generator().manual_seed(seed + epoch))
+            wanted = (rank * bucket + order[done // ranks:]).tolist()
+            assert [k for step in steps for k in step[rank]] == wanted
+
+
+def test_random_order_unsharded(one):
+    """DEFECTS 52: cut so that all ranks have as many batches."""
+    for rng in cases(100):
+        total, micro, ranks = random_layout(rng)
+        seed, group = int(rng.integers(100)), micro * ranks
+        if total < group:
+            continue
+        active = total - total % group
+        consumed = int(rng.integers(0, 3 * active // group)) * group
+        order = torch.randperm(total // micro * micro, generator=torch.Generator().manual_seed(seed + consumed // active))
+        rest = order.tolist()[consumed % active:]
+        steps = shuffled(one, total, consumed, micro, ranks, False, seed)
+        assert len(steps) == (active - consumed % active) // group
+        for rank in range(ranks):
+            wanted = rest[rank::ranks]
+            assert [k for step in steps for k in step[rank]] == wanted[:len(steps) * micro]
+
+
+def test_random_order_by_hand(one):
+    """DEFECTS 52, 55: epoch by epoch as upstream's default; the seed has an effect."""
+    assert flat(shuffled(one, 8, 0, 1, 1, True)) == [4, 0, 7, 3, 2, 5, 1, 6]
+    assert flat(shuffled(one, 8, 0, 1, 1, True, seed=1)) == flat(shuffled(one, 8, 8, 1, 1, True)) != [
+        4, 0, 7, 3, 2, 5, 1, 6]
+    ranks = [one.MegatronPretrainingRandomSampler(None, 3, 0, 1, rank, 2, False) for rank in (0, 1)]
+    for _ in range(4):
+        assert [len(list(sampler)) for sampler in ranks] == [1, 1]
+
+
+def test_random_sampler_goes_on_from_epoch_to_epoch(one):
+    sampler = one.MegatronPretrainingRandomSampler(None, 8, 0, 2, 0, 1, True, 5)
+    epochs = [list(sampler) for _ in range(3)]
+    for epoch, found in enumerate(epochs):
+        assert [list(b) for b in found] == [s[0] for s in shuffled(one, 8, 8 * epoch, 2, 1, True, 5)]
+
+
+BAD_SAMPLERS = {
+    "total-0": lambda mm: mm.MegatronPretrainingSampler(0, 0, 1, 0, 1),
+    "consumed-negative": lambda mm: mm.MegatronPretrainingSampler(8, -1, 1, 0, 1),
+    "consumed-beyond": lambda mm: mm.MegatronPretrainingSampler(8, 9, 1, 0, 1),
+    "micro-0": lambda mm: mm.MegatronPretrainingSampler(8, 0, 0, 0, 1),
+    "ranks-0": lambda mm: mm.MegatronPretrainingSampler(8, 0, 1, 0, 0),
+    "rank-beyond": lambda mm: mm.MegatronPretrainingSampler(8, 0, 1, 2, 2),
+    "rank-negative": lambda mm: mm.MegatronPretrainingSampler(8, 0, 1, -1, 2),
+    "random-too-few": lambda mm: mm.MegatronPretrainingRandomSampler(None, 3, 0, 2, 0, 2, True),  # DEFECTS 53
+    "random-not-a-multiple": lambda mm: mm.MegatronPretrainingRandomSampler(None, 64, 24, 16, 0, 2, True),
+    "type": lambda mm: mm.build_pretraining_data_loader(Numbers(8), 0, micro_batch_size=1, dataloader_type="odd"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SAMPLERS)
+def test_bad_sampler_is_a_sentence(one, case):
+    with pytest.raises(ValueError, match=r"\w+ \w+"):
+        BAD_SAMPLERS[case](one)
+
+
+def loaders(mm, dataset, micro, ranks, consumed=0, **fields):
+    return [mm.build_pretraining_data_loader(dataset, consumed, micro_batch_size=micro, data_parallel_rank=rank,
+                                             data_parallel_size=ranks, **fields) for rank in range(ranks)]
+
+
+def global_batches(parts):
+    """The ranks' batches of each step, put together: sorted, as dealing differs in the random order."""
+    for batches in zip(*parts, strict=True):
+        yield [k for batch in batches for k in batch["k"].tolist()]
+
+
+def test_loader_delivers_dicts_of_batches(one):
+    loader = one.build_pretraining_data_loader(Numbers(10), 4, micro_batch_size=2, data_parallel_rank=1,
+                                               data_parallel_size=2)
+    assert isinstance(loader, torch.utils.data.DataLoader) and len(loader) == 1
+    assert [batch["k"].tolist() for batch in loader] == [[6, 7]]
+    assert loader.state_dict()["consumed_samples"] == 8
+    assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
+    own = [1, 2]
+    assert one.build_pretraining_data_loader(own, 0, micro_batch_size=1, dataloader_type="external") is own
+
+
+def test_loader_pads_the_last_batch(one):
+    parts = loaders(one, Numbers(9), 2, 3, drop_last=False)
+    found = [[batch["k"].tolist() for batch in loader] for loader in parts]
+    assert all(len(batches) == 2 for batches in found)
+    assert sorted(k for batches in found for b in batches for k in b if k >= 0) == list(range(9))
+    assert {loader.state_dict()["consumed_samples"] for loader in parts} == {9}
+    full = loaders(one, Numbers(3), 9, 2, full_validation=True)
+    assert [[b["k"].tolist() for b in loader] for loader in full] == [[[0], [2]], [[1], [-1]]]
+
+
+LAYOUTS = [(8, 1), (1, 8), (4, 2), (2, 4)]  # micro-batch size, ranks: the global batch is 8
+
+
+@pytest.mark.parametrize("kind, sharding", [("single", True), ("cyclic", False)], ids=["sequential", "random"])
+def test_resume_at_every_step_on_other_ranks(one, kind, sharding):
+    """Stop after each step, go on with each other layout: the global batches are the same."""
+    fields = {"dataloader_type": kind, "data_sharding": sharding, "seed": 3}
+    wanted = [sorted(b) for b in global_batches(loaders(one, Numbers(64), 8, 1, **fields))]
+    assert sorted(k for batch in wanted for k in batch) == list(range(64))
+    for step in range(len(wanted) + 1):
+        for before, after in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1]):
+            parts = loaders(one, Numbers(64), *before, **fields)
+            iterators = [iter(loader) for loader in parts]
+            seen = [sorted(k for it in iterators for k in next(it)["k"].tolist()) for _ in range(step)]
+            states = [json.loads(json.dumps(loader.state_dict())) for loader in parts]
+            assert all(state == states[0] for state in states) and states[0]["consumed_samples"] == 8 * step
+            resumed = loaders(one, Numbers(64), *after, **fields)
+            for loader in resumed:
+                loader.load_state_dict(states[0])
+                assert loader.state_dict() == states[0]
+            if kind == "cyclic" and step == len(wanted):
+                continue  # the next epoch: another order
+            assert seen + [sorted(b) for b in global_batches(resumed)] == wanted
+
+
+def test_sequential_global_batches_are_in_order_on_any_ranks(one):
+    """The property to keep: dp 4 / mbs 2, then dp 2 / mbs 4 at 24 of 64 give exactly 0 .. 63."""
+    first = flat(sequential(one, 24, 0, 2, 4))
+    assert first + flat(sequential(one, 64, 24, 4, 2)) == list(range(64))
+
+
+def test_sharded_random_resumes_in_its_layout(one):
+    fields = {"dataloader_type": "cyclic", "data_sharding": True, "seed": 3}
+    whole = [list(loader) for loader in loaders(one, Numbers(66), 2, 4, **fields)]
+    parts = loaders(one, Numbers(66), 2, 4, **fields)
+    iterators = [iter(loader) for loader in parts]
+    for _ in range(3):
+        state = [next(it) and loader.state_dict() for it, loader in zip(iterators, parts)][0]
+    again = loaders(one, Numbers(66), 2, 4, **fields)
+    for loader, wanted in zip(again, whole):
+        loader.load_state_dict(state)
+        assert [b["k"].tolist() for b in loader] == [b["k"].tolist() for b in wanted[3:]]
+
+
+def state_of(mm, dataset, steps=1, **fields):
+    loader = mm.build_pretraining_data_loader(dataset, 0, **{"micro_batch_size": 8} | fields)
+    iterator = iter(loader)
+    for _ in range(steps):
+        next(iterator)
+    return loader.state_dict()
+
+
+CYCLIC = {"dataloader_type": "cyclic", "data_sharding": True}
+
+
+@pytest.mark.parametrize("saved, here, n, field", [
+    pytest.param({}, {}, 65, "num_samples", id="another-dataset"),
+    pytest.param({}, CYCLIC, 64, "sampler", id="another-sampler"),
+    pytest.param(CYCLIC, CYCLIC | {"seed": 1}, 64, "seed", id="another-seed"),
+    pytest.param(CYCLIC, CYCLIC | {"data_sharding": False}, 64, "data_sharding", id="sharding"),
+    pytest.param(CYCLIC, CYCLIC | {"micro_batch_size": 4, "data_parallel_size": 2}, 64, "data_parallel_size",
+                 id="sharded-on-other-ranks")])  # DEFECTS 54
+def test_state_that_does_not_fit_is_refused(one, saved, here, n, field):
+    state = state_of(one, Numbers(64), **saved)
+    loader = one.build_pretraining_data_loader(Numbers(n), 0, **{"micro_batch_size": 8} | here)
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match=field):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before, "and nothing was changed"
+
+
+@pytest.mark.parametrize("fields, name", [({"random_seed": 5}, "random_seed"), ({"sequence_length": 4}, "sequence_length"),
+                                          ({"documents": 7}, "data")])
+def test_state_of_another_dataset_is_refused(mm, tmp_path, fields, name):
+    prefix = mk(mm, tmp_path / "p", [[1] * 17] * 8)
+    state = state_of(mm, gpt(mm, prefix, None), micro_batch_size=2)
+    if "documents" in fields:
+        fields = {"documents": np.arange(7, dtype=np.int32)}
+    other = mm.build_pretraining_data_loader(gpt(mm, prefix, None, **fields), 0, micro_batch_size=2)
+    with pytest.raises(ValueError, match=name):
+        other.load_state_dict(state)
+
+
+def test_state_survives_a_move_of_the_data(mm, tmp_path):
+    prefix = mk(mm, tmp_path / "p", [[1] * 17] * 8)
+    state = state_of(mm, gpt(mm, prefix, 10), micro_batch_size=2)
+    for extension in (".bin", ".idx"):
+        (tmp_path / "moved").mkdir(exist_ok=True)
+        shutil.copy(prefix + extension, tmp_path / "moved" / f"q{extension}")
+    other = mm.build_pretraining_data_loader(gpt(mm, str(tmp_path / "moved" / "q"), 10), 0, micro_batch_size=2)
+    other.load_state_dict(state)
+    assert other.state_dict()["consumed_samples"] == 2
+
+
+@pytest.mark.parametrize("state", [{}, None, 5, {"consumed_samples": 8}, {"version": 99}], ids=repr)
+def test_no_state_is_a_sentence(one, state):
+    loader = one.build_pretraining_data_loader(Numbers(64), 0, micro_batch_size=8)
+    with pytest.raises(ValueError, match=r"\w+ \w+"):
+        loader.load_state_dict(state)
+
+
+def test_state_beyond_the_data_is_refused(one):
+    loader = one.build_pretraining_data_loader(Numbers(64), 0, micro_batch_size=8)
+    for consumed in (65, -1):
+        with pytest.raises(ValueError):
+            loader.load_state_dict(loader.state_dict() | {"consumed_samples": consumed}, strict=False)
+
+
+def test_strict_false_goes_on_anyway(one):
+    state = state_of(one, Numbers(64))
+    loader = one.build_pretraining_data_loader(Numbers(80), 0, micro_batch_size=8)
+    loader.load_state_dict(state, strict=False)
+    assert next(iter(loader))["k"].tolist() == list(range(8, 16))
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_workers_deliver_in_order_and_the_state_does_not_run_ahead(one, kind):
+    """num_workers=2 prefetches; the state counts what was delivered."""
+    fields = {"micro_batch_size": 4, "dataloader_type": kind, "seed": 2}
+    wanted = [b["k"].tolist() for b in one.build_pretraining_data_loader(Numbers(64), 0, **fields)]
+    loader = one.build_pretraining_data_loader(Numbers(64), 0, num_workers=2, **fields)
+    assert loader.persistent_workers
+    found, iterator = [], iter(loader)
+    for step in range(5):
+        found.append(next(iterator)["k"].tolist())
+        assert loader.state_dict()["consumed_samples"] == 4 * (step + 1)
+    state = loader.state_dict()
+    again = one.build_pretraining_data_loader(Numbers(64), 0, num_workers=0, **fields)
+    again.load_state_dict(state)
+    assert found + [b["k"].tolist() for b in again] == wanted
+    loader.load_state_dict(state)  # also into the loader whose sampler ran ahead
+    assert [b["k"].tolist() for b in loader] == wanted[5:]
+    assert [b["k"].tolist() for b in loader][:1] != wanted[5:6]
+
+
+def test_loader_of_a_real_dataset_with_workers(mm, tmp_path):
+    prefix = mk(mm, tmp_path / "p", random_docs(np.random.default_rng(2)))
+    cfg = config(mm, ([prefix, prefix], [1, 2]), path_to_cache=str(tmp_path / "cache"))
+    ds = build(mm, [40, 0, 0], cfg)[0]
+    alone, workers = (list(mm.build_pretraining_data_loader(ds, 0, micro_batch_size=4, num_workers=n)) for n in (0, 2))
+    assert len(alone) == len(workers) == len(ds) // 4
+    for a, b in zip(alone, workers):
+        same_samples(a, b)
+    assert alone[0]["tokens"].shape == (4, 8) and alone[0]["dataset_id"].tolist() == ds.dataset_index[:4].tolist()
+
+
+def test_cyclic_iter(one):
+    numbers = one.cyclic_iter([1, 2])
+    assert [next(numbers) for _ in range(5)] == [1, 2, 1, 2, 1]
+    with pytest.raises(ValueError):
+        next(one.cyclic_iter([]))
+
+
+def test_cyclic_iter_counts_on_over_epochs(one):
+    loader = one.build_pretraining_data_loader(Numbers(8), 0, micro_batch_size=2, dataloader_type="cyclic")
+    batches = one.cyclic_iter(loader)
+    found = [next(batches)["k"].tolist() for _ in range(9)]
+    assert loader.state_dict()["consumed_samples"] == 18
+    assert sorted(sum(found[:4], [])) == sorted(sum(found[4:8], [])) == list(range(8)) and found[:4] != found[4:8]
+
+
+def test_rerun_data_iterator(one):
+    numbers = one.RerunDataIterator(iter(range(5)))
+    assert [next(numbers), next(numbers)] == [0, 1]
+    for _ in range(2):
+        numbers.rewind()
+        assert [next(numbers), next(numbers)] == [0, 1]
+    numbers.rewind()
+    assert next(numbers) == 0 and next(numbers) == 1 and next(numbers) == 2
+    numbers.advance()
+    assert next(numbers) == 3
+    numbers.rewind()
+    assert list(numbers) == [3, 4]
+    with pytest.raises(StopIteration):
+        next(numbers)
+
+
+def test_num_samples_of_a_run(one):
+    """By hand: an evaluation after iterations 30, 60, 90, and one at the end."""
+    count = one.get_train_valid_test_num_samples
+    assert count(train_iters=100, global_batch_size=8, eval_interval=30, eval_iters=2) == (800, 64, 16)
+    assert count(train_samples=805, global_batch_size=8, eval_interval=30, eval_iters=2) == (805, 64, 16)
+    assert count(train_iters=10, global_batch_size=8, eval_interval=30, eval_iters=2, full_validation=True)[1] is None
+    for both in ({}, {"train_iters": 1, "train_samples": 8}):
+        with pytest.raises(ValueError):
+            count(global_batch_size=8, eval_interval=30, eval_iters=2, **both)
+
+
+def test_ramp_up_by_hand(one):
+    """16 to 32 in steps of 8 over 100 samples: a step every 50."""
+    ramp, found = one.NumMicroBatches(32, 4, 2, (16, 8, 100)), []
+    for consumed in (0, 49, 50, 99, 101, 1000):
+        ramp.update(consumed)
+        found.append((ramp.get_current_global_batch_size(), ramp.get()))
+    assert found == [(16, 2), (16, 2), (24, 3), (24, 3), (32, 4), (32, 4)]
+    constant = one.NumMicroBatches(32, 4, 2)
+    constant.update(10**9)
+    assert (constant.get(), constant.get_current_global_batch_size()) == (4, 32)
+
+
+@pytest.mark.parametrize("arguments", [(30, 4, 2), (32, 4, 2, (16, 6, 100)), (32, 4, 2, (40, 8, 100)),
+                                       (32, 4, 2, (16, 8, -1)), (32, 0, 2), (32, 4, 2, (0, 8, 100)),
+                                       (32, 4, 2, (16, 4, 100))], ids=str)
+def test_ramp_up_refuses(one, arguments):
+    with pytest.raises(ValueError):
+        one.NumMicroBatches(*arguments)
+
+
+def test_ramp_up_equals_upstreams(one, up):
+    for rng in cases(200):
+        micro, ranks, steps = (int(rng.integers(1, 5)) for _ in range(3))
+        unit, start = micro * ranks, micro * ranks * int(rng.integers(1, 4))
+        increment, samples = unit * int(rng.integers(1, 4)), int(rng.integers(1, 3000))
+        final = start + steps * increment
+        ours = one.NumMicroBatches(final, micro, ranks, (start, increment, samples))
+        theirs = up.calculator.RampupBatchsizeNumMicroBatchesCalculator(final, micro, ranks, False, 0, start, increment,
+                                                                        samples)
+        for consumed in sorted({0, samples, samples + 1, *rng.integers(0, samples + 50, 20).tolist()}):
+            ours.update(consumed)
+            theirs.update(consumed, True)
+            assert ours.get() == theirs.get(), (final, micro, ranks, start, increment, samples, consumed)
+            assert ours.get_current_global_batch_size() == theirs.get_current_global_batch_size()
+
+
+# ==============================================================================
+# 9. The command line
+# ==============================================================================
+
+
+def test_commands_by_hand(one, tmp_path, capsys):
+    path = jsonl(tmp_path / "a.jsonl", ["aaaa", "bbb", "cccccc"])
+    code, out, _ = command(one, capsys, "preprocess", "--input", path, "--output-prefix", tmp_path / "toy")
+    prefix = f"{tmp_path}/toy_text_document"
+    assert code == 0 and "3 documents" in out and "13 tokens" in out
+    code, out, _ = command(one, capsys, "inspect", prefix)
+    assert code == 0 and "uint16" in out and "97, 97, 97, 97" in out and "aaaa" in out
+    code, out, _ = command(one, capsys, "verify", prefix)
+    assert code == 0 and prefix in out
+    code, out, _ = command(one, capsys, "merge", "--input", prefix, prefix, "--output-prefix", tmp_path / "two")
+    assert code == 0 and len(one.IndexedDataset(tmp_path / "two", check=True)) == 6
+    code, out, _ = command(one, capsys, "--version")
+    assert code == 0 and one.__version__ in out
+
+
+def test_inspect_of_an_empty_pair(one, tmp_path, capsys):
+    code, out, _ = command(one, capsys, "inspect", mk(one, tmp_path / "p", []))
+    assert code == 0 and "0" in out
+    code, out, _ = command(one, capsys, "inspect", mk(one, tmp_path / "q", [[], [1, 2]]))
+    assert code == 0
+
+
+def test_verify_finds_every_corruption(one, tmp_path, capsys):
+    for case, (extension, offset, data, _) in CORRUPT.items():
+        prefix = mk(one, tmp_path / case / "p", [[1] * 3, [2] * 2, [], [3] * 4])
+        patch(prefix + extension, offset, data)
+        code, _, err = command(one, capsys, "verify", prefix)
+        assert code == 1 and prefix in err and one_sentence(err), case
+
+
+def test_build_command_makes_the_cache_of_a_job(mm, corpora, tmp_path, capsys):
+    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
+    code, out, err = command(mm, capsys, "build", "--blend", "3", corpora[0], "1", corpora[1], "--split", "9,1,0",
+                             "--sequence-length", 8, "--random-seed", 7, "--sizes", 50, 5, 0, "--path-to-cache", mine)
+    assert code == 0 and "train" in out, err
+    build(mm, [50, 5, 0], config(mm, (corpora[:2], [3, 1]), split="9,1,0", random_seed=7, path_to_cache=theirs,
+                                 tokenizer=mm.ByteTokenizer()))
+    assert files_of(mine) == files_of(theirs)
+    code, out, err = command(mm, capsys, "build", "--train-blend", corpora[0], "--valid-blend", corpora[1], "--sizes",
+                             "none", 5, 0, "--sequence-length", 8, "--random-seed", 7, "--path-to-cache", mine)
+    assert code == 0 and "valid" in out, err
+
+
+WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), u (uint16)
+    "nothing": [],
+    "no-such-command": ["fly"],
+    "preprocess-nothing": ["preprocess"],
+    "preprocess-input": ["preprocess", "--input", "none.jsonl", "--output-prefix", "o"],
+    "preprocess-output": ["preprocess", "--input", "a.jsonl", "--output-prefix", "none/o"],
+    "preprocess-key": ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", "--json-keys", "other"],
+    "preprocess-workers": ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", "--workers", "many"],
+    "preprocess-workers-0": ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", "--workers", "0"],
+    "preprocess-on-error": ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", "--on-error", "maybe"],
+    "merge-none": ["merge", "--input", "none", "--output-prefix", "o"],
+    "merge-dtypes": ["merge", "--input", "p", "u", "--output-prefix", "o"],
+    "merge-into-input": ["merge", "--input", "p", "--output-prefix", "p"],
+    "inspect-none": ["inspect", "none"],
+    "inspect-text": ["inspect", "text"],
+    "verify-none": ["verify", "p", "none"],
+    "build-nothing": ["build"],
+    "build-split": ["build", "--blend", "p", "--split", "1,x", "--sequence-length", "8", "--random-seed", "1", "--sizes",
+                    "1", "1", "1"],
+    "build-sizes": ["build", "--blend", "p", "--split", "1", "--sequence-length", "8", "--random-seed", "1", "--sizes",
+                    "x", "1", "1"],
+    "build-corpus": ["build", "--blend", "none", "--split", "1", "--sequence-length", "8", "--random-seed", "1",
+                     "--sizes", "1", "1", "1"],
+    "build-blend": ["build", "--blend", "1", "p", "2", "--split", "1", "--sequence-length", "8", "--random-seed", "1",
+                    "--sizes", "1", "1", "1"],
+    "build-empty-split": ["build", "--blend", "p", "--split", "99,1,0", "--sequence-length", "8", "--random-seed", "1",
+                          "--sizes", "1", "1", "1"],
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use_is_one_sentence(one, tmp_path, capsys, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    jsonl("a.jsonl", ["a"])
+    mk(one, tmp_path / "p", [[1] * 20])
+    mk(one, tmp_path / "u", [[1] * 20], np.uint16)
+    (tmp_path / "text.idx").write_text("these are no indices, but a text of some length")
+    (tmp_path / "text.bin").write_text("x")
+    before = sorted(os.listdir(tmp_path))
+    code, _, err = command(one, capsys, *WRONG[case])
+    assert code not in (0, None) and one_sentence(err), err
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_real_process(tmp_path, one):
+    """Exit codes, stderr, and no traceback; the demo says True, in under 30 seconds of its own."""
+    run = [sys.executable, str(HERE / "megatron_min.py")]
+    wrong = subprocess.run([*run, "verify", "none"], capture_output=True, text=True, cwd=tmp_path)
+    assert wrong.returncode == 1 and wrong.stderr.count("\n") == 1 and not wrong.stdout
+    start = time.monotonic()
+    demo = subprocess.run([*run, "demo"], capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    assert demo.returncode == 0 and "True" in demo.stdout and "False" not in demo.stdout, demo.stderr
+    assert not os.listdir(tmp_path) and "Traceback" not in demo.stderr
+
+
+def test_demo_keeps_its_files_where_asked(one, tmp_path, capsys):
+    code, out, err = command(one, capsys, "demo", "--keep", tmp_path / "kept")
+    assert code == 0 and "True" in out, err
+    pairs = [path[:-4] for path in glob.glob(f"{tmp_path}/kept/*.idx")]
+    assert len(pairs) == 2 and all(one.IndexedDataset(prefix, check=True) for prefix in pairs)
+
+
+# ==============================================================================
+# 10. Parity of datasets, blends and caches with megatron-core
+# ==============================================================================
+
+
+def both(mm, up, function):
+    """function(names) with ours and with upstream's, quietly."""
+    return quiet(function, mm), quiet(function, up)
+
+
+def same_dataset(ours, theirs, note=""):
+    assert len(ours) == len(theirs), note
+    for name in ("document_index", "sample_index", "shuffle_index"):
+        same(getattr(ours, name), getattr(theirs, name), (note, name))
+    assert ours.unique_description == theirs.unique_description, note
+    assert ours.unique_description_hash == theirs.unique_description_hash, note
+
+
+def random_request(rng, docs, length, extra):
+    """A number of samples that upstream can count: one epoch, around the edges, or several."""
+    epoch = (sum(map(len, docs)) - extra) // length
+    choices = [None, 1, epoch, epoch + 1, int(epoch * rng.uniform(1, 3)), int(epoch * 1.8), int(rng.integers(1, 200))]
+    request = choices[rng.integers(len(choices))]
+    return request if request is None else max(1, request)
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_dataset_equals_upstreams(mm, up, tmp_path, split):
+    """Indices, values and dtypes, and some samples, under every flag."""
+    for case, rng in enumerate(cases(100)):
+        docs = [np.append(d, 0) if rng.random() < 0.6 else d for d in random_docs(rng, vocab=9)] + [np.array([1, 2, 3])]
+        prefix = mk(mm, tmp_path / "p", docs, rng.choice([np.uint16, np.int32]))
+        flags = random_flags(rng) | {"drop_last_partial_validation_sequence": bool(rng.integers(2))}
+        n = random_request(rng, docs, flags["sequence_length"], flags["add_extra_token_to_sequence"])
+        if split == "valid" and len(docs[-1]) == 0:
+            continue  # DEFECTS 19
+        cache = str(tmp_path / f"cache{case}")
+        ours = quiet(gpt, mm, prefix, n, split, path_to_cache=f"{cache}-ours", **flags)
+        theirs = quiet(gpt, up, prefix, n, split, path_to_cache=f"{cache}-theirs", **flags)
+        assert len(ours) == len(theirs)
+        for name in ("document_index", "sample_index", "shuffle_index"):
+            same(getattr(ours, name), getattr(theirs, name), (case, name))
+        for k in rng.integers(0, len(ours), 6).tolist() if len(ours) else []:
+            fresh = quiet(gpt, up, prefix, n, split, path_to_cache=f"{cache}-theirs", **flags)  # DEFECTS 29
+            same_samples(quiet(ours.__getitem__, k), quiet(fresh.__getitem__, k), (case, k))
+        if len(ours):
+            same_samples(quiet(ours.__getitem__, None), quiet(fresh.__getitem__, None), case)
+        shutil.rmtree(f"{cache}-ours"), shutil.rmtree(f"{cache}-theirs")
+
+
+@pytest.mark.parametrize("case", PADS)
+def test_padding_equals_upstreams(mm, up, tmp_path, case):
+    tokenizer, fields, _ = PADS[case]
+    prefix = mk(mm, tmp_path / "p", [[5, 6, 0, 8, 7, 9, 3]])
+    fields = fields | {"drop_last_partial_validation_sequence": False, "tokenizer": tokenizer, "sequence_length": 5}
+    for name, flags in (("a", {}), ("b", {"add_extra_token_to_sequence": False, "eod_mask_loss": True})):
+        for k in range(2):
+            ours, theirs = both(mm, up, lambda names: gpt(
+                names, prefix, None, "valid", path_to_cache=str(tmp_path / names.__name__ if hasattr(
+                    names, "__name__") else tmp_path / f"up{name}"), **fields | flags)[k])
+            same_samples(ours, theirs, (case, k))
+
+
+def test_mock_dataset_equals_upstreams(mm, up):
+    for n, length in ((50, 64), (None, 2000)):
+        for tokenizer in (Tok(999, 1000), Tok(0, 37)):
+            ours, theirs = both(mm, up, lambda names: names.BlendedMegatronDatasetBuilder(
+                names.MockGPTDataset, [n or 3, 2, 1], lambda: True,
+                config(names, sequence_length=length, tokenizer=tokenizer)).build())
+            for a, b in zip(ours, theirs):
+                assert len(a) == len(b)
+                for k in range(0, len(a), max(1, len(a) // 5)):
+                    same_samples(a[k], b[k], k)
+
+
+def same_built(ours, theirs, note=""):
+    """What the two builders made: None, a dataset, a list of them, or a blend."""
+    assert len(ours) == len(theirs), note
+    for a, b in zip(ours, theirs):
+        assert type(a).__name__ == type(b).__name__, note
+        if isinstance(a, list):
+            same_built(a, b, note)
+        elif type(a).__name__ == "BlendedDataset":
+            assert a.unique_description_hash == b.unique_description_hash, note
+            assert a.size == b.size and len(a) == len(b), note
+            same(a.dataset_index, b.dataset_index, note)
+            same(a.dataset_sample_index, b.dataset_sample_index, note)
+            same_built(a.datasets, b.datasets, note)
+            for k in range(0, len(a), max(1, len(a) // 4)):
+                same_samples(a[k], b[k], (note, k))
+        elif a is not None:
+            same_dataset(a, b, note)
+
+
+@pytest.fixture
+def many(mm, tmp_path):
+    rng = np.random.default_rng(21)
+    return [mk(mm, tmp_path / f"m{i}", [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))])
+            for i in range(6)]
+
+
+def random_build(rng, many):
+    """sizes and fields of a config, in all modes that upstream takes."""
+    def blend():
+        prefixes = list(rng.choice(many, rng.integers(1, 6), replace=False))
+        weights = rng.dirichlet(np.ones(len(prefixes))) + 0.05
+        if rng.random() < 0.3:
+            weights = rng.integers(1, 5, len(prefixes)).astype(float)
+        return list(map(str, prefixes)), weights.tolist() if rng.random() < 0.6 else None
+
+    sizes = rng.integers(1, 400, 3).tolist()
+    fields = {"sequence_length": int(rng.integers(4, 16)), "random_seed": int(rng.integers(9999))}
+    if rng.random() < 0.5:
+        fields["blend"], fields["split"] = blend(), str(rng.choice(["8,1,1", "90,10,0", "1,0,0", "5,4,1"]))
+        if fields["blend"][1] is None and rng.random() < 0.5:
+            sizes = [None] * 3
+    else:
+        fields["blend_per_split"] = [blend() if rng.random() < 0.8 else None for _ in range(3)]
+        valid = fields["blend_per_split"][1]
+        if valid and len(valid[0]) > 1 and valid[1] is None and rng.random() < 0.6:
+            fields |= {"multiple_validation_sets": True, "full_validation": bool(rng.integers(2))}
+        elif valid and valid[1] is None and rng.random() < 0.4:
+            fields["full_validation"] = True
+        if not any(fields["blend_per_split"]):
+            fields["blend_per_split"][0] = blend()
+    return sizes, fields | {"num_dataset_builder_threads": int(rng.integers(1, 3))}
+
+
+def test_builder_equals_upstreams(mm, up, many, tmp_path, group):
+    """Every mode: the datasets, and each file of the cache byte for byte."""
+    compared = 0
+    for case, rng in enumerate(cases(25)):
+        sizes, fields = random_build(rng, many)
+        note, theirs_cache, ours_cache = (case, sizes, fields), tmp_path / f"t{case}", tmp_path / f"o{case}"
+        try:
+            theirs = quiet(build, up, sizes, config(up, path_to_cache=str(theirs_cache), **fields))
+            indices = [ds for ds in theirs if type(ds).__name__ == "BlendedDataset"]
+        except IndexError:
+            continue  # DEFECTS 45
+        ours = quiet(build, mm, sizes, config(mm, path_to_cache=str(ours_cache), **fields))
+        same_built(ours, theirs, note)
+        assert {k: v for k, v in files_of(ours_cache).items() if not k.endswith("manifest.json")} == files_of(
+            theirs_cache), note
+        compared += 1 + len(indices)
+        shutil.rmtree(ours_cache), shutil.rmtree(theirs_cache)
+    assert compared >= 15 * min(1, CASES)
+
+
+def test_upstream_hits_our_cache(mm, up, many, tmp_path, group):
+    """It rewrites nothing, and has the same samples."""
+    cfg = {"blend": (many[:3], [1.0, 2.0, 3.0]), "split": "8,1,1", "path_to_cache": str(tmp_path / "cache")}
+    ours = build(mm, [100, 10, 10], config(mm, **cfg))
+    before = stamps(tmp_path / "cache")
+    theirs = quiet(build, up, [100, 10, 10], config(up, **cfg))
+    assert stamps(tmp_path / "cache") == before
+    same_built(ours, theirs)
+
+
+@pytest.mark.parametrize("fields", [{}, {"fast_cache_load": True}, {"defer_npy_index_mmap": True}], ids=str)
+def test_our_builder_adopts_upstreams_cache(mm, up, many, tmp_path, group, fields):
+    """Checked once, without a warning and without a rewrite; the manifest is added."""
+    cfg = {"blend": (many[:3], [1.0, 2.0, 3.0]), "split": "8,1,1", "path_to_cache": str(tmp_path / "cache")}
+    theirs = quiet(build, up, [100, 10, 10], config(up, **cfg))
+    before = stamps(tmp_path / "cache")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = build(mm, [100, 10, 10], config(mm, **cfg, **fields))
+        again = build(mm, [100, 10, 10], config(mm, **cfg, **fields))
+    after = stamps(tmp_path / "cache")
+    assert {name: after[name] for name in before} == before
+    added = [name for name in after if name not in before]
+    assert all(name.endswith("manifest.json") for name in added) and (len(added) == 12 or "fast_cache_load" in fields)
+    same_built(ours, theirs)
+    same_built(again, theirs)
+
+
+def test_tampered_upstream_cache_is_not_adopted(mm, up, many, tmp_path):
+    """DEFECTS 36, 38: the data changed after upstream wrote its cache."""
+    cache = str(tmp_path / "cache")
+    quiet(gpt, up, many[0], 50, path_to_cache=cache)
+    mk(mm, many[0], [[1, 2, 3, 4]] * 33)
+    with pytest.warns(UserWarning, match="rebuilt"):
+        ds = gpt(mm, many[0], 50, path_to_cache=cache)
+    same_arrays(arrays(ds), arrays(gpt(mm, many[0], 50, path_to_cache=cache + "2")))
