@@ -79,6 +79,7 @@ def copy_of_module(implementation):
 @pytest.fixture(scope="session", autouse=True)
 def no_fsync():
     """Waiting for the disk would be most of the run time (test_files_are_synced_before_... has its own)."""
+    gc.freeze()  # upstream calls gc.collect() for every file; pytest's own objects need no look
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
@@ -103,8 +104,15 @@ def up():
     names = types.SimpleNamespace()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for module in ("blended_dataset", "blended_megatron_dataset_builder", "gpt_dataset", "helpers",
-                       "indexed_dataset", "blended_megatron_dataset_config", "utils"):
+        for module in (
+            "blended_dataset",
+            "blended_megatron_dataset_builder",
+            "gpt_dataset",
+            "helpers",
+            "indexed_dataset",
+            "blended_megatron_dataset_config",
+            "utils",
+        ):
             found = importlib.import_module(f"megatron.core.datasets.{module}")
             vars(names).update({k: v for k, v in vars(found).items() if not k.startswith("__")})
         names.calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
@@ -114,7 +122,9 @@ def up():
 @pytest.fixture
 def group():
     """A group of one process: upstream cannot cache a blend without (DEFECTS 44)."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -194,8 +204,15 @@ def random_docs(rng, most=30, longest=20, empty=0.1, vocab=50):
 
 def config(mm, blend=None, **fields):
     """A GPTDatasetConfig with short samples, no mask, and the whole of a corpus for training."""
-    defaults = {"random_seed": 1234, "sequence_length": 8, "tokenizer": Tok(), "create_attention_mask": False,
-                "reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False}
+    defaults = {
+        "random_seed": 1234,
+        "sequence_length": 8,
+        "tokenizer": Tok(),
+        "create_attention_mask": False,
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+    }
     if blend is not None:
         defaults |= {"blend": blend, "split": "1,0,0"}
     return mm.GPTDatasetConfig(**defaults | fields)
@@ -215,12 +232,18 @@ def build(mm, sizes, cfg):
 
 def stream(ds):
     """All tokens of a GPTDataset, in the order of its document_index."""
-    return np.concatenate([[], *(ds.dataset.get(int(i)) for i in ds.document_index)]).astype(np.int64)
+    return np.concatenate([[], *(ds.dataset.get(int(i)) for i in ds.document_index)]).astype(
+        np.int64
+    )
 
 
 def files_of(folder):
     """{name: bytes} of a folder and those below it."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in pathlib.Path(folder).rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in pathlib.Path(folder).rglob("*")
+        if p.is_file()
+    }
 
 
 def quiet(function, *args, **kwargs):
@@ -232,9 +255,19 @@ def quiet(function, *args, **kwargs):
 
 def python(code, *args, timeout=100, **kwargs):
     """Run code in a new interpreter that finds megatron_min."""
-    env = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"} | kwargs.pop("env", {})
-    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True,
-                          timeout=timeout, env=env, **kwargs)
+    env = (
+        os.environ
+        | {"PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        | kwargs.pop("env", {})
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=env,
+        **kwargs,
+    )
 
 
 def command(mm, capsys, *argv):
@@ -253,7 +286,12 @@ def command(mm, capsys, *argv):
 def one_sentence(err):
     """What a wrong argument or file may print: no traceback, and the last line says what it was."""
     lines = err.strip().split("\n")
-    return "Traceback" not in err and len(lines[-1].split()) > 3 and "error: " in lines[-1] or len(lines) == 1
+    return (
+        "Traceback" not in err
+        and len(lines[-1].split()) > 3
+        and "error: " in lines[-1]
+        or len(lines) == 1
+    )
 
 
 def jsonl(path, texts, key="text"):
@@ -288,7 +326,12 @@ def test_contents_match_banners(one):
 
 def test_the_switch_really_switches(mm, request):
     is_c = "[c]" in request.node.name
-    for kernel in ("build_sample_idx", "shuffle", "build_blending_indices", "build_exhaustive_blending_indices"):
+    for kernel in (
+        "build_sample_idx",
+        "shuffle",
+        "build_blending_indices",
+        "build_exhaustive_blending_indices",
+    ):
         assert (getattr(mm, f"_{kernel}").__module__ == "_megatron_min") == is_c, kernel
     assert mm.IMPLEMENTATION == ("c" if is_c else "python")
 
@@ -298,10 +341,18 @@ def test_asking_for_c_without_a_build_is_an_error(tmp_path):
     shutil.copy(HERE / "megatron_min.py", tmp_path)
     code = "import sys; sys.modules['_megatron_min'] = None\nimport megatron_min; print(megatron_min.IMPLEMENTATION)"
     env = os.environ | {"MEGATRON_MIN_C": "1"}
-    refused = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert refused.returncode and "ImportError" in refused.stderr or "ModuleNotFoundError" in refused.stderr
+    refused = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert (
+        refused.returncode
+        and "ImportError" in refused.stderr
+        or "ModuleNotFoundError" in refused.stderr
+    )
     env.pop("MEGATRON_MIN_C")
-    alone = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    alone = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert alone.stdout == "python\n", alone.stderr
 
 
@@ -320,23 +371,33 @@ def test_doctests_of_the_readme(one, monkeypatch):
 
 def test_width_of_all_files():
     files = [p for p in HERE.iterdir() if p.suffix in (".py", ".c")]
-    wide = [f"{p.name}:{n}" for p in files for n, line in enumerate(p.read_text("utf-8").split("\n"), 1)
-            if len(line) > 100]
+    wide = [
+        f"{p.name}:{n}"
+        for p in files
+        for n, line in enumerate(p.read_text("utf-8").split("\n"), 1)
+        if len(line) > 100
+    ]
     assert not wide
 
 
 def test_shape_of_the_module():
     """Median function at most 15 lines, none over 90; prose per line of code between 0.5 and 1.2."""
     tree = ast.parse(source())
-    functions = [n.end_lineno - n.lineno + 1 for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    functions = [
+        n.end_lineno - n.lineno + 1 for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)
+    ]
     assert statistics.median(functions) <= 15 and max(functions) <= 90
     assert 0.5 <= prose_per_code(source(), tree) <= 1.2
 
 
 def prose_per_code(text, tree):
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    docs = {line for n in ast.walk(tree) if isinstance(n, documented) and ast.get_docstring(n)
-            for line in range(n.body[0].lineno, n.body[0].end_lineno + 1)}
+    docs = {
+        line
+        for n in ast.walk(tree)
+        if isinstance(n, documented) and ast.get_docstring(n)
+        for line in range(n.body[0].lineno, n.body[0].end_lineno + 1)
+    }
     comments, code = set(), set()
     layout = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -350,8 +411,18 @@ def prose_per_code(text, tree):
 
 def test_every_public_name_has_a_docstring():
     tree = ast.parse(source())
-    public = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name[0] != "_"]
-    inner = {m for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) for m in ast.walk(n) if m is not n}
+    public = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name[0] != "_"
+    ]
+    inner = {
+        m
+        for n in ast.walk(tree)
+        if isinstance(n, ast.FunctionDef)
+        for m in ast.walk(n)
+        if m is not n
+    }
     assert not [n.name for n in public if n not in inner and not ast.get_docstring(n)]
 
 
@@ -361,12 +432,18 @@ def test_the_toy_example_by_hand(mm, toy):
     same(ds.document_index, np.array([0, 1, 2], np.int32))
     same(ds.sample_index, np.array([[0, 0], [1, 0], [2, 1], [2, 5]], np.int32))
     same(ds.shuffle_index, np.array([1, 2, 0], np.uint32))
-    text = [bytes(ds[k]["tokens"].tolist() + ds[k]["labels"].tolist()[-1:]).decode() for k in range(3)]
+    text = [
+        bytes(ds[k]["tokens"].tolist() + ds[k]["labels"].tolist()[-1:]).decode() for k in range(3)
+    ]
     assert text == ["bbbcc", "ccccc", "aaaab"]
 
 
 def test_toy_corpus_is_the_one_of_the_examples(one, tmp_path):
-    assert [bytes(d) for d in one.IndexedDataset(one.toy_corpus(tmp_path))] == [b"aaaa", b"bbb", b"cccccc"]
+    assert [bytes(d) for d in one.IndexedDataset(one.toy_corpus(tmp_path))] == [
+        b"aaaa",
+        b"bbb",
+        b"cccccc",
+    ]
 
 
 # ==============================================================================
@@ -377,9 +454,14 @@ def test_toy_corpus_is_the_one_of_the_examples(one, tmp_path):
 def idx_bytes(lengths, documents, code=4, size=4, modes=()):
     """The .idx that the format's table asks for, by struct alone."""
     pointers = [size * sum(lengths[:i]) for i in range(len(lengths))]
-    return (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(documents))
-            + struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(lengths)}q", *pointers)
-            + struct.pack(f"<{len(documents)}q", *documents) + struct.pack(f"<{len(modes)}b", *modes))
+    return (
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, code, len(lengths), len(documents))
+        + struct.pack(f"<{len(lengths)}i", *lengths)
+        + struct.pack(f"<{len(lengths)}q", *pointers)
+        + struct.pack(f"<{len(documents)}q", *documents)
+        + struct.pack(f"<{len(modes)}b", *modes)
+    )
 
 
 def patch(path, offset, data):
@@ -396,23 +478,41 @@ def pair(one, tmp_path):
 
 def test_bytes_on_disk_by_hand(one, pair):
     assert pathlib.Path(pair + ".idx").read_bytes() == idx_bytes([3, 2, 0, 4], [0, 1, 2, 3, 4])
-    assert pathlib.Path(pair + ".bin").read_bytes() == np.array([1, 1, 1, 2, 2, 3, 3, 3, 3], "<i4").tobytes()
+    assert (
+        pathlib.Path(pair + ".bin").read_bytes()
+        == np.array([1, 1, 1, 2, 2, 3, 3, 3, 3], "<i4").tobytes()
+    )
 
 
 def test_dtype_codes(one):
-    table = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+    table = {
+        1: "uint8",
+        2: "int8",
+        3: "int16",
+        4: "int32",
+        5: "int64",
+        6: "float64",
+        7: "float32",
+        8: "uint16",
+    }
     for code, name in table.items():
         assert one.DType[name].value == one.DType.code_from_dtype(getattr(np, name)) == code
         assert one.DType.dtype_from_code(code) is getattr(np, name)
         assert one.DType.size(code) == one.DType.size(getattr(np, name)) == np.dtype(name).itemsize
-    assert one.DType.optimal_dtype(65499) is np.uint16 and one.DType.optimal_dtype(65500) is np.int32
-    for call in (lambda: one.DType.code_from_dtype(np.complex64), lambda: one.DType.dtype_from_code(9)):
+    assert (
+        one.DType.optimal_dtype(65499) is np.uint16 and one.DType.optimal_dtype(65500) is np.int32
+    )
+    for call in (
+        lambda: one.DType.code_from_dtype(np.complex64),
+        lambda: one.DType.dtype_from_code(9),
+    ):
         with pytest.raises(ValueError):
             call()
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32,
-                                   np.uint16])
+@pytest.mark.parametrize(
+    "dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16]
+)
 @pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
 def test_every_dtype_comes_back(one, tmp_path, dtype, mmap):
     docs = [np.array([1, 2, 100], dtype), np.array([], dtype), np.array([7], dtype)]
@@ -428,8 +528,17 @@ def test_every_dtype_comes_back(one, tmp_path, dtype, mmap):
 @pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
 def test_access_is_a_lists(one, pair, mmap):
     ds, wanted = one.IndexedDataset(pair, mmap=mmap), [[1] * 3, [2] * 2, [], [3] * 4]
-    assert [ds[i].tolist() for i in (0, 3, -1, -4, np.int64(1))] == [wanted[i] for i in (0, 3, -1, -4, 1)]
-    for cut in (slice(None), slice(1, 3), slice(-2, None), slice(2, 1), slice(1, 1), slice(5, 9)):  # DEFECTS 16
+    assert [ds[i].tolist() for i in (0, 3, -1, -4, np.int64(1))] == [
+        wanted[i] for i in (0, 3, -1, -4, 1)
+    ]
+    for cut in (
+        slice(None),
+        slice(1, 3),
+        slice(-2, None),
+        slice(2, 1),
+        slice(1, 1),
+        slice(5, 9),
+    ):  # DEFECTS 16
         assert [a.tolist() for a in ds[cut]] == wanted[cut]
     with pytest.raises(ValueError):
         ds[::2]
@@ -461,7 +570,13 @@ def test_empty_dataset(one, tmp_path, mmap):
 
 def test_tokens_may_be_tensors_arrays_or_lists(one, tmp_path):
     with one.IndexedDatasetBuilder(str(tmp_path / "p.bin"), np.uint16) as builder:
-        for tokens in (torch.tensor([1, 2]), np.array([3, 4], np.int64), [5, 6], (7,), np.array([], np.float64)):
+        for tokens in (
+            torch.tensor([1, 2]),
+            np.array([3, 4], np.int64),
+            [5, 6],
+            (7,),
+            np.array([], np.float64),
+        ):
             builder.add_item(tokens)
         builder.end_document()
         builder.add_document(torch.tensor([8, 9], dtype=torch.int32), [1, 1])
@@ -472,7 +587,11 @@ def test_tokens_may_be_tensors_arrays_or_lists(one, tmp_path):
 
 
 BAD_ITEMS = {
-    "too-large-tensor": (np.uint16, lambda b: b.add_item(torch.tensor([1, 70000, -1])), "70000"),  # DEFECTS 7
+    "too-large-tensor": (
+        np.uint16,
+        lambda b: b.add_item(torch.tensor([1, 70000, -1])),
+        "70000",
+    ),  # DEFECTS 7
     "too-large-array": (np.uint16, lambda b: b.add_item(np.array([1, 65536])), "65536"),
     "too-large-list": (np.uint16, lambda b: b.add_item([65536]), "65536"),
     "negative": (np.uint16, lambda b: b.add_item(np.array([-1])), "-1"),
@@ -520,17 +639,21 @@ def test_builder_leaves_no_half_written_pair(one, tmp_path):
     with one.IndexedDatasetBuilder(str(tmp_path / "p.bin")) as builder:
         builder.add_document([1], [1])
         assert not one.IndexedDataset.exists(tmp_path / "p")
-    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"] and one.IndexedDataset.exists(tmp_path / "p")
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"] and one.IndexedDataset.exists(
+        tmp_path / "p"
+    )
 
 
 def test_files_are_synced_before_they_get_their_names(one, tmp_path, monkeypatch):
     """First .bin, then .idx: a pair is whole whenever its .idx is there."""
     calls, replace = [], os.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("sync"))
-    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append(os.path.basename(b)), replace(a, b)))
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: (calls.append(os.path.basename(b)), replace(a, b))
+    )
     mk(one, tmp_path / "p", [[1]])
     assert calls.count("sync") == 2 and calls.index("p.bin") < calls.index("p.idx")
-    assert calls.index("sync") < calls.index("p.bin") and "sync" in calls[:calls.index("p.idx")]
+    assert calls.index("sync") < calls.index("p.bin") and "sync" in calls[: calls.index("p.idx")]
 
 
 def test_rewriting_a_pair_leaves_open_readers_alone(one, pair):
@@ -574,7 +697,14 @@ CORRUPT = {  # name: (extension, offset, bytes, word in the message); 4 sequence
     "document-falls": (".idx", 82 + 16, struct.pack("<q", 0), "document_indices"),
     "document-beyond": (".idx", 82 + 16, struct.pack("<q", 9), "document_indices"),
 }
-SLOW_CHECKS = {"length-negative", "length-wrong", "pointer", "pointer-unaligned", "document-falls", "document-beyond"}
+SLOW_CHECKS = {
+    "length-negative",
+    "length-wrong",
+    "pointer",
+    "pointer-unaligned",
+    "document-falls",
+    "document-beyond",
+}
 
 
 @pytest.mark.parametrize("check", [None, True])
@@ -615,7 +745,9 @@ def test_a_file_of_another_size_is_refused(one, pair, extension, change):
     if (extension, change) == (".idx", 4):
         patch(path, -4, b"\0" * 4)
     kinds = one.DatasetFormatError
-    if extension == ".idx" and change == 4:  # as long as one with modes: document_indices are then cut right
+    if (
+        extension == ".idx" and change == 4
+    ):  # as long as one with modes: document_indices are then cut right
         assert len(one.IndexedDataset(pair)) == 4
         return
     for check in (None, True, False):
@@ -661,7 +793,10 @@ def test_modes(one, tmp_path):
     sequences, modes = ds[1:3]
     assert [a.tolist() for a in sequences] == [[2, 3], [4]] and modes.tolist() == [-2, 0]
     same(ds.sequence_modes, np.array([1, -2, 0, 3], np.int8))
-    assert one.IndexedDataset(tmp_path / "m")[1].tolist() == [2, 3]  # as plain: the modes are left out
+    assert one.IndexedDataset(tmp_path / "m")[1].tolist() == [
+        2,
+        3,
+    ]  # as plain: the modes are left out
 
 
 def test_multimodal_needs_modes_in_the_file(one, pair):
@@ -683,7 +818,9 @@ def test_merge_equals_one_builder(one, tmp_path, multimodal):
     whole.finalize(str(tmp_path / "whole.idx"))
     one.merge(parts, tmp_path / "merged", multimodal)
     for extension in (".bin", ".idx"):
-        assert (tmp_path / f"merged{extension}").read_bytes() == (tmp_path / f"whole{extension}").read_bytes()
+        assert (tmp_path / f"merged{extension}").read_bytes() == (
+            tmp_path / f"whole{extension}"
+        ).read_bytes()
 
 
 def test_merge_refuses(one, pair, tmp_path):
@@ -730,7 +867,9 @@ def test_other_processes_read_it(tmp_path, one, pair, method):
             with multiprocessing.get_context(sys.argv[2]).Pool(1) as pool:
                 print(pool.map(total, [ds, ds]), total(ds))\n""")
     env = os.environ | {"PYTHONPATH": str(HERE)}
-    ran = subprocess.run([sys.executable, script, pair, method], capture_output=True, text=True, env=env, timeout=100)
+    ran = subprocess.run(
+        [sys.executable, script, pair, method], capture_output=True, text=True, env=env, timeout=100
+    )
     assert ran.stdout == "[19, 19] 19\n", ran.stderr
 
 
@@ -745,12 +884,19 @@ def test_index_arrays_cost_bytes_not_objects(one, tmp_path):
 def test_files_equal_upstreams(one, up, tmp_path):
     for rng in cases(40):
         dtype = rng.choice([np.uint8, np.int16, np.uint16, np.int32, np.int64])
-        docs = [rng.integers(0, 100, rng.integers(0, 9)) for _ in range(rng.integers(1, 20))] + [np.array([5])]
+        docs = [rng.integers(0, 100, rng.integers(0, 9)) for _ in range(rng.integers(1, 20))] + [
+            np.array([5])
+        ]
         for names, folder in ((one, "ours"), (up, "theirs")):
             (tmp_path / folder).mkdir(exist_ok=True)
-            write_somehow(names, tmp_path / folder / "p", docs, dtype, np.random.default_rng(len(docs)))
+            write_somehow(
+                names, tmp_path / folder / "p", docs, dtype, np.random.default_rng(len(docs))
+            )
         assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
-        theirs, ours = one.IndexedDataset(tmp_path / "theirs" / "p"), up.IndexedDataset(str(tmp_path / "ours" / "p"))
+        theirs, ours = (
+            one.IndexedDataset(tmp_path / "theirs" / "p"),
+            up.IndexedDataset(str(tmp_path / "ours" / "p")),
+        )
         for i in range(len(ours)):
             same(theirs[i], ours[i])
         for name in ("sequence_lengths", "sequence_pointers", "document_indices"):
@@ -778,14 +924,21 @@ def write_somehow(names, prefix, docs, dtype, rng):
 
 def test_multimodal_files_equal_upstreams(one, up, tmp_path):
     for names, name in ((one, "ours"), (up, "theirs")):
-        builder = names.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.int32, multimodal=True)
+        builder = names.IndexedDatasetBuilder(
+            str(tmp_path / f"{name}.bin"), dtype=np.int32, multimodal=True
+        )
         builder.add_document(torch.tensor([1, 2, 3]), [1, 2], [1, 0])
         builder.add_item(torch.tensor([4]), mode=2)
         builder.end_document()
         builder.finalize(str(tmp_path / f"{name}.idx"))
     for extension in (".bin", ".idx"):
-        assert (tmp_path / f"ours{extension}").read_bytes() == (tmp_path / f"theirs{extension}").read_bytes()
-    ours, theirs = up.IndexedDataset(str(tmp_path / "ours"), multimodal=True), one.IndexedDataset(tmp_path / "theirs", True)
+        assert (tmp_path / f"ours{extension}").read_bytes() == (
+            tmp_path / f"theirs{extension}"
+        ).read_bytes()
+    ours, theirs = (
+        up.IndexedDataset(str(tmp_path / "ours"), multimodal=True),
+        one.IndexedDataset(tmp_path / "theirs", True),
+    )
     for i in range(3):
         same(theirs[i][0], ours[i][0])
         assert theirs[i][1] == ours[i][1]
@@ -810,15 +963,25 @@ def test_preprocess_by_hand(one, tmp_path, name):
     assert made == {"text": f"{tmp_path}/out_text_document"}
     ds = one.IndexedDataset(made["text"])
     assert ds.dtype is np.uint16 and [a.tolist() for a in ds[:]] == [[97, 98, 256], [195, 169, 256]]
-    assert ds.document_indices.tolist() == [0, 1, 1, 2]  # the empty document adds no sequence and no eod
-    assert sorted(os.listdir(tmp_path)) == sorted([name, "out_text_document.bin", "out_text_document.idx"])
+    assert ds.document_indices.tolist() == [
+        0,
+        1,
+        1,
+        2,
+    ]  # the empty document adds no sequence and no eod
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        [name, "out_text_document.bin", "out_text_document.idx"]
+    )
 
 
 def test_preprocess_keys(one, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"x": "a", "y": "b", "z": 3}\n{"y": "d", "x": "c"}\n')
     made = one.preprocess([str(path)], tmp_path / "out", json_keys=["y", "x"])
-    assert {key: texts_of(one, prefix) for key, prefix in made.items()} == {"x": [[97], [99]], "y": [[98], [100]]}
+    assert {key: texts_of(one, prefix) for key, prefix in made.items()} == {
+        "x": [[97], [99]],
+        "y": [[98], [100]],
+    }
 
 
 def test_preprocess_files_and_globs_in_order(one, tmp_path):
@@ -830,10 +993,24 @@ def test_preprocess_files_and_globs_in_order(one, tmp_path):
 
 
 def test_preprocess_stdin(tmp_path):
-    ran = subprocess.run([sys.executable, HERE / "megatron_min.py", "preprocess", "--input", "-", "--output-prefix",
-                          tmp_path / "o"], input='{"text": "ab"}\n{"text": "c"}', capture_output=True, text=True)
+    ran = subprocess.run(
+        [
+            sys.executable,
+            HERE / "megatron_min.py",
+            "preprocess",
+            "--input",
+            "-",
+            "--output-prefix",
+            tmp_path / "o",
+        ],
+        input='{"text": "ab"}\n{"text": "c"}',
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode == 0, ran.stderr
-    assert (tmp_path / "o_text_document.bin").read_bytes() == np.array([97, 98, 99], "<u2").tobytes()
+    assert (tmp_path / "o_text_document.bin").read_bytes() == np.array(
+        [97, 98, 99], "<u2"
+    ).tobytes()
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -843,7 +1020,9 @@ def test_workers_do_not_change_a_byte(one, tmp_path, name):
     path = jsonl(tmp_path / name, texts)
     for workers in (1, 2, 3):
         (tmp_path / str(workers)).mkdir()
-        one.preprocess([path, path], tmp_path / str(workers) / "o", append_eod=True, workers=workers)
+        one.preprocess(
+            [path, path], tmp_path / str(workers) / "o", append_eod=True, workers=workers
+        )
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2") == files_of(tmp_path / "3")
     found = [bytes(d[:-1]).decode() for d in texts_of(one, tmp_path / "3" / "o_text_document")]
     assert found == texts + texts
@@ -876,8 +1055,19 @@ def test_bad_line_stops_with_file_and_line(one, tmp_path, case, workers):
 def test_bad_lines_are_skipped_and_counted(one, tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + b"\n".join(BAD_LINES.values()) + b'\n{"text": "d"}\n')
-    code, _, err = command(one, capsys, "preprocess", "--input", path, "--output-prefix", tmp_path / "o",
-                           "--on-error", "skip", "--workers", 2)
+    code, _, err = command(
+        one,
+        capsys,
+        "preprocess",
+        "--input",
+        path,
+        "--output-prefix",
+        tmp_path / "o",
+        "--on-error",
+        "skip",
+        "--workers",
+        2,
+    )
     assert code == 0 and f"{len(BAD_LINES)} bad lines" in err
     assert texts_of(one, tmp_path / "o_text_document") == [[97], [100]]
 
@@ -889,11 +1079,20 @@ def test_line_numbers_go_on_after_the_first_block(one, tmp_path):
         one.preprocess([str(path)], tmp_path / "o")
 
 
-@pytest.mark.parametrize("call", [
-    pytest.param(lambda mm, d: mm.preprocess([d / "none.jsonl"], d / "o"), id="no-input"),
-    pytest.param(lambda mm, d: mm.preprocess([str(d / "*.none")], d / "o"), id="glob-of-nothing"),
-    pytest.param(lambda mm, d: mm.preprocess([jsonl(d / "a.jsonl", ["a"])], d / "none" / "o"), id="no-output-folder"),
-    pytest.param(lambda mm, d: mm.preprocess([str(d)], d / "o"), id="folder-as-input")])
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda mm, d: mm.preprocess([d / "none.jsonl"], d / "o"), id="no-input"),
+        pytest.param(
+            lambda mm, d: mm.preprocess([str(d / "*.none")], d / "o"), id="glob-of-nothing"
+        ),
+        pytest.param(
+            lambda mm, d: mm.preprocess([jsonl(d / "a.jsonl", ["a"])], d / "none" / "o"),
+            id="no-output-folder",
+        ),
+        pytest.param(lambda mm, d: mm.preprocess([str(d)], d / "o"), id="folder-as-input"),
+    ],
+)
 def test_missing_input_or_output_is_an_os_error(one, tmp_path, call):
     """DEFECTS 64, 68."""
     with pytest.raises(OSError):
@@ -944,29 +1143,58 @@ def test_tokens_that_do_not_fit_the_vocabularys_dtype(one, tmp_path):
 def test_byte_and_null_tokenizers(one):
     tokenizer = one.build_tokenizer("bytes")
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
-    assert tokenizer.detokenize(tokenizer.tokenize("häß")) == "häß" and tokenizer.tokenize("ab") == [97, 98]
+    assert tokenizer.detokenize(tokenizer.tokenize("häß")) == "häß" and tokenizer.tokenize(
+        "ab"
+    ) == [97, 98]
     null = one.build_tokenizer("null:100")
-    assert null.tokenize("1 2 30") == [1, 2, 30] and null.detokenize([1, 2]) == "1 2" and null.eod == 100
+    assert (
+        null.tokenize("1 2 30") == [1, 2, 30]
+        and null.detokenize([1, 2]) == "1 2"
+        and null.eod == 100
+    )
     json.dumps([tokenizer.unique_identifiers, null.unique_identifiers])
 
 
-@pytest.mark.parametrize("name", ["none", "bytes:x:y", "null:", "null:x", "no_such_module:x", "json:none", "none.json"])
+@pytest.mark.parametrize(
+    "name", ["none", "bytes:x:y", "null:", "null:x", "no_such_module:x", "json:none", "none.json"]
+)
 def test_wrong_tokenizer_is_one_sentence(one, tmp_path, capsys, name):
     path = jsonl(tmp_path / "a.jsonl", ["a"])
-    code, _, err = command(one, capsys, "preprocess", "--input", path, "--output-prefix", tmp_path / "o",
-                           "--tokenizer", name)
+    code, _, err = command(
+        one,
+        capsys,
+        "preprocess",
+        "--input",
+        path,
+        "--output-prefix",
+        tmp_path / "o",
+        "--tokenizer",
+        name,
+    )
     assert code and one_sentence(err) and os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_tokens.py").write_text("class Odd:\n    vocab_size, eod, unique_identifiers = 9, 8, {}\n"
-                                           "    def tokenize(self, text): return [len(text)]\n"
-                                           "    def detokenize(self, ids): return str(list(ids))\nodd = Odd()\n")
+    (tmp_path / "my_tokens.py").write_text(
+        "class Odd:\n    vocab_size, eod, unique_identifiers = 9, 8, {}\n"
+        "    def tokenize(self, text): return [len(text)]\n"
+        "    def detokenize(self, ids): return str(list(ids))\nodd = Odd()\n"
+    )
     monkeypatch.chdir(tmp_path)
     path = jsonl(tmp_path / "a.jsonl", ["abc", "de"])
     for attribute in ("Odd", "odd"):
-        code, _, err = command(one, capsys, "preprocess", "--input", path, "--output-prefix", tmp_path / attribute,
-                               "--append-eod", "--tokenizer", f"my_tokens:{attribute}")
+        code, _, err = command(
+            one,
+            capsys,
+            "preprocess",
+            "--input",
+            path,
+            "--output-prefix",
+            tmp_path / attribute,
+            "--append-eod",
+            "--tokenizer",
+            f"my_tokens:{attribute}",
+        )
         assert code == 0, err
         assert texts_of(one, tmp_path / f"{attribute}_text_document") == [[3, 8], [2, 8]]
 
@@ -987,8 +1215,18 @@ def hf(tmp_path):
 def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, workers):
     path = jsonl(tmp_path / "a.jsonl", ["ja nein ja", "", "nein was"])
     for eod, text in ((3, None), (4, "</s>")):
-        argv = ["preprocess", "--input", path, "--output-prefix", tmp_path / "o", "--tokenizer", hf, "--append-eod",
-                "--workers", workers]
+        argv = [
+            "preprocess",
+            "--input",
+            path,
+            "--output-prefix",
+            tmp_path / "o",
+            "--tokenizer",
+            hf,
+            "--append-eod",
+            "--workers",
+            workers,
+        ]
         code, _, err = command(one, capsys, *argv, *(["--eod-token", text] if text else []))
         assert code == 0, err
         assert texts_of(one, tmp_path / "o_text_document") == [[1, 2, 1, eod], [], [2, 0, eod]]
@@ -1007,7 +1245,11 @@ def test_normalize_and_matrix_by_hand(one):
     assert one.normalize([30, 70]) == [0.3, 0.7]
     assert one.parse_and_normalize_split("99,1,0") == [0.99, 0.01, 0.0]
     assert one.parse_and_normalize_split("1") == [1.0, 0.0, 0.0]
-    assert one.convert_split_vector_to_split_matrix([0.99, 0.01, 0]) == [(0, 0.99), (0.99, 1.0), None]
+    assert one.convert_split_vector_to_split_matrix([0.99, 0.01, 0]) == [
+        (0, 0.99),
+        (0.99, 1.0),
+        None,
+    ]
     assert [one.Split.train.value, one.Split.valid.value, one.Split.test.value] == [0, 1, 2]
 
 
@@ -1016,7 +1258,9 @@ def test_split_accepts_exponents(one):
     assert one.parse_and_normalize_split("1e-3,1,0") == one.normalize([0.001, 1, 0])
 
 
-@pytest.mark.parametrize("text", ["99,-1,0", "98,,2", "0,0,0", "", "a,b", "1,2,3,4", "nan,1,0", "inf,0,0", "99;1"])
+@pytest.mark.parametrize(
+    "text", ["99,-1,0", "98,,2", "0,0,0", "", "a,b", "1,2,3,4", "nan,1,0", "inf,0,0", "99;1"]
+)
 def test_split_refuses(one, text):
     """DEFECTS 48."""
     with pytest.raises(ValueError):
@@ -1026,12 +1270,20 @@ def test_split_refuses(one, text):
 def test_blend_from_list(one):
     assert one.get_blend_from_list(["30", "p1", "70", "p2"]) == (["p1", "p2"], [30.0, 70.0])
     assert one.get_blend_from_list(["p1", "p2"]) == (["p1", "p2"], None)
-    assert one.get_blend_from_list(["p1"]) == (["p1"], None) and one.get_blend_from_list(None) is None
-    assert one.get_blend_from_list(["1", "./2023", "2", "./2024"]) == (["./2023", "./2024"], [1.0, 2.0])
+    assert (
+        one.get_blend_from_list(["p1"]) == (["p1"], None) and one.get_blend_from_list(None) is None
+    )
+    assert one.get_blend_from_list(["1", "./2023", "2", "./2024"]) == (
+        ["./2023", "./2024"],
+        [1.0, 2.0],
+    )
 
 
-@pytest.mark.parametrize("blend", [["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], ["1"]],
-                         ids=" ".join)
+@pytest.mark.parametrize(
+    "blend",
+    [["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], ["1"]],
+    ids=" ".join,
+)
 def test_blend_from_list_refuses_to_guess(one, blend):
     """DEFECTS 47."""
     with pytest.raises(ValueError):
@@ -1043,7 +1295,11 @@ BAD_CONFIGS = {
     "seed-negative": {"random_seed": -1},
     "no-split": {"split": None},
     "both-blends": {"blend_per_split": [(["q"], None), None, None]},
-    "per-split-and-split": {"blend": None, "blend_per_split": [(["q"], None), None, None]},
+    "per-split-and-split": {
+        "blend": None,
+        "split": "1",
+        "blend_per_split": [(["q"], None), None, None],
+    },
     "two-splits": {"blend": None, "split": None, "blend_per_split": [(["q"], None), None]},
     "several-valid": {"multiple_validation_sets": True},
     "weights-few": {"blend": (["p", "q"], [1.0])},
@@ -1074,7 +1330,9 @@ def test_config_derives(one):
     cfg = config(one, (["p"], None), split="3,1")
     assert cfg.split_matrix == [(0, 0.75), (0.75, 1.0), None] and not cfg.mock
     mock = config(one)
-    assert mock.mock and mock.split_matrix == one.convert_split_vector_to_split_matrix(one.normalize([1, 1, 1]))
+    assert mock.mock and mock.split_matrix == one.convert_split_vector_to_split_matrix(
+        one.normalize([1, 1, 1])
+    )
     per_split = config(one, blend_per_split=[(["p"], None), None, None])
     assert not per_split.mock and per_split.split is None
 
@@ -1082,27 +1340,40 @@ def test_config_derives(one):
 def test_config_fields_are_upstreams(one, up):
     ours = {f.name: f.default for f in vars(one.GPTDatasetConfig)["__dataclass_fields__"].values()}
     for field in vars(up.GPTDatasetConfig)["__dataclass_fields__"].values():
-        if field.name in ("data_parallel_size", "sequence_parallel_size", "hybrid_context_parallel",
-                          "sequences_per_dataset", "context_parallel_size", "token_dtype_code"):
+        if field.name in (
+            "data_parallel_size",
+            "sequence_parallel_size",
+            "hybrid_context_parallel",
+            "sequences_per_dataset",
+            "context_parallel_size",
+            "token_dtype_code",
+        ):
             continue  # none of the data path that SPEC names
         required = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
         assert field.name in ours
-        assert ours[field.name] == field.default or field.name in required | {"split_matrix", "mock"}, field.name
+        assert ours[field.name] == field.default or field.name in required | {
+            "split_matrix",
+            "mock",
+        }, field.name
 
 
 def test_splits_equal_upstreams(one, up):
     parse, convert = up.parse_and_normalize_split, up.convert_split_vector_to_split_matrix
     for rng in cases(300):
-        numbers = rng.choice([rng.integers(0, 100, 3), rng.random(3).round(3)]) * (rng.random(3) < 0.8)
+        numbers = rng.choice([rng.integers(0, 100, 3), rng.random(3).round(3)]) * (
+            rng.random(3) < 0.8
+        )
         if not numbers.sum():
             continue
-        text = ",".join(map(str, numbers[:rng.integers(1, 4)] if numbers[0] else numbers))
+        text = ",".join(map(str, numbers[: rng.integers(1, 4)] if numbers[0] else numbers))
         vector = one.parse_and_normalize_split(text)
         assert vector == parse(text), text
         assert list(one.normalize(numbers)) == list(up.normalize(list(numbers)))
         assert one.convert_split_vector_to_split_matrix(vector) == convert(vector), text
         other = one.normalize(rng.integers(1, 9, 3))
-        assert one.convert_split_vector_to_split_matrix(vector, other) == convert(vector, other), text
+        assert one.convert_split_vector_to_split_matrix(vector, other) == convert(vector, other), (
+            text
+        )
 
 
 def test_blend_from_list_equals_upstreams(one, up):
@@ -1163,32 +1434,57 @@ def check_sample_index(mm, sizes, documents, length, extra, drop):
     total = sum(sizes[d] for d in documents)
     usable = max(total - extra, 0)
     samples = usable // length if drop else math.ceil(usable / length)
-    found = mm.build_sample_idx(np.array(sizes, np.int32), np.array(documents, np.int32), length, 1, total, drop,
-                                bool(extra))
-    same(found, brute_sample_index(sizes, documents, length, extra, samples, total).astype(np.int32),
-         (sizes, documents, length, extra, drop))
+    found = mm.build_sample_idx(
+        np.array(sizes, np.int32),
+        np.array(documents, np.int32),
+        length,
+        1,
+        total,
+        drop,
+        bool(extra),
+    )
+    same(
+        found,
+        brute_sample_index(sizes, documents, length, extra, samples, total).astype(np.int32),
+        (sizes, documents, length, extra, drop),
+    )
     assert mm.count_samples(total, length, drop, bool(extra)) == samples
 
 
 def test_random_sample_indices_match_oracle(mm):
     for rng in cases(300):
-        sizes = (rng.integers(0, rng.choice([3, 10, 200]), rng.integers(1, 20)) * (rng.random() < 0.9)).tolist()
+        sizes = (
+            rng.integers(0, rng.choice([3, 10, 200]), rng.integers(1, 20)) * (rng.random() < 0.9)
+        ).tolist()
         documents = rng.integers(0, len(sizes), rng.integers(1, 30)).tolist()
-        check_sample_index(mm, sizes, documents, int(rng.integers(1, rng.choice([3, 9, 50]))), int(rng.integers(2)),
-                           bool(rng.integers(2)))
+        check_sample_index(
+            mm,
+            sizes,
+            documents,
+            int(rng.integers(1, rng.choice([3, 9, 50]))),
+            int(rng.integers(2)),
+            bool(rng.integers(2)),
+        )
 
 
 def test_samples_cover_the_stream(mm):
     """Rows k and k+1 (+x) cut the stream into [k*S, k*S + S + x)."""
     for rng in cases(50):
         docs = random_docs(rng)
-        sizes, length, extra = np.array([len(d) for d in docs], np.int32), int(rng.integers(1, 9)), int(rng.integers(2))
+        sizes, length, extra = (
+            np.array([len(d) for d in docs], np.int32),
+            int(rng.integers(1, 9)),
+            int(rng.integers(2)),
+        )
         order = rng.permutation(len(docs)).astype(np.int32)
         tokens = np.concatenate([docs[d] for d in order])
         index = mm.build_sample_idx(sizes, order, length, 1, len(tokens), True, bool(extra))
         before = np.concatenate([[0], np.cumsum(sizes[order])])
         for k, ((d, offset), (e, end)) in enumerate(zip(index[:-1], index[1:])):
-            same(tokens[before[d] + offset:before[e] + end + extra], tokens[k * length:(k + 1) * length + extra])
+            same(
+                tokens[before[d] + offset : before[e] + end + extra],
+                tokens[k * length : (k + 1) * length + extra],
+            )
 
 
 def test_sample_index_may_be_int64(mm):
@@ -1224,7 +1520,9 @@ def test_partial_last_sample_is_counted_in_integers(mm, tokens, samples):
     if samples:
         sizes = np.full(2**10 + 1, 2**15, np.int32)
         sizes[-1] = 2
-        rows = mm.build_sample_idx(sizes, np.arange(len(sizes), dtype=np.int32), length, 1, tokens, False)
+        rows = mm.build_sample_idx(
+            sizes, np.arange(len(sizes), dtype=np.int32), length, 1, tokens, False
+        )
         assert len(rows) == exact + 1 and rows[-1].tolist() == [1024, 1]
 
 
@@ -1277,8 +1575,10 @@ def test_shuffle_across_a_large_block(mm):
 def brute_blend(weights, size, sizes=None):
     taken, rows = [0] * len(weights), []
     for i in range(size):
-        error = [w * max(i, 1) - t if sizes is None or t < sizes[d] else -math.inf
-                 for d, (w, t) in enumerate(zip(weights, taken))]
+        error = [
+            w * max(i, 1) - t if sizes is None or t < sizes[d] else -math.inf
+            for d, (w, t) in enumerate(zip(weights, taken))
+        ]
         d = error.index(max(error))
         rows.append((d, taken[d]))
         taken[d] += 1
@@ -1287,7 +1587,9 @@ def brute_blend(weights, size, sizes=None):
 
 def blend_of(mm, weights, size, count=None):
     which, sample = np.full(size, -1, np.int16), np.full(size, -1, np.int64)
-    mm.build_blending_indices(which, sample, np.array(weights, np.float64), count or len(weights), size, False)
+    mm.build_blending_indices(
+        which, sample, np.array(weights, np.float64), count or len(weights), size, False
+    )
     return which, sample
 
 
@@ -1300,7 +1602,12 @@ def exhaustive_of(mm, sizes):
 def random_weights(rng):
     """Ties, near ties, tiny ones; normalized or not."""
     n = int(rng.integers(1, 40))
-    weights = rng.choice([rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]) + 1e-9
+    weights = (
+        rng.choice(
+            [rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]
+        )
+        + 1e-9
+    )
     return (weights / weights.sum() if rng.random() < 0.7 else weights).tolist()
 
 
@@ -1341,7 +1648,11 @@ def test_blend_of_many_datasets(mm):
 def test_epochs_match_oracle(mm):
     """E by counting up; the 80 % rule as SPEC 3 has it; one sample around each edge."""
     for rng in cases(400):
-        tokens, length, extra = int(rng.integers(2, 200)), int(rng.integers(1, 20)), int(rng.integers(2))
+        tokens, length, extra = (
+            int(rng.integers(2, 200)),
+            int(rng.integers(1, 20)),
+            int(rng.integers(2)),
+        )
         samples, drop = int(rng.integers(1, 100)), bool(rng.integers(2))
         epochs = 1
         while epochs * tokens < samples * length + extra:
@@ -1358,7 +1669,11 @@ def test_epochs_match_oracle(mm):
 
 # -- hostile arguments: the same exception type from both implementations, never a crash ----------
 
-I32, I64, F64 = (lambda *v: np.array(v, np.int32)), (lambda *v: np.array(v, np.int64)), (lambda *v: np.array(v, float))
+I32, I64, F64 = (
+    (lambda *v: np.array(v, np.int32)),
+    (lambda *v: np.array(v, np.int64)),
+    (lambda *v: np.array(v, float)),
+)
 
 
 def read_only(values):
@@ -1380,15 +1695,22 @@ def shuffle_call(items, state=None):
 
 
 def blend_call(which=None, sample=None, weights=F64(0.5, 0.5), count=2, size=4):
-    return lambda mm: mm.build_blending_indices(np.zeros(4, np.int16) if which is None else which,
-                                                np.zeros(4, np.int64) if sample is None else sample,
-                                                weights, count, size)
+    return lambda mm: mm.build_blending_indices(
+        np.zeros(4, np.int16) if which is None else which,
+        np.zeros(4, np.int64) if sample is None else sample,
+        weights,
+        count,
+        size,
+    )
 
 
 def exhaustive_call(which=None, sample=None, sizes=I64(2, 2), count=2):
-    return lambda mm: mm.build_exhaustive_blending_indices(np.zeros(4, np.int16) if which is None else which,
-                                                           np.zeros(4, np.int64) if sample is None else sample,
-                                                           sizes, count)
+    return lambda mm: mm.build_exhaustive_blending_indices(
+        np.zeros(4, np.int16) if which is None else which,
+        np.zeros(4, np.int64) if sample is None else sample,
+        sizes,
+        count,
+    )
 
 
 HOSTILE = {
@@ -1479,17 +1801,37 @@ def key():
 C_HOSTILE = {
     "sample-out-list": lambda c: c.build_sample_idx([[0, 0]], I32(4), I32(0), 4, 1, 4),
     "sample-out-float": lambda c: c.build_sample_idx(np.zeros((1, 2)), I32(4), I32(0), 4, 1, 1),
-    "sample-out-shape": lambda c: c.build_sample_idx(np.zeros((2, 3), np.int32), I32(9), I32(0), 4, 1, 5),
+    "sample-out-shape": lambda c: c.build_sample_idx(
+        np.zeros((2, 3), np.int32), I32(9), I32(0), 4, 1, 5
+    ),
     "sample-out-1d": lambda c: c.build_sample_idx(np.zeros(4, np.int32), I32(9), I32(0), 4, 1, 5),
-    "sample-out-empty": lambda c: c.build_sample_idx(np.zeros((0, 2), np.int32), I32(9), I32(0), 4, 1, 5),
-    "sample-out-read-only": lambda c: c.build_sample_idx(read_only(np.zeros((2, 2), np.int32)), I32(9), I32(0), 4, 1, 5),
-    "sample-out-strided": lambda c: c.build_sample_idx(np.zeros((4, 2), np.int32)[::2], I32(9), I32(0), 4, 1, 5),
-    "sample-out-fortran": lambda c: c.build_sample_idx(np.zeros((2, 2), np.int32, "F"), I32(9), I32(0), 4, 1, 5),
-    "sample-sizes-strided": lambda c: c.build_sample_idx(np.zeros((2, 2), np.int32), I32(9, 9, 9)[::2], I32(0), 4, 1, 5),
-    "sample-extra-2": lambda c: c.build_sample_idx(np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 2, 5),
-    "sample-last-token": lambda c: c.build_sample_idx(np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 1, 50),
-    "sample-last-token-negative": lambda c: c.build_sample_idx(np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 1, -5),
-    "sample-overlap": lambda c: (lambda m: c.build_sample_idx(m.reshape(-1, 2), m, I32(0), 1, 1, 3))(I32(9, 1, 1, 1)),
+    "sample-out-empty": lambda c: c.build_sample_idx(
+        np.zeros((0, 2), np.int32), I32(9), I32(0), 4, 1, 5
+    ),
+    "sample-out-read-only": lambda c: c.build_sample_idx(
+        read_only(np.zeros((2, 2), np.int32)), I32(9), I32(0), 4, 1, 5
+    ),
+    "sample-out-strided": lambda c: c.build_sample_idx(
+        np.zeros((4, 2), np.int32)[::2], I32(9), I32(0), 4, 1, 5
+    ),
+    "sample-out-fortran": lambda c: c.build_sample_idx(
+        np.zeros((2, 2), np.int32, "F"), I32(9), I32(0), 4, 1, 5
+    ),
+    "sample-sizes-strided": lambda c: c.build_sample_idx(
+        np.zeros((2, 2), np.int32), I32(9, 9, 9)[::2], I32(0), 4, 1, 5
+    ),
+    "sample-extra-2": lambda c: c.build_sample_idx(
+        np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 2, 5
+    ),
+    "sample-last-token": lambda c: c.build_sample_idx(
+        np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 1, 50
+    ),
+    "sample-last-token-negative": lambda c: c.build_sample_idx(
+        np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 1, -5
+    ),
+    "sample-overlap": lambda c: (
+        lambda m: c.build_sample_idx(m.reshape(-1, 2), m, I32(0), 1, 1, 3)
+    )(I32(9, 1, 1, 1)),
     "sample-no-arguments": lambda c: c.build_sample_idx(),
     "shuffle-key-short": lambda c: c.shuffle(np.arange(9), key()[:600], 0),
     "shuffle-key-int32": lambda c: c.shuffle(np.arange(9), key().view(np.int32), 0),
@@ -1498,13 +1840,25 @@ C_HOSTILE = {
     "shuffle-pos-large": lambda c: c.shuffle(np.arange(9), key(), 625),
     "shuffle-overlap": lambda c: (lambda k: c.shuffle(k, k, 624))(key()),
     "shuffle-bytes": lambda c: c.shuffle(b"0123456789", key(), 0),
-    "blend-weights-int": lambda c: c.build_blending_indices(np.zeros(4, np.int16), np.zeros(4, np.int64), I64(1, 1), 2, 4),
-    "blend-weights-nan": lambda c: c.build_blending_indices(np.zeros(4, np.int16), np.zeros(4, np.int64), F64(1, math.nan), 2, 4),
+    "blend-weights-int": lambda c: c.build_blending_indices(
+        np.zeros(4, np.int16), np.zeros(4, np.int64), I64(1, 1), 2, 4
+    ),
+    "blend-weights-nan": lambda c: c.build_blending_indices(
+        np.zeros(4, np.int16), np.zeros(4, np.int64), F64(1, math.nan), 2, 4
+    ),
     "blend-overlap": lambda c: c.build_blending_indices(*overlapping(4), F64(0.5, 0.5), 2, 4),
-    "blend-size": lambda c: c.build_blending_indices(np.zeros(4, np.int16), np.zeros(4, np.int64), F64(1), 1, 5),
-    "exhaustive-negative": lambda c: c.build_exhaustive_blending_indices(np.zeros(4, np.int16), np.zeros(4, np.int64), I64(5, -1), 2),
-    "exhaustive-huge": lambda c: c.build_exhaustive_blending_indices(np.zeros(4, np.int16), np.zeros(4, np.int64), I64(2**62, 2**62, 2**62), 3),
-    "exhaustive-int32": lambda c: c.build_exhaustive_blending_indices(np.zeros(4, np.int16), np.zeros(4, np.int64), I32(2, 2), 2),
+    "blend-size": lambda c: c.build_blending_indices(
+        np.zeros(4, np.int16), np.zeros(4, np.int64), F64(1), 1, 5
+    ),
+    "exhaustive-negative": lambda c: c.build_exhaustive_blending_indices(
+        np.zeros(4, np.int16), np.zeros(4, np.int64), I64(5, -1), 2
+    ),
+    "exhaustive-huge": lambda c: c.build_exhaustive_blending_indices(
+        np.zeros(4, np.int16), np.zeros(4, np.int64), I64(2**62, 2**62, 2**62), 3
+    ),
+    "exhaustive-int32": lambda c: c.build_exhaustive_blending_indices(
+        np.zeros(4, np.int16), np.zeros(4, np.int64), I32(2, 2), 2
+    ),
 }
 
 
@@ -1552,7 +1906,11 @@ def test_sample_index_equals_upstreams(mm, up):
     for rng in cases(2000):
         sizes = rng.integers(0, rng.choice([3, 10, 200]), rng.integers(1, 20)).astype(np.int32)
         documents = np.tile(rng.permutation(len(sizes)), rng.integers(1, 4)).astype(np.int32)
-        length, epochs, tokens = int(rng.integers(1, 30)), len(documents) // len(sizes), int(sizes.sum())
+        length, epochs, tokens = (
+            int(rng.integers(1, 30)),
+            len(documents) // len(sizes),
+            int(sizes.sum()),
+        )
         drop, extra = bool(rng.integers(2)), bool(rng.integers(2))
         if epochs * tokens <= extra or not drop and not sizes[documents[-1]]:
             continue
@@ -1583,11 +1941,15 @@ def brute_sample(ds, k, cfg, pad=-1):
     """Sample k of a GPTDataset from its whole stream of tokens, by loops."""
     length, extra = cfg.sequence_length, int(cfg.add_extra_token_to_sequence)
     j = int(ds.shuffle_index[k])
-    text = stream(ds)[j * length:j * length + length + extra].tolist()
+    text = stream(ds)[j * length : j * length + length + extra].tolist()
     text += [pad] * (length + extra - len(text))
     tokens, labels = text[:length], text[1:] + [pad] * (1 - extra)
     eod = [token == cfg.tokenizer.eod for token in tokens]
-    wanted = {"loss_mask": [float(not (cfg.eod_mask_loss and e) and label != pad) for e, label in zip(eod, labels)]}
+    wanted = {
+        "loss_mask": [
+            float(not (cfg.eod_mask_loss and e) and label != pad) for e, label in zip(eod, labels)
+        ]
+    }
     positions, start = [], 0
     for at in range(length):
         positions.append(at - start)
@@ -1598,13 +1960,27 @@ def brute_sample(ds, k, cfg, pad=-1):
     wanted["labels"] = [0 if label == pad else label for label in labels]
     if cfg.create_attention_mask:
         part = [sum(eod[:at]) for at in range(length)]
-        wanted["attention_mask"] = [[[j > i or bool(cfg.reset_attention_mask) and part[i] != part[j]
-                                      for j in range(length)] for i in range(length)]]
+        wanted["attention_mask"] = [
+            [
+                [
+                    j > i or bool(cfg.reset_attention_mask) and part[i] != part[j]
+                    for j in range(length)
+                ]
+                for i in range(length)
+            ]
+        ]
     return wanted
 
 
-DTYPES = {"tokens": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "loss_mask": torch.float32,
-          "attention_mask": torch.bool, "cu_seqlens": torch.int32, "max_seqlen": torch.int32}
+DTYPES = {
+    "tokens": torch.int64,
+    "labels": torch.int64,
+    "position_ids": torch.int64,
+    "loss_mask": torch.float32,
+    "attention_mask": torch.bool,
+    "cu_seqlens": torch.int32,
+    "max_seqlen": torch.int32,
+}
 
 
 def check_sample(found, wanted, note=""):
@@ -1614,21 +1990,40 @@ def check_sample(found, wanted, note=""):
 
 
 def random_flags(rng):
-    flags = {name: bool(rng.integers(2)) for name in ("reset_position_ids", "eod_mask_loss", "create_attention_mask",
-                                                      "add_extra_token_to_sequence")}
+    flags = {
+        name: bool(rng.integers(2))
+        for name in (
+            "reset_position_ids",
+            "eod_mask_loss",
+            "create_attention_mask",
+            "add_extra_token_to_sequence",
+        )
+    }
     flags["reset_attention_mask"] = flags["create_attention_mask"] and bool(rng.integers(2))
-    return flags | {"sequence_length": int(rng.integers(1, 12)), "random_seed": int(rng.integers(2**31))}
+    return flags | {
+        "sequence_length": int(rng.integers(1, 12)),
+        "random_seed": int(rng.integers(2**31)),
+    }
 
 
 def test_samples_match_oracle(mm, tmp_path):
     """Every flag; train and valid, where the last, short sample is kept and padded."""
     for case, rng in enumerate(cases(25)):
-        docs = [np.append(doc, 0) if rng.random() < 0.7 else doc for doc in random_docs(rng, vocab=5)]
+        docs = [
+            np.append(doc, 0) if rng.random() < 0.7 else doc for doc in random_docs(rng, vocab=5)
+        ]
         prefix = mk(mm, tmp_path / str(case) / "p", docs, np.uint16)
         flags, split = random_flags(rng), str(rng.choice(["train", "valid"]))
         drop = bool(rng.integers(2))
-        ds = quiet(gpt, mm, prefix, int(rng.integers(1, 40)) if sum(map(len, docs)) > 2 else None, split,
-                   drop_last_partial_validation_sequence=drop, **flags)
+        ds = quiet(
+            gpt,
+            mm,
+            prefix,
+            int(rng.integers(1, 40)) if sum(map(len, docs)) > 2 else None,
+            split,
+            drop_last_partial_validation_sequence=drop,
+            **flags,
+        )
         for k in range(len(ds)):
             check_sample(quiet(ds.__getitem__, k), brute_sample(ds, k, ds.config), (case, k))
 
@@ -1637,10 +2032,18 @@ def test_pieces_are_the_document_order(mm, tmp_path):
     """The three indices by their definitions: a random state in numpy's hands gives the same."""
     for case, rng in enumerate(cases(40)):
         docs = random_docs(rng)
-        n, seed, length = int(rng.integers(1, 150)), int(rng.integers(2**31)), int(rng.integers(1, 9))
+        n, seed, length = (
+            int(rng.integers(1, 150)),
+            int(rng.integers(2**31)),
+            int(rng.integers(1, 9)),
+        )
         prefix = mk(mm, tmp_path / str(case), docs)
         ds = gpt(mm, prefix, n, random_seed=seed, sequence_length=length)
-        documents, tokens, state = np.arange(len(docs)), sum(map(len, docs)), np.random.RandomState(seed)
+        documents, tokens, state = (
+            np.arange(len(docs)),
+            sum(map(len, docs)),
+            np.random.RandomState(seed),
+        )
         geometry = mm.epoch_geometry(tokens, n, length)
         document_index = np.tile(documents, geometry.num_epochs).astype(np.int32)
         edge = len(document_index) - len(documents) * geometry.separate_final_epoch
@@ -1690,8 +2093,16 @@ def test_indices_of_a_dataset(mm, toy):
 
 def test_batch_equals_single_samples(mm, tmp_path):
     prefix = mk(mm, tmp_path / "p", random_docs(np.random.default_rng(3)))
-    ds = gpt(mm, prefix, 20, "valid", drop_last_partial_validation_sequence=False, create_attention_mask=True,
-             reset_attention_mask=True, reset_position_ids=True)
+    ds = gpt(
+        mm,
+        prefix,
+        20,
+        "valid",
+        drop_last_partial_validation_sequence=False,
+        create_attention_mask=True,
+        reset_attention_mask=True,
+        reset_position_ids=True,
+    )
     wanted = [3, 0, None, len(ds) - 1, 3]
     batch = quiet(ds.__getitems__, wanted)
     assert len(batch) == len(wanted)
@@ -1710,15 +2121,27 @@ def test_none_is_a_sample_without_loss(mm, toy):
 def test_samples_share_nothing(mm, tmp_path, mask):
     """DEFECTS 29, 30: a padded sample first, then its tensors wiped; later samples are as ever."""
     prefix = mk(mm, tmp_path / "p", [[1] * 12])
-    ds = gpt(mm, prefix, None, "valid", drop_last_partial_validation_sequence=False, create_attention_mask=mask)
+    ds = gpt(
+        mm,
+        prefix,
+        None,
+        "valid",
+        drop_last_partial_validation_sequence=False,
+        create_attention_mask=mask,
+    )
     order = sorted(range(2), key=lambda k: -int(ds.shuffle_index[k]))
     first = quiet(ds.__getitem__, order[0])
     assert first["loss_mask"].sum() == 3 and quiet(ds.__getitem__, order[1])["loss_mask"].sum() == 8
     for samples in ([first], quiet(ds.__getitems__, [0, 1])):
         for value in samples[0].values():
             value.zero_()
-    same_samples(quiet(ds.__getitem__, order[1]), {k: torch.tensor(v, dtype=DTYPES[k]) for k, v in brute_sample(
-        ds, order[1], ds.config).items()})
+    same_samples(
+        quiet(ds.__getitem__, order[1]),
+        {
+            k: torch.tensor(v, dtype=DTYPES[k])
+            for k, v in brute_sample(ds, order[1], ds.config).items()
+        },
+    )
     a, b = quiet(ds.__getitems__, [0, 0])
     for key in a:
         a[key].zero_()
@@ -1765,8 +2188,16 @@ def test_pad_id(mm, tmp_path, case):
     ambiguous = case in ("pad-is-eod", "pad-is-eos", "special-same")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ds = gpt(mm, prefix, None, "valid", drop_last_partial_validation_sequence=False, tokenizer=tokenizer,
-                 sequence_length=6, **fields)
+        ds = gpt(
+            mm,
+            prefix,
+            None,
+            "valid",
+            drop_last_partial_validation_sequence=False,
+            tokenizer=tokenizer,
+            sequence_length=6,
+            **fields,
+        )
     assert any("pad" in str(w.message) for w in caught) == ambiguous
     check_sample(quiet(ds.__getitem__, 0), brute_sample(ds, 0, ds.config, pad))
 
@@ -1776,16 +2207,31 @@ def test_inter_document_masking(mm, tmp_path, extra):
     """cu_seqlens by hand: no empty segment, the extra token off the last piece, padding in the last."""
     for case, rng in enumerate(cases(15)):
         prefix = mk(mm, tmp_path / str(case), random_docs(rng, longest=9))
-        ds = gpt(mm, prefix, None, "valid", inter_document_masking=True, add_extra_token_to_sequence=extra,
-                 drop_last_partial_validation_sequence=False, sequence_length=int(rng.integers(1, 12)))
+        ds = gpt(
+            mm,
+            prefix,
+            None,
+            "valid",
+            inter_document_masking=True,
+            add_extra_token_to_sequence=extra,
+            drop_last_partial_validation_sequence=False,
+            sequence_length=int(rng.integers(1, 12)),
+        )
         length = ds.config.sequence_length
-        owners = [d for d, i in enumerate(ds.document_index) for _ in range(ds.dataset.sequence_lengths[i])]
+        owners = [
+            d
+            for d, i in enumerate(ds.document_index)
+            for _ in range(ds.dataset.sequence_lengths[i])
+        ]
         for k in range(len(ds)):
             j, sample = int(ds.shuffle_index[k]), quiet(ds.__getitem__, k)
-            mine = owners[j * length:(j + 1) * length]
+            mine = owners[j * length : (j + 1) * length]
             mine += mine[-1:] * (length - len(mine))
             edges = [0] + [at for at in range(1, length) if mine[at] != mine[at - 1]] + [length]
-            same(sample["cu_seqlens"], torch.tensor(edges + [length] * (length + 1 - len(edges)), dtype=torch.int32))
+            same(
+                sample["cu_seqlens"],
+                torch.tensor(edges + [length] * (length + 1 - len(edges)), dtype=torch.int32),
+            )
             same(sample["max_seqlen"], torch.tensor(int(max(np.diff(edges))), dtype=torch.int32))
             positions = [at - max(e for e in edges if e <= at) for at in range(length)]
             assert sample["position_ids"].tolist() == positions and "attention_mask" not in sample
@@ -1797,7 +2243,9 @@ def test_cu_seqlens_when_a_sample_ends_on_a_document_boundary(mm, tmp_path):
     ds = gpt(mm, prefix, None, inter_document_masking=True, sequence_length=4)
     for k in range(2):
         sample = ds[k]
-        assert sample["cu_seqlens"].tolist()[0] == 0 and all(np.diff(sample["cu_seqlens"].tolist())[:1] > 0)
+        assert sample["cu_seqlens"].tolist()[0] == 0 and all(
+            np.diff(sample["cu_seqlens"].tolist())[:1] > 0
+        )
         ends = [e for e in sample["cu_seqlens"].tolist() if e < 4]
         assert len(ends) == len(set(ends)), "a zero-length segment"
 
@@ -1810,18 +2258,23 @@ def test_mask_costs_bits_not_floats(mm, toy):
 
 def test_mock_data(mm):
     cfg = config(mm, sequence_length=100, tokenizer=Tok(999, 50))
-    train, valid, test = mm.BlendedMegatronDatasetBuilder(mm.MockGPTDataset, [20, 10, 5], lambda: True, cfg).build()
+    train, valid, test = mm.BlendedMegatronDatasetBuilder(
+        mm.MockGPTDataset, [20, 10, 5], lambda: True, cfg
+    ).build()
     lengths = np.random.default_rng(0).integers(1, 4096, size=100000, dtype=np.int32)
     same(train.dataset.sequence_lengths, lengths)
     for i in (0, 7, 99999):
         wanted = [j % 50 for j in range(1, lengths[i])] + [999]
         assert np.asarray(train.dataset.get(i)).tolist() == wanted
         assert np.asarray(train.dataset.get(i, 0, 1)).tolist() == wanted[:1]
-    assert len(train) >= 20 and len(valid) >= 10 and len(test) >= 5 and len(train[0]["tokens"]) == 100
+    assert (
+        len(train) >= 20 and len(valid) >= 10 and len(test) >= 5 and len(train[0]["tokens"]) == 100
+    )
 
 
 def test_user_datasets_can_be_built(mm, tmp_path):
     """MegatronDataset is the base of others: four hooks and the two methods of a sequence."""
+
     class Numbers(mm.MegatronDataset):
         numel_low_level_dataset = staticmethod(len)
         build_low_level_dataset = staticmethod(lambda path, config: list(range(10)))
@@ -1833,8 +2286,14 @@ def test_user_datasets_can_be_built(mm, tmp_path):
             return {"number": self.dataset[self.indices[k]]}
 
     cfg = config(mm, (["x"], None), split="5,5,0")
-    train, valid, test = mm.BlendedMegatronDatasetBuilder(Numbers, [3, 3, 0], lambda: True, cfg).build()
-    assert [valid[k]["number"] for k in range(5)] == [5, 6, 7, 8, 9] and len(train) == 5 and test is None
+    train, valid, test = mm.BlendedMegatronDatasetBuilder(
+        Numbers, [3, 3, 0], lambda: True, cfg
+    ).build()
+    assert (
+        [valid[k]["number"] for k in range(5)] == [5, 6, 7, 8, 9]
+        and len(train) == 5
+        and test is None
+    )
 
 
 # -- the cache -----------------------------------------------------------------------------------
@@ -1880,16 +2339,39 @@ def one_file(folder, suffix):
 def test_cache_files(mm, corpus, cache):
     """Names, the description and its hash are SPEC 4's; the arrays are plain .npy files."""
     ds = gpt(mm, corpus, 50, path_to_cache=cache)
-    description = json.dumps(collections.OrderedDict([
-        ("class", "GPTDataset"), ("dataset_path", corpus), ("num_samples", 50), ("index_split", "train"),
-        ("random_seed", 1234), ("sequence_length", 8), ("split", "1,0,0"),
-        ("split_matrix", [(0, 1.0), None, None]), ("tokenizer", Tok().unique_identifiers)]), indent=4)
+    description = json.dumps(
+        collections.OrderedDict(
+            [
+                ("class", "GPTDataset"),
+                ("dataset_path", corpus),
+                ("num_samples", 50),
+                ("index_split", "train"),
+                ("random_seed", 1234),
+                ("sequence_length", 8),
+                ("split", "1,0,0"),
+                ("split_matrix", [(0, 1.0), None, None]),
+                ("tokenizer", Tok().unique_identifiers),
+            ]
+        ),
+        indent=4,
+    )
     stem = f"{hashlib.md5(description.encode()).hexdigest()}-GPTDataset-train-"
-    names = ["description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy", "manifest.json"]
+    names = [
+        "description.txt",
+        "document_index.npy",
+        "sample_index.npy",
+        "shuffle_index.npy",
+        "manifest.json",
+    ]
     assert sorted(os.listdir(cache)) == sorted(stem + name for name in names)
     assert one_file(cache, "description.txt").read_text() == description == ds.unique_description
-    same_arrays([np.load(one_file(cache, f"{n}.npy")) for n in ("document_index", "sample_index", "shuffle_index")],
-                arrays(ds))
+    same_arrays(
+        [
+            np.load(one_file(cache, f"{n}.npy"))
+            for n in ("document_index", "sample_index", "shuffle_index")
+        ],
+        arrays(ds),
+    )
     json.loads(one_file(cache, "manifest.json").read_text())
 
 
@@ -1953,8 +2435,19 @@ def damage_raw_pickle(path):
 
 
 @pytest.mark.parametrize("suffix", ["document_index.npy", "sample_index.npy", "shuffle_index.npy"])
-@pytest.mark.parametrize("damage", [damage_torn, damage_flip, damage_empty, damage_missing, damage_dtype, damage_shape,
-                                    damage_pickle, damage_raw_pickle])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_torn,
+        damage_flip,
+        damage_empty,
+        damage_missing,
+        damage_dtype,
+        damage_shape,
+        damage_pickle,
+        damage_raw_pickle,
+    ],
+)
 @pytest.mark.parametrize("manifest", [True, False], ids=["ours", "no-manifest"])
 def test_damaged_cache_is_rebuilt(mm, corpus, cache, suffix, damage, manifest):
     """DEFECTS 37, 38: torn, flipped, missing, another type; nothing in it is run."""
@@ -2011,12 +2504,16 @@ def test_touched_data_is_the_same_data(mm, corpus, cache):
     same_arrays(found, built)
     assert not caught
     after = stamps(cache)
-    assert {k: v for k, v in after.items() if k.endswith(".npy")} == {k: v for k, v in before.items() if
-                                                                     k.endswith(".npy")}
+    assert {k: v for k, v in after.items() if k.endswith(".npy")} == {
+        k: v for k, v in before.items() if k.endswith(".npy")
+    }
 
 
-@pytest.mark.parametrize("fields", [{"add_extra_token_to_sequence": False},
-                                    {"drop_last_partial_validation_sequence": False}], ids=["x0", "keep"])
+@pytest.mark.parametrize(
+    "fields",
+    [{"add_extra_token_to_sequence": False}, {"drop_last_partial_validation_sequence": False}],
+    ids=["x0", "keep"],
+)
 def test_flags_are_in_the_key(mm, corpus, cache, fields):
     """DEFECTS 35."""
     for split in ("valid", "train"):
@@ -2105,7 +2602,11 @@ def test_defer_npy_index_mmap(mm, corpus, cache, fast):
     fields = {"defer_npy_index_mmap": True, "fast_cache_load": fast}
     wanted, _ = cached(mm, corpus, cache, **fields)
     ds = gpt(mm, corpus, 50, path_to_cache=cache, **fields)
-    open_files = [line for line in open("/proc/self/maps") if cache in line] if sys.platform == "linux" else []
+    open_files = (
+        [line for line in open("/proc/self/maps") if cache in line]
+        if sys.platform == "linux"
+        else []
+    )
     assert not open_files
     same_arrays(arrays(ds), wanted)
     assert len(ds[0]["tokens"]) == 8 and len(ds) == len(wanted[2])
@@ -2115,7 +2616,11 @@ def test_defer_npy_index_mmap(mm, corpus, cache, fast):
 def test_pickled_dataset_is_small_and_works(mm, tmp_path, cache, blend):
     """DEFECTS 28: the arrays stay in their files."""
     prefix = mk(mm, tmp_path / "p", [[1] * 5] * 20000)
-    cfg = config(mm, ([prefix, prefix] if blend else [prefix], [1, 1] if blend else None), path_to_cache=cache)
+    cfg = config(
+        mm,
+        ([prefix, prefix] if blend else [prefix], [1, 1] if blend else None),
+        path_to_cache=cache,
+    )
     ds = build(mm, [10000, 0, 0], cfg)[0]
     text = pickle.dumps(ds)
     again = pickle.loads(text)
@@ -2140,6 +2645,7 @@ def test_unpickled_dataset_whose_cache_is_gone(mm, corpus, cache):
 def test_document_index_costs_its_size(mm, tmp_path):
     """DEFECTS 26: upstream needs six times the result."""
     import tracemalloc
+
     documents = np.arange(100_000, dtype=np.int32)
     tracemalloc.start()
     result = mm.build_document_index(documents, 10, np.random.RandomState(0), False)
@@ -2190,7 +2696,9 @@ def test_exhaustive_blend_takes_everything(mm):
         ds = blended(mm, [3, 5], weights, None)
         assert len(ds) == 8
         assert sorted((ds[i]["dataset_id"], ds[i]["sample"]) for i in range(8)) == [
-            *((0, k) for k in range(3)), *((1, k) for k in range(5))]
+            *((0, k) for k in range(3)),
+            *((1, k) for k in range(5)),
+        ]
 
 
 def test_weight_0_drops_the_dataset(mm, caplog):
@@ -2199,8 +2707,18 @@ def test_weight_0_drops_the_dataset(mm, caplog):
     assert len(ds.datasets) == 2 and {int(ds[i]["dataset_id"]) for i in range(4)} == {0, 1}
 
 
-@pytest.mark.parametrize("weights, size", [([-1, 1], 4), ([math.nan, 1], 4), ([math.inf, 1], 4), ([0, 0], 4), ([1], 4),
-                                           ([1.5, 2.5], None), ([1, 1], -1)])
+@pytest.mark.parametrize(
+    "weights, size",
+    [
+        ([-1, 1], 4),
+        ([math.nan, 1], 4),
+        ([math.inf, 1], 4),
+        ([0, 0], 4),
+        ([1], 4),
+        ([1.5, 2.5], None),
+        ([1, 1], -1),
+    ],
+)
 def test_blend_refuses(mm, weights, size):
     """DEFECTS 46."""
     with pytest.raises(ValueError):
@@ -2225,7 +2743,12 @@ def test_blend_that_asks_for_too_much_says_so_at_once(mm):
 def test_blend_cache(mm, cache):
     first = blended(mm, [90, 90], [1, 3], 80, path_to_cache=cache)
     names = sorted(name.split("-BlendedDataset-train-")[1] for name in os.listdir(cache))
-    assert names == ["dataset_index.npy", "dataset_sample_index.npy", "description.txt", "manifest.json"]
+    assert names == [
+        "dataset_index.npy",
+        "dataset_sample_index.npy",
+        "description.txt",
+        "manifest.json",
+    ]
     wanted = [np.array(first.dataset_index), np.array(first.dataset_sample_index)]
     before = stamps(cache)
     again = blended(mm, [90, 90], [1, 3], 80, path_to_cache=cache)
@@ -2252,8 +2775,10 @@ def test_blend_without_cache_path_writes_nothing(mm, tmp_path, monkeypatch):
 def corpora(mm, tmp_path):
     """Three pairs of 40, 25 and 10 documents."""
     rng = np.random.default_rng(11)
-    return [mk(mm, tmp_path / f"c{i}", [rng.integers(1, 50, rng.integers(5, 30)) for _ in range(n)])
-            for i, n in enumerate((40, 25, 10))]
+    return [
+        mk(mm, tmp_path / f"c{i}", [rng.integers(1, 50, rng.integers(5, 30)) for _ in range(n)])
+        for i, n in enumerate((40, 25, 10))
+    ]
 
 
 def test_one_prefix_without_weights_is_plain(mm, corpora):
@@ -2264,8 +2789,14 @@ def test_one_prefix_without_weights_is_plain(mm, corpora):
 
 
 def test_splits_that_are_none(mm, corpora):
-    assert build(mm, [10, 10, 10], config(mm, (corpora[:1], None), split="1,0,0"))[1:] == [None, None]
-    assert build(mm, [10, 10, 10], config(mm, (corpora, [1, 1, 1]), split="0,1,0"))[::2] == [None, None]
+    assert build(mm, [10, 10, 10], config(mm, (corpora[:1], None), split="1,0,0"))[1:] == [
+        None,
+        None,
+    ]
+    assert build(mm, [10, 10, 10], config(mm, (corpora, [1, 1, 1]), split="0,1,0"))[::2] == [
+        None,
+        None,
+    ]
 
 
 def test_weighted_blend_sizes(mm, corpora):
@@ -2282,9 +2813,16 @@ def test_blend_never_asks_for_more_than_was_built(mm, tmp_path):
     prefix = mk(mm, tmp_path / "p", [[1] * 9])
     rebuilt = 0
     for rng in cases(40):
-        weights, size = rng.dirichlet(np.ones(int(rng.integers(2, 12)))) + 1e-3, int(rng.integers(50, 300))
-        cfg = config(mm, ([prefix] * len(weights), weights.tolist()), mid_level_dataset_surplus=0.0,
-                     path_to_cache=str(tmp_path / "cache"))
+        weights, size = (
+            rng.dirichlet(np.ones(int(rng.integers(2, 12)))) + 1e-3,
+            int(rng.integers(50, 300)),
+        )
+        cfg = config(
+            mm,
+            ([prefix] * len(weights), weights.tolist()),
+            mid_level_dataset_surplus=0.0,
+            path_to_cache=str(tmp_path / "cache"),
+        )
         train = build(mm, [size, 0, 0], cfg)[0]
         counts = np.bincount(train.dataset_index, minlength=len(weights))
         asked = [math.ceil(size * w) for w in train.weights]
@@ -2296,9 +2834,38 @@ def test_blend_never_asks_for_more_than_was_built(mm, tmp_path):
     assert rebuilt, "no case needed it: the test shows nothing"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+def test_dropped_blend_gives_its_files_back(mm, tmp_path):
+    """Also the one that had to be rebuilt larger: no cycle that waits for the garbage collector."""
+    prefix, rebuilt = mk(mm, tmp_path / "p", [[1] * 9]), 0
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        for rng in (np.random.default_rng(seed) for seed in range(6)):
+            weights = (rng.dirichlet(np.ones(8)) + 1e-3).tolist()
+            cfg = config(
+                mm,
+                ([prefix] * 8, weights),
+                mid_level_dataset_surplus=0.0,
+                path_to_cache=str(tmp_path / "c"),
+            )
+            train = build(mm, [97, 0, 0], cfg)[0]
+            rebuilt += any(
+                ds.num_samples > math.ceil(97 * w) for ds, w in zip(train.datasets, train.weights)
+            )
+            del train
+        assert rebuilt and len(os.listdir("/proc/self/fd")) - before < 20
+    finally:
+        gc.enable()
+
+
 def test_unweighted_blend_is_one_epoch_of_each(mm, corpora):
     train = build(mm, [None, None, None], config(mm, (corpora, None)))[0]
-    assert train.size is None and train.weights == [len(ds) for ds in train.datasets] and len(train) == sum(train.weights)
+    assert (
+        train.size is None
+        and train.weights == [len(ds) for ds in train.datasets]
+        and len(train) == sum(train.weights)
+    )
     small = build(mm, [10, 0, 0], config(mm, (corpora, None)))[0]
     assert len(small) == small.size == 10
     with pytest.warns(UserWarning, match="1000000"):  # DEFECTS 49
@@ -2333,35 +2900,82 @@ def test_weight_0_in_the_config_drops_the_corpus(mm, corpora):
 def test_blend_per_split(mm, corpora):
     blends = [(corpora[:2], [1, 3]), (corpora[2:], None), None]
     train, valid, test = build(mm, [50, 5, 5], config(mm, blend_per_split=blends))
-    assert test is None and type(valid).__name__ == "GPTDataset" and type(train).__name__ == "BlendedDataset"
+    assert (
+        test is None
+        and type(valid).__name__ == "GPTDataset"
+        and type(train).__name__ == "BlendedDataset"
+    )
     assert len(valid.indices) == 10 and [len(ds.indices) for ds in train.datasets] == [40, 25]
-    assert {ds.index_split for ds in train.datasets} == {mm.Split.train} and valid.index_split is mm.Split.valid
+    assert {ds.index_split for ds in train.datasets} == {
+        mm.Split.train
+    } and valid.index_split is mm.Split.valid
 
 
 def test_multiple_validation_sets(mm, corpora):
-    cfg = config(mm, blend_per_split=[(corpora[:1], None), (corpora, None), None], multiple_validation_sets=True)
+    cfg = config(
+        mm,
+        blend_per_split=[(corpora[:1], None), (corpora, None), None],
+        multiple_validation_sets=True,
+    )
     valid = build(mm, [10, 5, 0], cfg)[1]
-    assert [len(ds.indices) for ds in valid] == [40, 25, 10] and all(ds.num_samples == 5 for ds in valid)
+    assert [len(ds.indices) for ds in valid] == [40, 25, 10] and all(
+        ds.num_samples == 5 for ds in valid
+    )
     cfg.full_validation = True
-    valid = build(mm, [10, 5, 0], cfg)[1]
+    valid = build(mm, [10, None, 0], cfg)[1]
     assert [ds.num_samples for ds in valid] == [None] * 3
+    cfg = config(
+        mm, blend_per_split=[(corpora[:1], None)] * 2 + [None], multiple_validation_sets=True
+    )
+    assert type(build(mm, [10, 5, 0], cfg)[1]).__name__ == "GPTDataset", (
+        "a single prefix is plain, as upstream"
+    )
+
+
+def test_full_validation_leaves_the_sizes_to_the_caller(mm, corpora):
+    """As upstream's builder: None is what get_train_valid_test_num_samples gives for valid then."""
+    cfg = config(mm, blend_per_split=[None, (corpora, [1, 1, 1]), None], full_validation=True)
+    assert len(build(mm, [None, 9, None], cfg)[1]) == 9
 
 
 def test_threads_build_the_same(mm, corpora, tmp_path):
-    built = [build(mm, [500, 50, 0], config(mm, (corpora, [3, 2, 1]), split="9,1,0", num_dataset_builder_threads=n,
-                                            path_to_cache=str(tmp_path / str(n)))) for n in (1, 3)]
-    assert files_of(tmp_path / "1") == files_of(tmp_path / "3") and len(files_of(tmp_path / "1")) == 6 * 5 + 2 * 4
+    built = [
+        build(
+            mm,
+            [500, 50, 0],
+            config(
+                mm,
+                (corpora, [3, 2, 1]),
+                split="9,1,0",
+                num_dataset_builder_threads=n,
+                path_to_cache=str(tmp_path / str(n)),
+            ),
+        )
+        for n in (1, 3)
+    ]
+    assert (
+        files_of(tmp_path / "1") == files_of(tmp_path / "3")
+        and len(files_of(tmp_path / "1")) == 6 * 5 + 2 * 4
+    )
     same(built[0][0].dataset_index, built[1][0].dataset_index)
 
 
 def test_missing_corpus_is_one_error(mm, corpora):
     with pytest.raises(FileNotFoundError, match="none"):
-        build(mm, [10, 1, 0], config(mm, ([*corpora, "/none/x"], [1, 1, 1, 1]), num_dataset_builder_threads=2))
+        build(
+            mm,
+            [10, 1, 0],
+            config(mm, ([*corpora, "/none/x"], [1, 1, 1, 1]), num_dataset_builder_threads=2),
+        )
 
 
 def test_blend_with_cache_needs_no_torch_distributed(mm, corpora, tmp_path):
     """DEFECTS 44."""
-    assert len(build(mm, [10, 0, 0], config(mm, (corpora, [1, 1, 1]), path_to_cache=str(tmp_path / "cache")))[0])
+    assert len(
+        build(
+            mm, [10, 0, 0], config(mm, (corpora, [1, 1, 1]), path_to_cache=str(tmp_path / "cache"))
+        )[0]
+    )
 
 
 def test_equal_corpora_keep_upstreams_equal_permutations(mm, corpora):
@@ -2424,12 +3038,23 @@ torch.distributed.destroy_process_group()
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """Run every scenario on two ranks -> {scenario: [(kind, value, seconds) of rank 0, of rank 1]}."""
-    mm, folder, rng = copy_of_module("python"), tmp_path_factory.mktemp("ranks"), np.random.default_rng(0)
+    mm, folder, rng = (
+        copy_of_module("python"),
+        tmp_path_factory.mktemp("ranks"),
+        np.random.default_rng(0),
+    )
     for name in "ab":
         mk(mm, folder / name, [rng.integers(1, 200, 20) for _ in range(30)])
     env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([sys.executable, "-c", RANKS, str(rank), folder], env=env, stderr=subprocess.PIPE,
-                              text=True) for rank in (0, 1)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANKS, str(rank), folder],
+            env=env,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
     errors = []
     for rank in ranks:
         try:
@@ -2439,7 +3064,11 @@ def two_ranks(tmp_path_factory):
             errors.append("it hung")
     results = {}
     for rank in (0, 1):
-        lines = (folder / f"result{rank}").read_text().splitlines() if (folder / f"result{rank}").exists() else []
+        lines = (
+            (folder / f"result{rank}").read_text().splitlines()
+            if (folder / f"result{rank}").exists()
+            else []
+        )
         for name, (kind, value), seconds in map(json.loads, lines):
             results.setdefault(name, []).append((kind, value, seconds))
     return results, errors, folder
@@ -2469,11 +3098,16 @@ def test_ranks_with_caches_of_their_own(two_ranks):
 def test_built_only_on_some_ranks(two_ranks):
     whole = on_both(two_ranks, "shared")[0]
     nothing = ("ok", [None, None, None])
-    assert on_both(two_ranks, "only-1") == [nothing, whole] and on_both(two_ranks, "only-0") == [whole, nothing]
+    assert on_both(two_ranks, "only-1") == [nothing, whole] and on_both(two_ranks, "only-0") == [
+        whole,
+        nothing,
+    ]
 
 
-@pytest.mark.parametrize("name, words", [("bad-prefix", "none"), ("bad-on-1", "rank one is broken"),
-                                         ("assertion-on-0", "division")])
+@pytest.mark.parametrize(
+    "name, words",
+    [("bad-prefix", "none"), ("bad-on-1", "rank one is broken"), ("assertion-on-0", "division")],
+)
 def test_failure_on_one_rank_is_raised_on_all(two_ranks, name, words):
     """DEFECTS 41: upstream's other ranks wait for ten minutes."""
     found = on_both(two_ranks, name)
@@ -2512,7 +3146,10 @@ class Numbers(torch.utils.data.Dataset):
 
 def sequential(mm, total, consumed, micro, ranks, drop_last=True):
     """One pass of every rank -> [[rank 0's batch, rank 1's, ...] of each step]."""
-    samplers = [mm.MegatronPretrainingSampler(total, consumed, micro, rank, ranks, drop_last) for rank in range(ranks)]
+    samplers = [
+        mm.MegatronPretrainingSampler(total, consumed, micro, rank, ranks, drop_last)
+        for rank in range(ranks)
+    ]
     lengths = [len(sampler) for sampler in samplers]
     passes = [list(sampler) for sampler in samplers]
     assert [len(batches) for batches in passes] == lengths and len(set(lengths)) == 1
@@ -2520,8 +3157,12 @@ def sequential(mm, total, consumed, micro, ranks, drop_last=True):
 
 
 def shuffled(mm, total, consumed, micro, ranks, sharding, seed=0):
-    samplers = [mm.MegatronPretrainingRandomSampler(None, total, consumed, micro, rank, ranks, sharding, seed)
-                for rank in range(ranks)]
+    samplers = [
+        mm.MegatronPretrainingRandomSampler(
+            None, total, consumed, micro, rank, ranks, sharding, seed
+        )
+        for rank in range(ranks)
+    ]
     lengths = [len(sampler) for sampler in samplers]
     passes = [list(sampler) for sampler in samplers]
     assert [len(batches) for batches in passes] == lengths and len(set(lengths)) == 1
@@ -2558,8 +3199,10 @@ def test_sequential_tail_is_shared_out(one):
         assert all(len(batch) == micro for step in steps for batch in step)
         assert [k for k in flat(steps) if k is not None] == list(range(consumed, total))
         full = sequential(one, total, consumed, micro, ranks)
-        assert [list(map(list, s)) for s in steps[:len(full)]] == [list(map(list, s)) for s in full]
-        for step in steps[len(full):]:
+        assert [list(map(list, s)) for s in steps[: len(full)]] == [
+            list(map(list, s)) for s in full
+        ]
+        for step in steps[len(full) :]:
             counts = [sum(k is not None for k in batch) for batch in step]
             assert max(counts) - min(counts) <= 1, "shared out evenly"
 
@@ -2582,14 +3225,22 @@ def test_resume_at_the_end_of_a_pass_goes_on_with_the_next(one, consumed):
     """The rest of the pass has no batch, but the next one does: no stop, no error."""
     loader = one.build_pretraining_data_loader(Numbers(10), consumed, micro_batch_size=4)
     batches = one.cyclic_iter(loader)
-    assert [next(batches)["k"].tolist() for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    assert [next(batches)["k"].tolist() for _ in range(3)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [0, 1, 2, 3],
+    ]
 
 
 def test_full_validation_gives_every_sample_once(one):
     for total, ranks in ((7, 3), (6, 3), (1, 4), (5, 1)):
-        samplers = [one.MegatronFullValidationSampler(total, 0, 9, rank, ranks) for rank in range(ranks)]
+        samplers = [
+            one.MegatronFullValidationSampler(total, 0, 9, rank, ranks) for rank in range(ranks)
+        ]
         steps = list(zip(*samplers))
-        assert len(steps) == math.ceil(total / ranks) and all(len(b) == 1 for step in steps for b in step)
+        assert len(steps) == math.ceil(total / ranks) and all(
+            len(b) == 1 for step in steps for b in step
+        )
         assert sorted(k for k in flat(steps) if k is not None) == list(range(total))
 
 
@@ -2605,7 +3256,7 @@ def test_random_order_sharded(one):
         steps = shuffled(one, total, consumed, micro, ranks, True, seed)
         for rank in range(ranks):
             order = torch.randperm(bucket, generator=torch.Generator().manual_seed(seed + epoch))
-            wanted = (rank * bucket + order[done // ranks:]).tolist()
+            wanted = (rank * bucket + order[done // ranks :]).tolist()
             assert [k for step in steps for k in step[rank]] == wanted
 
 
@@ -2618,20 +3269,26 @@ def test_random_order_unsharded(one):
             continue
         active = total - total % group
         consumed = int(rng.integers(0, 3 * active // group)) * group
-        order = torch.randperm(total // micro * micro, generator=torch.Generator().manual_seed(seed + consumed // active))
-        rest = order.tolist()[consumed % active:]
+        order = torch.randperm(
+            total // micro * micro,
+            generator=torch.Generator().manual_seed(seed + consumed // active),
+        )
+        rest = order.tolist()[consumed % active :]
         steps = shuffled(one, total, consumed, micro, ranks, False, seed)
         assert len(steps) == (active - consumed % active) // group
         for rank in range(ranks):
             wanted = rest[rank::ranks]
-            assert [k for step in steps for k in step[rank]] == wanted[:len(steps) * micro]
+            assert [k for step in steps for k in step[rank]] == wanted[: len(steps) * micro]
 
 
 def test_random_order_by_hand(one):
     """DEFECTS 52, 55: epoch by epoch as upstream's default; the seed has an effect."""
     assert flat(shuffled(one, 8, 0, 1, 1, True)) == [4, 0, 7, 3, 2, 5, 1, 6]
-    assert flat(shuffled(one, 8, 0, 1, 1, True, seed=1)) == flat(shuffled(one, 8, 8, 1, 1, True)) != [
-        4, 0, 7, 3, 2, 5, 1, 6]
+    assert (
+        flat(shuffled(one, 8, 0, 1, 1, True, seed=1))
+        == flat(shuffled(one, 8, 8, 1, 1, True))
+        != [4, 0, 7, 3, 2, 5, 1, 6]
+    )
     ranks = [one.MegatronPretrainingRandomSampler(None, 3, 0, 1, rank, 2, False) for rank in (0, 1)]
     for _ in range(4):
         assert [len(list(sampler)) for sampler in ranks] == [1, 1]
@@ -2641,7 +3298,9 @@ def test_random_sampler_goes_on_from_epoch_to_epoch(one):
     sampler = one.MegatronPretrainingRandomSampler(None, 8, 0, 2, 0, 1, True, 5)
     epochs = [list(sampler) for _ in range(3)]
     for epoch, found in enumerate(epochs):
-        assert [list(b) for b in found] == [s[0] for s in shuffled(one, 8, 8 * epoch, 2, 1, True, 5)]
+        assert [list(b) for b in found] == [
+            s[0] for s in shuffled(one, 8, 8 * epoch, 2, 1, True, 5)
+        ]
 
 
 BAD_SAMPLERS = {
@@ -2652,9 +3311,15 @@ BAD_SAMPLERS = {
     "ranks-0": lambda mm: mm.MegatronPretrainingSampler(8, 0, 1, 0, 0),
     "rank-beyond": lambda mm: mm.MegatronPretrainingSampler(8, 0, 1, 2, 2),
     "rank-negative": lambda mm: mm.MegatronPretrainingSampler(8, 0, 1, -1, 2),
-    "random-too-few": lambda mm: mm.MegatronPretrainingRandomSampler(None, 3, 0, 2, 0, 2, True),  # DEFECTS 53
-    "random-not-a-multiple": lambda mm: mm.MegatronPretrainingRandomSampler(None, 64, 24, 16, 0, 2, True),
-    "type": lambda mm: mm.build_pretraining_data_loader(Numbers(8), 0, micro_batch_size=1, dataloader_type="odd"),
+    "random-too-few": lambda mm: mm.MegatronPretrainingRandomSampler(
+        None, 3, 0, 2, 0, 2, True
+    ),  # DEFECTS 53
+    "random-not-a-multiple": lambda mm: mm.MegatronPretrainingRandomSampler(
+        None, 64, 24, 16, 0, 2, True
+    ),
+    "type": lambda mm: mm.build_pretraining_data_loader(
+        Numbers(8), 0, micro_batch_size=1, dataloader_type="odd"
+    ),
 }
 
 
@@ -2665,8 +3330,17 @@ def test_bad_sampler_is_a_sentence(one, case):
 
 
 def loaders(mm, dataset, micro, ranks, consumed=0, **fields):
-    return [mm.build_pretraining_data_loader(dataset, consumed, micro_batch_size=micro, data_parallel_rank=rank,
-                                             data_parallel_size=ranks, **fields) for rank in range(ranks)]
+    return [
+        mm.build_pretraining_data_loader(
+            dataset,
+            consumed,
+            micro_batch_size=micro,
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
+            **fields,
+        )
+        for rank in range(ranks)
+    ]
 
 
 def global_batches(parts):
@@ -2676,14 +3350,18 @@ def global_batches(parts):
 
 
 def test_loader_delivers_dicts_of_batches(one):
-    loader = one.build_pretraining_data_loader(Numbers(10), 4, micro_batch_size=2, data_parallel_rank=1,
-                                               data_parallel_size=2)
+    loader = one.build_pretraining_data_loader(
+        Numbers(10), 4, micro_batch_size=2, data_parallel_rank=1, data_parallel_size=2
+    )
     assert isinstance(loader, torch.utils.data.DataLoader) and len(loader) == 1
     assert [batch["k"].tolist() for batch in loader] == [[6, 7]]
     assert loader.state_dict()["consumed_samples"] == 8
     assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
     own = [1, 2]
-    assert one.build_pretraining_data_loader(own, 0, micro_batch_size=1, dataloader_type="external") is own
+    assert (
+        one.build_pretraining_data_loader(own, 0, micro_batch_size=1, dataloader_type="external")
+        is own
+    )
 
 
 def test_loader_pads_the_last_batch(one):
@@ -2692,14 +3370,24 @@ def test_loader_pads_the_last_batch(one):
     assert all(len(batches) == 2 for batches in found)
     assert sorted(k for batches in found for b in batches for k in b if k >= 0) == list(range(9))
     assert {loader.state_dict()["consumed_samples"] for loader in parts} == {9}
-    full = loaders(one, Numbers(3), 9, 2, full_validation=True)
-    assert [[b["k"].tolist() for b in loader] for loader in full] == [[[0], [2]], [[1], [-1]]]
+    full = [
+        [b["k"].tolist() for b in loader]
+        for loader in loaders(one, Numbers(3), 9, 2, full_validation=True)
+    ]
+    assert [len(batches) for batches in full] == [2, 2] and sorted(sum(sum(full, []), [])) == [
+        -1,
+        0,
+        1,
+        2,
+    ]
 
 
 LAYOUTS = [(8, 1), (1, 8), (4, 2), (2, 4)]  # micro-batch size, ranks: the global batch is 8
 
 
-@pytest.mark.parametrize("kind, sharding", [("single", True), ("cyclic", False)], ids=["sequential", "random"])
+@pytest.mark.parametrize(
+    "kind, sharding", [("single", True), ("cyclic", False)], ids=["sequential", "random"]
+)
 def test_resume_at_every_step_on_other_ranks(one, kind, sharding):
     """Stop after each step, go on with each other layout: the global batches are the same."""
     fields = {"dataloader_type": kind, "data_sharding": sharding, "seed": 3}
@@ -2709,9 +3397,14 @@ def test_resume_at_every_step_on_other_ranks(one, kind, sharding):
         for before, after in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1]):
             parts = loaders(one, Numbers(64), *before, **fields)
             iterators = [iter(loader) for loader in parts]
-            seen = [sorted(k for it in iterators for k in next(it)["k"].tolist()) for _ in range(step)]
+            seen = [
+                sorted(k for it in iterators for k in next(it)["k"].tolist()) for _ in range(step)
+            ]
             states = [json.loads(json.dumps(loader.state_dict())) for loader in parts]
-            assert all(state == states[0] for state in states) and states[0]["consumed_samples"] == 8 * step
+            assert (
+                all(state == states[0] for state in states)
+                and states[0]["consumed_samples"] == 8 * step
+            )
             resumed = loaders(one, Numbers(64), *after, **fields)
             for loader in resumed:
                 loader.load_state_dict(states[0])
@@ -2751,13 +3444,22 @@ def state_of(mm, dataset, steps=1, **fields):
 CYCLIC = {"dataloader_type": "cyclic", "data_sharding": True}
 
 
-@pytest.mark.parametrize("saved, here, n, field", [
-    pytest.param({}, {}, 65, "num_samples", id="another-dataset"),
-    pytest.param({}, CYCLIC, 64, "sampler", id="another-sampler"),
-    pytest.param(CYCLIC, CYCLIC | {"seed": 1}, 64, "seed", id="another-seed"),
-    pytest.param(CYCLIC, CYCLIC | {"data_sharding": False}, 64, "data_sharding", id="sharding"),
-    pytest.param(CYCLIC, CYCLIC | {"micro_batch_size": 4, "data_parallel_size": 2}, 64, "data_parallel_size",
-                 id="sharded-on-other-ranks")])  # DEFECTS 54
+@pytest.mark.parametrize(
+    "saved, here, n, field",
+    [
+        pytest.param({}, {}, 65, "num_samples", id="another-dataset"),
+        pytest.param({}, CYCLIC, 64, "sampler", id="another-sampler"),
+        pytest.param(CYCLIC, CYCLIC | {"seed": 1}, 64, "seed", id="another-seed"),
+        pytest.param(CYCLIC, CYCLIC | {"data_sharding": False}, 64, "data_sharding", id="sharding"),
+        pytest.param(
+            CYCLIC,
+            CYCLIC | {"micro_batch_size": 4, "data_parallel_size": 2},
+            64,
+            "data_parallel_size",
+            id="sharded-on-other-ranks",
+        ),
+    ],
+)  # DEFECTS 54
 def test_state_that_does_not_fit_is_refused(one, saved, here, n, field):
     state = state_of(one, Numbers(64), **saved)
     loader = one.build_pretraining_data_loader(Numbers(n), 0, **{"micro_batch_size": 8} | here)
@@ -2767,8 +3469,14 @@ def test_state_that_does_not_fit_is_refused(one, saved, here, n, field):
     assert loader.state_dict() == before, "and nothing was changed"
 
 
-@pytest.mark.parametrize("fields, name", [({"random_seed": 5}, "random_seed"), ({"sequence_length": 4}, "sequence_length"),
-                                          ({"documents": 7}, "data")])
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        ({"random_seed": 5}, "random_seed"),
+        ({"sequence_length": 4}, "sequence_length"),
+        ({"documents": 7}, "data"),
+    ],
+)
 def test_state_of_another_dataset_is_refused(mm, tmp_path, fields, name):
     prefix = mk(mm, tmp_path / "p", [[1] * 17] * 8)
     state = state_of(mm, gpt(mm, prefix, None), micro_batch_size=2)
@@ -2785,7 +3493,9 @@ def test_state_survives_a_move_of_the_data(mm, tmp_path):
     for extension in (".bin", ".idx"):
         (tmp_path / "moved").mkdir(exist_ok=True)
         shutil.copy(prefix + extension, tmp_path / "moved" / f"q{extension}")
-    other = mm.build_pretraining_data_loader(gpt(mm, str(tmp_path / "moved" / "q"), 10), 0, micro_batch_size=2)
+    other = mm.build_pretraining_data_loader(
+        gpt(mm, str(tmp_path / "moved" / "q"), 10), 0, micro_batch_size=2
+    )
     other.load_state_dict(state)
     assert other.state_dict()["consumed_samples"] == 2
 
@@ -2801,7 +3511,9 @@ def test_state_beyond_the_data_is_refused(one):
     loader = one.build_pretraining_data_loader(Numbers(64), 0, micro_batch_size=8)
     for consumed in (65, -1):
         with pytest.raises(ValueError):
-            loader.load_state_dict(loader.state_dict() | {"consumed_samples": consumed}, strict=False)
+            loader.load_state_dict(
+                loader.state_dict() | {"consumed_samples": consumed}, strict=False
+            )
 
 
 def test_strict_false_goes_on_anyway(one):
@@ -2835,11 +3547,17 @@ def test_loader_of_a_real_dataset_with_workers(mm, tmp_path):
     prefix = mk(mm, tmp_path / "p", random_docs(np.random.default_rng(2)))
     cfg = config(mm, ([prefix, prefix], [1, 2]), path_to_cache=str(tmp_path / "cache"))
     ds = build(mm, [40, 0, 0], cfg)[0]
-    alone, workers = (list(mm.build_pretraining_data_loader(ds, 0, micro_batch_size=4, num_workers=n)) for n in (0, 2))
+    alone, workers = (
+        list(mm.build_pretraining_data_loader(ds, 0, micro_batch_size=4, num_workers=n))
+        for n in (0, 2)
+    )
     assert len(alone) == len(workers) == len(ds) // 4
     for a, b in zip(alone, workers):
         same_samples(a, b)
-    assert alone[0]["tokens"].shape == (4, 8) and alone[0]["dataset_id"].tolist() == ds.dataset_index[:4].tolist()
+    assert (
+        alone[0]["tokens"].shape == (4, 8)
+        and alone[0]["dataset_id"].tolist() == ds.dataset_index[:4].tolist()
+    )
 
 
 def test_cyclic_iter(one):
@@ -2850,11 +3568,16 @@ def test_cyclic_iter(one):
 
 
 def test_cyclic_iter_counts_on_over_epochs(one):
-    loader = one.build_pretraining_data_loader(Numbers(8), 0, micro_batch_size=2, dataloader_type="cyclic")
+    loader = one.build_pretraining_data_loader(
+        Numbers(8), 0, micro_batch_size=2, dataloader_type="cyclic"
+    )
     batches = one.cyclic_iter(loader)
     found = [next(batches)["k"].tolist() for _ in range(9)]
     assert loader.state_dict()["consumed_samples"] == 18
-    assert sorted(sum(found[:4], [])) == sorted(sum(found[4:8], [])) == list(range(8)) and found[:4] != found[4:8]
+    assert (
+        sorted(sum(found[:4], [])) == sorted(sum(found[4:8], [])) == list(range(8))
+        and found[:4] != found[4:8]
+    )
 
 
 def test_rerun_data_iterator(one):
@@ -2876,9 +3599,26 @@ def test_rerun_data_iterator(one):
 def test_num_samples_of_a_run(one):
     """By hand: an evaluation after iterations 30, 60, 90, and one at the end."""
     count = one.get_train_valid_test_num_samples
-    assert count(train_iters=100, global_batch_size=8, eval_interval=30, eval_iters=2) == (800, 64, 16)
-    assert count(train_samples=805, global_batch_size=8, eval_interval=30, eval_iters=2) == (805, 64, 16)
-    assert count(train_iters=10, global_batch_size=8, eval_interval=30, eval_iters=2, full_validation=True)[1] is None
+    assert count(train_iters=100, global_batch_size=8, eval_interval=30, eval_iters=2) == (
+        800,
+        64,
+        16,
+    )
+    assert count(train_samples=805, global_batch_size=8, eval_interval=30, eval_iters=2) == (
+        805,
+        64,
+        16,
+    )
+    assert (
+        count(
+            train_iters=10,
+            global_batch_size=8,
+            eval_interval=30,
+            eval_iters=2,
+            full_validation=True,
+        )[1]
+        is None
+    )
     for both in ({}, {"train_iters": 1, "train_samples": 8}):
         with pytest.raises(ValueError):
             count(global_batch_size=8, eval_interval=30, eval_iters=2, **both)
@@ -2896,9 +3636,19 @@ def test_ramp_up_by_hand(one):
     assert (constant.get(), constant.get_current_global_batch_size()) == (4, 32)
 
 
-@pytest.mark.parametrize("arguments", [(30, 4, 2), (32, 4, 2, (16, 6, 100)), (32, 4, 2, (40, 8, 100)),
-                                       (32, 4, 2, (16, 8, -1)), (32, 0, 2), (32, 4, 2, (0, 8, 100)),
-                                       (32, 4, 2, (16, 4, 100))], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (30, 4, 2),
+        (32, 4, 2, (16, 6, 100)),
+        (32, 4, 2, (40, 8, 100)),
+        (32, 4, 2, (16, 8, -1)),
+        (32, 0, 2),
+        (32, 4, 2, (0, 8, 100)),
+        (32, 4, 2, (16, 4, 100)),
+    ],
+    ids=str,
+)
 def test_ramp_up_refuses(one, arguments):
     with pytest.raises(ValueError):
         one.NumMicroBatches(*arguments)
@@ -2911,12 +3661,23 @@ def test_ramp_up_equals_upstreams(one, up):
         increment, samples = unit * int(rng.integers(1, 4)), int(rng.integers(1, 3000))
         final = start + steps * increment
         ours = one.NumMicroBatches(final, micro, ranks, (start, increment, samples))
-        theirs = up.calculator.RampupBatchsizeNumMicroBatchesCalculator(final, micro, ranks, False, 0, start, increment,
-                                                                        samples)
-        for consumed in sorted({0, samples, samples + 1, *rng.integers(0, samples + 50, 20).tolist()}):
+        theirs = up.calculator.RampupBatchsizeNumMicroBatchesCalculator(
+            final, micro, ranks, False, 0, start, increment, samples
+        )
+        for consumed in sorted(
+            {0, samples, samples + 1, *rng.integers(0, samples + 50, 20).tolist()}
+        ):
             ours.update(consumed)
             theirs.update(consumed, True)
-            assert ours.get() == theirs.get(), (final, micro, ranks, start, increment, samples, consumed)
+            assert ours.get() == theirs.get(), (
+                final,
+                micro,
+                ranks,
+                start,
+                increment,
+                samples,
+                consumed,
+            )
             assert ours.get_current_global_batch_size() == theirs.get_current_global_batch_size()
 
 
@@ -2927,14 +3688,18 @@ def test_ramp_up_equals_upstreams(one, up):
 
 def test_commands_by_hand(one, tmp_path, capsys):
     path = jsonl(tmp_path / "a.jsonl", ["aaaa", "bbb", "cccccc"])
-    code, out, _ = command(one, capsys, "preprocess", "--input", path, "--output-prefix", tmp_path / "toy")
+    code, out, _ = command(
+        one, capsys, "preprocess", "--input", path, "--output-prefix", tmp_path / "toy"
+    )
     prefix = f"{tmp_path}/toy_text_document"
     assert code == 0 and "3 documents" in out and "13 tokens" in out
     code, out, _ = command(one, capsys, "inspect", prefix)
     assert code == 0 and "uint16" in out and "97, 97, 97, 97" in out and "aaaa" in out
     code, out, _ = command(one, capsys, "verify", prefix)
     assert code == 0 and prefix in out
-    code, out, _ = command(one, capsys, "merge", "--input", prefix, prefix, "--output-prefix", tmp_path / "two")
+    code, out, _ = command(
+        one, capsys, "merge", "--input", prefix, prefix, "--output-prefix", tmp_path / "two"
+    )
     assert code == 0 and len(one.IndexedDataset(tmp_path / "two", check=True)) == 6
     code, out, _ = command(one, capsys, "--version")
     assert code == 0 and one.__version__ in out
@@ -2957,14 +3722,61 @@ def test_verify_finds_every_corruption(one, tmp_path, capsys):
 
 def test_build_command_makes_the_cache_of_a_job(mm, corpora, tmp_path, capsys):
     mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
-    code, out, err = command(mm, capsys, "build", "--blend", "3", corpora[0], "1", corpora[1], "--split", "9,1,0",
-                             "--sequence-length", 8, "--random-seed", 7, "--sizes", 50, 5, 0, "--path-to-cache", mine)
+    code, out, err = command(
+        mm,
+        capsys,
+        "build",
+        "--blend",
+        "3",
+        corpora[0],
+        "1",
+        corpora[1],
+        "--split",
+        "9,1,0",
+        "--sequence-length",
+        8,
+        "--random-seed",
+        7,
+        "--sizes",
+        50,
+        5,
+        0,
+        "--path-to-cache",
+        mine,
+    )
     assert code == 0 and "train" in out, err
-    build(mm, [50, 5, 0], config(mm, (corpora[:2], [3, 1]), split="9,1,0", random_seed=7, path_to_cache=theirs,
-                                 tokenizer=mm.ByteTokenizer()))
+    build(
+        mm,
+        [50, 5, 0],
+        config(
+            mm,
+            (corpora[:2], [3, 1]),
+            split="9,1,0",
+            random_seed=7,
+            path_to_cache=theirs,
+            tokenizer=mm.ByteTokenizer(),
+        ),
+    )
     assert files_of(mine) == files_of(theirs)
-    code, out, err = command(mm, capsys, "build", "--train-blend", corpora[0], "--valid-blend", corpora[1], "--sizes",
-                             "none", 5, 0, "--sequence-length", 8, "--random-seed", 7, "--path-to-cache", mine)
+    code, out, err = command(
+        mm,
+        capsys,
+        "build",
+        "--train-blend",
+        corpora[0],
+        "--valid-blend",
+        corpora[1],
+        "--sizes",
+        "none",
+        5,
+        0,
+        "--sequence-length",
+        8,
+        "--random-seed",
+        7,
+        "--path-to-cache",
+        mine,
+    )
     assert code == 0 and "valid" in out, err
 
 
@@ -2974,10 +3786,42 @@ WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), 
     "preprocess-nothing": ["preprocess"],
     "preprocess-input": ["preprocess", "--input", "none.jsonl", "--output-prefix", "o"],
     "preprocess-output": ["preprocess", "--input", "a.jsonl", "--output-prefix", "none/o"],
-    "preprocess-key": ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", "--json-keys", "other"],
-    "preprocess-workers": ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", "--workers", "many"],
-    "preprocess-workers-0": ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", "--workers", "0"],
-    "preprocess-on-error": ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", "--on-error", "maybe"],
+    "preprocess-key": [
+        "preprocess",
+        "--input",
+        "a.jsonl",
+        "--output-prefix",
+        "o",
+        "--json-keys",
+        "other",
+    ],
+    "preprocess-workers": [
+        "preprocess",
+        "--input",
+        "a.jsonl",
+        "--output-prefix",
+        "o",
+        "--workers",
+        "many",
+    ],
+    "preprocess-workers-0": [
+        "preprocess",
+        "--input",
+        "a.jsonl",
+        "--output-prefix",
+        "o",
+        "--workers",
+        "0",
+    ],
+    "preprocess-on-error": [
+        "preprocess",
+        "--input",
+        "a.jsonl",
+        "--output-prefix",
+        "o",
+        "--on-error",
+        "maybe",
+    ],
     "merge-none": ["merge", "--input", "none", "--output-prefix", "o"],
     "merge-dtypes": ["merge", "--input", "p", "u", "--output-prefix", "o"],
     "merge-into-input": ["merge", "--input", "p", "--output-prefix", "p"],
@@ -2985,16 +3829,83 @@ WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), 
     "inspect-text": ["inspect", "text"],
     "verify-none": ["verify", "p", "none"],
     "build-nothing": ["build"],
-    "build-split": ["build", "--blend", "p", "--split", "1,x", "--sequence-length", "8", "--random-seed", "1", "--sizes",
-                    "1", "1", "1"],
-    "build-sizes": ["build", "--blend", "p", "--split", "1", "--sequence-length", "8", "--random-seed", "1", "--sizes",
-                    "x", "1", "1"],
-    "build-corpus": ["build", "--blend", "none", "--split", "1", "--sequence-length", "8", "--random-seed", "1",
-                     "--sizes", "1", "1", "1"],
-    "build-blend": ["build", "--blend", "1", "p", "2", "--split", "1", "--sequence-length", "8", "--random-seed", "1",
-                    "--sizes", "1", "1", "1"],
-    "build-empty-split": ["build", "--blend", "p", "--split", "99,1,0", "--sequence-length", "8", "--random-seed", "1",
-                          "--sizes", "1", "1", "1"],
+    "build-split": [
+        "build",
+        "--blend",
+        "p",
+        "--split",
+        "1,x",
+        "--sequence-length",
+        "8",
+        "--random-seed",
+        "1",
+        "--sizes",
+        "1",
+        "1",
+        "1",
+    ],
+    "build-sizes": [
+        "build",
+        "--blend",
+        "p",
+        "--split",
+        "1",
+        "--sequence-length",
+        "8",
+        "--random-seed",
+        "1",
+        "--sizes",
+        "x",
+        "1",
+        "1",
+    ],
+    "build-corpus": [
+        "build",
+        "--blend",
+        "none",
+        "--split",
+        "1",
+        "--sequence-length",
+        "8",
+        "--random-seed",
+        "1",
+        "--sizes",
+        "1",
+        "1",
+        "1",
+    ],
+    "build-blend": [
+        "build",
+        "--blend",
+        "1",
+        "p",
+        "2",
+        "--split",
+        "1",
+        "--sequence-length",
+        "8",
+        "--random-seed",
+        "1",
+        "--sizes",
+        "1",
+        "1",
+        "1",
+    ],
+    "build-empty-split": [
+        "build",
+        "--blend",
+        "p",
+        "--split",
+        "99,1,0",
+        "--sequence-length",
+        "8",
+        "--random-seed",
+        "1",
+        "--sizes",
+        "1",
+        "1",
+        "1",
+    ],
 }
 
 
@@ -3006,10 +3917,12 @@ def test_wrong_use_is_one_sentence(one, tmp_path, capsys, monkeypatch, case):
     mk(one, tmp_path / "u", [[1] * 20], np.uint16)
     (tmp_path / "text.idx").write_text("these are no indices, but a text of some length")
     (tmp_path / "text.bin").write_text("x")
-    before = sorted(os.listdir(tmp_path))
+    before = set(os.listdir(tmp_path))
     code, _, err = command(one, capsys, *WRONG[case])
     assert code not in (0, None) and one_sentence(err), err
-    assert sorted(os.listdir(tmp_path)) == before
+    assert set(os.listdir(tmp_path)) - before <= {"p"}, (
+        "but for the cache of a split that could be built"
+    )
 
 
 def test_a_real_process(tmp_path, one):
@@ -3019,7 +3932,9 @@ def test_a_real_process(tmp_path, one):
     assert wrong.returncode == 1 and wrong.stderr.count("\n") == 1 and not wrong.stdout
     start = time.monotonic()
     demo = subprocess.run([*run, "demo"], capture_output=True, text=True, cwd=tmp_path, timeout=100)
-    assert demo.returncode == 0 and "True" in demo.stdout and "False" not in demo.stdout, demo.stderr
+    assert demo.returncode == 0 and "True" in demo.stdout and "False" not in demo.stdout, (
+        demo.stderr
+    )
     assert not os.listdir(tmp_path) and "Traceback" not in demo.stderr
 
 
@@ -3035,11 +3950,6 @@ def test_demo_keeps_its_files_where_asked(one, tmp_path, capsys):
 # ==============================================================================
 
 
-def both(mm, up, function):
-    """function(names) with ours and with upstream's, quietly."""
-    return quiet(function, mm), quiet(function, up)
-
-
 def same_dataset(ours, theirs, note=""):
     assert len(ours) == len(theirs), note
     for name in ("document_index", "sample_index", "shuffle_index"):
@@ -3051,7 +3961,15 @@ def same_dataset(ours, theirs, note=""):
 def random_request(rng, docs, length, extra):
     """A number of samples that upstream can count: one epoch, around the edges, or several."""
     epoch = (sum(map(len, docs)) - extra) // length
-    choices = [None, 1, epoch, epoch + 1, int(epoch * rng.uniform(1, 3)), int(epoch * 1.8), int(rng.integers(1, 200))]
+    choices = [
+        None,
+        1,
+        epoch,
+        epoch + 1,
+        int(epoch * rng.uniform(1, 3)),
+        int(epoch * 1.8),
+        int(rng.integers(1, 200)),
+    ]
     request = choices[rng.integers(len(choices))]
     return request if request is None else max(1, request)
 
@@ -3060,45 +3978,74 @@ def random_request(rng, docs, length, extra):
 def test_dataset_equals_upstreams(mm, up, tmp_path, split):
     """Indices, values and dtypes, and some samples, under every flag."""
     for case, rng in enumerate(cases(100)):
-        docs = [np.append(d, 0) if rng.random() < 0.6 else d for d in random_docs(rng, vocab=9)] + [np.array([1, 2, 3])]
+        docs = [np.append(d, 0) if rng.random() < 0.6 else d for d in random_docs(rng, vocab=9)] + [
+            np.array([1, 2, 3])
+        ]
         prefix = mk(mm, tmp_path / "p", docs, rng.choice([np.uint16, np.int32]))
         flags = random_flags(rng) | {"drop_last_partial_validation_sequence": bool(rng.integers(2))}
-        n = random_request(rng, docs, flags["sequence_length"], flags["add_extra_token_to_sequence"])
-        if split == "valid" and len(docs[-1]) == 0:
-            continue  # DEFECTS 19
+        n = random_request(
+            rng, docs, flags["sequence_length"], flags["add_extra_token_to_sequence"]
+        )
         cache = str(tmp_path / f"cache{case}")
         ours = quiet(gpt, mm, prefix, n, split, path_to_cache=f"{cache}-ours", **flags)
-        theirs = quiet(gpt, up, prefix, n, split, path_to_cache=f"{cache}-theirs", **flags)
+        try:
+            theirs = quiet(gpt, up, prefix, n, split, path_to_cache=f"{cache}-theirs", **flags)
+        except AssertionError:  # DEFECTS 19: the shuffled order ends in an empty document
+            assert split == "valid" and not len(docs[ours.document_index[-1]])
+            continue
         assert len(ours) == len(theirs)
         for name in ("document_index", "sample_index", "shuffle_index"):
             same(getattr(ours, name), getattr(theirs, name), (case, name))
         for k in rng.integers(0, len(ours), 6).tolist() if len(ours) else []:
-            fresh = quiet(gpt, up, prefix, n, split, path_to_cache=f"{cache}-theirs", **flags)  # DEFECTS 29
+            fresh = quiet(
+                gpt, up, prefix, n, split, path_to_cache=f"{cache}-theirs", **flags
+            )  # DEFECTS 29
             same_samples(quiet(ours.__getitem__, k), quiet(fresh.__getitem__, k), (case, k))
         if len(ours):
             same_samples(quiet(ours.__getitem__, None), quiet(fresh.__getitem__, None), case)
         shutil.rmtree(f"{cache}-ours"), shutil.rmtree(f"{cache}-theirs")
 
 
-@pytest.mark.parametrize("case", PADS)
+@pytest.mark.parametrize(
+    "case", [case for case in PADS if case != "pad-is-none"]
+)  # upstream: TypeError
 def test_padding_equals_upstreams(mm, up, tmp_path, case):
     tokenizer, fields, _ = PADS[case]
     prefix = mk(mm, tmp_path / "p", [[5, 6, 0, 8, 7, 9, 3]])
-    fields = fields | {"drop_last_partial_validation_sequence": False, "tokenizer": tokenizer, "sequence_length": 5}
-    for name, flags in (("a", {}), ("b", {"add_extra_token_to_sequence": False, "eod_mask_loss": True})):
+    fields = fields | {
+        "drop_last_partial_validation_sequence": False,
+        "tokenizer": tokenizer,
+        "sequence_length": 5,
+    }
+    for name, flags in (
+        ("a", {}),
+        ("b", {"add_extra_token_to_sequence": False, "eod_mask_loss": True}),
+    ):
         for k in range(2):
-            ours, theirs = both(mm, up, lambda names: gpt(
-                names, prefix, None, "valid", path_to_cache=str(tmp_path / names.__name__ if hasattr(
-                    names, "__name__") else tmp_path / f"up{name}"), **fields | flags)[k])
-            same_samples(ours, theirs, (case, k))
+            folder = str(tmp_path / name)
+            theirs = quiet(
+                gpt, up, prefix, None, "valid", path_to_cache=f"{folder}-up", **fields | flags
+            )
+            ours = quiet(
+                gpt, mm, prefix, None, "valid", path_to_cache=f"{folder}-us", **fields | flags
+            )
+            same_samples(quiet(ours.__getitem__, k), quiet(theirs.__getitem__, k), (case, k))
 
 
 def test_mock_dataset_equals_upstreams(mm, up):
     for n, length in ((50, 64), (None, 2000)):
         for tokenizer in (Tok(999, 1000), Tok(0, 37)):
-            ours, theirs = both(mm, up, lambda names: names.BlendedMegatronDatasetBuilder(
-                names.MockGPTDataset, [n or 3, 2, 1], lambda: True,
-                config(names, sequence_length=length, tokenizer=tokenizer)).build())
+            ours, theirs = (
+                quiet(
+                    names.BlendedMegatronDatasetBuilder(
+                        names.MockGPTDataset,
+                        [n or 3, 2, 1],
+                        lambda: True,
+                        config(names, sequence_length=length, tokenizer=tokenizer),
+                    ).build
+                )
+                for names in (mm, up)
+            )
             for a, b in zip(ours, theirs):
                 assert len(a) == len(b)
                 for k in range(0, len(a), max(1, len(a) // 5)):
@@ -3127,12 +4074,19 @@ def same_built(ours, theirs, note=""):
 @pytest.fixture
 def many(mm, tmp_path):
     rng = np.random.default_rng(21)
-    return [mk(mm, tmp_path / f"m{i}", [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))])
-            for i in range(6)]
+    return [
+        mk(
+            mm,
+            tmp_path / f"m{i}",
+            [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))],
+        )
+        for i in range(6)
+    ]
 
 
 def random_build(rng, many):
     """sizes and fields of a config, in all modes that upstream takes."""
+
     def blend():
         prefixes = list(rng.choice(many, rng.integers(1, 6), replace=False))
         weights = rng.dirichlet(np.ones(len(prefixes))) + 0.05
@@ -3143,7 +4097,10 @@ def random_build(rng, many):
     sizes = rng.integers(1, 400, 3).tolist()
     fields = {"sequence_length": int(rng.integers(4, 16)), "random_seed": int(rng.integers(9999))}
     if rng.random() < 0.5:
-        fields["blend"], fields["split"] = blend(), str(rng.choice(["8,1,1", "90,10,0", "1,0,0", "5,4,1"]))
+        fields["blend"], fields["split"] = (
+            blend(),
+            str(rng.choice(["8,1,1", "90,10,0", "1,0,0", "5,4,1"])),
+        )
         if fields["blend"][1] is None and rng.random() < 0.5:
             sizes = [None] * 3
     else:
@@ -3151,8 +4108,10 @@ def random_build(rng, many):
         valid = fields["blend_per_split"][1]
         if valid and len(valid[0]) > 1 and valid[1] is None and rng.random() < 0.6:
             fields |= {"multiple_validation_sets": True, "full_validation": bool(rng.integers(2))}
-        elif valid and valid[1] is None and rng.random() < 0.4:
+            sizes[1] = None if fields["full_validation"] else sizes[1]
+        elif rng.random() < 0.4:
             fields["full_validation"] = True
+            sizes[1] = None if valid and valid[1] is None and rng.random() < 0.5 else sizes[1]
         if not any(fields["blend_per_split"]):
             fields["blend_per_split"][0] = blend()
     return sizes, fields | {"num_dataset_builder_threads": int(rng.integers(1, 3))}
@@ -3163,7 +4122,11 @@ def test_builder_equals_upstreams(mm, up, many, tmp_path, group):
     compared = 0
     for case, rng in enumerate(cases(25)):
         sizes, fields = random_build(rng, many)
-        note, theirs_cache, ours_cache = (case, sizes, fields), tmp_path / f"t{case}", tmp_path / f"o{case}"
+        note, theirs_cache, ours_cache = (
+            (case, sizes, fields),
+            tmp_path / f"t{case}",
+            tmp_path / f"o{case}",
+        )
         try:
             theirs = quiet(build, up, sizes, config(up, path_to_cache=str(theirs_cache), **fields))
             indices = [ds for ds in theirs if type(ds).__name__ == "BlendedDataset"]
@@ -3171,8 +4134,9 @@ def test_builder_equals_upstreams(mm, up, many, tmp_path, group):
             continue  # DEFECTS 45
         ours = quiet(build, mm, sizes, config(mm, path_to_cache=str(ours_cache), **fields))
         same_built(ours, theirs, note)
-        assert {k: v for k, v in files_of(ours_cache).items() if not k.endswith("manifest.json")} == files_of(
-            theirs_cache), note
+        assert {
+            k: v for k, v in files_of(ours_cache).items() if not k.endswith("manifest.json")
+        } == files_of(theirs_cache), note
         compared += 1 + len(indices)
         shutil.rmtree(ours_cache), shutil.rmtree(theirs_cache)
     assert compared >= 15 * min(1, CASES)
@@ -3180,7 +4144,11 @@ def test_builder_equals_upstreams(mm, up, many, tmp_path, group):
 
 def test_upstream_hits_our_cache(mm, up, many, tmp_path, group):
     """It rewrites nothing, and has the same samples."""
-    cfg = {"blend": (many[:3], [1.0, 2.0, 3.0]), "split": "8,1,1", "path_to_cache": str(tmp_path / "cache")}
+    cfg = {
+        "blend": (many[:3], [1.0, 2.0, 3.0]),
+        "split": "8,1,1",
+        "path_to_cache": str(tmp_path / "cache"),
+    }
     ours = build(mm, [100, 10, 10], config(mm, **cfg))
     before = stamps(tmp_path / "cache")
     theirs = quiet(build, up, [100, 10, 10], config(up, **cfg))
@@ -3188,10 +4156,16 @@ def test_upstream_hits_our_cache(mm, up, many, tmp_path, group):
     same_built(ours, theirs)
 
 
-@pytest.mark.parametrize("fields", [{}, {"fast_cache_load": True}, {"defer_npy_index_mmap": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"fast_cache_load": True}, {"defer_npy_index_mmap": True}], ids=str
+)
 def test_our_builder_adopts_upstreams_cache(mm, up, many, tmp_path, group, fields):
     """Checked once, without a warning and without a rewrite; the manifest is added."""
-    cfg = {"blend": (many[:3], [1.0, 2.0, 3.0]), "split": "8,1,1", "path_to_cache": str(tmp_path / "cache")}
+    cfg = {
+        "blend": (many[:3], [1.0, 2.0, 3.0]),
+        "split": "8,1,1",
+        "path_to_cache": str(tmp_path / "cache"),
+    }
     theirs = quiet(build, up, [100, 10, 10], config(up, **cfg))
     before = stamps(tmp_path / "cache")
     with warnings.catch_warnings():
@@ -3201,7 +4175,9 @@ def test_our_builder_adopts_upstreams_cache(mm, up, many, tmp_path, group, field
     after = stamps(tmp_path / "cache")
     assert {name: after[name] for name in before} == before
     added = [name for name in after if name not in before]
-    assert all(name.endswith("manifest.json") for name in added) and (len(added) == 12 or "fast_cache_load" in fields)
+    assert all(name.endswith("manifest.json") for name in added) and (
+        len(added) == 12 or "fast_cache_load" in fields
+    )
     same_built(ours, theirs)
     same_built(again, theirs)
 
