@@ -349,8 +349,9 @@ class IndexedDataset(torch.utils.data.Dataset):
     path_prefix   the pair's path without .bin and .idx
     multimodal    return (tokens, mode); the file must hold modes
     mmap          True: views of the mapped file, nothing copied.  False: each access reads the file
-                  with os.pread and keeps no descriptor, so thousands of corpora may be open.
-    check         read and check the whole .idx; None: if it is below 64 MiB
+                  with os.pread, and the .bin takes up no descriptor in between.
+    check         read and check the whole .idx; None: if it is below 64 MiB.  The rank that builds
+                  indices always does (verify())
 
     ds[i] is sequence i as a 1-D array of ds.dtype, ds[a:b] a list of them.  Opening costs O(1), or
     O(n) with the check; what one can know at once, such as the sizes of both files, is always
@@ -379,8 +380,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.document_indices = parts[2].view(np.int64)  # (m,) in sequences
         self.sequence_modes = parts[3].view(np.int8) if multimodal else None  # (n,)
         self._check_ends(path)
+        self._checked = False
         if check or (check is None and len(index) < _FULL_CHECK_BELOW):
-            self._check_index(path)
+            self.verify()
         self._tokens = _map_file(self._bin_path).view(self.dtype) if mmap else None
 
     def _read_header(self, index, path):
@@ -410,9 +412,11 @@ class IndexedDataset(torch.utils.data.Dataset):
               f"{stat.st_size}: it is truncated, or of another pair")
         self.num_tokens, self._bin_identity = end // self._item_size, _identity(stat)
 
-    def _check_index(self, path):
-        """The O(n) part: no negative length, pointers the running sum, documents in order."""
-        start = 0
+    def verify(self):
+        """The O(n) part, done once: no negative length, pointers their sum, documents in order."""
+        path, start = get_idx_path(self.path_prefix), 0
+        if self._checked:
+            return
         for low in range(0, len(self), _CHUNK):
             lengths = self.sequence_lengths[low:low + _CHUNK].astype(np.int64)
             pointers = self.sequence_pointers[low:low + _CHUNK]
@@ -429,6 +433,7 @@ class IndexedDataset(torch.utils.data.Dataset):
             falls = np.flatnonzero(np.diff(documents) < 0)[:1]
             _want(not len(falls), path, f"document_indices[{low + falls}] and the next",
                   "no fall", documents[falls])
+        self._checked = True
 
     def __len__(self):
         return len(self.sequence_lengths)
@@ -1346,15 +1351,15 @@ def _shuffle_parts(items, edge, random_state):
 class _IndexCache:
     """The arrays of one dataset as .npy files in a folder, and the manifest that vouches for them.
 
-    names             of the arrays
-    source, mtime_ns  what the manifest must say; another time alone asks for a closer look only
+    names    of the arrays
+    source   () -> what the manifest must say, a time; another time alone asks for a closer look
     """
 
-    def __init__(self, dataset, folder, split, names, source, mtime_ns=None):
+    def __init__(self, dataset, folder, split, names, source):
         self.folder, self.description = folder, dataset.unique_description
         stem = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split.name}"
         self.base, self.files = os.path.join(folder, stem), [f"{name}.npy" for name in names]
-        self.source, self.mtime_ns = {"format": 1, **source}, mtime_ns
+        self.source = source
 
     def path(self, suffix):
         """The file of an array, of the description or of the manifest."""
@@ -1376,17 +1381,19 @@ class _IndexCache:
         The manifest must match, CRCs too if read_all.  Where there is none (upstream's cache), or
         only the time of the .idx differs (a copy), validate(*arrays) must find no fault.
         """
-        missing, manifest = self.missing(), {"source": self.source}
+        missing = self.missing()
         if len(missing) > len(self.files):
             return None
+        source, mtime_ns = self.source()
+        manifest = {"source": source}
         with open(self.path("description.txt"), encoding="utf-8") as file:
             _require(file.read() == self.description, "its description is another dataset's")
         if os.path.exists(self.path("manifest.json")):
             with open(self.path("manifest.json"), encoding="utf-8") as file:
                 manifest = json.load(file)
         made_from, arrays = manifest["source"], self.open()
-        _require(made_from == self.source, f"it was made from {made_from}, not {self.source}")
-        if "files" not in manifest or manifest["mtime_ns"] != self.mtime_ns:
+        _require(made_from == source, f"it was made from {made_from}, not {source}")
+        if "files" not in manifest or manifest["mtime_ns"] != mtime_ns:
             validate(*arrays)
             self._write_manifest()
         elif manifest["files"] != self._entries(read_all, manifest["files"]):
@@ -1427,7 +1434,8 @@ class _IndexCache:
 
     def _write_manifest(self):
         """Vouch for the files as they are; a folder that is read-only stays without."""
-        manifest = {"source": self.source, "mtime_ns": self.mtime_ns, "files": self._entries()}
+        source, mtime_ns = self.source()
+        manifest = {"source": source, "mtime_ns": mtime_ns, "files": self._entries()}
         with contextlib.suppress(PermissionError), _NewFile(self.path("manifest.json")) as file:
             file.write(json.dumps(manifest, indent=4).encode())
 
@@ -1501,6 +1509,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
 
     def __init__(self, dataset, dataset_path, indices, num_samples, index_split, config):
         self.dataset, self.dataset_path, self.indices = dataset, dataset_path, np.asarray(indices)
+        num_samples = None if num_samples is None else int(num_samples)
         self.num_samples, self.index_split, self.config = num_samples, index_split, config
         key = {"class": type(self).__name__, "dataset_path": dataset_path,
                "num_samples": num_samples, "index_split": index_split.name}
@@ -1568,7 +1577,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         if not folder and dataset_path is not None:
             folder = f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices"
         self._prepare_indices(
-            _IndexCache(self, folder, index_split, names, *self.source()) if folder else None)
+            _IndexCache(self, folder, index_split, names, self.source) if folder else None)
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self._warn_without_eod()
 
@@ -1627,7 +1636,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
 
     def source(self):
         """What the arrays are made of: {documents, settings, identity of the .idx}, its time."""
-        source = {"documents": self._documents, "keep_partial": self._keep_partial,
+        source = {"format": 1, "documents": self._documents, "keep_partial": self._keep_partial,
                   "extra_token": bool(self.config.add_extra_token_to_sequence)}
         if not isinstance(self.dataset, IndexedDataset):
             return source, None
@@ -1662,6 +1671,8 @@ class GPTDataset(_CachedIndices, MegatronDataset):
 
     def _build_arrays(self):
         """One generator draws everything: documents first, then samples, as upstream."""
+        if isinstance(self.dataset, IndexedDataset):
+            self.dataset.verify()
         epochs, total, apart, sans_final = self.geometry()
         random_state = np.random.RandomState(self.config.random_seed)
         document_index = build_document_index(self.indices, epochs, random_state, apart)
@@ -1890,12 +1901,15 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
         kept = _drop_zeros(names, weights)
         self.datasets, weights = [datasets[d] for d in kept], [weights[d] for d in kept]
         self.weights = [int(w) for w in weights] if size is None else normalize(weights)
-        self.split, self.size, self.config = self.datasets[0].index_split, size, config
+        self.split, self.config = self.datasets[0].index_split, config
+        self.size = size = None if size is None else int(size)
         _describe(self, {"class": type(self).__name__,
                          "datasets": [dataset.unique_identifiers for dataset in self.datasets],
                          "split": self.split.name, "weights": self.weights, "size": size})
         folder, files = config.path_to_cache, ("dataset_index", "dataset_sample_index")
-        self._prepare_indices(_IndexCache(self, folder, self.split, files, {}) if folder else None)
+        source = functools.partial(tuple, ({"format": 1}, None))  # all that counts is in the key
+        cache = _IndexCache(self, folder, self.split, files, source) if folder else None
+        self._prepare_indices(cache)
         if not config.fast_cache_load:
             self._check_sizes()
 
@@ -2086,12 +2100,13 @@ class BlendedMegatronDatasetBuilder:
             size = None if size is None else min(size, sum(weights))
         try:
             return BlendedDataset(datasets, weights, size, self.config)
-        except BlendTooLarge as error:  # only now: another num_samples can mean another order
+        except BlendTooLarge as error:
             log.warning("rebuilt larger, since %s", error)
-            matrix = [bounds if other is split else None for other in Split]
-            for d, needed in error.needed.items():
-                datasets[d] = self._cut(prefixes[d], matrix, [needed] * len(Split))[split.value]
-            return BlendedDataset(datasets, weights, size, self.config)
+            needed = error.needed
+        matrix = [bounds if other is split else None for other in Split]
+        for d, count in needed.items():  # only these: another num_samples can mean another order
+            datasets[d] = self._cut(prefixes[d], matrix, [count] * len(Split))[split.value]
+        return BlendedDataset(datasets, weights, size, self.config)
 
     def _cut(self, prefix, matrix, sizes):
         """One corpus, opened once -> its part of each split that has a place in matrix."""
