@@ -1352,14 +1352,13 @@ class _IndexCache:
     """The arrays of one dataset as .npy files in a folder, and the manifest that vouches for them.
 
     names    of the arrays
-    source   () -> what the manifest must say, a time; another time alone asks for a closer look
+    source   what the manifest must say, and a time; another time alone asks for a closer look
     """
 
-    def __init__(self, dataset, folder, split, names, source):
+    def __init__(self, dataset, folder, split, names):
         self.folder, self.description = folder, dataset.unique_description
         stem = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split.name}"
         self.base, self.files = os.path.join(folder, stem), [f"{name}.npy" for name in names]
-        self.source = source
 
     def path(self, suffix):
         """The file of an array, of the description or of the manifest."""
@@ -1375,7 +1374,7 @@ class _IndexCache:
         return [np.load(self.path(file), mmap_mode="r", allow_pickle=False).view(np.ndarray)
                 for file in self.files]
 
-    def load(self, validate, read_all):
+    def load(self, source, validate, read_all):
         """-> the arrays, or None where there are none; any exception means: build them anew.
 
         The manifest must match, CRCs too if read_all.  Where there is none (upstream's cache), or
@@ -1384,18 +1383,17 @@ class _IndexCache:
         missing = self.missing()
         if len(missing) > len(self.files):
             return None
-        source, mtime_ns = self.source()
-        manifest = {"source": source}
+        manifest, (made_of, mtime_ns) = {"source": source[0]}, source
         with open(self.path("description.txt"), encoding="utf-8") as file:
             _require(file.read() == self.description, "its description is another dataset's")
         if os.path.exists(self.path("manifest.json")):
             with open(self.path("manifest.json"), encoding="utf-8") as file:
                 manifest = json.load(file)
         made_from, arrays = manifest["source"], self.open()
-        _require(made_from == source, f"it was made from {made_from}, not {source}")
+        _require(made_from == made_of, f"it was made from {made_from}, not {made_of}")
         if "files" not in manifest or manifest["mtime_ns"] != mtime_ns:
             validate(*arrays)
-            self._write_manifest()
+            self._write_manifest(*source)
         elif manifest["files"] != self._entries(read_all, manifest["files"]):
             raise ValueError("a file has another size or checksum than when it was written")
         return arrays
@@ -1414,7 +1412,7 @@ class _IndexCache:
                 crc = zlib.crc32(block, crc)
         return crc
 
-    def save(self, arrays):
+    def save(self, source, arrays):
         """Write all, the manifest last -> the arrays, mapped; as they are if the folder refuses."""
         try:
             os.makedirs(self.folder, exist_ok=True)
@@ -1425,17 +1423,16 @@ class _IndexCache:
             for name, values in zip(self.files, arrays):
                 with _NewFile(self.path(name)) as file:
                     np.save(file, values, allow_pickle=False)
-            self._write_manifest()
+            self._write_manifest(*source)
             return self.open()
         except OSError as error:
             warnings.warn(f"the index cache {self.folder} cannot be written ({error}): the indices "
                           "stay in memory; set path_to_cache to a folder that can", stacklevel=2)
             return arrays
 
-    def _write_manifest(self):
+    def _write_manifest(self, made_of, mtime_ns):
         """Vouch for the files as they are; a folder that is read-only stays without."""
-        source, mtime_ns = self.source()
-        manifest = {"source": source, "mtime_ns": mtime_ns, "files": self._entries()}
+        manifest = {"source": made_of, "mtime_ns": mtime_ns, "files": self._entries()}
         with contextlib.suppress(PermissionError), _NewFile(self.path("manifest.json")) as file:
             file.write(json.dumps(manifest, indent=4).encode())
 
@@ -1443,8 +1440,8 @@ class _IndexCache:
 class _CachedIndices:
     """Mixin: index arrays that are built or loaded, opened late if so asked, and pickled as paths.
 
-    A class that has it defines _build_arrays() -> arrays, and _validate_arrays(*arrays), which
-    raises ValueError at a fault.
+    A class that has it defines source() -> what the arrays are made of, and a time or None;
+    _build_arrays() -> arrays; and _validate_arrays(*arrays), which raises ValueError at a fault.
     """
 
     def _prepare_indices(self, cache):
@@ -1459,13 +1456,13 @@ class _CachedIndices:
 
     def _load_or_build(self, cache):
         """The cached arrays if they are whole and right, else new ones, and a warning why."""
-        arrays = None
+        arrays, source = None, self.source()
         try:
-            arrays = cache.load(self._validate_arrays, read_all=_rank() == 0)
+            arrays = cache.load(source, self._validate_arrays, read_all=_rank() == 0)
         except Exception as error:  # a cache is never needed: whatever is wrong, build it anew
             warnings.warn(f"the cache {cache.base} is rebuilt: {type(error).__name__}: {error}",
                           stacklevel=2)
-        return arrays or cache.save(self._build_arrays())
+        return arrays or cache.save(source, self._build_arrays())
 
     def _index(self, at):
         """Array number at, from the cache if it was not needed before."""
@@ -1576,8 +1573,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         folder, names = config.path_to_cache, ("document_index", "sample_index", "shuffle_index")
         if not folder and dataset_path is not None:
             folder = f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices"
-        self._prepare_indices(
-            _IndexCache(self, folder, index_split, names, self.source) if folder else None)
+        self._prepare_indices(_IndexCache(self, folder, index_split, names) if folder else None)
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self._warn_without_eod()
 
@@ -1873,9 +1869,11 @@ class MockGPTDataset(GPTDataset):
 
 
 class BlendTooLarge(ValueError):
-    """A blend asks a dataset for more samples than it holds."""
+    """A blend asks a dataset for more samples than it holds; needed is {position: samples}."""
 
-    needed = {}  # position of the dataset -> samples that the blend draws of it
+    def __init__(self, message, needed=None):
+        super().__init__(message)
+        self.needed = needed
 
 
 class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
@@ -1907,11 +1905,13 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
                          "datasets": [dataset.unique_identifiers for dataset in self.datasets],
                          "split": self.split.name, "weights": self.weights, "size": size})
         folder, files = config.path_to_cache, ("dataset_index", "dataset_sample_index")
-        source = functools.partial(tuple, ({"format": 1}, None))  # all that counts is in the key
-        cache = _IndexCache(self, folder, self.split, files, source) if folder else None
-        self._prepare_indices(cache)
+        self._prepare_indices(_IndexCache(self, folder, self.split, files) if folder else None)
         if not config.fast_cache_load:
             self._check_sizes()
+
+    def source(self):
+        """Nothing: all that a blend is made of is in its description."""
+        return {"format": 1}, None
 
     def _build_arrays(self):
         """Fill both arrays, by weights and size or by counts."""
@@ -1934,11 +1934,9 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
         taken = np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()
         over = {d: count for d, count in enumerate(taken) if count > len(self.datasets[d])}
         if over:
-            error = BlendTooLarge("; ".join(
+            raise BlendTooLarge("; ".join(
                 f"the blend takes {count} samples of {_name(self.datasets[d])}, which has "
-                f"{len(self.datasets[d])}" for d, count in over.items()))
-            error.needed = over
-            raise error
+                f"{len(self.datasets[d])}" for d, count in over.items()), over)
 
     dataset_index = property(lambda self: self._index(0), doc="int16 (size,): whose sample it is")
     dataset_sample_index = property(lambda self: self._index(1), doc="int64 (size,): which of them")
@@ -2101,7 +2099,7 @@ class BlendedMegatronDatasetBuilder:
         try:
             return BlendedDataset(datasets, weights, size, self.config)
         except BlendTooLarge as error:
-            log.warning("rebuilt larger, since %s", error)
+            log.warning("rebuilt larger, since %s", str(error))
             needed = error.needed
         matrix = [bounds if other is split else None for other in Split]
         for d, count in needed.items():  # only these: another num_samples can mean another order

@@ -5,9 +5,9 @@
     MEGATRON_MIN_C=1 pytest             a missing build is a failure; =0: the Python kernels alone
     MEGATRON_MIN_CASES=20 pytest        twenty times the random cases
 
-Oracles are plain loops, numpy's own shuffle, and megatron-core 0.16.1 (extra "parity").  Helpers take
-`mm` or `up` (ours or upstream's names in one namespace), so a parity test runs one function twice.
-"DEFECTS 17" is row 17 of the list of upstream's defects that README's "Differences on purpose" uses.
+Oracles are plain loops, numpy's own shuffle, and megatron-core 0.16.1 (extra "parity").  Helpers
+take `mm` or `up` (ours or upstream's names in one namespace), so a parity test runs one function
+twice.  "DEFECTS 17" is row 17 of the project's list of upstream's defects.
 """
 
 import ast
@@ -21,7 +21,6 @@ import importlib.util
 import io
 import json
 import math
-import multiprocessing
 import os
 import pathlib
 import pickle
@@ -52,7 +51,7 @@ torch.set_num_threads(1)
 
 
 def load(implementation):
-    """A private copy of the module with these kernels; None if they are not built (and need not be)."""
+    """A private copy of the module with these kernels; None if they need not be, and are not, built."""
     name = f"megatron_min_{implementation}"
     spec = importlib.util.spec_from_file_location(name, HERE / "megatron_min.py")
     module = importlib.util.module_from_spec(spec)
@@ -78,7 +77,7 @@ def copy_of_module(implementation):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_fsync():
-    """Waiting for the disk would be most of the run time (test_files_are_synced_before_... has its own)."""
+    """Waiting for the disk would be most of the run time; one test looks at the calls."""
     gc.freeze()  # upstream calls gc.collect() for every file; pytest's own objects need no look
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
@@ -339,7 +338,8 @@ def test_the_switch_really_switches(mm, request):
 def test_asking_for_c_without_a_build_is_an_error(tmp_path):
     """Copied alone: =1 stops with ImportError, unset falls back to Python."""
     shutil.copy(HERE / "megatron_min.py", tmp_path)
-    code = "import sys; sys.modules['_megatron_min'] = None\nimport megatron_min; print(megatron_min.IMPLEMENTATION)"
+    code = "import sys; sys.modules['_megatron_min'] = None\n"
+    code += "import megatron_min; print(megatron_min.IMPLEMENTATION)"
     env = os.environ | {"MEGATRON_MIN_C": "1"}
     refused = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
@@ -381,7 +381,7 @@ def test_width_of_all_files():
 
 
 def test_shape_of_the_module():
-    """Median function at most 15 lines, none over 90; prose per line of code between 0.5 and 1.2."""
+    """Median function at most 15 lines, none over 90; prose per line of code 0.5 to 1.2."""
     tree = ast.parse(source())
     functions = [
         n.end_lineno - n.lineno + 1 for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)
@@ -676,7 +676,8 @@ def test_views_outlive_the_dataset(one, pair):
     assert tokens.tolist() == [3] * 4 and lengths.tolist() == [3, 2, 0, 4] and pointers[-1] == 20
 
 
-CORRUPT = {  # name: (extension, offset, bytes, word in the message); 4 sequences, 5 document indices
+# 4 sequences, 5 document indices; name: (extension, offset, bytes, word in the message)
+CORRUPT = {
     "magic": (".idx", 0, b"X", "magic"),
     "version": (".idx", 9, b"\2", "version"),
     "dtype-code-0": (".idx", 17, b"\0", "dtype"),
@@ -1496,7 +1497,7 @@ def test_sample_index_may_be_int64(mm):
 
 
 def test_offsets_above_2_31_tokens(mm):
-    """Three documents of 2**31 - 1 tokens: the running count passes int32, and no text is needed."""
+    """Three documents of 2**31 - 1 tokens: the running count passes int32."""
     sizes, documents = np.array([2**31 - 1, 1], np.int32), np.array([0, 1, 0, 0], np.int32)
     total, length = 3 * (2**31 - 1) + 1, 2**30
     rows = mm.build_sample_idx(sizes, documents, length, 1, total)
@@ -1902,7 +1903,7 @@ def test_kernels_release_the_gil():
 
 
 def test_sample_index_equals_upstreams(mm, up):
-    """Not with drop_last=False above 2**24 tokens, nor with an empty last document (DEFECTS 17, 19)."""
+    """Not with drop_last=False above 2**24 tokens, nor with an empty last one (DEFECTS 17, 19)."""
     for rng in cases(2000):
         sizes = rng.integers(0, rng.choice([3, 10, 200]), rng.integers(1, 20)).astype(np.int32)
         documents = np.tile(rng.permutation(len(sizes)), rng.integers(1, 4)).astype(np.int32)
@@ -2204,7 +2205,7 @@ def test_pad_id(mm, tmp_path, case):
 
 @pytest.mark.parametrize("extra", [True, False], ids=["x1", "x0"])
 def test_inter_document_masking(mm, tmp_path, extra):
-    """cu_seqlens by hand: no empty segment, the extra token off the last piece, padding in the last."""
+    """By hand: no empty segment, the extra token off the last piece, padding in the last."""
     for case, rng in enumerate(cases(15)):
         prefix = mk(mm, tmp_path / str(case), random_docs(rng, longest=9))
         ds = gpt(
@@ -2496,7 +2497,7 @@ def test_data_of_equal_size_and_other_lengths_is_seen(mm, tmp_path, cache):
 
 
 def test_touched_data_is_the_same_data(mm, corpus, cache):
-    """Only mtime differs (a copy): checked in full once, not rebuilt, and quick again afterwards."""
+    """Only mtime differs (a copy): checked in full once, and not rebuilt."""
     built, _ = cached(mm, corpus, cache)
     before = stamps(cache)
     os.utime(corpus + ".idx", ns=(1, 1))
@@ -2546,7 +2547,7 @@ def test_unwritable_cache_is_a_warning(mm, corpus, tmp_path):
 
 
 def test_failed_write_leaves_no_cache(mm, corpus, cache, monkeypatch):
-    """Stopped before the last file has its name: the next job builds, and no temporary file stays."""
+    """Stopped before the last file has its name: the next job builds; no temporary file stays."""
     replace, count = os.replace, [0]
 
     def failing(a, b):
@@ -2990,17 +2991,20 @@ RANKS = r"""
 import json, os, sys, time, datetime, torch, numpy as np
 import megatron_min as mm
 rank, folder = int(sys.argv[1]), sys.argv[2]
-torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
-                                     timeout=datetime.timedelta(seconds=60))
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
+                                     world_size=2, timeout=datetime.timedelta(seconds=60))
 
 def cfg(cache, prefixes=("a", "b"), weights=(1, 3)):
-    return mm.GPTDatasetConfig(1234, 8, blend=([f"{folder}/{p}" for p in prefixes], weights), split="9,1,0",
-                               tokenizer=mm.ByteTokenizer(), create_attention_mask=False,
-                               path_to_cache=f"{folder}/{cache}")
+    return mm.GPTDatasetConfig(1234, 8, blend=([f"{folder}/{p}" for p in prefixes], weights),
+                               split="9,1,0", tokenizer=mm.ByteTokenizer(),
+                               create_attention_mask=False, path_to_cache=f"{folder}/{cache}")
 
 def build(config, on=lambda: True, cls=mm.GPTDataset):
     built = mm.BlendedMegatronDatasetBuilder(cls, [60, 6, 0], on, config).build()
-    return [ds and [len(ds), int(sum(int(ds[k]["tokens"].sum()) * (k + 1) for k in range(len(ds))))] for ds in built]
+    def digest(ds):
+        return [len(ds), sum(int(ds[k]["tokens"].sum()) * (k + 1) for k in range(len(ds)))]
+
+    return [ds and digest(ds) for ds in built]
 
 class Rank1Fails(mm.GPTDataset):
     @staticmethod
@@ -3037,7 +3041,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Run every scenario on two ranks -> {scenario: [(kind, value, seconds) of rank 0, of rank 1]}."""
+    """Every scenario on two ranks -> {scenario: [(kind, value, seconds) of rank 0, of rank 1]}."""
     mm, folder, rng = (
         copy_of_module("python"),
         tmp_path_factory.mktemp("ranks"),
@@ -3344,7 +3348,7 @@ def loaders(mm, dataset, micro, ranks, consumed=0, **fields):
 
 
 def global_batches(parts):
-    """The ranks' batches of each step, put together: sorted, as dealing differs in the random order."""
+    """The ranks' batches of each step, put together."""
     for batches in zip(*parts, strict=True):
         yield [k for batch in batches for k in batch["k"].tolist()]
 
@@ -3926,11 +3930,10 @@ def test_wrong_use_is_one_sentence(one, tmp_path, capsys, monkeypatch, case):
 
 
 def test_a_real_process(tmp_path, one):
-    """Exit codes, stderr, and no traceback; the demo says True, in under 30 seconds of its own."""
+    """Exit codes, stderr, and no traceback; the demo says True and leaves nothing."""
     run = [sys.executable, str(HERE / "megatron_min.py")]
     wrong = subprocess.run([*run, "verify", "none"], capture_output=True, text=True, cwd=tmp_path)
     assert wrong.returncode == 1 and wrong.stderr.count("\n") == 1 and not wrong.stdout
-    start = time.monotonic()
     demo = subprocess.run([*run, "demo"], capture_output=True, text=True, cwd=tmp_path, timeout=100)
     assert demo.returncode == 0 and "True" in demo.stdout and "False" not in demo.stdout, (
         demo.stderr
