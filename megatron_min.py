@@ -27,11 +27,11 @@ The toy corpus of every example: three documents, aaaa bbb cccccc, and S = 4.
 ['aaaa', 'bbb', 'cccccc']
 """
 
-import abc, argparse, array, ast, collections, concurrent.futures  # noqa: E401
-import contextlib, dataclasses, datetime, enum, errno, functools, glob, gzip  # noqa: E401
-import hashlib, importlib, itertools, json, logging, math, mmap, multiprocessing  # noqa: E401
-import operator, os, pathlib, re, secrets, shutil, struct, sys, tempfile  # noqa: E401
-import time, warnings, weakref, zlib  # noqa: E401
+# ruff: noqa: E401
+import abc, argparse, array, ast, collections, concurrent.futures, contextlib, dataclasses
+import datetime, enum, errno, functools, glob, gzip, hashlib, importlib, itertools, json, logging
+import math, multiprocessing, operator, os, pathlib, re, secrets, shutil, struct, sys
+import tempfile, time, warnings, weakref, zlib
 
 import numpy as np
 import torch
@@ -155,8 +155,7 @@ class _NewFile:
         """Close and remove, in the process that made the file."""
         if os.getpid() == pid:  # not in a forked child: the file is its parent's
             file.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+            pathlib.Path(temporary).unlink(missing_ok=True)
 
     def sync(self):
         """Put all bytes on the disk; the name does not exist yet."""
@@ -282,16 +281,14 @@ class IndexedDatasetBuilder:
         _require(not loose, f"{loose} sequences of {self._bin.path} follow the last document's "
                  "end: call end_document() before finalize()")
         lengths = np.frombuffer(self.sequence_lengths, np.int32)
-        pointers = np.cumsum(lengths, dtype=np.int64)
-        pointers = (pointers - lengths) * DType.size(self.dtype)
+        pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * DType.size(self.dtype)
         code, index = DType.code_from_dtype(self.dtype), _NewFile(idx_path)
         index.file.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(self.document_indices)))
         for part in (lengths, pointers, self.document_indices, self.sequence_modes):
             index.file.write(memoryview(part))
         index.sync()
         self._bin.sync()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(idx_path)  # an old .idx must not describe the new .bin, not for a moment
+        pathlib.Path(idx_path).unlink(True)  # an old .idx must never describe the new .bin
         self._bin.commit()
         index.commit()
 
@@ -313,10 +310,9 @@ def _want(condition, path, field, wanted, got):
 
 def _map_file(path):
     """A file as a read-only uint8 array that owns its mapping; nothing is read yet."""
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return np.empty(0, np.uint8)  # mmap refuses empty files
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    if os.path.getsize(path) == 0:
+        return np.empty(0, np.uint8)  # mmap refuses empty files
+    return np.memmap(path, mode="r").view(np.ndarray)
 
 
 def _identity(stat):
@@ -421,18 +417,17 @@ class IndexedDataset(torch.utils.data.Dataset):
             lengths = self.sequence_lengths[low:low + _CHUNK].astype(np.int64)
             pointers = self.sequence_pointers[low:low + _CHUNK]
             ends = start + np.cumsum(lengths) * self._item_size
-            wanted = ends - lengths * self._item_size
-            at = int(np.argmax((lengths < 0) | (pointers != wanted)))
+            due = ends - lengths * self._item_size
+            at = int(np.argmax((lengths < 0) | (pointers != due)))
             row = f"[{low + at}]"
             _want(lengths[at] >= 0, path, "sequence_lengths" + row, ">= 0", lengths[at])
-            _want(pointers[at] == wanted[at], path, "sequence_pointers" + row, wanted[at],
-                  pointers[at])
+            _want(pointers[at] == due[at], path, "sequence_pointers" + row, due[at], pointers[at])
             start = int(ends[-1])
         for low in range(0, len(self.document_indices), _CHUNK):
             documents = self.document_indices[low:low + _CHUNK + 1]
-            falls = np.flatnonzero(np.diff(documents) < 0)[:1]
-            _want(not len(falls), path, f"document_indices[{low + falls}] and the next",
-                  "no fall", documents[falls])
+            for at in np.flatnonzero(np.diff(documents) < 0)[:1]:
+                _want(False, path, f"document_indices[{low + at + 1}]", f">= {documents[at]}",
+                      documents[at + 1])
         self._checked = True
 
     def __len__(self):
@@ -441,11 +436,10 @@ class IndexedDataset(torch.utils.data.Dataset):
     def __getitem__(self, idx):
         if not isinstance(idx, slice):
             return self.get(idx)
-        start, stop, step = idx.indices(len(self))
-        _require(step == 1, f"slices of a dataset must be contiguous, got step {step}")
-        rows = range(start, max(start, stop))
+        rows = range(*idx.indices(len(self)))
+        _require(rows.step == 1, f"slices of a dataset must be contiguous, got step {rows.step}")
         sequences = [self._read(i, 0, int(self.sequence_lengths[i])) for i in rows]
-        return (sequences, self.sequence_modes[start:rows.stop]) if self.multimodal else sequences
+        return (sequences, self.sequence_modes[idx]) if self.multimodal else sequences
 
     def get(self, idx, offset=0, length=None):
         """Tokens offset .. offset + length of sequence idx (default: to its end), 1-D, ds.dtype."""
@@ -479,19 +473,16 @@ class IndexedDataset(torch.utils.data.Dataset):
             _want(now == self._bin_identity, self._bin_path, "inode, size, time",
                   self._bin_identity, f"{now}: it was rewritten after it was opened")
             while done < len(view):
-                part = os.pread(file.fileno(), len(view) - done, position + done)
-                _want(part, self._bin_path, f"bytes from {position}", len(view),
-                      f"{done}: a short read")
-                view[done:done + len(part)] = np.frombuffer(part, np.uint8)
-                done += len(part)
+                got = os.pread(file.fileno(), len(view) - done, position + done)
+                _want(got, self._bin_path, f"bytes at {position}", len(view), f"{done}: short read")
+                view[done:done + len(got)] = np.frombuffer(got, np.uint8)
+                done += len(got)
         return tokens
 
-    def __getstate__(self):
+    def __reduce__(self):
         """Pickled as its path: a worker process opens the files again."""
-        return self.path_prefix, self.multimodal, self.mmap, self.object_storage_config, self.check
-
-    def __setstate__(self, state):
-        self.__init__(*state)
+        return type(self), (self.path_prefix, self.multimodal, self.mmap,
+                            self.object_storage_config, self.check)
 
     @staticmethod
     def exists(path_prefix):
@@ -549,7 +540,7 @@ class ByteTokenizer:
     """
 
     vocab_size, eod = 257, 256
-    unique_identifiers = collections.OrderedDict({"class": "ByteTokenizer"})
+    unique_identifiers = {"class": "ByteTokenizer"}
 
     def tokenize(self, text):
         """str -> list of ids."""
@@ -569,8 +560,7 @@ class NullTokenizer:
 
     def __init__(self, vocab_size):
         self.eod, self.vocab_size = int(vocab_size), int(vocab_size) + 1
-        self.unique_identifiers = collections.OrderedDict(
-            {"class": "NullTokenizer", "vocab_size": self.vocab_size})
+        self.unique_identifiers = {"class": "NullTokenizer", "vocab_size": self.vocab_size}
 
     def tokenize(self, text):
         """str -> list of ids."""
@@ -595,9 +585,9 @@ class HuggingFaceTokenizer:
         _require(found, f"{path}: has no token {' or '.join(wanted)}: name the one that ends a "
                  "document with --eod-token")
         self.eod = found[0]
-        digest = _md5(self._tokenizer.to_str())
-        self.unique_identifiers = collections.OrderedDict(
-            {"class": "HuggingFaceTokenizer", "tokenizer.json": digest, "eod": self.eod})
+        self.unique_identifiers = {
+            "class": "HuggingFaceTokenizer", "tokenizer.json": _md5(self._tokenizer.to_str()),
+            "eod": self.eod}
 
     def tokenize(self, text):
         """str -> list of ids."""
@@ -666,8 +656,7 @@ class _Encoder:
         rows = []
         for number, line in enumerate(lines, first_line):
             try:
-                texts = self._texts(line)
-                rows.append(texts if self.batched else [self._ids(text) for text in texts])
+                rows.append(self._row(line))
             except Exception as error:
                 if not self.skip_errors:
                     raise ValueError(f"{source}: line {number}: {error} (--on-error skip leaves "
@@ -675,24 +664,25 @@ class _Encoder:
         columns = {key: self._pack([row[at] for row in rows]) for at, key in enumerate(self.keys)}
         return columns, len(rows), len(lines) - len(rows)
 
-    def _texts(self, line):
-        """A line of input -> its text under each key; ValueError says what is wrong with it."""
+    def _row(self, line):
+        """A line of input -> under each key its tokens, or its text where the tokenizer takes many
+        at once; ValueError says what is wrong with it."""
         _require(line.strip(), "it is blank, wanted a JSON object")
         row = json.loads(line)
         for key in self.keys:
             _require(isinstance(row, dict) and isinstance(row.get(key), str),
                      f"wanted a JSON object with text under {key!r}, got {line[:60]!r}")
-        return [row[key] for key in self.keys]
+        texts = [row[key] for key in self.keys]
+        return texts if self.batched else self._tokens(map(self.tokenizer.tokenize, texts))
 
-    def _ids(self, text):
-        """One text -> its tokens, in the dtype of the file."""
-        return _as_tokens(self.tokenizer.tokenize(text), self.dtype)
+    def _tokens(self, documents):
+        """Lists of ids -> arrays, in the dtype of the file."""
+        return [_as_tokens(ids, self.dtype) for ids in documents]
 
     def _pack(self, documents):
         """A block's documents under one key -> flat tokens, sequence lengths, document ends."""
         if self.batched:
-            ids = self.tokenizer.tokenize_batch(documents)
-            documents = [_as_tokens(document, self.dtype) for document in ids]
+            documents = self._tokens(self.tokenizer.tokenize_batch(documents))
         ends = list(itertools.accumulate(len(document) > 0 for document in documents))
         documents = [document for document in documents if len(document)]
         lengths = [len(document) + len(self.eod) for document in documents]
@@ -720,11 +710,10 @@ def _in_order(blocks, arguments, workers):
     if workers <= 1:
         yield from itertools.starmap(_Encoder(*arguments), blocks)
         return
-    start, pending = None, collections.deque()
-    if "fork" in multiprocessing.get_all_start_methods():
-        start = "fork"  # the others would import torch again in each worker
-    with concurrent.futures.ProcessPoolExecutor(
-            workers, multiprocessing.get_context(start), _start_worker, arguments) as pool:
+    # "fork" where there is one: the others would import torch again in each worker
+    start = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    context, pending = multiprocessing.get_context(start), collections.deque()
+    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, arguments) as pool:
         for block in blocks:
             pending.append(pool.submit(_work, block))
             if len(pending) > 2 * workers:  # bounded: memory stays flat however large the input
@@ -734,21 +723,18 @@ def _in_order(blocks, arguments, workers):
 
 def _expand(patterns):
     """Paths and globs (each in sorted order) -> files; FileNotFoundError for what matches none."""
-    files = []
     patterns = [patterns] if isinstance(patterns, (str, os.PathLike)) else patterns
     for pattern in map(os.fspath, patterns):
         literal = pattern == "-" or os.path.exists(pattern)
         found = [pattern] if literal else sorted(glob.glob(pattern, recursive=True))
         _require(found, f"input {pattern}: no such file", FileNotFoundError)
-        files += found
-    return files
+        yield from found
 
 
 def _blocks(files, progress):
     """Yield (file, number of the first line, lines) in order; gzip by the name's ending."""
     for path in files:
-        with contextlib.ExitStack() as stack:
-            raw = sys.stdin.buffer if path == "-" else stack.enter_context(open(path, "rb"))
+        with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as raw:
             text = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
             number = 1
             while lines := text.readlines(_BLOCK):
@@ -801,7 +787,7 @@ def preprocess(input, output_prefix, tokenizer=None, *, json_keys=("text",), app
     _require(on_error in ("stop", "skip"), f"on_error must be stop or skip, got {on_error!r}")
     _require(workers >= 1, f"workers must be >= 1, got {workers}")
     keys = [json_keys] if isinstance(json_keys, str) else list(json_keys)
-    tokenizer, files = tokenizer or ByteTokenizer(), _expand(input)
+    tokenizer, files = tokenizer or ByteTokenizer(), list(_expand(input))
     dtype, progress = DType.optimal_dtype(tokenizer.vocab_size), _Progress(files)
     prefixes = {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
     arguments = tokenizer, keys, append_eod, on_error == "skip"
@@ -868,20 +854,17 @@ def parse_and_normalize_split(split):
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
-    fields = re.split("[,/]", split)
-    vector = [float(field) if _is_number(field) else math.nan for field in fields]
-    good = len(vector) <= len(Split) and all(0 <= share < math.inf for share in vector)
-    _require(good and sum(vector) > 0, f"split {split!r}: wanted up to three numbers >= 0, not all "
-             '0, for train, valid and test, such as "98,1,1"')
+    vector = [_number(field) for field in re.split("[,/]", split)]
+    good = None not in vector and all(0 <= share < math.inf for share in vector)
+    _require(good and len(vector) <= len(Split) and sum(vector) > 0, f"split {split!r}: wanted up "
+             'to three numbers >= 0, not all 0, for train, valid and test, such as "98,1,1"')
     return normalize(vector + [0.0] * (len(Split) - len(vector)))
 
 
-def _is_number(text):
-    """Could float() read it?"""
-    try:
-        return float(text) is not None
-    except ValueError:
-        return False
+def _number(text):
+    """What float() reads in it, or None."""
+    with contextlib.suppress(ValueError):
+        return float(text)
 
 
 def convert_split_vector_to_split_matrix(vector_a, vector_b=None):
@@ -891,10 +874,8 @@ def convert_split_vector_to_split_matrix(vector_a, vector_b=None):
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
     """
-    def bookends(vector):
-        return itertools.pairwise(itertools.accumulate(vector, initial=0))
-
-    pairs = zip(bookends(vector_a), bookends(vector_a if vector_b is None else vector_b))
+    vectors = vector_a, vector_a if vector_b is None else vector_b
+    pairs = zip(*(itertools.pairwise(itertools.accumulate(v, initial=0)) for v in vectors))
     overlaps = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
     return [(low, high) if low < high else None for low, high in overlaps]
 
@@ -920,7 +901,7 @@ def get_blend_from_list(blend):
     if blend is None:
         return None
     blend = [str(entry).strip() for entry in blend]
-    numbers = [_is_number(entry) for entry in blend]
+    numbers = [_number(entry) is not None for entry in blend]
     if blend and not any(numbers):
         return blend, None
     _require(blend and numbers == [True, False] * (len(blend) // 2),
@@ -1049,16 +1030,18 @@ def _py_build_sample_idx(sample_index, sizes, document_index, sequence_length, e
     """sample_index (N+1, 2) is filled; extra is x; row N stops at last_token, which is before the
     end of sample N-1 where that one is partial.
     """
-    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))[:1]
-    _require(not len(wrong), f"document_index[{wrong}] is {document_index[wrong]}, but there are "
-             f"{len(sizes)} sequences", IndexError)
-    lengths = sizes[document_index].astype(np.int64)
+    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
+    for at in wrong[:1]:
+        raise IndexError(f"document_index[{at}] is {document_index[at]}, but there are "
+                         f"{len(sizes)} sequences")
+    lengths = sizes[document_index]
     _require((lengths >= 0).all(), "a size is negative: no sequence has less than 0 tokens")
-    ends = np.cumsum(lengths)
+    ends = np.cumsum(lengths, dtype=np.int64)
     sample_index[0] = 0
     if len(sample_index) > 1:
-        _require(len(ends) and ends[-1] >= last_token,
-                 f"the documents hold {ends[-1:]} tokens, the samples need {last_token}")
+        found = int(ends[-1]) if len(ends) else 0
+        _require(found >= last_token,
+                 f"the documents hold {found} tokens, the samples need {last_token}")
         targets = np.arange(1, len(sample_index), dtype=np.int64) * sequence_length + extra
         targets[-1] = last_token
         rows = np.searchsorted(ends, targets)  # the first document whose end reaches the target
@@ -1071,9 +1054,8 @@ def _py_shuffle(items, key, position):
     random_state = np.random.RandomState()
     random_state.set_state(("MT19937", key, position))
     random_state.shuffle(items)
-    state = random_state.get_state(legacy=False)["state"]
-    key[:] = state["key"]
-    return state["pos"]
+    _, key[:], position, *_ = random_state.get_state()
+    return position
 
 
 def _py_build_blending_indices(dataset_index, dataset_sample_index, weights, num_datasets, size):
@@ -1160,6 +1142,8 @@ def build_sample_idx(sizes, document_indices, sequence_length, num_epochs, token
     sample_index = np.empty((num_samples + 1, 2), dtype)
     last_token = min(tokens, num_samples * sequence_length + extra)
     _build_sample_idx(sample_index, sizes, documents, sequence_length, extra, last_token)
+    if last_token < num_samples * sequence_length and not extra:  # UPSTREAM: a last, partial sample
+        sample_index[-1] = len(documents) - 1, sizes[documents[-1]]  # takes the empty documents
     return sample_index
 
 
@@ -1232,10 +1216,10 @@ def build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes
     ([1, 0, 1, 1], [0, 0, 1, 2])
     """
     counts = np.ascontiguousarray(sizes, np.int64)[:num_datasets]
-    whole = np.array_equal(counts, np.asarray(sizes)[:num_datasets])
-    _require(whole, f"sizes must be whole numbers, got {sizes}")
-    total = sum(counts.tolist())
-    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets, total)
+    _require(np.array_equal(counts, sizes[:num_datasets]),
+             f"sizes must be whole numbers, got {sizes}")
+    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets,
+                    sum(counts.tolist()))
     _build_exhaustive_blending_indices(dataset_index, dataset_sample_index, counts, num_datasets)
 
 
@@ -1277,7 +1261,7 @@ def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, 
 #   found                                          then
 #   nothing                                        built
 #   all, manifest matches                          used (the CRCs are read by rank 0)
-#   all, no manifest (upstream's), or a .idx       every array is checked against the lengths; used,
+#   all, no manifest (upstream's), or a .idx       every array is compared with one made anew; used,
 #     of another time (a copied corpus)              and given a manifest
 #   anything else: torn, altered, other data       built anew, with a warning that says why
 
@@ -1332,13 +1316,8 @@ def build_shuffle_index(num_samples, total_size, random_state):
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
     """
-    shuffle_index = np.arange(total_size, dtype=_shuffle_dtype(total_size))
-    return _shuffle_parts(shuffle_index, num_samples, random_state)
-
-
-def _shuffle_dtype(total_size):
-    """Upstream's choice, one less than what uint32 could hold."""
-    return np.uint32 if total_size < 2**32 - 2 else np.int64
+    dtype = np.uint32 if total_size < 2**32 - 2 else np.int64
+    return _shuffle_parts(np.arange(total_size, dtype=dtype), num_samples, random_state)
 
 
 def _shuffle_parts(items, edge, random_state):
@@ -1362,62 +1341,54 @@ class _IndexCache:
 
     def path(self, suffix):
         """The file of an array, of the description or of the manifest."""
-        return f"{self.base}-{suffix}"
+        return pathlib.Path(f"{self.base}-{suffix}")
 
     def missing(self):
         """The files without which upstream sees no cache."""
-        return [name for name in (*self.files, "description.txt")
-                if not os.path.isfile(self.path(name))]
+        return [name for name in (*self.files, "description.txt") if not self.path(name).is_file()]
 
     def open(self):
         """Map the arrays, read-only; nothing is ever unpickled."""
         return [np.load(self.path(file), mmap_mode="r", allow_pickle=False).view(np.ndarray)
                 for file in self.files]
 
-    def load(self, source, validate, read_all):
+    def load(self, source, build, read_all):
         """-> the arrays, or None where there are none; any exception means: build them anew.
 
         The manifest must match, CRCs too if read_all.  Where there is none (upstream's cache), or
-        only the time of the .idx differs (a copy), validate(*arrays) must find no fault.
+        only the time of the .idx differs (a copy), they must equal what build() makes.
         """
         missing = self.missing()
         if len(missing) > len(self.files):
             return None
         manifest, (made_of, mtime_ns) = {"source": source[0]}, source
-        with open(self.path("description.txt"), encoding="utf-8") as file:
-            _require(file.read() == self.description, "its description is another dataset's")
-        if os.path.exists(self.path("manifest.json")):
-            with open(self.path("manifest.json"), encoding="utf-8") as file:
-                manifest = json.load(file)
+        found = self.path("description.txt").read_text("utf-8")
+        _require(found == self.description, "its description is another dataset's")
+        if self.path("manifest.json").exists():
+            manifest = json.loads(self.path("manifest.json").read_text("utf-8"))
         made_from, arrays = manifest["source"], self.open()
         _require(made_from == made_of, f"it was made from {made_from}, not {made_of}")
         if "files" not in manifest or manifest["mtime_ns"] != mtime_ns:
-            validate(*arrays)
+            for file, found, wanted in zip(self.files, arrays, build()):
+                _require(found.dtype == wanted.dtype and np.array_equal(found, wanted),
+                         f"{file} is not what the data and the settings make")
             self._write_manifest(*source)
         elif manifest["files"] != self._entries(read_all, manifest["files"]):
             raise ValueError("a file has another size or checksum than when it was written")
         return arrays
 
     def _entries(self, read_all=True, known=None):
-        """{file: {size, crc32}} of the files as they are; without read_all with the known CRCs."""
-        return {file: {"size": os.path.getsize(self.path(file)),
-                       "crc32": self._crc32(file) if read_all else known[file]["crc32"]}
-                for file in self.files}
-
-    def _crc32(self, file):
-        """CRC-32 of a file, read in pieces of 16 MiB: about a second a GiB."""
-        crc = 0
-        with open(self.path(file), "rb") as source:
-            while block := source.read(16 << 20):
-                crc = zlib.crc32(block, crc)
-        return crc
+        """{file: {size, crc32}} of the files as they are; without read_all, which reads about a
+        GiB a second, with the known CRCs."""
+        files = {file: _map_file(self.path(file)) for file in self.files}
+        return {file: {"size": len(data), "crc32": zlib.crc32(data) if read_all else
+                       known[file]["crc32"]} for file, data in files.items()}
 
     def save(self, source, arrays):
         """Write all, the manifest last -> the arrays, mapped; as they are if the folder refuses."""
         try:
             os.makedirs(self.folder, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path("manifest.json"))
+            self.path("manifest.json").unlink(missing_ok=True)
             with _NewFile(self.path("description.txt")) as file:
                 file.write(self.description.encode())
             for name, values in zip(self.files, arrays):
@@ -1427,13 +1398,13 @@ class _IndexCache:
             return self.open()
         except OSError as error:
             warnings.warn(f"the index cache {self.folder} cannot be written ({error}): the indices "
-                          "stay in memory; set path_to_cache to a folder that can", stacklevel=2)
+                          "stay in memory; set path_to_cache to a folder that can")
             return arrays
 
     def _write_manifest(self, made_of, mtime_ns):
         """Vouch for the files as they are; a folder that is read-only stays without."""
         manifest = {"source": made_of, "mtime_ns": mtime_ns, "files": self._entries()}
-        with contextlib.suppress(PermissionError), _NewFile(self.path("manifest.json")) as file:
+        with contextlib.suppress(OSError), _NewFile(self.path("manifest.json")) as file:
             file.write(json.dumps(manifest, indent=4).encode())
 
 
@@ -1441,27 +1412,27 @@ class _CachedIndices:
     """Mixin: index arrays that are built or loaded, opened late if so asked, and pickled as paths.
 
     A class that has it defines source() -> what the arrays are made of, and a time or None;
-    _build_arrays() -> arrays; and _validate_arrays(*arrays), which raises ValueError at a fault.
+    _build_arrays() -> arrays; and __getitems__(indices) -> samples.
     """
 
-    def _prepare_indices(self, cache):
-        """Load or build; cache is None where there is no folder to keep the arrays in."""
-        self._cache, self._arrays = cache, None
-        if cache is None:
+    def _prepare_indices(self, folder, split, names):
+        """Load or build; without a folder to keep the arrays in they stay in memory."""
+        self._cache = _IndexCache(self, folder, split, names) if folder else None
+        self._arrays = None
+        if not folder:
             self._arrays = self._build_arrays()
-        elif not self.config.fast_cache_load or cache.missing():
-            self._arrays = self._load_or_build(cache)
-            if self.config.defer_npy_index_mmap and not cache.missing():
+        elif not self.config.fast_cache_load or self._cache.missing():
+            self._arrays = self._load_or_build(self._cache)
+            if self.config.defer_npy_index_mmap and not self._cache.missing():
                 self._arrays = None
 
     def _load_or_build(self, cache):
         """The cached arrays if they are whole and right, else new ones, and a warning why."""
         arrays, source = None, self.source()
         try:
-            arrays = cache.load(source, self._validate_arrays, read_all=_rank() == 0)
+            arrays = cache.load(source, self._build_arrays, read_all=_rank() == 0)
         except Exception as error:  # a cache is never needed: whatever is wrong, build it anew
-            warnings.warn(f"the cache {cache.base} is rebuilt: {type(error).__name__}: {error}",
-                          stacklevel=2)
+            warnings.warn(f"the cache {cache.base} is rebuilt: {type(error).__name__}: {error}")
         return arrays or cache.save(source, self._build_arrays())
 
     def _index(self, at):
@@ -1469,6 +1440,9 @@ class _CachedIndices:
         if self._arrays is None:
             self._arrays = self._cache.open()
         return self._arrays[at]
+
+    def __getitem__(self, idx):
+        return self.__getitems__([idx])[0]
 
     def __getstate__(self):
         state = dict(self.__dict__)
@@ -1573,7 +1547,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         folder, names = config.path_to_cache, ("document_index", "sample_index", "shuffle_index")
         if not folder and dataset_path is not None:
             folder = f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices"
-        self._prepare_indices(_IndexCache(self, folder, index_split, names) if folder else None)
+        self._prepare_indices(folder, index_split, names)
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self._warn_without_eod()
 
@@ -1636,11 +1610,10 @@ class GPTDataset(_CachedIndices, MegatronDataset):
                   "extra_token": bool(self.config.add_extra_token_to_sequence)}
         if not isinstance(self.dataset, IndexedDataset):
             return source, None
-        with open(get_idx_path(self.dataset.path_prefix), "rb") as file:
-            stat = os.fstat(file.fileno())
-            ends = file.read(1 << 16)  # head and tail: enough to tell a regenerated file, for free
-            file.seek(max(0, stat.st_size - (1 << 16)))
-            ends = _md5(ends + file.read())
+        path, edge = get_idx_path(self.dataset.path_prefix), 1 << 16
+        stat, index = os.stat(path), _map_file(path)
+        # head and tail are enough to tell a regenerated file, for free
+        ends = _md5(index[:edge].tobytes() + index[-edge:].tobytes())
         return source | {"idx_size": stat.st_size, "idx_ends": ends}, stat.st_mtime_ns
 
     def tokens_per_epoch(self):
@@ -1658,34 +1631,18 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         return epoch_geometry(tokens, self.num_samples, config.sequence_length,
                               not self._keep_partial, config.add_extra_token_to_sequence)
 
-    def _sample_index_of(self, document_index, num_epochs):
-        """build_sample_idx with the lengths and settings of this dataset."""
-        config = self.config
-        return build_sample_idx(
-            self.dataset.sequence_lengths, document_index, config.sequence_length, num_epochs,
-            self.tokens_per_epoch(), not self._keep_partial, config.add_extra_token_to_sequence)
-
     def _build_arrays(self):
         """One generator draws everything: documents first, then samples, as upstream."""
         if isinstance(self.dataset, IndexedDataset):
             self.dataset.verify()
-        epochs, total, apart, sans_final = self.geometry()
-        random_state = np.random.RandomState(self.config.random_seed)
+        config, (epochs, total, apart, sans_final) = self.config, self.geometry()
+        random_state = np.random.RandomState(config.random_seed)
         document_index = build_document_index(self.indices, epochs, random_state, apart)
-        sample_index = self._sample_index_of(document_index, epochs)
+        sample_index = build_sample_idx(
+            self.dataset.sequence_lengths, document_index, config.sequence_length, epochs,
+            self.tokens_per_epoch(), not self._keep_partial, config.add_extra_token_to_sequence)
         shuffle_index = build_shuffle_index(sans_final if apart else total, total, random_state)
         return [document_index, sample_index, shuffle_index]
-
-    def _validate_arrays(self, document_index, sample_index, shuffle_index):
-        """Could these be this dataset's arrays?  All but the order in the shuffles is certain."""
-        epochs, total, apart, sans_final = self.geometry()
-        documents = np.tile(self.indices.astype(np.int32), epochs)
-        _check_permutation(document_index, documents, len(self.indices) * (epochs - apart))
-        samples = np.arange(total, dtype=_shuffle_dtype(total))
-        _check_permutation(shuffle_index, samples, sans_final if apart else total)
-        wanted = self._sample_index_of(document_index, epochs)
-        _require(sample_index.dtype == wanted.dtype and np.array_equal(sample_index, wanted),
-                 "sample_index does not fit the lengths of these documents")
 
     document_index = property(lambda self: self._index(0), doc="int32 (E*D,): order of documents")
     sample_index = property(lambda self: self._index(1), doc="(N+1, 2): where each sample starts")
@@ -1693,9 +1650,6 @@ class GPTDataset(_CachedIndices, MegatronDataset):
 
     def __len__(self):
         return len(self.sample_index) - 1
-
-    def __getitem__(self, idx):
-        return self.__getitems__([idx])[0]
 
     def __getitems__(self, indices):
         """The samples of a list of indices (None: padding), made as one batch -> list of dicts."""
@@ -1772,8 +1726,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         if count > 0 and not self._warned_of_pad:
             self._warned_of_pad = True
             warnings.warn(f"{_name(self)}: {count} real tokens equal the pad id "
-                          f"{self._pad_token_id}: as in Megatron-LM, they become 0 without loss",
-                          stacklevel=2)
+                          f"{self._pad_token_id}: as in Megatron-LM, they become 0 without loss")
 
     def _warn_without_eod(self, looked_at=16):
         """Warn if the first documents lack the eod that three of the flags go by."""
@@ -1782,20 +1735,12 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         if any(map(len, last)) and not any(eod in token for token in last):
             warnings.warn(f"{_name(self)}: none of the first {len(last)} documents ends in eod "
                           f"({eod}), so reset_position_ids, reset_attention_mask and eod_mask_loss "
-                          "find nothing: was it tokenized with --append-eod?", stacklevel=2)
+                          "find nothing: was it tokenized with --append-eod?")
 
 
 def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
     return str(getattr(dataset, "dataset_path", None) or type(dataset).__name__)
-
-
-def _check_permutation(values, wanted, edge):
-    """ValueError unless values[:edge] and values[edge:] are shuffles of those parts of wanted."""
-    same = values.dtype == wanted.dtype and values.shape == wanted.shape and all(
-        np.array_equal(np.sort(values[part]), np.sort(wanted[part]))
-        for part in (slice(None, edge), slice(edge, None)))
-    _require(same, f"{values.dtype}{values.shape} is no shuffle of {wanted.dtype}{wanted.shape}")
 
 
 def _attention_mask(eod, reset):
@@ -1817,17 +1762,15 @@ def _attention_mask(eod, reset):
 def _pad_token_id(config):
     """The id that fills short samples: the tokenizer's pad; -1 if none, or if it is ambiguous."""
     tokenizer = config.tokenizer
-    pad = getattr(tokenizer, "pad", None)
-    special = getattr(tokenizer, "special_tokens_dict", None)
+    pad, special = getattr(tokenizer, "pad", None), getattr(tokenizer, "special_tokens_dict", None)
     if special is None:
         special = {name: getattr(tokenizer, name, None) for name in ("eos", "eod")}
     same = [name for name, token in special.items() if token == pad and not name.startswith("pad")]
-    if pad is None or not same or config.allow_ambiguous_pad_tokens:
-        return -1 if pad is None else pad
-    warnings.warn(f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding uses "
-                  "-1, so that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
-                  stacklevel=3)
-    return -1
+    if pad is not None and same and not config.allow_ambiguous_pad_tokens:
+        warnings.warn(f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is "
+                      "-1, so that real tokens keep their loss (see allow_ambiguous_pad_tokens)")
+        pad = None
+    return -1 if pad is None else pad
 
 
 class MockGPTLowLevelDataset:
@@ -1869,7 +1812,7 @@ class MockGPTDataset(GPTDataset):
 
 
 class BlendTooLarge(ValueError):
-    """A blend asks a dataset for more samples than it holds; needed is {position: samples}."""
+    """A blend asks a dataset for more samples than it holds; needed is {dataset: samples}."""
 
     def __init__(self, message, needed=None):
         super().__init__(message)
@@ -1896,16 +1839,15 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
                  f"without a size, weights are numbers of samples, got {list(weights)}")
         _require(len(datasets) < 32767, f"{len(datasets)} datasets: int16 can name 32766")
         _require((size or 0) >= 0, f"wanted size >= 0, got {size}")
-        kept = _drop_zeros(names, weights)
-        self.datasets, weights = [datasets[d] for d in kept], [weights[d] for d in kept]
+        self.datasets, weights = _drop_zeros(datasets, weights, names)
         self.weights = [int(w) for w in weights] if size is None else normalize(weights)
         self.split, self.config = self.datasets[0].index_split, config
         self.size = size = None if size is None else int(size)
         _describe(self, {"class": type(self).__name__,
                          "datasets": [dataset.unique_identifiers for dataset in self.datasets],
                          "split": self.split.name, "weights": self.weights, "size": size})
-        folder, files = config.path_to_cache, ("dataset_index", "dataset_sample_index")
-        self._prepare_indices(_IndexCache(self, folder, self.split, files) if folder else None)
+        names = "dataset_index", "dataset_sample_index"
+        self._prepare_indices(config.path_to_cache, self.split, names)
         if not config.fast_cache_load:
             self._check_sizes()
 
@@ -1923,29 +1865,20 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
             build_blending_indices(which, sample, self.weights, count, size)
         return [which, sample]
 
-    def _validate_arrays(self, *arrays):
-        """Nothing about a blend is random, so a cache is checked by making it anew."""
-        for found, wanted in zip(arrays, self._build_arrays()):
-            if found.dtype != wanted.dtype or not np.array_equal(found, wanted):
-                raise ValueError("these are not the indices of this blend's weights")
-
     def _check_sizes(self):
         """BlendTooLarge, before training, where a dataset would run out of samples."""
         taken = np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()
-        over = {d: count for d, count in enumerate(taken) if count > len(self.datasets[d])}
-        if over:
+        over = {ds: count for ds, count in zip(self.datasets, taken) if count > len(ds)}
+        if over:  # not kept in a local: the traceback would be a cycle that holds all the files
             raise BlendTooLarge("; ".join(
-                f"the blend takes {count} samples of {_name(self.datasets[d])}, which has "
-                f"{len(self.datasets[d])}" for d, count in over.items()), over)
+                f"the blend takes {count} samples of {_name(ds)}, which has {len(ds)}"
+                for ds, count in over.items()), over)
 
     dataset_index = property(lambda self: self._index(0), doc="int16 (size,): whose sample it is")
     dataset_sample_index = property(lambda self: self._index(1), doc="int64 (size,): which of them")
 
     def __len__(self):
         return sum(self.weights) if self.size is None else self.size
-
-    def __getitem__(self, idx):
-        return self.__getitems__([idx])[0]
 
     def __getitems__(self, indices):
         """The samples of a list of indices, each dataset asked once -> a list of dicts."""
@@ -1968,12 +1901,12 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
 
-def _drop_zeros(names, weights):
-    """The positions of the weights that are not 0, with a note that names the others."""
+def _drop_zeros(items, weights, names):
+    """The items whose weights are not 0, and these weights, with a note that names the others."""
     dropped = [name for name, weight in zip(names, weights) if not weight]
     if dropped:
         log.warning("dropped from the blend, weight 0: %s", ", ".join(map(str, dropped)))
-    return [d for d, weight in enumerate(weights) if weight]
+    return [item for item, weight in zip(items, weights) if weight], [*filter(None, weights)]
 
 
 def _get_samples(dataset, indices):
@@ -2033,34 +1966,37 @@ class BlendedMegatronDatasetBuilder:
         if not _is_distributed():
             return self._build()
         datasets, mine = [None] * len(Split), self.is_built_on_rank()
-        with _error_channel() as raise_together:
+        # a gloo group of our own: a build may outlast the timeout of the job's group, and gloo
+        # notices at once when a process is gone
+        group = torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(hours=24))
+        try:
             for my_turn in (_rank() == 0, _rank() != 0 and mine):
                 error = None
                 try:
                     datasets = self._build() if my_turn else datasets
                 except Exception as failure:
                     error = failure
-                raise_together(error)
+                _raise_together(error, group)
+        finally:
+            torch.distributed.destroy_process_group(group)
         return datasets if mine else [None] * len(Split)
 
     def _build(self):
         """The three modes, on this process alone."""
-        config = self.config
-        if config.mock:
-            return self._cut(None, config.split_matrix, self.sizes)
-        if config.blend is not None:
-            return self._blend(config.blend, config.split_matrix, self.sizes)
+        blend, matrix = self.config.blend or ([None], None), self.config.split_matrix
+        if matrix:
+            return self._blend(blend, matrix, self.sizes)
         return [blend and self._build_split(split, *blend)
-                for split, blend in zip(Split, config.blend_per_split)]
+                for split, blend in zip(Split, self.config.blend_per_split)]
 
     def _build_split(self, split, prefixes, weights):
         """blend_per_split: the whole of its corpora belongs to this split."""
         matrix = [(0.0, 1.0) if other is split else None for other in Split]
-        several = split is Split.valid and self.config.multiple_validation_sets
-        if several and len(prefixes) > 1:
+        if len(prefixes) == 1:
+            return self._cut(prefixes[0], matrix, self.sizes)[split.value]
+        if split is Split.valid and self.config.multiple_validation_sets:
             return [self._cut(prefix, matrix, self.sizes)[split.value] for prefix in prefixes]
-        blend = prefixes, None if len(prefixes) == 1 else weights
-        return self._blend(blend, matrix, self.sizes)[split.value]
+        return self._blend((prefixes, weights), matrix, self.sizes)[split.value]
 
     def _blend(self, blend, matrix, sizes):
         """-> for each split with a place in matrix, the blend of its parts of the corpora."""
@@ -2070,20 +2006,15 @@ class BlendedMegatronDatasetBuilder:
         if weights is not None:
             _require(all(size is not None or not bounds for bounds, size in zip(matrix, sizes)),
                      f"a blend with weights needs a size for each split, got {sizes}")
-            kept = _drop_zeros(prefixes, weights)
-            prefixes, weights = [prefixes[d] for d in kept], normalize([weights[d] for d in kept])
-        requests = [self._requests(weight, sizes) for weight in weights or [None] * len(prefixes)]
+            prefixes, weights = _drop_zeros(prefixes, weights, prefixes)
+            weights = normalize(weights)
+        surplus = 1 + self.config.mid_level_dataset_surplus
+        requests = [[math.ceil(math.ceil((size or 0) * weight) * surplus) for size in sizes]
+                    for weight in weights or ()] or [[None] * len(Split)] * len(prefixes)
         with concurrent.futures.ThreadPoolExecutor(self.config.num_dataset_builder_threads) as pool:
             cut = list(pool.map(self._cut, prefixes, itertools.repeat(matrix), requests))
-        return [bounds and self._blend_split(split, prefixes, [parts[split.value] for parts in cut],
-                                             weights, sizes[split.value], bounds)
-                for split, bounds in zip(Split, matrix)]
-
-    def _requests(self, weight, sizes):
-        """Samples to build of one corpus for each split: its share and the surplus."""
-        surplus = 1 + self.config.mid_level_dataset_surplus
-        return [None if weight is None else math.ceil(math.ceil((size or 0) * weight) * surplus)
-                for size in sizes]
+        return [bounds and self._blend_split(split, prefixes, list(parts), weights, size, bounds)
+                for split, bounds, size, *parts in zip(Split, matrix, sizes, *cut)]
 
     def _blend_split(self, split, prefixes, datasets, weights, size, bounds):
         """The blend of one split; a corpus that it would exhaust is built again, larger."""
@@ -2094,7 +2025,7 @@ class BlendedMegatronDatasetBuilder:
             if size is not None and size > sum(weights):
                 warnings.warn(f"{split.name}: {size} samples were asked of corpora that hold "
                               f"{sum(weights)} in one epoch, so the run will end early: give "
-                              "weights, to repeat them", stacklevel=2)
+                              "weights, to repeat them")
             size = None if size is None else min(size, sum(weights))
         try:
             return BlendedDataset(datasets, weights, size, self.config)
@@ -2102,7 +2033,8 @@ class BlendedMegatronDatasetBuilder:
             log.warning("rebuilt larger, since %s", str(error))
             needed = error.needed
         matrix = [bounds if other is split else None for other in Split]
-        for d, count in needed.items():  # only these: another num_samples can mean another order
+        for ds, count in needed.items():  # only these: another num_samples can mean another order
+            d = datasets.index(ds)
             datasets[d] = self._cut(prefixes[d], matrix, [count] * len(Split))[split.value]
         return BlendedDataset(datasets, weights, size, self.config)
 
@@ -2121,41 +2053,26 @@ class BlendedMegatronDatasetBuilder:
 
 def _gather(value, group=None, size=4096):
     """A small JSON-able value of each rank -> the list of all, on every rank; no pickle."""
-    distributed = torch.distributed
-    device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
+    device = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
     text = json.dumps(value).encode().ljust(size)
     _require(len(text) == size, f"{len(text)} bytes are too long for a message of {size}")
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather(everyone, mine, group=group)
+    everyone = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(everyone, mine, group=group)
     return [json.loads(bytes(row.tolist())) for row in everyone]
 
 
-@contextlib.contextmanager
-def _error_channel():
-    """Yield raise_together(error or None): every rank calls it, and all raise if one has an error.
-
-    It has a gloo group of its own: a build may outlast the timeout of the job's group, and gloo
-    notices at once when a process is gone.
-    """
-    timeout = datetime.timedelta(hours=24)
-    group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+def _raise_together(error, group):
+    """Every rank calls it with its error or None; if one has an error all raise the first, as its
+    own class if that is one of these."""
     kinds = (DatasetFormatError, BlendTooLarge, ValueError, TypeError, IndexError, ImportError,
              FileNotFoundError, PermissionError, OSError)
-
-    def raise_together(error):
-        """Raise the first rank's error, as its own class if that is one of kinds."""
-        mine = error and [type(error).__name__, str(error)[:600]]
-        for rank, found in enumerate(_gather(mine, group)):
-            if found:
-                kind = {kind.__name__: kind for kind in kinds}.get(found[0])
-                sentence = found[1] if kind else ": ".join(found)
-                raise (kind or RuntimeError)(f"rank {rank}: {sentence}") from error
-
-    try:
-        yield raise_together
-    finally:
-        torch.distributed.destroy_process_group(group)
+    mine = error and [type(error).__name__, str(error)[:600]]
+    for rank, found in enumerate(_gather(mine, group)):
+        if found:
+            kind = {kind.__name__: kind for kind in kinds}.get(found[0])
+            sentence = found[1] if kind else ": ".join(found)
+            raise (kind or RuntimeError)(f"rank {rank}: {sentence}") from error
 
 
 # ==============================================================================
@@ -2232,10 +2149,9 @@ class MegatronPretrainingSampler(_Sampler):
 
     def __iter__(self):
         start, batches, self.consumed_samples = self.consumed_samples, len(self), 0
-        for batch in range(batches):
-            first = start + batch * self.micro_batch_times_data_parallel_size
-            last = min(first + self.micro_batch_times_data_parallel_size, self.total_samples)
-            yield self._part(first, last - first)
+        group = self.micro_batch_times_data_parallel_size
+        for first in range(start, start + batches * group, group):
+            yield self._part(first, min(group, self.total_samples - first))
 
     def _part(self, first, count):
         """This rank's run of a global batch; a short one is shared out as evenly as can be."""
@@ -2326,12 +2242,11 @@ class MegatronPretrainingRandomSampler(_Sampler):
     def geometry(self, consumed_samples):
         """What must be equal for a run to go on exactly."""
         epoch, done = self._epoch(consumed_samples)
-        if self.data_sharding:
-            of = {"data_parallel_size": self.data_parallel_size, "of": self.active_total_samples}
-        else:
-            of = {"of": self._shuffled()}
-        return {"seed": self.seed, "data_sharding": self.data_sharding, "epoch": epoch,
-                "done": done, **of}
+        order = {"seed": self.seed, "data_sharding": self.data_sharding, "epoch": epoch}
+        if not self.data_sharding:
+            return order | {"done": done, "of": self._shuffled()}
+        return order | {"done": done, "of": self.active_total_samples,
+                        "data_parallel_size": self.data_parallel_size}
 
 
 def fingerprint(dataset):
@@ -2372,9 +2287,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             sampler.consumed_samples = self.consumed_samples  # not where prefetching left it
         start = sampler.consumed_samples
         limit = math.inf if sampler.kind == "cyclic" else sampler.total_samples
+        group = sampler.micro_batch_times_data_parallel_size
         for number, batch in enumerate(super().__iter__(), 1):
-            consumed = start + number * sampler.micro_batch_times_data_parallel_size
-            self.consumed_samples = min(consumed, limit)
+            self.consumed_samples = min(start + number * group, limit)
             yield batch
 
     def state_dict(self):
@@ -2574,98 +2489,77 @@ def check_data_consistency(consumed_samples, group=None):
 #                           --sequence-length 2048 --random-seed 1234 --path-to-cache cache
 #   megatron-min demo
 #
-# Each command is a function of its parsed arguments; its docstring is its help.  What a user can
+# Each command is a function of its options; its docstring is its help.  What a user can
 # get wrong ends as one sentence on stderr and exit code 1; a traceback would be a bug of ours.  The
 # caches that build makes are hit by a job whose tokenizer has the same unique_identifiers.
 
 
-def _command_preprocess(arguments):
+def _command_preprocess(tokenizer, eod_token, **options):
     """JSONL, plain or gzip, to .bin/.idx pairs"""
-    tokenizer = build_tokenizer(arguments.tokenizer, arguments.eod_token)
-    made = preprocess(arguments.input, arguments.output_prefix, tokenizer,
-                      json_keys=arguments.json_keys, append_eod=arguments.append_eod,
-                      workers=arguments.workers, on_error=arguments.on_error, verbose=True)
+    made = preprocess(tokenizer=build_tokenizer(tokenizer, eod_token), verbose=True, **options)
     for prefix in made.values():
-        _print_counts(prefix, IndexedDataset(prefix))
+        _print_counts(prefix)
 
 
-def _print_counts(prefix, ds):
-    """One line about a pair."""
-    print(f"{prefix}: {len(ds):,} sequences, {len(ds.document_indices) - 1:,} documents, "
+def _print_counts(prefix, label="", check=None):
+    """One line about a pair, which is opened and returned."""
+    ds = IndexedDataset(prefix, check=check)
+    print(f"{label}{prefix}: {len(ds):,} sequences, {len(ds.document_indices) - 1:,} documents, "
           f"{ds.num_tokens:,} tokens of {np.dtype(ds.dtype)}")
+    return ds
 
 
-def _command_merge(arguments):
+def _command_merge(input, output_prefix, multimodal):
     """append pairs into a new pair"""
-    merge(arguments.input, arguments.output_prefix, arguments.multimodal)
-    _print_counts(arguments.output_prefix, IndexedDataset(arguments.output_prefix))
+    merge(input, output_prefix, multimodal)
+    _print_counts(output_prefix)
 
 
-def _command_inspect(arguments):
+def _command_inspect(prefix, tokens, tokenizer, eod_token):
     """header, counts, lengths and first tokens of a pair"""
-    ds = IndexedDataset(arguments.prefix, check=False)
-    _print_counts(arguments.prefix, ds)
+    ds = _print_counts(prefix, check=False)
     print(f"version 1, dtype code {DType.code_from_dtype(ds.dtype)}")
     if len(ds):
         lengths = ds.sequence_lengths[::-(-len(ds) // _CHUNK)]  # no need to read a billion
         marks = zip(("min", "1%", "25%", "median", "75%", "99%", "max"),
                     np.percentile(lengths, (0, 1, 25, 50, 75, 99, 100)))
         print(f"lengths of {len(lengths):,} sequences:", *(f"{k} {v:,.0f}" for k, v in marks))
-        first = ds[0][:arguments.tokens].tolist()
+        first = ds[0][:tokens].tolist()
         print(f"sequence 0: {first}")
         with contextlib.suppress(Exception):  # ids of another tokenizer, most often
-            tokenizer = build_tokenizer(arguments.tokenizer, arguments.eod_token)
-            print(f"decoded:    {tokenizer.detokenize(first)!r}")
+            print(f"decoded:    {build_tokenizer(tokenizer, eod_token).detokenize(first)!r}")
 
 
-def _command_verify(arguments):
+def _command_verify(prefix):
     """check the whole .idx, and that the .bin fits"""
-    for prefix in arguments.prefix:
-        _print_counts(f"whole: {prefix}", IndexedDataset(prefix, check=True))
+    for path in prefix:
+        _print_counts(path, "whole: ", check=True)
 
 
-def _command_build(arguments):
+def _command_build(sizes, tokenizer, eod_token, blend, **fields):
     """make the index caches of a blend ahead of a job"""
-    config = _config_from(arguments)
-    logging.getLogger("megatron_min").setLevel(logging.INFO)
-    built = BlendedMegatronDatasetBuilder(GPTDataset, arguments.sizes, lambda: True, config).build()
+    per_split = [get_blend_from_list(fields.pop(f"{split.name}_blend")) for split in Split]
+    config = GPTDatasetConfig(
+        blend=get_blend_from_list(blend), blend_per_split=per_split if any(per_split) else None,
+        tokenizer=build_tokenizer(tokenizer, eod_token), **fields)
+    log.setLevel(logging.INFO)
+    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
     for split, found in zip(Split, built):
         for ds in found if isinstance(found, list) else [found]:
             print(f"{split.name}: " + ("none" if ds is None else f"{len(ds):,} samples of "
                   f"{config.sequence_length} tokens, {ds.unique_description_hash}"))
 
 
-def _add_config_arguments(parser):
+def _add_config_arguments(add):
     """One flag for each field of GPTDatasetConfig, with the field's name and default."""
     for field in dataclasses.fields(GPTDatasetConfig):
-        kind = getattr(field.type, "__name__", str(field.type))
-        flag, required = "--" + field.name.replace("_", "-"), field.default is dataclasses.MISSING
-        if kind.startswith("bool"):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
-        elif kind in ("int", "float") or kind.startswith("str"):
-            parser.add_argument(flag, type={"int": int, "float": float}.get(kind, str),
-                                required=required, default=None if required else field.default)
+        kind = getattr(field.type, "__args__", [field.type])[0]  # of "str | None": str
+        if field.init and kind in (bool, int, float, str):
+            how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+            add("--" + field.name.replace("_", "-"), default=argparse.SUPPRESS,
+                required=field.default is dataclasses.MISSING, **how)
     for name in ("", *(f"{split.name}-" for split in Split)):
-        parser.add_argument(f"--{name}blend", nargs="+", metavar="[WEIGHT] PREFIX")
-    _add_tokenizer_arguments(parser)
-
-
-def _config_from(arguments):
-    """The GPTDatasetConfig that the flags describe."""
-    values = {field.name: getattr(arguments, field.name) for field in
-              dataclasses.fields(GPTDatasetConfig) if field.init and hasattr(arguments, field.name)}
-    per_split = [get_blend_from_list(getattr(arguments, f"{split.name}_blend")) for split in Split]
-    values |= {"blend": get_blend_from_list(arguments.blend),
-               "blend_per_split": per_split if any(per_split) else None,
-               "tokenizer": build_tokenizer(arguments.tokenizer, arguments.eod_token)}
-    return GPTDatasetConfig(**values)
-
-
-def _add_tokenizer_arguments(parser):
-    """The two flags that name a tokenizer."""
-    parser.add_argument("--tokenizer", default="bytes",
-                        help="bytes, null:VOCAB, a tokenizer.json or module:attribute")
-    parser.add_argument("--eod-token", help="the text of a tokenizer.json's end-of-document token")
+        add(f"--{name}blend", nargs="+", metavar="[WEIGHT] PREFIX")
 
 
 def _parser():
@@ -2675,42 +2569,44 @@ def _parser():
                         version=f"megatron-min {__version__} (kernels: {IMPLEMENTATION})")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(function):
-        """A parser for the command, and the method that adds arguments to it."""
+    def command(function, tokenizer=False):
+        """A parser for the command -> the method that adds arguments to it."""
         name, text = function.__name__.removeprefix("_command_"), function.__doc__
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(function=function)
-        return sub, sub.add_argument
+        if tokenizer:
+            sub.add_argument("--tokenizer", default="bytes",
+                             help="bytes, null:VOCAB, a tokenizer.json or module:attribute")
+            sub.add_argument("--eod-token", help="text of a tokenizer.json's end-of-document token")
+        return sub.add_argument
 
-    sub, add = command(_command_preprocess)
+    add = command(_command_preprocess, tokenizer=True)
     add("--input", nargs="+", required=True, help="files, globs, or - for stdin")
     add("--output-prefix", required=True, help="<prefix>_<key>_document.bin/.idx are written")
     add("--json-keys", nargs="+", default=["text"])
     add("--append-eod", action="store_true", help="end each document with the eod token")
     add("--workers", type=int, default=1, help="processes; any number gives the same files")
     add("--on-error", choices=("stop", "skip"), default="stop", help="what to do at a bad line")
-    _add_tokenizer_arguments(sub)
-    sub, add = command(_command_merge)
+    add = command(_command_merge)
     add("--input", nargs="+", required=True, metavar="PREFIX")
     add("--output-prefix", required=True)
     add("--multimodal", action="store_true", help="the pairs hold modes")
-    sub, add = command(_command_inspect)
+    add = command(_command_inspect, tokenizer=True)
     add("prefix")
     add("--tokens", type=int, default=16, help="how many tokens of sequence 0 to show")
-    _add_tokenizer_arguments(sub)
-    command(_command_verify)[1]("prefix", nargs="+")
-    sub, add = command(_command_build)
+    command(_command_verify)("prefix", nargs="+")
+    add = command(_command_build, tokenizer=True)
     add("--sizes", nargs=3, required=True, metavar=("TRAIN", "VALID", "TEST"), help="samples, or "
         "none for one epoch", type=lambda text: None if text == "none" else int(text))
-    _add_config_arguments(sub)
-    command(_command_demo)[1]("--keep", metavar="FOLDER", help="work there and leave the files")
+    _add_config_arguments(add)
+    command(_command_demo)("--keep", metavar="FOLDER", help="work there and leave the files")
     return parser
 
 
-def _command_demo(arguments):
+def _command_demo(keep):
     """real text to blended, resumable batches, in a few seconds"""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.keep or temporary
+        folder = keep or temporary
         os.makedirs(folder, exist_ok=True)
         _demo_batches(folder, _demo_blend(folder, _demo_pairs(folder)))
 
@@ -2719,15 +2615,15 @@ def _demo_pairs(folder):
     """The standard library's modules as one corpus, its docstrings as another -> {name: prefix}."""
     paths = sorted(glob.glob(os.path.join(os.path.dirname(os.__file__), "*.py")))[:150]
     code = [pathlib.Path(path).read_text("utf-8", "replace") for path in paths]
+    nodes = itertools.chain.from_iterable(ast.walk(ast.parse(text)) for text in code)
     defined, prefixes = (ast.Module, ast.ClassDef, ast.FunctionDef), {}
-    docs = [ast.get_docstring(node) for text in code for node in ast.walk(ast.parse(text))
-            if isinstance(node, defined)]
+    docs = [ast.get_docstring(node) for node in nodes if isinstance(node, defined)]
     print("1. Text to tokens: the modules of Python's library, and their docstrings.  A byte of "
           "UTF-8 is\n   a token, 256 ends a document, and a token takes 2 bytes (uint16).")
     for name, texts in (("code", code), ("docs", [*filter(None, docs)])):
         path = os.path.join(folder, f"{name}.jsonl")
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        pathlib.Path(path).write_text("".join(lines), "utf-8")
         prefix = prefixes[name] = preprocess(path, f"{folder}/{name}", append_eod=True)["text"]
         sizes = [os.path.getsize(path) for path in (get_bin_path(prefix), get_idx_path(prefix))]
         n, size = len(texts), sum(len(text.encode()) for text in texts)
@@ -2771,10 +2667,9 @@ def _demo_batches(folder, train, steps=5):
     """Batches on two ranks, a stop, and the same batches going on with four."""
     loaders, batches = _demo_global_batches(train, 2, 4)
     seen = [next(batches) for _ in range(steps)]
-    with open(os.path.join(folder, "loader.json"), "w+", encoding="utf-8") as file:
-        json.dump(loaders[0].state_dict(), file, indent=1)
-        file.seek(0)
-        state = json.load(file)
+    note = pathlib.Path(folder, "loader.json")
+    note.write_text(json.dumps(loaders[0].state_dict(), indent=1), "utf-8")
+    state = json.loads(note.read_text("utf-8"))
     print("\n3. Batches: 2 data-parallel ranks, micro-batches of 4: a global batch is 8 samples\n"
           "   step 0: rank 0 gets samples 0 1 2 3, rank 1 gets 4 5 6 7; step 1: 8 .. 11, 12 .. 15\n"
           f"   sample 0 begins {ByteTokenizer().detokenize(seen[0][0])[:60]!r}\n   stopped after "
@@ -2789,11 +2684,11 @@ def _demo_batches(folder, train, steps=5):
 
 def main(argv=None):
     """Run a command of megatron-min -> exit code."""
-    arguments = _parser().parse_args(argv)
+    options = vars(_parser().parse_args(argv))
     logging.basicConfig(format="%(message)s")
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     try:
-        arguments.function(arguments)
+        options.pop("function")(**options)
         return 0
     except (Exception, KeyboardInterrupt) as error:
         known = isinstance(error, (ValueError, LookupError, OSError, ImportError))
