@@ -30,8 +30,8 @@ The toy corpus of every example: three documents, aaaa bbb cccccc, and S = 4.
 # ruff: noqa: E401
 import abc, argparse, array, ast, collections, concurrent.futures, contextlib, dataclasses
 import datetime, enum, errno, functools, glob, gzip, hashlib, importlib, itertools, json, logging
-import math, multiprocessing, operator, os, pathlib, re, secrets, shutil, struct, sys
-import tempfile, time, warnings, weakref, zlib
+import math, multiprocessing, numbers, operator, os, pathlib, re, secrets, shutil, signal, struct
+import sys, tempfile, threading, time, warnings, weakref, zlib
 
 import numpy as np
 import torch
@@ -146,6 +146,8 @@ class _NewFile:
 
     def __init__(self, path):
         self.path = os.fspath(path)
+        folder = os.path.dirname(self.path) or "."
+        _require(os.path.isdir(folder), f"{folder}: no such folder", FileNotFoundError)
         self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
         self.file = open(self.temporary, "xb", buffering=1 << 20)
         self.discard = weakref.finalize(self, self._discard, self.file, self.temporary, os.getpid())
@@ -234,25 +236,30 @@ class IndexedDatasetBuilder:
 
     def add_document(self, tensor, lengths, modes=None):
         """Append a document: its tokens, and the lengths of its sequences, which must add up."""
+        lengths = list(lengths)
         self.add_sequences(tensor, lengths, modes, (len(lengths),))
 
     def add_sequences(self, tensor, lengths, modes, ends):
         """Append many sequences at once; a document ends after each ends[i]-th of them."""
-        tokens = _as_tokens(tensor, self.dtype)
+        self._require_open()
+        tokens, shift = _as_tokens(tensor, self.dtype), len(self.sequence_lengths)
+        lengths, ends = list(map(operator.index, lengths)), [shift + end for end in ends]
         for length in lengths:
             if not 0 <= length < 2**31:
                 raise ValueError(f"a sequence of {length} tokens: .idx files hold 0 to {2**31 - 1}")
         if sum(lengths) != len(tokens):
             raise ValueError(f"sum(lengths) is {sum(lengths)}, but there are {len(tokens)} tokens")
         if modes is not None or self.multimodal:
-            modes = [0] * len(lengths) if modes is None else modes
+            modes = [0] * len(lengths) if modes is None else list(map(operator.index, modes))
             _require(len(modes) == len(lengths) and all(-128 <= mode < 128 for mode in modes),
                      f"{len(modes)} modes for {len(lengths)} sequences, or not from -128 to 127")
             self.sequence_modes.extend(modes if self.multimodal else ())
-        shift = len(self.sequence_lengths)
         self._bin.file.write(tokens.data)
         self.sequence_lengths.extend(lengths)
-        self.document_indices.extend([shift + end for end in ends])
+        self.document_indices.extend(ends)
+
+    def _require_open(self):
+        _require(self._bin.discard.alive, f"{self._bin.path} is finalized: nothing can be added")
 
     def end_document(self):
         """End the document that the sequences added since the last end belong to."""
@@ -277,6 +284,7 @@ class IndexedDatasetBuilder:
     def finalize(self, idx_path):
         """Write the .idx and give both files their names: first .bin, then .idx, so a pair is whole
         whenever its .idx is there.  ValueError if sequences follow the last end_document()."""
+        self._require_open()
         loose = len(self.sequence_lengths) - self.document_indices[-1]
         _require(not loose, f"{loose} sequences of {self._bin.path} follow the last document's "
                  "end: call end_document() before finalize()")
@@ -501,6 +509,7 @@ def merge(prefixes, output_prefix, multimodal=False):
     >>> IndexedDataset(prefix + "2").document_indices.tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
+    prefixes = [prefixes] if isinstance(prefixes, (str, os.PathLike)) else list(prefixes)
     _require(prefixes, "merge wants at least one input prefix")
     dtype = IndexedDataset(prefixes[0], check=False).dtype
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
@@ -559,6 +568,7 @@ class NullTokenizer:
     """
 
     def __init__(self, vocab_size):
+        _require(str(vocab_size).isdecimal(), f"null:VOCAB wants a number, got {vocab_size!r}")
         self.eod, self.vocab_size = int(vocab_size), int(vocab_size) + 1
         self.unique_identifiers = {"class": "NullTokenizer", "vocab_size": self.vocab_size}
 
@@ -578,6 +588,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path, eod_token=None):
+        _require(os.path.isfile(path), f"{path}: no such file", FileNotFoundError)
         self._tokenizer = _extra("tokenizers", "tools").Tokenizer.from_file(path)
         self.vocab_size = self._tokenizer.get_vocab_size()
         wanted = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
@@ -633,7 +644,9 @@ def build_tokenizer(name="bytes", eod_token=None):
         found = operator.attrgetter(attribute)(importlib.import_module(module))
     finally:
         sys.path.pop(0)
-    return found if hasattr(found, "tokenize") and not isinstance(found, type) else found()
+    is_one = hasattr(found, "tokenize") and not isinstance(found, type)
+    _require(is_one or callable(found), f"{name} is no tokenizer, and makes none")
+    return found if is_one else found()
 
 
 class _Encoder:
@@ -649,22 +662,30 @@ class _Encoder:
         self.tokenizer, self.keys, self.skip_errors = tokenizer, json_keys, skip_errors
         self.dtype = DType.optimal_dtype(tokenizer.vocab_size)
         self.eod = _as_tokens([tokenizer.eod] if append_eod else [], self.dtype)
-        self.batched = hasattr(tokenizer, "tokenize_batch")
+        self.batched = callable(getattr(tokenizer, "tokenize_batch", None))
 
-    def __call__(self, source, first_line, lines):
+    def __call__(self, *block):
         """-> ({key: (tokens, sequence lengths, document ends)}, documents, skipped lines)"""
+        if self.batched:
+            with contextlib.suppress(Exception):
+                return self._encode(*block, batched=True)
+        return self._encode(*block, batched=False)  # line by line, so that a bad one is named
+
+    def _encode(self, source, first_line, lines, batched):
+        """A block, each line on its own or its texts together."""
         rows = []
         for number, line in enumerate(lines, first_line):
             try:
-                rows.append(self._row(line))
+                rows.append(self._row(line, batched))
             except Exception as error:
                 if not self.skip_errors:
                     raise ValueError(f"{source}: line {number}: {error} (--on-error skip leaves "
                                      "such lines out)") from None
-        columns = {key: self._pack([row[at] for row in rows]) for at, key in enumerate(self.keys)}
+        columns = {key: self._pack([row[at] for row in rows], batched)
+                   for at, key in enumerate(self.keys)}
         return columns, len(rows), len(lines) - len(rows)
 
-    def _row(self, line):
+    def _row(self, line, batched):
         """A line of input -> under each key its tokens, or its text where the tokenizer takes many
         at once; ValueError says what is wrong with it."""
         _require(line.strip(), "it is blank, wanted a JSON object")
@@ -673,15 +694,15 @@ class _Encoder:
             _require(isinstance(row, dict) and isinstance(row.get(key), str),
                      f"wanted a JSON object with text under {key!r}, got {line[:60]!r}")
         texts = [row[key] for key in self.keys]
-        return texts if self.batched else self._tokens(map(self.tokenizer.tokenize, texts))
+        return texts if batched else self._tokens(map(self.tokenizer.tokenize, texts))
 
     def _tokens(self, documents):
         """Lists of ids -> arrays, in the dtype of the file."""
         return [_as_tokens(ids, self.dtype) for ids in documents]
 
-    def _pack(self, documents):
+    def _pack(self, documents, batched):
         """A block's documents under one key -> flat tokens, sequence lengths, document ends."""
-        if self.batched:
+        if batched:
             documents = self._tokens(self.tokenizer.tokenize_batch(documents))
         ends = list(itertools.accumulate(len(document) > 0 for document in documents))
         documents = [document for document in documents if len(document)]
@@ -696,6 +717,9 @@ _encoder = None  # in a worker process: its _Encoder
 def _start_worker(*arguments):
     """What a worker process runs first; it then keeps its tokenizer."""
     global _encoder
+    parent = multiprocessing.parent_process()
+    watch = threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True)
+    watch.start()  # an orphan would wait for ever
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _encoder = _Encoder(*arguments)
 
@@ -786,6 +810,7 @@ def preprocess(input, output_prefix, tokenizer=None, *, json_keys=("text",), app
     """
     _require(on_error in ("stop", "skip"), f"on_error must be stop or skip, got {on_error!r}")
     _require(workers >= 1, f"workers must be >= 1, got {workers}")
+    _require(input and json_keys, "preprocess wants at least one input and one key")
     keys = [json_keys] if isinstance(json_keys, str) else list(json_keys)
     tokenizer, files = tokenizer or ByteTokenizer(), list(_expand(input))
     dtype, progress = DType.optimal_dtype(tokenizer.vocab_size), _Progress(files)
@@ -840,8 +865,8 @@ def _check_weights(weights, names):
     """ValueError that names the dataset whose weight is no weight."""
     _require(len(weights) == len(names), f"{len(weights)} weights for {len(names)} datasets")
     for weight, name in zip(weights, names):
-        _require(math.isfinite(weight) and weight >= 0,
-                 f"weight of {name}: wanted a finite number >= 0, got {weight}")
+        _require(isinstance(weight, numbers.Real) and math.isfinite(weight) and weight >= 0,
+                 f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
     _require(sum(weights) > 0, f"all weights are 0: {', '.join(map(str, names))}")
 
 
@@ -854,7 +879,8 @@ def parse_and_normalize_split(split):
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
-    vector = [_number(field) for field in re.split("[,/]", split)]
+    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
+    vector = [_number(field) for field in fields]
     good = None not in vector and all(0 <= share < math.inf for share in vector)
     _require(good and len(vector) <= len(Split) and sum(vector) > 0, f"split {split!r}: wanted up "
              'to three numbers >= 0, not all 0, for train, valid and test, such as "98,1,1"')
@@ -953,10 +979,14 @@ class BlendedMegatronDatasetConfig:
     defer_npy_index_mmap: bool = False
 
     def __post_init__(self):
-        for name, low in dict(sequence_length=1, random_seed=0, num_dataset_builder_threads=1,
-                              mid_level_dataset_surplus=0).items():
+        lowest = dict(sequence_length=1, random_seed=0, num_dataset_builder_threads=1)
+        for name, low in lowest.items():
             value = getattr(self, name)
-            _require(value >= low, f"{name} must be >= {low}, got {value}")
+            _require(hasattr(value, "__index__") and value >= low,
+                     f"{name} must be a whole number >= {low}, got {value!r}")
+            setattr(self, name, int(value))  # numpy's are no JSON
+        surplus = self.mid_level_dataset_surplus
+        _require(surplus >= 0, f"mid_level_dataset_surplus must be >= 0, got {surplus}")
         _require(self.random_seed < 2**32, f"random_seed must be < 2**32, got {self.random_seed}")
         per_split = self.blend_per_split if any(self.blend_per_split or []) else None
         if per_split:
@@ -973,7 +1003,8 @@ class BlendedMegatronDatasetConfig:
             vector = parse_and_normalize_split(self.split)
             self.split_matrix = convert_split_vector_to_split_matrix(vector)
         for blend in filter(None, [self.blend, *(per_split or [])]):
-            _require(len(blend) == 2 and not isinstance(blend[0], str) and len(blend[0]),
+            _require(len(blend) == 2 and not isinstance(blend[0], str) and len(blend[0])
+                     and all(isinstance(prefix, (str, os.PathLike)) for prefix in blend[0]),
                      f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
             if blend[1] is not None:
                 _check_weights(blend[1], blend[0])
@@ -1134,7 +1165,7 @@ def build_sample_idx(sizes, document_indices, sequence_length, num_epochs, token
     documents = _checked(document_indices, "document_indices", np.int32)
     extra, tokens = int(bool(add_extra_token_to_sequence)), int(num_epochs) * int(tokens_per_epoch)
     _require(sequence_length >= 1, f"sequence_length must be >= 1, got {sequence_length}")
-    _require(0 <= tokens <= len(documents) * 2**31,
+    _require(0 <= tokens <= len(documents) * 2**31 and num_epochs >= 0,
              f"{len(documents)} documents cannot hold {tokens} tokens")
     num_samples = count_samples(tokens, sequence_length, drop_last_partial_sequence, extra)
     # upstream asks for int64 where a size needs it too; sizes are int32, so none can
@@ -1358,13 +1389,13 @@ class _IndexCache:
         The manifest must match, CRCs too if read_all.  Where there is none (upstream's cache), or
         only the time of the .idx differs (a copy), they must equal what build() makes.
         """
-        missing = self.missing()
-        if len(missing) > len(self.files):
-            return None
+        vouched, described = (self.path(f).exists() for f in ("manifest.json", "description.txt"))
+        if not vouched and not described:
+            return None  # nothing, or another process is at it: it writes these two last
         manifest, (made_of, mtime_ns) = {"source": source[0]}, source
         found = self.path("description.txt").read_text("utf-8")
         _require(found == self.description, "its description is another dataset's")
-        if self.path("manifest.json").exists():
+        if vouched:
             manifest = json.loads(self.path("manifest.json").read_text("utf-8"))
         made_from, arrays = manifest["source"], self.open()
         _require(made_from == made_of, f"it was made from {made_from}, not {made_of}")
@@ -1389,11 +1420,11 @@ class _IndexCache:
         try:
             os.makedirs(self.folder, exist_ok=True)
             self.path("manifest.json").unlink(missing_ok=True)
-            with _NewFile(self.path("description.txt")) as file:
-                file.write(self.description.encode())
             for name, values in zip(self.files, arrays):
                 with _NewFile(self.path(name)) as file:
                     np.save(file, values, allow_pickle=False)
+            with _NewFile(self.path("description.txt")) as file:
+                file.write(self.description.encode())
             self._write_manifest(*source)
             return self.open()
         except OSError as error:
@@ -1412,7 +1443,7 @@ class _CachedIndices:
     """Mixin: index arrays that are built or loaded, opened late if so asked, and pickled as paths.
 
     A class that has it defines source() -> what the arrays are made of, and a time or None;
-    _build_arrays() -> arrays; and __getitems__(indices) -> samples.
+    _build_arrays() -> arrays; and _batch(indices) -> samples.
     """
 
     def _prepare_indices(self, folder, split, names):
@@ -1442,7 +1473,16 @@ class _CachedIndices:
         return self._arrays[at]
 
     def __getitem__(self, idx):
-        return self.__getitems__([idx])[0]
+        return self._batch([idx])[0]
+
+    def __getitems__(self, indices):
+        """The samples of a list of indices (None: padding), made as one batch -> list of dicts.
+
+        Samples of a batch are rows of one tensor for each key: no element is in two of them.
+        """
+        if type(self).__getitem__ is not _CachedIndices.__getitem__:  # a subclass has its own
+            return [self[i] for i in indices]
+        return self._batch(indices)
 
     def __getstate__(self):
         state = dict(self.__dict__)
@@ -1479,8 +1519,9 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     """
 
     def __init__(self, dataset, dataset_path, indices, num_samples, index_split, config):
-        self.dataset, self.dataset_path, self.indices = dataset, dataset_path, np.asarray(indices)
+        dataset_path = None if dataset_path is None else os.fspath(dataset_path)
         num_samples = None if num_samples is None else int(num_samples)
+        self.dataset, self.dataset_path, self.indices = dataset, dataset_path, np.asarray(indices)
         self.num_samples, self.index_split, self.config = num_samples, index_split, config
         key = {"class": type(self).__name__, "dataset_path": dataset_path,
                "num_samples": num_samples, "index_split": index_split.name}
@@ -1543,6 +1584,8 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split,
                          config)
         self._check_range()
+        dtype = np.dtype(getattr(indexed_dataset, "dtype", np.int64))
+        _require(dtype.kind in "iu", f"{_name(self)} holds {dtype}: token ids must be integers")
         self._pad_token_id, self._warned_of_pad = _pad_token_id(config), False
         folder, names = config.path_to_cache, ("document_index", "sample_index", "shuffle_index")
         if not folder and dataset_path is not None:
@@ -1567,6 +1610,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path, config):
         """Open the pair at dataset_path."""
+        _require(dataset_path is not None, "no blend is given: give one, or build MockGPTDataset")
         check = False if config.fast_cache_load else None
         return IndexedDataset(dataset_path, mmap=config.mmap_bin_files, check=check)
 
@@ -1591,7 +1635,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
             entries["drop_last_partial_validation_sequence"] = False
         bounds = (matrix and matrix[self.index_split.value]) or (0, 1)
         usual = [*split_range(bounds, len(self.dataset)), None]
-        if len(self.indices) and self._documents != usual:
+        if self._documents != usual and (len(self.indices) or usual[0] < usual[1]):
             entries["documents"] = self._documents
         return entries
 
@@ -1651,8 +1695,8 @@ class GPTDataset(_CachedIndices, MegatronDataset):
     def __len__(self):
         return len(self.sample_index) - 1
 
-    def __getitems__(self, indices):
-        """The samples of a list of indices (None: padding), made as one batch -> list of dicts."""
+    def _batch(self, indices):
+        """__getitems__ of this class."""
         batch = self._tensors([self._pieces(0 if k is None else k) for k in indices])
         for row in (row for row, k in enumerate(indices) if k is None):
             batch["loss_mask"][row] = 0
@@ -1763,9 +1807,9 @@ def _pad_token_id(config):
     """The id that fills short samples: the tokenizer's pad; -1 if none, or if it is ambiguous."""
     tokenizer = config.tokenizer
     pad, special = getattr(tokenizer, "pad", None), getattr(tokenizer, "special_tokens_dict", None)
-    if special is None:
-        special = {name: getattr(tokenizer, name, None) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad and not name.startswith("pad")]
+    special = {name: token for name, token in (special or {}).items() if name != "pad_token"}
+    special = special or {name: getattr(tokenizer, name, None) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
     if pad is not None and same and not config.allow_ambiguous_pad_tokens:
         warnings.warn(f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is "
                       "-1, so that real tokens keep their loss (see allow_ambiguous_pad_tokens)")
@@ -1848,7 +1892,7 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
                          "split": self.split.name, "weights": self.weights, "size": size})
         names = "dataset_index", "dataset_sample_index"
         self._prepare_indices(config.path_to_cache, self.split, names)
-        if not config.fast_cache_load:
+        if not (config.fast_cache_load or config.defer_npy_index_mmap):
             self._check_sizes()
 
     def source(self):
@@ -1867,7 +1911,9 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
 
     def _check_sizes(self):
         """BlendTooLarge, before training, where a dataset would run out of samples."""
-        taken = np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()
+        taken = np.zeros(len(self.datasets), np.int64)
+        for at in range(0, len(self), _CHUNK):
+            taken += np.bincount(self.dataset_index[at:at + _CHUNK], minlength=len(taken))
         over = {ds: count for ds, count in zip(self.datasets, taken) if count > len(ds)}
         if over:  # not kept in a local: the traceback would be a cycle that holds all the files
             raise BlendTooLarge("; ".join(
@@ -1880,8 +1926,8 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
     def __len__(self):
         return sum(self.weights) if self.size is None else self.size
 
-    def __getitems__(self, indices):
-        """The samples of a list of indices, each dataset asked once -> a list of dicts."""
+    def _batch(self, indices):
+        """__getitems__ of this class: each dataset is asked once."""
         places = collections.defaultdict(list)  # dataset -> [(row, index in the dataset), ...]
         for row, i in enumerate(indices):
             d, sample = self._place(i)
@@ -1965,15 +2011,18 @@ class BlendedMegatronDatasetBuilder:
         """
         if not _is_distributed():
             return self._build()
-        datasets, mine = [None] * len(Split), self.is_built_on_rank()
+        datasets, mine = [None] * len(Split), False
         # a gloo group of our own: a build may outlast the timeout of the job's group, and gloo
         # notices at once when a process is gone
         group = torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(hours=24))
         try:
-            for my_turn in (_rank() == 0, _rank() != 0 and mine):
+            for turn in ("ask", "rank 0", "others"):
                 error = None
                 try:
-                    datasets = self._build() if my_turn else datasets
+                    if turn == "ask":
+                        mine = self.is_built_on_rank()
+                    elif (_rank() == 0) == (turn == "rank 0") and (mine or _rank() == 0):
+                        datasets = self._build()
                 except Exception as failure:
                     error = failure
                 _raise_together(error, group)
@@ -2110,10 +2159,10 @@ class _Sampler:
             _require(size >= 1, f"micro_batch_size, data_parallel_size must be >= 1, got {size}")
         _require(0 <= data_parallel_rank < data_parallel_size,
                  f"data_parallel_rank must be < {data_parallel_size}, got {data_parallel_rank}")
-        self.total_samples, self.consumed_samples = total_samples, consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
-        self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
+        self.total_samples, self.consumed_samples = int(total_samples), int(consumed_samples)
+        self.micro_batch_size, self.data_parallel_rank = int(micro_batch_size), data_parallel_rank
+        self.data_parallel_size = int(data_parallel_size)
+        self.micro_batch_times_data_parallel_size = self.micro_batch_size * self.data_parallel_size
 
 
 class MegatronPretrainingSampler(_Sampler):
@@ -2199,7 +2248,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
                  data_parallel_rank, data_parallel_size, data_sharding, seed=0):
         super().__init__(total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
                          data_parallel_size)
-        self.dataset, self.data_sharding, self.seed = dataset, data_sharding, seed
+        self.dataset, self.data_sharding, self.seed = dataset, data_sharding, int(seed)
         group = self.micro_batch_times_data_parallel_size
         self.active_total_samples = total_samples - total_samples % group
         _require(self.active_total_samples, f"{total_samples} samples: no global batch of {group}")
@@ -2419,6 +2468,8 @@ def get_train_valid_test_num_samples(*, global_batch_size, eval_interval, eval_i
     """
     _require((train_iters is None) != (train_samples is None),
              f"give train_iters or train_samples, got {train_iters} and {train_samples}")
+    for size in (global_batch_size, eval_interval):
+        _require(size >= 1, f"global_batch_size and eval_interval must be >= 1, got {size}")
     if train_samples is None:
         train_samples = train_iters * global_batch_size
     evaluations = train_samples // global_batch_size // eval_interval + 1
@@ -2443,7 +2494,9 @@ class NumMicroBatches:
     def __init__(self, global_batch_size, micro_batch_size, data_parallel_size,
                  rampup_batch_size=None):
         self.global_batch_size, self.unit = global_batch_size, micro_batch_size * data_parallel_size
-        self.start, self.step, self.samples = rampup_batch_size or (global_batch_size, 1, 0)
+        ramp = rampup_batch_size or (global_batch_size, 1, 0)
+        _require(len(ramp) == 3, f"rampup_batch_size is (start, increment, samples), got {ramp}")
+        self.start, self.step, self.samples = ramp
         whole = self.step >= 1 and (global_batch_size - self.start) % self.step == 0
         _require(whole and 1 <= self.start <= global_batch_size and self.samples >= 0, f"ramp-up "
                  f"{rampup_batch_size}: wanted whole steps from >= 1 to {global_batch_size}")
@@ -2517,17 +2570,17 @@ def _command_merge(input, output_prefix, multimodal):
 
 def _command_inspect(prefix, tokens, tokenizer, eod_token):
     """header, counts, lengths and first tokens of a pair"""
-    ds = _print_counts(prefix, check=False)
+    decoder, ds = build_tokenizer(tokenizer, eod_token), _print_counts(prefix, check=False)
     print(f"version 1, dtype code {DType.code_from_dtype(ds.dtype)}")
     if len(ds):
         lengths = ds.sequence_lengths[::-(-len(ds) // _CHUNK)]  # no need to read a billion
         marks = zip(("min", "1%", "25%", "median", "75%", "99%", "max"),
                     np.percentile(lengths, (0, 1, 25, 50, 75, 99, 100)))
         print(f"lengths of {len(lengths):,} sequences:", *(f"{k} {v:,.0f}" for k, v in marks))
-        first = ds[0][:tokens].tolist()
+        first = ds[0][:max(0, tokens)].tolist()
         print(f"sequence 0: {first}")
         with contextlib.suppress(Exception):  # ids of another tokenizer, most often
-            print(f"decoded:    {build_tokenizer(tokenizer, eod_token).detokenize(first)!r}")
+            print(f"decoded:    {decoder.detokenize(first)!r}")
 
 
 def _command_verify(prefix):
@@ -2687,14 +2740,20 @@ def main(argv=None):
     options = vars(_parser().parse_args(argv))
     logging.basicConfig(format="%(message)s")
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half done goes
     try:
         options.pop("function")(**options)
+        sys.stdout.flush()
         return 0
+    except BrokenPipeError:  # the reader had enough, as in "demo | head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
     except (Exception, KeyboardInterrupt) as error:
         known = isinstance(error, (ValueError, LookupError, OSError, ImportError))
         sentence = " ".join(str(error).split())
         sentence = sentence if known and sentence else f"{type(error).__name__}: {sentence}"
-        print(f"megatron-min: {sentence}", file=sys.stderr)
+        print(f"megatron-min: {sentence.rstrip(': ')}", file=sys.stderr)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 

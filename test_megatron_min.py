@@ -946,6 +946,40 @@ def test_multimodal_files_equal_upstreams(one, up, tmp_path):
         assert theirs[i][1] == ours[i][1]
 
 
+def test_finalized_builder_takes_no_more(one, tmp_path):
+    """A second finalize must not remove the index of the first."""
+    builder = one.IndexedDatasetBuilder(str(tmp_path / "p.bin"))
+    builder.add_document([1], [1])
+    builder.finalize(str(tmp_path / "p.idx"))
+    for again in (lambda: builder.finalize(str(tmp_path / "p.idx")), lambda: builder.add_item([1])):
+        with pytest.raises(ValueError, match="finalized"):
+            again()
+    assert len(one.IndexedDataset(str(tmp_path / "p"))) == 1
+
+
+@pytest.mark.parametrize("lengths, modes", [([2, 1.0], None), ([2, 1], [7, 2.5]), (3, None)])
+def test_refused_document_leaves_nothing_behind(one, tmp_path, lengths, modes):
+    prefix = str(tmp_path / "p")
+    with one.IndexedDatasetBuilder(f"{prefix}.bin", multimodal=True) as builder:
+        with pytest.raises((TypeError, ValueError)):
+            builder.add_document([1, 2, 3], lengths, modes)
+        builder.add_document([4], [1], [5])
+    ds = one.IndexedDataset(prefix, multimodal=True, check=True)
+    assert [(tokens.tolist(), mode) for tokens, mode in ds] == [([4], 5)]
+
+
+def test_missing_folder_is_named(one, tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/none: no such folder"):
+        one.IndexedDatasetBuilder(str(tmp_path / "none" / "p.bin"))
+
+
+def test_merge_takes_any_iterable(one, tmp_path):
+    a = mk(one, tmp_path / "a", [[1], [2, 3]])
+    one.merge((prefix for prefix in [a, a]), str(tmp_path / "aa"))
+    one.merge(a, str(tmp_path / "a1"))
+    assert [len(one.IndexedDataset(str(tmp_path / name))) for name in ("aa", "a1")] == [4, 2]
+
+
 # ==============================================================================
 # 2. Text to tokens
 # ==============================================================================
@@ -1238,6 +1272,57 @@ def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, workers):
     assert code == 0 and "ja nein ja" in out
 
 
+class Batched(Tok):
+    """A tokenizer that takes many texts at once, and none of them if one is bad."""
+
+    def tokenize_batch(self, texts):
+        return [self.tokenize(text) for text in texts]
+
+
+def test_batched_tokenizer_names_the_bad_line(one, tmp_path):
+    path, out = jsonl(tmp_path / "a.jsonl", ["1", "2 x", "3"]), str(tmp_path / "o")
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 2: .*'x'"):
+        one.preprocess([path], out, Batched())
+    made = one.preprocess([path], out, Batched(), on_error="skip")
+    assert [tokens.tolist() for tokens in one.IndexedDataset(made["text"])] == [[1], [3]]
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("none.json", "none.json: no such file"),
+        ("null:abc", "wants a number"),
+        ("os:path", "no tokenizer"),
+        ("other", "unknown tokenizer"),
+    ],
+)
+def test_wrong_tokenizer_is_a_sentence(one, name, sentence):
+    with pytest.raises((ValueError, OSError), match=sentence):
+        one.build_tokenizer(name)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_sigterm_leaves_nothing(tmp_path, one):
+    """No temporary file, and no worker that waits for ever."""
+    run = [sys.executable, str(HERE / "megatron_min.py"), "preprocess", "--input", "-"]
+    process = subprocess.Popen(
+        [*run, "--output-prefix", "o", "--workers", "2"], stdin=subprocess.PIPE, cwd=tmp_path
+    )
+    process.stdin.write(b'{"text": "abc"}\n' * 200_000)
+    process.stdin.flush()
+    until = time.monotonic() + 60
+    while not os.listdir(tmp_path) and time.monotonic() < until:
+        time.sleep(0.1)
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    workers = children.read_text().split() if children.exists() else []
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143 and not os.listdir(tmp_path)
+    until = time.monotonic() + 30
+    while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
+
+
 # ==============================================================================
 # 3. Split, blend, config
 # ==============================================================================
@@ -1261,7 +1346,7 @@ def test_split_accepts_exponents(one):
 
 
 @pytest.mark.parametrize(
-    "text", ["99,-1,0", "98,,2", "0,0,0", "", "a,b", "1,2,3,4", "nan,1,0", "inf,0,0", "99;1"]
+    "text", ["99,-1,0", "98,,2", "0,0,0", "", "a,b", "1,2,3,4", "nan,1,0", "inf,0,0"]
 )
 def test_split_refuses(one, text):
     """DEFECTS 48."""
@@ -1384,6 +1469,43 @@ def test_blend_from_list_equals_upstreams(one, up):
         weighted = [x for p in prefixes for x in (str(round(rng.random(), 3)), p)]
         for blend in (weighted, prefixes[::2] if len(prefixes) % 2 else prefixes, None):
             assert one.get_blend_from_list(blend) == up.get_blend_from_list(blend), blend
+
+
+@pytest.mark.parametrize("text", ["80 10 10", "80;10;10", "[80, 10, 10]", "80/10/10", " 80, 10,10"])
+def test_split_separators(one, text):
+    assert one.parse_and_normalize_split(text) == [0.8, 0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"blend": (["p"], ["1"])},
+        {"blend": [("p", 1), ("q", 2)]},
+        {"split": [8, 1, 1, 1]},
+        {"sequence_length": None},
+        {"sequence_length": 8.0},
+        {"random_seed": 1.5},
+    ],
+    ids=str,
+)
+def test_wrong_types_in_a_config_are_a_sentence(one, fields):
+    with pytest.raises(ValueError, match=r"\w+ \w+"):
+        config(one, **{"blend": (["p"], None), "split": "1"} | fields)
+
+
+def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
+    """They must not reach the JSON of a cache's description or of a state."""
+    prefix = pathlib.Path(mk(one, tmp_path / "p", [[1] * 20] * 9))
+    cfg = config(one, ([prefix], None), random_seed=np.int64(8), sequence_length=np.int64(4))
+    train = build(one, [np.int64(20), 0, 0], cfg)[0]
+    plain = config(one, ([str(prefix)], None), random_seed=8, sequence_length=4)
+    assert train.unique_description == build(one, [20, 0, 0], plain)[0].unique_description
+    state = one.build_pretraining_data_loader(
+        train, np.int64(4), micro_batch_size=np.int64(2), dataloader_type="cyclic", seed=np.int64(1)
+    ).state_dict()
+    assert json.loads(json.dumps(state)) == state
+    blend = one.BlendedDataset([train, train], np.array([1, 2]), np.int64(4), cfg)
+    assert json.loads(blend.unique_description)["size"] == 4
 
 
 # ==============================================================================
@@ -2182,6 +2304,9 @@ PADS = {  # tokenizer attributes: the pad id that counts
     "pad-is-none": (Tok(pad=None), {}, -1),
     "special-other": (Tok(pad=0, special_tokens_dict={"bos": 9}), {}, 0),
     "special-same": (Tok(pad=9, special_tokens_dict={"bos": 9}), {}, -1),
+    "special-empty": (Tok(pad=0, special_tokens_dict={}), {}, -1),
+    "special-only-pad-token": (Tok(pad=0, special_tokens_dict={"pad_token": 0}), {}, -1),
+    "special-named-pad": (Tok(pad=9, special_tokens_dict={"pad": 9}), {}, -1),
 }
 
 
@@ -2189,7 +2314,7 @@ PADS = {  # tokenizer attributes: the pad id that counts
 def test_pad_id(mm, tmp_path, case):
     tokenizer, fields, pad = PADS[case]
     prefix = mk(mm, tmp_path / "p", [[5, 6, 0, 8]])
-    ambiguous = case in ("pad-is-eod", "pad-is-eos", "special-same")
+    ambiguous = pad == -1 and getattr(tokenizer, "pad", None) is not None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ds = gpt(
@@ -2658,6 +2783,48 @@ def test_document_index_costs_its_size(mm, tmp_path):
     assert peak < 2.5 * result.nbytes
 
 
+def test_subclass_keeps_its_own_getitem(mm, corpus):
+    """Batches and blends ask a subclass, not what it inherits."""
+
+    class Marked(mm.GPTDataset):
+        def __getitem__(self, idx):
+            return super().__getitem__(idx) | {"mark": 7}
+
+    def marked(sizes, cfg):
+        return mm.BlendedMegatronDatasetBuilder(Marked, sizes, lambda: True, cfg).build()[0]
+
+    one, two = (config(mm, ([corpus] * n, None)) for n in (1, 2))
+    loader = mm.build_pretraining_data_loader(marked([4, 0, 0], one), 0, micro_batch_size=2)
+    assert next(iter(loader))["mark"].tolist() == [7, 7]
+    assert marked([4, 0, 0], two)[0]["mark"] == 7
+
+
+def test_float_corpus_is_refused(mm, tmp_path):
+    prefix = mk(mm, tmp_path / "p", [[1.7, 2.9, 3.2, 4.5]], np.float32)
+    with pytest.raises(ValueError, match="float32"):
+        gpt(mm, prefix, sequence_length=2)
+
+
+def test_dataset_without_a_blend_is_a_sentence(mm):
+    with pytest.raises(ValueError, match="no blend"):
+        build(mm, [10, 0, 0], config(mm))
+
+
+def test_empty_range_has_a_key_of_its_own(mm, corpus, cache):
+    some = gpt(mm, corpus, None, documents=np.arange(0, dtype=np.int32), path_to_cache=str(cache))
+    assert len(some) == 0
+    assert len(gpt(mm, corpus, None, path_to_cache=str(cache), fast_cache_load=True)) > 0
+
+
+def test_cache_that_another_process_is_writing_is_no_reason_to_warn(mm, corpus, cache):
+    """Arrays come first, then the description, then the manifest."""
+    cached(mm, corpus, cache)
+    one_file(cache, "description.txt").unlink()
+    one_file(cache, "manifest.json").unlink()
+    one_file(cache, "shuffle_index.npy").unlink()
+    assert not cached(mm, corpus, cache)[1]
+
+
 # ==============================================================================
 # 6. BlendedDataset
 # ==============================================================================
@@ -3027,6 +3194,7 @@ scenarios = {
     "assertion-on-0": lambda: build(cfg("cache6"), cls=type("Asserts", (mm.GPTDataset,), {
         "numel_low_level_dataset": staticmethod(lambda ds: 1 / 0 if rank == 0 else len(ds))})),
     "plain": lambda: build(cfg("cache7", ("a",), None)),
+    "cannot-tell-on-1": lambda: build(cfg("cache8"), lambda: 1 / 0 if rank == 1 else True),
     "consistent": lambda: mm.check_data_consistency(64),
     "inconsistent": lambda: mm.check_data_consistency(64 + rank),
 }
@@ -3113,7 +3281,12 @@ def test_built_only_on_some_ranks(two_ranks):
 
 @pytest.mark.parametrize(
     "name, words",
-    [("bad-prefix", "none"), ("bad-on-1", "rank one is broken"), ("assertion-on-0", "division")],
+    [
+        ("bad-prefix", "none"),
+        ("bad-on-1", "rank one is broken"),
+        ("assertion-on-0", "division"),
+        ("cannot-tell-on-1", "division"),
+    ],
 )
 def test_failure_on_one_rank_is_raised_on_all(two_ranks, name, words):
     """DEFECTS 41: upstream's other ranks wait for ten minutes."""
@@ -3686,6 +3859,26 @@ def test_ramp_up_equals_upstreams(one, up):
                 consumed,
             )
             assert ours.get_current_global_batch_size() == theirs.get_current_global_batch_size()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"eval_interval": 0},
+        {"global_batch_size": 0},
+        {"train_iters": None},
+    ],
+    ids=str,
+)
+def test_wrong_counts_are_a_sentence(one, fields):
+    usual = {"global_batch_size": 8, "train_iters": 10, "eval_interval": 5, "eval_iters": 1}
+    with pytest.raises(ValueError, match=r"\w+ \w+"):
+        one.get_train_valid_test_num_samples(**usual | fields)
+
+
+def test_short_ramp_is_a_sentence(one):
+    with pytest.raises(ValueError, match="start, increment, samples"):
+        one.NumMicroBatches(32, 4, 2, (16, 8))
 
 
 # ==============================================================================
