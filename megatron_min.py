@@ -1697,10 +1697,11 @@ class GPTDataset(_CachedIndices, MegatronDataset):
 
     def _batch(self, indices):
         """__getitems__ of this class."""
-        batch = self._tensors([self._pieces(0 if k is None else k) for k in indices])
+        batch = self._arrays_of([self._pieces(0 if k is None else k) for k in indices])
         for row in (row for row, k in enumerate(indices) if k is None):
             batch["loss_mask"][row] = 0
-        return [dict(zip(batch, rows)) for rows in zip(*batch.values())]
+        return [{key: torch.from_numpy(values[row, ...]) for key, values in batch.items()}
+                for row in range(len(indices))]
 
     def _pieces(self, k):
         """Sample k -> [(sequence, offset, length), ...], as they follow each other."""
@@ -1712,27 +1713,27 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         begins = [begin] + [0] * (last - first)
         return [(i, low, high - low) for i, low, high in zip(sequences, begins, ends)]
 
-    def _tensors(self, pieces):
+    def _arrays_of(self, pieces):
         """Pieces of B samples -> their dict, (B, ...) each.  Upstream: GPTDataset.__getitem__."""
         config, pad, length = self.config, self._pad_token_id, self.config.sequence_length
         texts, padding = self._texts(pieces)
-        tokens = texts[:, :length].clone()
-        labels = torch.nn.functional.pad(texts, (0, 1), value=pad)[:, 1:length + 1].clone()
+        tokens, labels = texts[:, :length].copy(), np.full((len(pieces), length), pad)
+        labels[:, :texts.shape[1] - 1] = texts[:, 1:]  # without an extra token, pad comes last
         eod, is_pad = tokens == config.tokenizer.eod, labels == pad
-        batch = {"tokens": tokens, "labels": labels, "loss_mask": (~is_pad).float()}
-        batch["position_ids"] = torch.arange(length).repeat(len(pieces), 1)
+        batch = {"tokens": tokens, "labels": labels, "loss_mask": (~is_pad).astype(np.float32)}
+        batch["position_ids"] = np.arange(length)[None].repeat(len(pieces), 0)
         if config.inter_document_masking:
             self._mask_by_documents(batch, pieces, padding)
         elif config.create_attention_mask:
             batch["attention_mask"] = _attention_mask(eod, config.reset_attention_mask)
         if config.reset_position_ids and not config.inter_document_masking:
-            starts = torch.where(eod, batch["position_ids"] + 1, 0).cummax(1).values
+            starts = np.maximum.accumulate(np.where(eod, batch["position_ids"] + 1, 0), axis=1)
             batch["position_ids"][:, 1:] -= starts[:, :-1]
         if config.eod_mask_loss:
-            batch["loss_mask"].masked_fill_(eod, 0)
-        self._warn_of_pad(int((texts == pad).sum()) - sum(padding))
-        tokens.masked_fill_(tokens == pad, 0)  # the embedding must be able to look the padding up
-        labels.masked_fill_(is_pad, 0)
+            batch["loss_mask"][eod] = 0
+        if is_pad.any() or (tokens == pad).any():
+            self._warn_of_pad(int((texts == pad).sum()) - sum(padding))
+            tokens[tokens == pad] = labels[is_pad] = 0  # the embedding must be able to look it up
         return batch
 
     def _texts(self, pieces):
@@ -1745,7 +1746,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
                 row[at:at + length] = self.dataset.get(sequence, offset, length)
                 at += length
             padding.append(width - at)
-        return torch.from_numpy(texts), padding
+        return texts, padding
 
     def _mask_by_documents(self, batch, pieces, padding):
         """cu_seqlens: the ends of each sample's documents; positions restart at each of them.
@@ -1754,16 +1755,16 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         out: so cu_seqlens rises from 0 to S without a pause, and then repeats S.
         """
         rows, length = batch["tokens"].shape
-        batch["cu_seqlens"] = torch.full((rows, length + 1), length, dtype=torch.int32)
-        batch["max_seqlen"] = torch.zeros(rows, dtype=torch.int32)
+        batch["cu_seqlens"] = np.full((rows, length + 1), length, np.int32)
+        batch["max_seqlen"] = np.zeros(rows, np.int32)
         for row, sample in enumerate(pieces):
             sizes = [size for _, _, size in sample if size]
             sizes[-1] += padding[row] - bool(self.config.add_extra_token_to_sequence)
             sizes = sizes if sizes[-1] else sizes[:-1]
-            ends = torch.tensor([0, *itertools.accumulate(sizes)])
+            ends = np.array([0, *itertools.accumulate(sizes)])
             batch["cu_seqlens"][row, :len(ends)] = ends
             batch["max_seqlen"][row] = max(sizes)
-            batch["position_ids"][row] -= ends[:-1].repeat_interleave(torch.tensor(sizes))
+            batch["position_ids"][row] -= np.repeat(ends[:-1], sizes)
 
     def _warn_of_pad(self, count):
         """Warn once of real tokens that will be taken for padding (upstream is silent)."""
@@ -1790,15 +1791,16 @@ def _name(dataset):
 def _attention_mask(eod, reset):
     """bool (B, 1, S, S), True = may not attend: the future; with reset, across eod (B, S) too.
 
-    >>> _attention_mask(torch.tensor([[False, True, False, False]]), True).int()[0, 0]  # a $ b b
-    tensor([[0, 1, 1, 1],
-            [0, 0, 1, 1],
-            [1, 1, 0, 1],
-            [1, 1, 0, 0]], dtype=torch.int32)
+    >>> _attention_mask(np.array([[False, True, False, False]]), True).astype(int)[0, 0]  # a $ b b
+    array([[0, 1, 1, 1],
+           [0, 0, 1, 1],
+           [1, 1, 0, 1],
+           [1, 1, 0, 0]])
     """
-    future = torch.ones(eod.shape[1], eod.shape[1], dtype=torch.bool).triu(1)
-    mask = future.repeat(len(eod), 1, 1, 1)
-    for row, position in eod.nonzero().tolist() if reset else ():
+    rows, length = eod.shape
+    mask = np.empty((rows, 1, length, length), bool)
+    mask[:] = np.triu(np.ones((length, length), bool), 1)
+    for row, position in np.argwhere(eod).tolist() if reset else ():
         mask[row, 0, position + 1:, :position + 1] = True
     return mask
 
