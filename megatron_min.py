@@ -2759,5 +2759,9 @@ def main(argv=None):
         return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
+# all that is public and made here: not the modules that were imported
+__all__ = [name for name, value in globals().items()
+           if name[0] != "_" and getattr(value, "__module__", "") == __name__]
+
 if __name__ == "__main__":
     sys.exit(main())
