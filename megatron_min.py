@@ -2540,7 +2540,7 @@ def check_data_consistency(consumed_samples, group=None):
 #   megatron-min merge      --input books_text_document wiki_text_document --output-prefix all
 #   megatron-min inspect    all --tokenizer tokenizer.json
 #   megatron-min verify     all
-#   megatron-min build      --blend 70 books 30 wiki --split 98,1,1 --sizes 1000000 1000 none
+#   megatron-min build      --blend 70 books 30 wiki --split 98,1,1 --sizes 1000000 1000 1000
 #                           --sequence-length 2048 --random-seed 1234 --path-to-cache cache
 #   megatron-min demo
 #
