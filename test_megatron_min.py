@@ -3305,6 +3305,21 @@ def test_check_data_consistency_alone(one):
     assert one.check_data_consistency(5) is None
 
 
+def test_too_many_sequences_are_refused_before_an_index_wraps(mm, corpora):
+    """DEFECTS 9: document ids are int32."""
+
+    class Huge(mm.GPTDataset):
+        @staticmethod
+        def numel_low_level_dataset(low_level_dataset):
+            return 2**31 + 2
+
+    builder = mm.BlendedMegatronDatasetBuilder(
+        Huge, [9, 0, 0], lambda: True, config(mm, (corpora[:1], None))
+    )
+    with pytest.raises(ValueError, match="2147483650 sequences"):
+        builder.build()
+
+
 # ==============================================================================
 # 8. Samplers, loader, resume
 # ==============================================================================
@@ -3879,6 +3894,15 @@ def test_wrong_counts_are_a_sentence(one, fields):
 def test_short_ramp_is_a_sentence(one):
     with pytest.raises(ValueError, match="start, increment, samples"):
         one.NumMicroBatches(32, 4, 2, (16, 8))
+
+
+def test_length_counts_batches(one):
+    """DEFECTS 57: of the next pass; upstream counts samples."""
+    assert len(one.MegatronPretrainingSampler(9, 0, 2, 0, 2)) == 2
+    assert len(one.MegatronPretrainingSampler(9, 4, 2, 0, 2, drop_last=False)) == 2
+    assert len(one.MegatronPretrainingRandomSampler(None, 9, 12, 2, 0, 2, True)) == 1
+    loader = one.build_pretraining_data_loader(Bare(9), 0, micro_batch_size=2, data_parallel_size=2)
+    assert len(loader) == len(list(loader)) == 2
 
 
 # ==============================================================================
