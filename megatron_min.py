@@ -188,6 +188,8 @@ def _limits(dtype):
 def _as_tokens(tensor, dtype):
     """Tensor, array or list -> 1-D array of dtype; ValueError at the first id that does not fit."""
     dtype = np.dtype(dtype)
+    if getattr(tensor, "dtype", None) == dtype and tensor.ndim == 1 and tensor.flags.c_contiguous:
+        return tensor
     if type(tensor) is list and dtype.kind in "iu":
         with contextlib.suppress(TypeError, OverflowError):  # the fast way, which checks ranges too
             return np.frombuffer(array.array(dtype.char, tensor), dtype)
