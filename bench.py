@@ -82,6 +82,7 @@ def load_upstream():
         vars(module).update((key, value) for key, value in vars(source).items() if key[0] != "_")
 
     def merge(prefixes, output_prefix):
+        """What tools/merge_datasets.py does, which is not in the wheel."""
         dtype = indexed_dataset.IndexedDataset(prefixes[0]).index.dtype
         builder = indexed_dataset.IndexedDatasetBuilder(f"{output_prefix}.bin", dtype)
         for prefix in prefixes:

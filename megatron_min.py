@@ -298,7 +298,7 @@ class IndexedDatasetBuilder:
             index.file.write(memoryview(part))
         index.sync()
         self._bin.sync()
-        pathlib.Path(idx_path).unlink(True)  # an old .idx must never describe the new .bin
+        pathlib.Path(idx_path).unlink(missing_ok=True)  # an old one must not describe the new .bin
         self._bin.commit()
         index.commit()
 
@@ -2031,6 +2031,7 @@ class BlendedMegatronDatasetBuilder:
                     error = failure
                 _raise_together(error, group)
         finally:
+            error = None  # held here and by its traceback, it would keep all files open
             torch.distributed.destroy_process_group(group)
         return datasets if mine else [None] * len(Split)
 

@@ -283,6 +283,11 @@ def command(mm, capsys, *argv):
     return code, captured.out, captured.err
 
 
+def preprocess_command(mm, capsys, path, out, *more):
+    """preprocess from one file to one prefix, in this process."""
+    return command(mm, capsys, "preprocess", "--input", path, "--output-prefix", out, *more)
+
+
 def one_sentence(err):
     """What a wrong argument or file may print: no traceback, and the last line says what it was."""
     lines = err.strip().split("\n")
@@ -1091,13 +1096,10 @@ def test_bad_line_stops_with_file_and_line(one, tmp_path, case, workers):
 def test_bad_lines_are_skipped_and_counted(one, tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + b"\n".join(BAD_LINES.values()) + b'\n{"text": "d"}\n')
-    code, _, err = command(
+    code, _, err = preprocess_command(
         one,
         capsys,
-        "preprocess",
-        "--input",
         path,
-        "--output-prefix",
         tmp_path / "o",
         "--on-error",
         "skip",
@@ -1196,13 +1198,10 @@ def test_byte_and_null_tokenizers(one):
 )
 def test_wrong_tokenizer_is_one_sentence(one, tmp_path, capsys, name):
     path = jsonl(tmp_path / "a.jsonl", ["a"])
-    code, _, err = command(
+    code, _, err = preprocess_command(
         one,
         capsys,
-        "preprocess",
-        "--input",
         path,
-        "--output-prefix",
         tmp_path / "o",
         "--tokenizer",
         name,
@@ -1219,13 +1218,10 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     path = jsonl(tmp_path / "a.jsonl", ["abc", "de"])
     for attribute in ("Odd", "odd"):
-        code, _, err = command(
+        code, _, err = preprocess_command(
             one,
             capsys,
-            "preprocess",
-            "--input",
             path,
-            "--output-prefix",
             tmp_path / attribute,
             "--append-eod",
             "--tokenizer",
@@ -3912,9 +3908,7 @@ def test_length_counts_batches(one):
 
 def test_commands_by_hand(one, tmp_path, capsys):
     path = jsonl(tmp_path / "a.jsonl", ["aaaa", "bbb", "cccccc"])
-    code, out, _ = command(
-        one, capsys, "preprocess", "--input", path, "--output-prefix", tmp_path / "toy"
-    )
+    code, out, _ = preprocess_command(one, capsys, path, tmp_path / "toy")
     prefix = f"{tmp_path}/toy_text_document"
     assert code == 0 and "3 documents" in out and "13 tokens" in out
     code, out, _ = command(one, capsys, "inspect", prefix)
