@@ -2740,13 +2740,20 @@ def _demo_batches(folder, train, steps=5):
     _require(equal, "the resumed batches differ: this is a bug of megatron_min", RuntimeError)
 
 
+def _stop(*_):
+    """At SIGTERM: end the workers, for which the exit would wait, and remove what is half done."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    sys.exit(143)
+
+
 def main(argv=None):
     """Run a command of megatron-min -> exit code."""
     options = vars(_parser().parse_args(argv))
     logging.basicConfig(format="%(message)s")
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half done goes
+        signal.signal(signal.SIGTERM, _stop)
     try:
         options.pop("function")(**options)
         sys.stdout.flush()

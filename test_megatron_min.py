@@ -1310,6 +1310,9 @@ def test_sigterm_leaves_nothing(tmp_path, one):
     while not os.listdir(tmp_path) and time.monotonic() < until:
         time.sleep(0.1)
     children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while children.exists() and len(children.read_text().split()) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(2)  # into the steady state: both workers wait for text
     workers = children.read_text().split() if children.exists() else []
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143 and not os.listdir(tmp_path)
