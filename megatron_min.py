@@ -4,8 +4,9 @@
 
 For every input on which megatron-core 0.16.1 ("upstream") works as intended, this module yields the
 same bytes: the same .bin/.idx files, index arrays, cache files, samples and order of batches.  Read
-it from top to bottom; each section needs only those above it.  Copied alone into a project it does
-everything; _helpers.c only makes it faster, and each C kernel has its definition here, in Python.
+it from top to bottom: each section needs only those above it; a helper that serves what stands
+before it follows after one blank line, not two.  Copied alone into a project it does everything:
+_helpers.c only makes it faster, and each C kernel has its definition here, in Python.
 
 Notation    S  tokens in a sample (sequence_length)     D  documents (sequences) in a split
             T  tokens in one epoch of a split           E  epochs over the split
@@ -18,34 +19,26 @@ Contents    1. The file pair                  text becomes two files: tokens, an
             6. BlendedDataset                 several datasets become one, by weights
             7. The builder                    a config becomes train, valid and test, on every rank
             8. Samplers, loader, resume       samples become batches, on any number of ranks
-            9. The command line               megatron-min, and the demo
-
-The toy corpus of every example: three documents, aaaa bbb cccccc, and S = 4.
-
->>> ds = IndexedDataset(toy_corpus())
->>> [bytes(document).decode() for document in ds]
-['aaaa', 'bbb', 'cccccc']
+            9. Parallel batches               a batch becomes each rank's part of it
+            10. Gradients                     the ranks' gradients become one
+            11. The command line              megatron-min, and the demo
+Examples    read toy_corpus(), the three documents aaaa bbb cccccc, with S = 4
 """
 
 # ruff: noqa: E401
-import abc, argparse, array, ast, collections, concurrent.futures, contextlib, dataclasses
-import datetime, enum, errno, functools, glob, gzip, hashlib, importlib, itertools, json, logging
-import math, multiprocessing, numbers, operator, os, pathlib, re, secrets, shutil, signal, struct
-import sys, tempfile, threading, time, warnings, weakref, zlib
-
+import abc, argparse, array, collections, concurrent.futures, contextlib, dataclasses, datetime
+import enum, errno, functools, glob, gzip, hashlib, importlib, inspect, itertools, json, logging
+import math, multiprocessing, numbers, operator, os, pathlib, pkgutil, re, secrets, shutil, signal
+import struct, sys, tempfile, threading, time, types, warnings, weakref, zlib
 import numpy as np
-import torch
-import torch.distributed
-import torch.utils.data
+import torch, torch.distributed, torch.utils.data
 
 __version__ = "0.1.0"
-
 log = logging.getLogger("megatron_min")
 
 
 class DatasetFormatError(ValueError):
     """A file does not hold what its format promises; the message names file, field, wanted, got."""
-
 
 def _require(condition, sentence, kind=ValueError):
     """Raise kind(sentence) unless condition: for what a user can cause, under python -O too."""
@@ -77,21 +70,20 @@ def _require(condition, sentence, kind=ValueError):
 #   34+12n      8m     document_indices, int64
 #   34+12n+8m   n      sequence_modes, int8     <- only in multimodal files
 #
-# Nothing is ever half there: a file is written under another name, synced, and renamed.  Nothing is
-# used after it is gone: an array that views a mapped file owns the mapping.  Nothing is believed:
+# Nothing is half there: files are synced under other names, then renamed, .idx last.  Nothing is
+# used after it is gone: an array owns the mapping that it views.  Nothing is believed:
 #
-#   checked           when                   against
-#   magic .. file size, every open, O(1)     the table above; the .idx must be exactly as long as n
-#                                            and m say (with or without modes)
-#   first, last entry every open, O(1)       documents go from 0 to n, the last sequence ends .bin
-#   all entries       .idx below 64 MiB,     lengths >= 0, each pointer the sum of the lengths
-#                     verify, add_index      before it, documents never going back
-#   a place           every access           the sequence for the caller, the .bin for the .idx
+#   checked           when                       against
+#   header, sizes     every open, O(1)           the table above, and the size of the .bin
+#   first, last entry every open, O(1)           documents from 0 to n, the last sequence ends .bin
+#   all entries       .idx below 64 MiB,         lengths >= 0, each pointer the sum of the lengths
+#                     verify(), add_index()      before it, documents never going back
+#   a place           every access               the sequence for the caller, the .bin for the .idx
 
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
-_FULL_CHECK_BELOW = 64 << 20  # bytes of .idx; reading more would slow down the start of every rank
 _CHUNK = 1 << 22  # items handled at a time where an array may be larger than memory
 _TRANSIENT = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+_identity = operator.attrgetter("st_ino", "st_size", "st_mtime_ns")  # of a stat: is it the file?
 
 
 class DType(enum.Enum):
@@ -100,7 +92,6 @@ class DType(enum.Enum):
     >>> DType.code_from_dtype(np.uint16), DType.dtype_from_code(4), DType.size(8)
     (8, <class 'numpy.int32'>, 2)
     """
-
     uint8, int8, int16, int32, int64, float64, float32, uint16 = range(1, 9)
 
     @classmethod
@@ -138,39 +129,34 @@ def get_bin_path(path_prefix):
 
 
 class _NewFile:
-    """A file that appears under its name whole, or not at all.
-
-    It is written under a random name in the same directory; commit() syncs it to the disk and
-    renames it.  Left uncommitted (an exception, a dropped object, the interpreter's end) it goes.
-    """
+    """A file that appears under its name whole, at commit(), or not at all; dropped, it goes."""
+    unfinished = weakref.WeakSet()  # what SIGTERM has to remove
 
     def __init__(self, path):
-        self.path = os.fspath(path)
+        self.path, pid = os.fspath(path), os.getpid()
         folder = os.path.dirname(self.path) or "."
         _require(os.path.isdir(folder), f"{folder}: no such folder", FileNotFoundError)
         self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
-        self.file = open(self.temporary, "xb", buffering=1 << 20)
-        self.discard = weakref.finalize(self, self._discard, self.file, self.temporary, os.getpid())
+        self.unfinished.add(self)
+        self.file = file = open(self.temporary, "xb", buffering=1 << 20)
 
-    @staticmethod
-    def _discard(file, temporary, pid):
-        """Close and remove, in the process that made the file."""
-        if os.getpid() == pid:  # not in a forked child: the file is its parent's
-            file.close()
-            pathlib.Path(temporary).unlink(missing_ok=True)
+        def discard():  # must not refer to self, which would then never be dropped
+            if os.getpid() == pid:  # in a forked child the file is its parent's
+                file.close()
+                pathlib.Path(file.name).unlink(missing_ok=True)
+        self.discard = weakref.finalize(self, discard)
 
-    def sync(self):
-        """Put all bytes on the disk; the name does not exist yet."""
-        if not self.file.closed:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
-
-    def commit(self):
-        """Sync, then give the file its name, over an older one if there is one."""
-        self.sync()
-        os.replace(self.temporary, self.path)
-        self.discard.detach()
+    def commit(self, *others):
+        """Sync all, then rename this, over an older one, then others: these vanish in between."""
+        for new in (self, *others):
+            new.file.flush()
+            os.fsync(new.file.fileno())
+            new.file.close()
+        for old in others:
+            pathlib.Path(old.path).unlink(missing_ok=True)
+        for new in (self, *others):
+            os.replace(new.file.name, new.path)
+            new.discard.detach()
 
     def __enter__(self):
         return self.file
@@ -178,58 +164,43 @@ class _NewFile:
     def __exit__(self, kind, *_):
         self.discard() if kind else self.commit()
 
-
-@functools.cache
-def _limits(dtype):
-    """The smallest and the largest value of an integer dtype."""
-    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
-
-
 def _as_tokens(tensor, dtype):
     """Tensor, array or list -> 1-D array of dtype; ValueError at the first id that does not fit."""
     dtype = np.dtype(dtype)
-    if getattr(tensor, "dtype", None) == dtype and tensor.ndim == 1 and tensor.flags.c_contiguous:
-        return tensor
     if type(tensor) is list and dtype.kind in "iu":
         with contextlib.suppress(TypeError, OverflowError):  # the fast way, which checks ranges too
             return np.frombuffer(array.array(dtype.char, tensor), dtype)
     tokens = np.asarray(tensor).reshape(-1)
-    if dtype.kind in "iu" and tokens.size and not np.can_cast(tokens.dtype, dtype):
-        if tokens.dtype.kind not in "iu":
+    if tokens.dtype != dtype and dtype.kind in "iu" and tokens.size:
+        if tokens.dtype.kind not in "biu":
             raise ValueError(f"{dtype} tokens must be integers, got {tokens.dtype}")
-        low, high = _limits(dtype)
-        if int(tokens.min()) < low or int(tokens.max()) > high:
-            at = int(np.argmax((tokens < low) | (tokens > high)))
-            raise ValueError(f"token {tokens[at]} at position {at} does not fit {dtype} ({low} to "
-                             f"{high}): choose a larger dtype")
+        for at in np.flatnonzero(tokens.astype(dtype) != tokens)[:1]:  # the first that would wrap
+            raise ValueError(f"token {tokens[at]} at position {at} does not fit {dtype}, up to "
+                             f"{np.iinfo(dtype).max}: choose a larger dtype")
     return np.ascontiguousarray(tokens, dtype)
 
 
-class IndexedDatasetBuilder:
+class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     """Write a .bin/.idx pair.  Upstream: IndexedDatasetBuilder; the files are equal byte for byte.
 
-    bin_path     where the tokens go; they stay under a temporary name until finalize()
+    bin_path     of the tokens, which have a temporary name until finalize()
     dtype        of the stored tokens; an id that does not fit is refused, never wrapped
     multimodal   also store a mode (int8) for each sequence
 
-    As a context manager it drops everything on an exception, and finalizes to the .idx beside the
-    .bin if the block did not.  ValueError, before anything is written, for what does not fit.
-    Cost: 4 bytes of memory a sequence, 8 a document; the tokens go to the file as they come.
+    A with block ends in finalize(), the .idx beside the .bin, or, on an exception, without files.
+    ValueError, before anything is written, on misfits.  Memory: 4 bytes a sequence, 8 a document.
 
     >>> prefix = os.path.join(tempfile.mkdtemp(), "pair")
     >>> with IndexedDatasetBuilder(get_bin_path(prefix), np.uint16) as builder:
     ...     builder.add_document([97, 97, 98], [2, 1])       # two sequences, one document
-    ...     builder.finalize(get_idx_path(prefix))
     >>> IndexedDataset(prefix)[:], os.path.getsize(get_bin_path(prefix))
     ([array([97, 97], dtype=uint16), array([98], dtype=uint16)], 6)
     """
-
     def __init__(self, bin_path, dtype=np.int32, multimodal=False):
         self.dtype = DType.dtype_from_code(DType.code_from_dtype(dtype))
-        self.multimodal = multimodal
+        self._bin, self.multimodal = _NewFile(bin_path), multimodal
         self.sequence_lengths, self.sequence_modes = array.array("i"), array.array("b")
         self.document_indices = array.array("q", [0])
-        self._bin = _NewFile(bin_path)
 
     def add_item(self, tensor, mode=0):
         """Append one sequence (integers, any shape, flattened); end_document() closes documents."""
@@ -243,25 +214,20 @@ class IndexedDatasetBuilder:
 
     def add_sequences(self, tensor, lengths, modes, ends):
         """Append many sequences at once; a document ends after each ends[i]-th of them."""
-        self._require_open()
+        _require(self._bin.discard.alive, f"{self._bin.path} is finalized: nothing can be added")
         tokens, shift = _as_tokens(tensor, self.dtype), len(self.sequence_lengths)
         lengths, ends = list(map(operator.index, lengths)), [shift + end for end in ends]
-        for length in lengths:
-            if not 0 <= length < 2**31:
-                raise ValueError(f"a sequence of {length} tokens: .idx files hold 0 to {2**31 - 1}")
-        if sum(lengths) != len(tokens):
-            raise ValueError(f"sum(lengths) is {sum(lengths)}, but there are {len(tokens)} tokens")
-        if modes is not None or self.multimodal:
-            modes = [0] * len(lengths) if modes is None else list(map(operator.index, modes))
-            _require(len(modes) == len(lengths) and all(-128 <= mode < 128 for mode in modes),
-                     f"{len(modes)} modes for {len(lengths)} sequences, or not from -128 to 127")
-            self.sequence_modes.extend(modes if self.multimodal else ())
+        total, low, high = sum(lengths), min(lengths, default=0), max(lengths, default=0)
+        if total != len(tokens) or low < 0 or high >= 2**31:
+            raise ValueError(f"lengths {low} to {high}, sum {total}: wanted 0 to {2**31 - 1}, sum "
+                             f"{len(tokens)}, the tokens given")
+        modes = [0] * len(lengths) if modes is None else list(map(operator.index, modes))
+        if len(modes) != len(lengths) or modes and not -128 <= min(modes) <= max(modes) < 128:
+            raise ValueError(f"wanted {len(lengths)} modes, -128 to 127, got {len(modes)}")
+        self.sequence_modes.extend(modes if self.multimodal else ())
         self._bin.file.write(tokens.data)
         self.sequence_lengths.extend(lengths)
         self.document_indices.extend(ends)
-
-    def _require_open(self):
-        _require(self._bin.discard.alive, f"{self._bin.path} is finalized: nothing can be added")
 
     def end_document(self):
         """End the document that the sequences added since the last end belong to."""
@@ -269,78 +235,54 @@ class IndexedDatasetBuilder:
 
     def add_index(self, path_prefix):
         """Append a whole pair of the same dtype: its bytes are streamed, its indices shifted."""
-        source, target = get_bin_path(path_prefix), self._bin.path
-        shift = len(self.sequence_lengths)
+        source, target, n = get_bin_path(path_prefix), self._bin.path, len(self.sequence_lengths)
         _require(os.path.realpath(source) != os.path.realpath(target),
                  f"{source} is both input and output: choose another output prefix")
         other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
-        _require(other.dtype == self.dtype, f"{source} holds {np.dtype(other.dtype)} tokens, "
-                 f"wanted {np.dtype(self.dtype)} as in {target}")
+        _require(other.dtype == self.dtype, f"{source} holds {other.dtype.__name__} tokens, wanted "
+                 f"{self.dtype.__name__} as in {target}")
         with open(source, "rb") as file:
             shutil.copyfileobj(file, self._bin.file, 16 << 20)
         self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
-        self.document_indices.frombytes((other.document_indices[1:] + shift).tobytes())
+        self.document_indices.frombytes((other.document_indices[1:] + n).tobytes())
         if self.multimodal:
             self.sequence_modes.frombytes(other.sequence_modes.tobytes())
 
     def finalize(self, idx_path):
-        """Write the .idx and give both files their names: first .bin, then .idx, so a pair is whole
-        whenever its .idx is there.  ValueError if sequences follow the last end_document()."""
-        self._require_open()
-        loose = len(self.sequence_lengths) - self.document_indices[-1]
-        _require(not loose, f"{loose} sequences of {self._bin.path} follow the last document's "
-                 "end: call end_document() before finalize()")
+        """Write .idx, name both files; ValueError if sequences follow the last end_document()."""
+        _require(self._bin.discard.alive, f"{self._bin.path} is finalized: nothing can be added")
+        _require(len(self.sequence_lengths) == self.document_indices[-1], f"{self._bin.path}: no "
+                 f"document ends after sequence {self.document_indices[-1]}: call end_document()")
         lengths = np.frombuffer(self.sequence_lengths, np.int32)
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * DType.size(self.dtype)
-        code, index = DType.code_from_dtype(self.dtype), _NewFile(idx_path)
+        index, code = _NewFile(idx_path), DType.code_from_dtype(self.dtype)
         index.file.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(self.document_indices)))
-        for part in (lengths, pointers, self.document_indices, self.sequence_modes):
-            index.file.write(memoryview(part))
-        index.sync()
-        self._bin.sync()
-        pathlib.Path(idx_path).unlink(missing_ok=True)  # an old one must not describe the new .bin
-        self._bin.commit()
-        index.commit()
-
-    def __enter__(self):
-        return self
+        index.file.writelines((lengths, pointers, self.document_indices, self.sequence_modes))
+        self._bin.commit(index)
 
     def __exit__(self, kind, *_):
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._bin.discard)  # which does nothing to a finalized file
             if kind is None and self._bin.discard.alive:
                 self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
-        finally:
-            self._bin.discard()
-
 
 def _want(condition, path, field, wanted, got):
     """DatasetFormatError with the four things its message always names."""
     _require(condition, f"{path}: {field}: wanted {wanted}, got {got}", DatasetFormatError)
 
-
 def _map_file(path):
-    """A file as a read-only uint8 array that owns its mapping; nothing is read yet."""
-    if os.path.getsize(path) == 0:
-        return np.empty(0, np.uint8)  # mmap refuses empty files
-    return np.memmap(path, mode="r").view(np.ndarray)
-
-
-def _identity(stat):
-    """What changes when a file is replaced, truncated or rewritten."""
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
+    """A file as a read-only uint8 array that owns its mapping, which an empty file cannot have."""
+    return np.asarray(np.memmap(path, "u1", "r")) if os.path.getsize(path) else np.empty(0, "u1")
 
 def _position(idx, n, of):
     """A Python index, negative ones from the end -> 0 .. n - 1; IndexError outside."""
-    i = operator.index(idx)
-    if not -n <= i < n:
+    if not -n <= (i := operator.index(idx)) < n:
         raise IndexError(f"index {i} of {of}, which has {n}")
     return i % n
 
-
-def _retry(function, delays=(0.5, 1.0, 2.0)):
+def _retry(function):
     """function(), again after a transient OSError; any other passes at once."""
-    for delay in (*delays, None):
+    for delay in (0.5, 1.0, 2.0, None):
         try:
             return function()
         except OSError as error:
@@ -354,15 +296,12 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     path_prefix   the pair's path without .bin and .idx
     multimodal    return (tokens, mode); the file must hold modes
-    mmap          True: views of the mapped file, nothing copied.  False: each access reads the file
-                  with os.pread, and the .bin takes up no descriptor in between.
-    check         read and check the whole .idx; None: if it is below 64 MiB.  The rank that builds
-                  indices always does (verify())
+    mmap          True: views of the mapped file.  False: each access opens and reads the file.
+    check         check the whole .idx (verify(), as builders of indices do); None: if below 64 MiB
 
     ds[i] is sequence i as a 1-D array of ds.dtype, ds[a:b] a list of them.  Opening costs O(1), or
-    O(n) with the check; what one can know at once, such as the sizes of both files, is always
-    checked, and each access is kept inside the file.  Raises DatasetFormatError (a ValueError) when
-    a file is not what it says, IndexError for a place outside of it.
+    O(n) with the check.  DatasetFormatError (a ValueError) where a file is not what it says,
+    IndexError for a place outside of it.
 
     >>> ds = IndexedDataset(toy_corpus())
     >>> len(ds), ds.sequence_lengths.tolist(), ds.sequence_pointers.tolist()
@@ -370,53 +309,34 @@ class IndexedDataset(torch.utils.data.Dataset):
     >>> ds.document_indices.tolist(), bytes(ds.get(2, offset=1, length=2))
     ([0, 1, 2, 3], b'cc')
     """
-
     def __init__(self, path_prefix, multimodal=False, mmap=True, object_storage_config=None,
                  check=None):
-        super().__init__()
         self.path_prefix, self.multimodal, self.mmap = os.fspath(path_prefix), multimodal, mmap
-        self.check, self.object_storage_config = check, object_storage_config
+        self.check, self.object_storage_config, self._checked = check, object_storage_config, False
         path, self._bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
         index = _map_file(path)
-        n, m = self._read_header(index, path)
-        edges = itertools.accumulate((4 * n, 8 * n, 8 * m, n), initial=_HEADER.size)
-        parts = [index[low:high] for low, high in itertools.pairwise(edges)]
-        self.sequence_lengths = parts[0].view(np.int32)  # (n,) in tokens
-        self.sequence_pointers = parts[1].view(np.int64)  # (n,) in bytes
-        self.document_indices = parts[2].view(np.int64)  # (m,) in sequences
-        self.sequence_modes = parts[3].view(np.int8) if multimodal else None  # (n,)
-        self._check_ends(path)
-        self._checked = False
-        if check or (check is None and len(index) < _FULL_CHECK_BELOW):
+        *kind, code, n, m = _HEADER.unpack(index[:34].tobytes().ljust(34, b"\0"))
+        _want(kind == [_MAGIC, 1], path, "magic, version", [_MAGIC, 1], kind)
+        _want(1 <= code <= 8, path, "dtype code", "1 to 8", code)
+        self.dtype, self._item = DType.dtype_from_code(code), DType.size(code)
+        plain, full = 34 + 12 * n + 8 * m, 34 + 13 * n + 8 * m
+        _want(len(index) == full or (len(index) == plain and not multimodal), path, "file size",
+              f"{full} bytes with modes" + (not multimodal) * f" or {plain} without", len(index))
+        at = functools.partial(np.frombuffer, index)  # (dtype, count, offset) of the table above
+        self.sequence_lengths = at(np.int32, n, 34)  # in tokens
+        self.sequence_pointers = at(np.int64, n, 34 + 4 * n)  # in bytes
+        self.document_indices = at(np.int64, m, 34 + 12 * n)  # in sequences
+        self.sequence_modes = at(np.int8, n, plain) if multimodal else None
+        ends = self.document_indices[[0, -1]].tolist() if m else []
+        _want(ends == [0, n], path, "document_indices", f"from 0 to {n}", ends)
+        end = n and int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self._item
+        stat = _retry(lambda: os.stat(self._bin_path))
+        _want(end == stat.st_size, self._bin_path, f"file size ({self.dtype.__name__} tokens)",
+              f"{end} bytes, as {path} says", f"{stat.st_size}: truncated, or of another pair")
+        self.num_tokens, self._bin_identity = end // self._item, _identity(stat)
+        if check or (check is None and len(index) < 64 << 20):  # more is slow to read on every rank
             self.verify()
         self._tokens = _map_file(self._bin_path).view(self.dtype) if mmap else None
-
-    def _read_header(self, index, path):
-        """Check magic, version, dtype code and the file's size, which n and m imply -> n, m."""
-        _want(len(index) >= _HEADER.size, path, "header", f"{_HEADER.size} bytes", len(index))
-        magic, version, code, n, m = _HEADER.unpack(index[:_HEADER.size].tobytes())
-        _want(magic == _MAGIC, path, "magic", _MAGIC, magic)
-        _want(version == 1, path, "version", 1, version)
-        _want(1 <= code <= 8, path, "dtype code", "1 to 8", code)
-        self.dtype, self._item_size = DType.dtype_from_code(code), DType.size(code)
-        plain = _HEADER.size + 12 * n + 8 * m
-        sizes = [plain + n] if self.multimodal else [plain, plain + n]
-        _want(len(index) in sizes, path, "file size", f"{' or '.join(map(str, sizes))} bytes for "
-              f"{n} sequences and {m} document indices (without or with modes)", len(index))
-        return n, m
-
-    def _check_ends(self, path):
-        """The O(1) part: do the first and last entries agree with each other and with .bin?"""
-        n, documents, end = len(self), self.document_indices, 0
-        ends = [int(documents[0]), int(documents[-1])] if len(documents) else []
-        _want(ends == [0, n], path, "document_indices", f"from 0 to {n}", ends)
-        if n:
-            end = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self._item_size
-        stat = _retry(lambda: os.stat(self._bin_path))
-        _want(end == stat.st_size, self._bin_path, "file size",
-              f"{end} bytes of {np.dtype(self.dtype)}, as {path} says",
-              f"{stat.st_size}: it is truncated, or of another pair")
-        self.num_tokens, self._bin_identity = end // self._item_size, _identity(stat)
 
     def verify(self):
         """The O(n) part, done once: no negative length, pointers their sum, documents in order."""
@@ -424,20 +344,18 @@ class IndexedDataset(torch.utils.data.Dataset):
         if self._checked:
             return
         for low in range(0, len(self), _CHUNK):
-            lengths = self.sequence_lengths[low:low + _CHUNK].astype(np.int64)
-            pointers = self.sequence_pointers[low:low + _CHUNK]
-            ends = start + np.cumsum(lengths) * self._item_size
-            due = ends - lengths * self._item_size
-            at = int(np.argmax((lengths < 0) | (pointers != due)))
-            row = f"[{low + at}]"
-            _want(lengths[at] >= 0, path, "sequence_lengths" + row, ">= 0", lengths[at])
-            _want(pointers[at] == due[at], path, "sequence_pointers" + row, due[at], pointers[at])
-            start = int(ends[-1])
-        for low in range(0, len(self.document_indices), _CHUNK):
-            documents = self.document_indices[low:low + _CHUNK + 1]
-            for at in np.flatnonzero(np.diff(documents) < 0)[:1]:
-                _want(False, path, f"document_indices[{low + at + 1}]", f">= {documents[at]}",
-                      documents[at + 1])
+            chunk = slice(low, low + _CHUNK)
+            lengths, found = self.sequence_lengths[chunk], self.sequence_pointers[chunk]
+            due = start + np.append(0, np.cumsum(lengths, dtype=np.int64)) * self._item
+            at = int(np.argmax((lengths < 0) | (found != due[:-1])))
+            _want(lengths[at] >= 0, path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
+            _want(found[at] == due[at], path, f"sequence_pointers[{low + at}]", due[at], found[at])
+            start = due[-1]
+        for low in range(1, len(self.document_indices), _CHUNK):
+            found = self.document_indices[low - 1:low + _CHUNK]
+            at = int(np.argmax(found[1:] < found[:-1]))
+            _want(found[at] <= found[at + 1], path, f"document_indices[{low + at}]",
+                  f">= {found[at]}", found[at + 1])
         self._checked = True
 
     def __len__(self):
@@ -446,51 +364,33 @@ class IndexedDataset(torch.utils.data.Dataset):
     def __getitem__(self, idx):
         if not isinstance(idx, slice):
             return self.get(idx)
-        rows = range(*idx.indices(len(self)))
-        _require(rows.step == 1, f"slices of a dataset must be contiguous, got step {rows.step}")
-        sequences = [self._read(i, 0, int(self.sequence_lengths[i])) for i in rows]
-        return (sequences, self.sequence_modes[idx]) if self.multimodal else sequences
+        _require(idx.step in (None, 1), f"slices of a dataset are contiguous, got step {idx.step}")
+        found = [self.get(i) for i in range(len(self))[idx]]
+        return ([item[0] for item in found], self.sequence_modes[idx]) if self.multimodal else found
 
     def get(self, idx, offset=0, length=None):
         """Tokens offset .. offset + length of sequence idx (default: to its end), 1-D, ds.dtype."""
-        i = _position(idx, len(self), self.path_prefix)
-        size = int(self.sequence_lengths[i])
+        i, path = _position(idx, len(self), self.path_prefix), self.path_prefix
+        pointer, size = int(self.sequence_pointers[i]), int(self.sequence_lengths[i])
+        first, odd = divmod(pointer, self._item)
+        if odd or first < 0 or size < 0 or first + size > self.num_tokens:  # an .idx not checked
+            _want(False, path, f"sequence {i}", "a place in .bin", f"byte {pointer}, {size} tokens")
         offset, length = int(offset), size - int(offset) if length is None else int(length)
         if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(f"tokens {offset} to {offset + length} of sequence {i} of "
-                             f"{self.path_prefix}, which has {size}")
-        tokens = self._read(i, offset, length)
+            raise IndexError(f"{path}[{i}] has {size} tokens, wanted {offset} to {offset + length}")
+        def read():
+            tokens, start = np.empty(length, self.dtype), pointer + offset * self._item
+            with open(self._bin_path, "rb") as file:
+                now, old = _identity(os.fstat(file.fileno())), self._bin_identity
+                _want(now == old, self._bin_path, "inode, size, time", old, f"{now}: rewritten")
+                file.seek(start)
+                got = file.readinto(tokens.view(np.uint8))
+            _want(got == tokens.nbytes, self._bin_path, f"bytes at {start}", tokens.nbytes, got)
+            return tokens
+        tokens = _retry(read) if self._tokens is None else self._tokens[first + offset:][:length]
         return (tokens, self.sequence_modes[i]) if self.multimodal else tokens
 
-    def _read(self, i, offset, length):
-        """Tokens of a sequence that exists, from the map or the file, never from outside of it."""
-        pointer = int(self.sequence_pointers[i])
-        first = pointer // self._item_size + offset
-        inside = 0 <= length and 0 <= first and first + length <= self.num_tokens
-        if not inside or pointer % self._item_size:  # possible where the whole .idx was not checked
-            _want(False, get_idx_path(self.path_prefix), f"sequence {i}", f"a place in "
-                  f"{self._bin_path}", f"byte {pointer}, length {self.sequence_lengths[i]}")
-        if self._tokens is not None:
-            return self._tokens[first:first + length]
-        return _retry(lambda: self._pread(first * self._item_size, length))
-
-    def _pread(self, position, length):
-        """Read length tokens at a byte position; an error if the file changed meanwhile."""
-        tokens = np.empty(length, self.dtype)
-        view, done = tokens.view(np.uint8), 0
-        with open(self._bin_path, "rb", buffering=0) as file:
-            now = _identity(os.fstat(file.fileno()))
-            _want(now == self._bin_identity, self._bin_path, "inode, size, time",
-                  self._bin_identity, f"{now}: it was rewritten after it was opened")
-            while done < len(view):
-                got = os.pread(file.fileno(), len(view) - done, position + done)
-                _want(got, self._bin_path, f"bytes at {position}", len(view), f"{done}: short read")
-                view[done:done + len(got)] = np.frombuffer(got, np.uint8)
-                done += len(got)
-        return tokens
-
-    def __reduce__(self):
-        """Pickled as its path: a worker process opens the files again."""
+    def __reduce__(self):  # pickled as its path: a worker process opens the files again
         return type(self), (self.path_prefix, self.multimodal, self.mmap,
                             self.object_storage_config, self.check)
 
@@ -501,10 +401,8 @@ class IndexedDataset(torch.utils.data.Dataset):
 
 
 def merge(prefixes, output_prefix, multimodal=False):
-    """Append whole pairs, in the given order, into one new pair of the same dtype.
-
-    Equal to writing all their documents with one builder.  The output may not be an input.  Cost:
-    the bytes are streamed; no Python loop over documents.  Upstream: tools/merge_datasets.py.
+    """Append whole pairs, in the given order, into one new pair of the same dtype, as if one
+    builder had written all; not into an input.  Cost: streamed.  Upstream: tools/merge_datasets.py.
 
     >>> prefix = toy_corpus()
     >>> merge([prefix, prefix], prefix + "2")
@@ -523,8 +421,7 @@ def toy_corpus(folder=None):
     """Write the documents of every example, aaaa bbb cccccc, in ASCII -> their path prefix."""
     prefix = os.path.join(folder or tempfile.mkdtemp(), "toy")
     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint8) as builder:
-        for text in (b"aaaa", b"bbb", b"cccccc"):
-            builder.add_document(list(text), [len(text)])
+        builder.add_sequences(list(b"aaaabbbcccccc"), [4, 3, 6], None, [1, 2, 3])
     return prefix
 
 
@@ -535,21 +432,18 @@ def toy_corpus(folder=None):
 #
 #   this process reads  ->  blocks of lines  ->  N workers: JSON, tokenizer  ->  this process writes
 #
-# Blocks are written in the order in which they were read, whichever worker ends first.  A blank
-# line is a bad line, since it holds no JSON value.  An empty text is a document without tokens: it
-# adds no sequence and no eod, only a repeated entry in document_indices (as upstream).
+# Blocks are written in the order in which they were read.  An empty text is a document without
+# tokens: it adds no sequence and no eod, only a repeated entry in document_indices (as upstream).
 
 _BLOCK = 1 << 20  # bytes of text handed to a worker at a time
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens 0 to 255, eod 256.  Needs no files, loses nothing; about four times as
-    many tokens as a trained tokenizer would make of English.
+    """UTF-8 bytes as tokens 0 to 255, eod 256: no files, no loss, about 4 tokens for a trained one.
 
     >>> ByteTokenizer().tokenize("aaaa"), ByteTokenizer().detokenize([98, 256])
     ([97, 97, 97, 97], 'b')
     """
-
     vocab_size, eod = 257, 256
     unique_identifiers = {"class": "ByteTokenizer"}
 
@@ -568,7 +462,6 @@ class NullTokenizer:
     >>> NullTokenizer(100).tokenize("7 0 99"), NullTokenizer(100).eod
     ([7, 0, 99], 100)
     """
-
     def __init__(self, vocab_size):
         _require(str(vocab_size).isdecimal(), f"null:VOCAB wants a number, got {vocab_size!r}")
         self.eod, self.vocab_size = int(vocab_size), int(vocab_size) + 1
@@ -584,23 +477,20 @@ class NullTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, run by the tokenizers library (extra "tools").
-
-    eod_token   the text of the end-of-document token; default <|endoftext|>, else </s>
-    """
-
+    """A tokenizer.json, run by the tokenizers library (extra "tools"); eod_token is the text of the
+    end-of-document token, by default <|endoftext|>, else </s>."""
     def __init__(self, path, eod_token=None):
         _require(os.path.isfile(path), f"{path}: no such file", FileNotFoundError)
-        self._tokenizer = _extra("tokenizers", "tools").Tokenizer.from_file(path)
+        _require(importlib.util.find_spec("tokenizers"), f"{path} needs the package tokenizers: "
+                 "pip install 'megatron-min[tools]'", ImportError)
+        self._tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(path)
         self.vocab_size = self._tokenizer.get_vocab_size()
         wanted = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
         found = [i for i in map(self._tokenizer.token_to_id, wanted) if i is not None]
-        _require(found, f"{path}: has no token {' or '.join(wanted)}: name the one that ends a "
-                 "document with --eod-token")
-        self.eod = found[0]
+        _require(found, f"{path}: no token {' or '.join(wanted)}: name another with --eod-token")
+        self.eod, digest = found[0], _md5(self._tokenizer.to_str())
         self.unique_identifiers = {
-            "class": "HuggingFaceTokenizer", "tokenizer.json": _md5(self._tokenizer.to_str()),
-            "eod": self.eod}
+            "class": "HuggingFaceTokenizer", "tokenizer.json": digest, "eod": self.eod}
 
     def tokenize(self, text):
         """str -> list of ids."""
@@ -613,16 +503,6 @@ class HuggingFaceTokenizer:
     def detokenize(self, ids):
         """ids -> str."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _extra(module, extra):
-    """Import an optional package; ImportError with the command that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"this needs the package {module}: pip install 'megatron-min[{extra}]' "
-                          f"({error})") from None
-
 
 def _md5(data):
     """Hex digest of bytes or str: names things, protects nothing."""
@@ -638,14 +518,11 @@ def build_tokenizer(name="bytes", eod_token=None):
         return NullTokenizer(name[5:])
     if name.endswith(".json"):
         return HuggingFaceTokenizer(name, eod_token)
-    module, colon, attribute = name.partition(":")
-    _require(colon, f"unknown tokenizer {name!r}: wanted bytes, null:VOCAB, a tokenizer.json or "
-             "module:attribute")
-    sys.path.insert(0, os.getcwd())  # as python -m does: the module may lie beside the data
-    try:
-        found = operator.attrgetter(attribute)(importlib.import_module(module))
-    finally:
-        sys.path.pop(0)
+    _require(":" in name, f"unknown tokenizer {name!r}: use bytes, null:VOCAB, *.json, module:name")
+    with contextlib.ExitStack() as stack:
+        sys.path.insert(0, os.getcwd())  # as python -m does: the module may lie beside the data
+        stack.callback(sys.path.pop, 0)
+        found = pkgutil.resolve_name(name)
     is_one = hasattr(found, "tokenize") and not isinstance(found, type)
     _require(is_one or callable(found), f"{name} is no tokenizer, and makes none")
     return found if is_one else found()
@@ -659,139 +536,91 @@ class _Encoder:
     {"text": ""}       -- eod -->  (here $ is eod)                  1  sequence, so does the empty
     {"text": "bbb"}                                                 2  one
     """
-
     def __init__(self, tokenizer, json_keys, append_eod, skip_errors):
-        self.tokenizer, self.keys, self.skip_errors = tokenizer, json_keys, skip_errors
+        self.keys, self.skip_errors = json_keys, skip_errors
+        self.tokenize = (getattr(tokenizer, "tokenize_batch", None)
+                         or functools.partial(map, tokenizer.tokenize))
         self.dtype = DType.optimal_dtype(tokenizer.vocab_size)
         self.eod = _as_tokens([tokenizer.eod] if append_eod else [], self.dtype)
-        self.batched = callable(getattr(tokenizer, "tokenize_batch", None))
 
-    def __call__(self, *block):
-        """-> ({key: (tokens, sequence lengths, document ends)}, documents, skipped lines)"""
-        if self.batched:
-            with contextlib.suppress(Exception):
-                return self._encode(*block, batched=True)
-        return self._encode(*block, batched=False)  # line by line, so that a bad one is named
-
-    def _encode(self, source, first_line, lines, batched):
-        """A block, each line on its own or its texts together."""
-        rows = []
-        for number, line in enumerate(lines, first_line):
-            try:
-                rows.append(self._row(line, batched))
-            except Exception as error:
-                if not self.skip_errors:
-                    raise ValueError(f"{source}: line {number}: {error} (--on-error skip leaves "
-                                     "such lines out)") from None
-        columns = {key: self._pack([row[at] for row in rows], batched)
-                   for at, key in enumerate(self.keys)}
+    def __call__(self, source, first, lines):
+        """-> (tokens, sequence lengths, document ends) of each key, documents, skipped lines"""
+        rows, columns = self._rows(source, first, lines), []
+        for documents in zip(*rows):
+            ends = list(itertools.accumulate(len(tokens) > 0 for tokens in documents))
+            pieces = [(tokens, self.eod) for tokens in documents if len(tokens)]
+            flat = np.concatenate([self.eod[:0], *itertools.chain(*pieces)])
+            columns.append((flat, [len(tokens) + len(self.eod) for tokens, _ in pieces], ends))
         return columns, len(rows), len(lines) - len(rows)
 
-    def _row(self, line, batched):
-        """A line of input -> under each key its tokens, or its text where the tokenizer takes many
-        at once; ValueError says what is wrong with it."""
-        _require(line.strip(), "it is blank, wanted a JSON object")
-        row = json.loads(line)
-        for key in self.keys:
-            _require(isinstance(row, dict) and isinstance(row.get(key), str),
-                     f"wanted a JSON object with text under {key!r}, got {line[:60]!r}")
-        texts = [row[key] for key in self.keys]
-        return texts if batched else self._tokens(map(self.tokenizer.tokenize, texts))
+    def _rows(self, source, first, lines):
+        """Lines -> for each the tokens under each key; a bad one is named, or left out."""
+        try:
+            texts = []
+            for line in lines:
+                row = json.loads(line) if line.strip() else None
+                texts.append([isinstance(row, dict) and row.get(key) for key in self.keys])
+                if not all(isinstance(text, str) for text in texts[-1]):
+                    raise ValueError(f"wanted JSON with text under {self.keys}, got {line[:60]!r}")
+            columns = [[_as_tokens(ids, self.dtype) for ids in self.tokenize([*column])]
+                       for column in zip(*texts)]
+            return list(zip(*columns))
+        except Exception as error:
+            if len(lines) == 1 and not self.skip_errors:
+                raise ValueError(f"{source}: line {first}: {error} (or --on-error skip)") from None
+            again = enumerate(lines, first) if len(lines) > 1 else ()  # to find the bad one
+            return [row for number, line in again for row in self._rows(source, number, [line])]
 
-    def _tokens(self, documents):
-        """Lists of ids -> arrays, in the dtype of the file."""
-        return [_as_tokens(ids, self.dtype) for ids in documents]
-
-    def _pack(self, documents, batched):
-        """A block's documents under one key -> flat tokens, sequence lengths, document ends."""
-        if batched:
-            documents = self._tokens(self.tokenizer.tokenize_batch(documents))
-        ends = list(itertools.accumulate(len(document) > 0 for document in documents))
-        documents = [document for document in documents if len(document)]
-        lengths = [len(document) + len(self.eod) for document in documents]
-        pieces = [piece for document in documents for piece in (document, self.eod)]
-        return np.concatenate([np.empty(0, self.dtype), *pieces]), lengths, ends
-
-
-_encoder = None  # in a worker process: its _Encoder
-
-
-def _start_worker(*arguments):
+def _start_worker(encoder):
     """What a worker process runs first; it then keeps its tokenizer."""
-    global _encoder
-    parent = multiprocessing.parent_process()
-    watch = threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True)
-    watch.start()  # an orphan would wait for ever
+    parent = multiprocessing.parent_process()  # an orphan would wait for ever
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _encoder = _Encoder(*arguments)
-
+    _work.encoder = encoder
 
 def _work(block):
     """What a worker process runs for each block."""
-    return _encoder(*block)
+    return _work.encoder(*block)
 
-
-def _in_order(blocks, arguments, workers):
-    """Encode blocks, in worker processes if workers > 1; results in the order of the blocks."""
-    if workers <= 1:
-        yield from itertools.starmap(_Encoder(*arguments), blocks)
-        return
+def _in_order(workers, encoder, blocks):
+    """itertools.starmap(encoder, blocks), but in worker processes."""
     # "fork" where there is one: the others would import torch again in each worker
-    start = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    context, pending = multiprocessing.get_context(start), collections.deque()
-    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, arguments) as pool:
+    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
+    pending = collections.deque()
+    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, [encoder]) as pool:
         for block in blocks:
             pending.append(pool.submit(_work, block))
             if len(pending) > 2 * workers:  # bounded: memory stays flat however large the input
                 yield pending.popleft().result()
         yield from (future.result() for future in pending)
 
-
-def _expand(patterns):
-    """Paths and globs (each in sorted order) -> files; FileNotFoundError for what matches none."""
-    patterns = [patterns] if isinstance(patterns, (str, os.PathLike)) else patterns
-    for pattern in map(os.fspath, patterns):
-        literal = pattern == "-" or os.path.exists(pattern)
-        found = [pattern] if literal else sorted(glob.glob(pattern, recursive=True))
-        _require(found, f"input {pattern}: no such file", FileNotFoundError)
-        yield from found
-
-
-def _blocks(files, progress):
+def _blocks(files, done):
     """Yield (file, number of the first line, lines) in order; gzip by the name's ending."""
     for path in files:
         with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as raw:
-            text = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
-            number = 1
+            text, number = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw, 1
+            before = done["bytes"]
             while lines := text.readlines(_BLOCK):
+                done["bytes"] = (done["bytes"] + sum(map(len, lines)) if text is raw
+                                 else before + raw.tell())
                 yield path, number, lines
                 number += len(lines)
-                progress.bytes += sum(map(len, lines)) * (text is raw)
-        progress.bytes += os.path.getsize(path) if text is not raw else 0
+
+def _report(done, total, start, every):
+    """A line about progress on stderr, unless the last one is not so many seconds old."""
+    seconds = time.perf_counter() - start
+    if seconds - done["reported"] >= every:
+        done["reported"] = seconds
+        left = max(total / max(done["bytes"], 1) - 1, 0) * seconds
+        print(f"{done['documents']:,} documents, {done['documents'] / seconds:,.0f} docs/s, "
+              f"{done['bytes'] / seconds / 1e6:,.1f} MB/s, {done['skipped']:,} bad lines skipped, "
+              f"ETA {datetime.timedelta(seconds=round(left))}", file=sys.stderr, flush=True)
 
 
-class _Progress:
-    """What was done, and a line about it on stderr every ten seconds."""
-
-    def __init__(self, files):
-        self.total = sum(os.path.getsize(path) for path in files if path != "-")
-        self.start = self.last = time.monotonic()
-        self.bytes = self.documents = self.skipped = 0
-
-    def show(self, every=10):
-        """Print the line, unless the last one is not so many seconds old."""
-        now = time.monotonic()
-        if now - self.last >= every:
-            seconds, self.last = max(now - self.start, 1e-9), now
-            left = max(self.total - self.bytes, 0) * seconds / max(self.bytes, 1)
-            print(f"{self.documents:,} documents, {self.documents / seconds:,.0f} docs/s, "
-                  f"{self.bytes / seconds / 1e6:,.1f} MB/s, {self.skipped:,} bad lines skipped, "
-                  f"ETA {datetime.timedelta(seconds=round(left))}", file=sys.stderr, flush=True)
-
-
-def preprocess(input, output_prefix, tokenizer=None, *, json_keys=("text",), append_eod=False,
-               workers=1, on_error="stop", verbose=False):
-    """JSONL files -> <output_prefix>_<key>_document.bin/.idx for each key.
+def preprocess(input: list[str] | str, output_prefix, tokenizer=None, *,
+               json_keys: list[str] | str = ("text",), append_eod=False, workers=1,
+               on_error="stop", verbose=False):
+    """JSONL -> <output_prefix>_<key>_document.bin/.idx.  Upstream: tools/preprocess_data.py.
 
     input        files and globs of .jsonl or .jsonl.gz ("-" is stdin), read in this order
     tokenizer    an object as described in section 3; default ByteTokenizer()
@@ -800,34 +629,34 @@ def preprocess(input, output_prefix, tokenizer=None, *, json_keys=("text",), app
     on_error     "stop": ValueError with file, line and reason; "skip": count bad lines, go on
     verbose      progress on stderr: docs/s, MB/s and the time left
     Returns      {key: path prefix of its pair}; nothing appears before all of it is complete
-    Upstream     tools/preprocess_data.py
 
-    >>> folder = tempfile.mkdtemp()
-    >>> path = os.path.join(folder, "toy.jsonl")
-    >>> with open(path, "w") as file:
-    ...     _ = file.write('{"text": "aaaa"}\\n{"text": "bbb"}\\n{"text": "cccccc"}\\n')
-    >>> made = preprocess([path], os.path.join(folder, "toy"), append_eod=True)
-    >>> IndexedDataset(made["text"])[:2]
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "toy.jsonl")
+    >>> _ = path.write_text('{"text": "aaaa"}\\n{"text": "bbb"}')
+    >>> IndexedDataset(preprocess(path, path.with_suffix(""), append_eod=True)["text"])[:]
     [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
     """
     _require(on_error in ("stop", "skip"), f"on_error must be stop or skip, got {on_error!r}")
     _require(workers >= 1, f"workers must be >= 1, got {workers}")
     _require(input and json_keys, "preprocess wants at least one input and one key")
-    keys = [json_keys] if isinstance(json_keys, str) else list(json_keys)
-    tokenizer, files = tokenizer or ByteTokenizer(), list(_expand(input))
-    dtype, progress = DType.optimal_dtype(tokenizer.vocab_size), _Progress(files)
+    keys = [json_keys] if isinstance(json_keys, str) else json_keys
+    inputs = [input] if isinstance(input, (str, os.PathLike)) else input
+    files = [file for path in map(os.fspath, inputs)  # a name that exists is no pattern
+             for file in os.path.exists(path) * [path] or sorted(glob.glob(path, recursive=True))
+             or [path]]
     prefixes = {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
-    arguments = tokenizer, keys, append_eod, on_error == "skip"
+    encoder = _Encoder(tokenizer or ByteTokenizer(), [*prefixes], append_eod, on_error == "skip")
+    total = sum(os.path.getsize(path) for path in files if path != "-")
+    done, start = collections.Counter(), time.perf_counter()
+    starmap = itertools.starmap if workers == 1 else functools.partial(_in_order, workers)
     with contextlib.ExitStack() as stack:
-        builders = {key: stack.enter_context(IndexedDatasetBuilder(get_bin_path(prefix), dtype))
-                    for key, prefix in prefixes.items()}
-        for columns, documents, skipped in _in_order(_blocks(files, progress), arguments, workers):
-            for key, (tokens, lengths, ends) in columns.items():
-                builders[key].add_sequences(tokens, lengths, None, ends)
-            progress.documents += documents
-            progress.skipped += skipped
-            progress.show(10 if verbose else math.inf)
-    progress.show(0 if verbose else math.inf)
+        builders = [stack.enter_context(IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype))
+                    for prefix in prefixes.values()]
+        for columns, documents, skipped in starmap(encoder, _blocks(files, done)):
+            for builder, (tokens, lengths, ends) in zip(builders, columns):
+                builder.add_sequences(tokens, lengths, None, ends)
+            done.update(documents=documents, skipped=skipped)
+            _report(done, total, start, 10 if verbose else math.inf)
+    _report(done, total, start, 0 if verbose else math.inf)
     return prefixes
 
 
@@ -844,12 +673,7 @@ def preprocess(input, output_prefix, tokenizer=None, *, json_keys=("text",), app
 
 
 class Split(enum.Enum):
-    """The three parts of a corpus.  Upstream: Split.
-
-    >>> [(split.name, split.value) for split in Split]
-    [('train', 0), ('valid', 1), ('test', 2)]
-    """
-
+    """The three parts of a corpus: train is 0, valid 1, test 2.  Upstream: Split."""
     train, valid, test = range(3)
 
 
@@ -862,7 +686,6 @@ def normalize(weights):
     weights = np.array(weights, dtype=np.float64)
     return (weights / np.sum(weights)).tolist()
 
-
 def _check_weights(weights, names):
     """ValueError that names the dataset whose weight is no weight."""
     _require(len(weights) == len(names), f"{len(weights)} weights for {len(names)} datasets")
@@ -873,21 +696,17 @@ def _check_weights(weights, names):
 
 
 def parse_and_normalize_split(split):
-    """"99,1,0" -> [0.99, 0.01, 0.0]: train, valid, test; missing ones are 0.
-
-    ValueError for anything but up to three non-negative numbers with a positive sum.  (Upstream
-    drops signs, exponents and empty fields.)
+    """Shares of train, valid, test -> normalized, missing ones 0.  ValueError for anything but up
+    to three numbers >= 0, not all 0 (upstream drops signs, exponents and empty fields).
 
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
-    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
-    vector = [_number(field) for field in fields]
+    vector = [_number(text) for text in re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))]
     good = None not in vector and all(0 <= share < math.inf for share in vector)
-    _require(good and len(vector) <= len(Split) and sum(vector) > 0, f"split {split!r}: wanted up "
-             'to three numbers >= 0, not all 0, for train, valid and test, such as "98,1,1"')
+    _require(good and len(vector) <= len(Split) and sum(vector) > 0,
+             f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"')
     return normalize(vector + [0.0] * (len(Split) - len(vector)))
-
 
 def _number(text):
     """What float() reads in it, or None."""
@@ -902,9 +721,9 @@ def convert_split_vector_to_split_matrix(vector_a, vector_b=None):
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
     """
-    vectors = vector_a, vector_a if vector_b is None else vector_b
-    pairs = zip(*(itertools.pairwise(itertools.accumulate(v, initial=0)) for v in vectors))
-    overlaps = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
+    a = [*itertools.accumulate(vector_a, initial=0)]
+    b = a if vector_b is None else [*itertools.accumulate(vector_b, initial=0)]
+    overlaps = zip(map(max, a, b), map(min, a[1:], b[1:]))
     return [(low, high) if low < high else None for low, high in overlaps]
 
 
@@ -919,9 +738,7 @@ def split_range(bounds, num_sequences):
 
 def get_blend_from_list(blend):
     """["30", "p1", "70", "p2"] or ["p1", "p2"] -> (prefixes, weights or None); None -> None.
-
-    A list that is neither is a ValueError (upstream guesses); a folder whose name is a number is
-    written with its path: ./2023.
+    ValueError for a list that is neither (upstream guesses); a folder named 2023 is ./2023.
 
     >>> get_blend_from_list(["30", "p1", "70", "p2"])
     (['p1', 'p2'], [30.0, 70.0])
@@ -929,12 +746,11 @@ def get_blend_from_list(blend):
     if blend is None:
         return None
     blend = [str(entry).strip() for entry in blend]
-    numbers = [_number(entry) is not None for entry in blend]
-    if blend and not any(numbers):
+    numeric = [_number(entry) is not None for entry in blend]
+    if blend and not any(numeric):
         return blend, None
-    _require(blend and numbers == [True, False] * (len(blend) // 2),
-             f"blend {' '.join(blend)!r}: wanted prefixes, or a weight before every prefix (a "
-             "folder with a numeric name is written ./2023)")
+    _require(blend and numeric == [True, False] * (len(blend) // 2),
+             f"blend {blend}: wanted prefixes, or weights and prefixes in turn (2023 is ./2023)")
     return blend[1::2], [float(weight) for weight in blend[0::2]]
 
 
@@ -945,23 +761,18 @@ class BlendedMegatronDatasetConfig:
     random_seed                 of every shuffle of documents and samples
     sequence_length             S, in tokens
     blend                       ([prefix, ...], [weight, ...] or None), each corpus cut by split
-    blend_per_split             for train, valid, test each a blend of whole corpora, or None;
-                                with neither blend: mock data
+    blend_per_split             for each split such a blend of whole corpora, or None; neither: mock
     multiple_validation_sets    valid is a list of datasets, one for each of its corpora
     full_validation             valid is one epoch of each: its size must be None
     split                       shares of train, valid, test, such as "98,1,1"
     num_dataset_builder_threads corpora that are built side by side
-    path_to_cache               folder of the index files; default <prefix>/cache/..., and then the
-                                indices of blends are not kept
+    path_to_cache               folder of index files; None: beside each corpus, of blends none
     mmap_bin_files              False: read the tokens with os.pread
-    tokenizer                   see above
     mid_level_dataset_surplus   how much more of each corpus is built than a blend asks for
     allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where it is also its eod
     fast_cache_load             trust a cache that is there; look at nothing else
     defer_npy_index_mmap        open the index files at the first access
-    split_matrix, mock          derived
     """
-
     random_seed: int
     sequence_length: int
     blend: tuple | None = None
@@ -981,30 +792,25 @@ class BlendedMegatronDatasetConfig:
     defer_npy_index_mmap: bool = False
 
     def __post_init__(self):
-        lowest = dict(sequence_length=1, random_seed=0, num_dataset_builder_threads=1)
-        for name, low in lowest.items():
-            value = getattr(self, name)
-            _require(hasattr(value, "__index__") and value >= low,
-                     f"{name} must be a whole number >= {low}, got {value!r}")
+        for name in ("sequence_length", "random_seed", "num_dataset_builder_threads"):
+            value, low = getattr(self, name), 0 if name == "random_seed" else 1
+            _require(hasattr(value, "__index__") and low <= value < 2**32,
+                     f"{name} must be a whole number from {low} to 2**32 - 1, got {value!r}")
             setattr(self, name, int(value))  # numpy's are no JSON
-        surplus = self.mid_level_dataset_surplus
+        surplus, per_split = self.mid_level_dataset_surplus, self.blend_per_split or ()
         _require(surplus >= 0, f"mid_level_dataset_surplus must be >= 0, got {surplus}")
-        _require(self.random_seed < 2**32, f"random_seed must be < 2**32, got {self.random_seed}")
-        per_split = self.blend_per_split if any(self.blend_per_split or []) else None
-        if per_split:
-            _require(self.blend is None, "give blend or blend_per_split, not both")
-            _require(self.split is None, "blend_per_split takes whole corpora: leave split None")
-            _require(len(per_split) == len(Split),
-                     f"blend_per_split: wanted {len(Split)} entries, got {len(per_split)}")
+        if any(per_split):
+            whole = self.blend is None and self.split is None and len(per_split) == len(Split)
+            _require(whole, f"blend_per_split wants {len(Split)} entries, got {len(per_split)}; "
+                     f"blend and split None, got {self.blend} and {self.split}")
         else:
-            _require(not self.multiple_validation_sets,
-                     "multiple_validation_sets needs blend_per_split")
             self.mock = self.blend is None
             self.split = "1,1,1" if self.mock else self.split
-            _require(self.split is not None, 'a blend needs a split, such as "98,1,1"')
-            vector = parse_and_normalize_split(self.split)
-            self.split_matrix = convert_split_vector_to_split_matrix(vector)
-        for blend in filter(None, [self.blend, *(per_split or [])]):
+            _require(self.split is not None and not self.multiple_validation_sets, "a blend needs "
+                     'a split, such as "98,1,1", and multiple_validation_sets blend_per_split')
+            self.split_matrix = convert_split_vector_to_split_matrix(
+                parse_and_normalize_split(self.split))
+        for blend in filter(None, [self.blend, *per_split]):
             _require(len(blend) == 2 and not isinstance(blend[0], str) and len(blend[0])
                      and all(isinstance(prefix, (str, os.PathLike)) for prefix in blend[0]),
                      f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
@@ -1028,7 +834,6 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     Traceback (most recent call last):
     ValueError: weight of p2: wanted a finite number >= 0, got -1
     """
-
     reset_position_ids: bool | None = None
     reset_attention_mask: bool | None = None
     eod_mask_loss: bool | None = None
@@ -1054,33 +859,26 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #   position  0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
 #   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    row 1 -> (document 1, offset 0)
 #
-# Nothing is tokenised or copied here; four loops fill arrays of integers.  Each _py_ function is
-# the definition of its kernel; the C function of the same name is equal and faster, and is swapped
-# in below them.  The public functions check, allocate and call one or the other.
+# Each _py_ function is the definition of its kernel; the C function of the same name is equal and
+# faster, and is swapped in below.  The public functions check, allocate and call one or the other.
 
 
 def _py_build_sample_idx(sample_index, sizes, document_index, sequence_length, extra, last_token):
-    """sample_index (N+1, 2) is filled; extra is x; row N stops at last_token, which is before the
-    end of sample N-1 where that one is partial.
-    """
-    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
-    for at in wrong[:1]:
-        raise IndexError(f"document_index[{at}] is {document_index[at]}, but there are "
-                         f"{len(sizes)} sequences")
+    """Fill sample_index (N+1, 2); extra is x; row N is where sample N-1, partial or not, stops."""
+    for at in np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))[:1]:
+        raise IndexError(f"document_index[{at}] is {document_index[at]} of {len(sizes)} sequences")
     lengths = sizes[document_index]
     _require((lengths >= 0).all(), "a size is negative: no sequence has less than 0 tokens")
     ends = np.cumsum(lengths, dtype=np.int64)
     sample_index[0] = 0
     if len(sample_index) > 1:
         found = int(ends[-1]) if len(ends) else 0
-        _require(found >= last_token,
-                 f"the documents hold {found} tokens, the samples need {last_token}")
+        _require(found >= last_token, f"the samples need {last_token} tokens, there are {found}")
         targets = np.arange(1, len(sample_index), dtype=np.int64) * sequence_length + extra
         targets[-1] = last_token
         rows = np.searchsorted(ends, targets)  # the first document whose end reaches the target
         sample_index[1:, 0] = rows
         sample_index[1:, 1] = targets - extra - (ends[rows] - lengths[rows])
-
 
 def _py_shuffle(items, key, position):
     """items are shuffled; key, uint32 (624,), and the result are the generator's new state."""
@@ -1090,37 +888,30 @@ def _py_shuffle(items, key, position):
     _, key[:], position, *_ = random_state.get_state()
     return position
 
-
-def _py_build_blending_indices(dataset_index, dataset_sample_index, weights, num_datasets, size):
-    """int16 and int64 (size,) are filled; weights float64 (num_datasets,)."""
+def _py_build_blending_indices(dataset_index, dataset_sample_index, weights, num_datasets, size,
+                               sizes=np.inf):
+    """Fill int16 and int64 (size,); weights float64 (num_datasets,); sizes: at most so many."""
     taken = np.zeros(num_datasets)
     for i in range(size):
-        d = np.argmax(weights * max(i, 1) - taken)  # the lowest of equals
+        behind = np.where(taken < sizes, weights * max(i, 1) - taken, -np.inf)
+        d = np.argmax(behind)  # the lowest of equals
         dataset_index[i], dataset_sample_index[i] = d, taken[d]
         taken[d] += 1
-
 
 def _py_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
     """The same, of sum(sizes); sizes int64 (num_datasets,)."""
-    taken, total = np.zeros(num_datasets), int(sizes.sum())
-    weights = sizes / np.float64(max(total, 1))
-    for i in range(total):
-        d = np.argmax(np.where(taken < sizes, weights * max(i, 1) - taken, -np.inf))
-        dataset_index[i], dataset_sample_index[i] = d, taken[d]
-        taken[d] += 1
+    total = int(sizes.sum())
+    _py_build_blending_indices(dataset_index, dataset_sample_index,
+                               sizes / np.float64(max(total, 1)), num_datasets, total, sizes)
 
 
 IMPLEMENTATION = "python"  # or "c": which kernels are in use
-_build_sample_idx, _shuffle = _py_build_sample_idx, _py_shuffle
-_build_blending_indices = _py_build_blending_indices
-_build_exhaustive_blending_indices = _py_build_exhaustive_blending_indices
+_kernels = types.SimpleNamespace(
+    build_sample_idx=_py_build_sample_idx, build_blending_indices=_py_build_blending_indices,
+    build_exhaustive_blending_indices=_py_build_exhaustive_blending_indices, shuffle=_py_shuffle)
 if os.environ.get("MEGATRON_MIN_C") != "0":
     try:
-        import _megatron_min
-
-        _build_sample_idx, _shuffle = _megatron_min.build_sample_idx, _megatron_min.shuffle
-        _build_blending_indices = _megatron_min.build_blending_indices
-        _build_exhaustive_blending_indices = _megatron_min.build_exhaustive_blending_indices
+        import _megatron_min as _kernels
         IMPLEMENTATION = "c"
     except ImportError:
         if os.environ.get("MEGATRON_MIN_C") == "1":
@@ -1140,24 +931,20 @@ def count_samples(tokens, sequence_length, drop_last_partial_sequence=True,
 
 def build_sample_idx(sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch,
                      drop_last_partial_sequence=True, add_extra_token_to_sequence=True):
-    """Find where every training sample starts in the stream of shuffled documents.
-
-    The stream is the documents named by document_indices, laid end to end.  Sample k is its tokens
-    [k*S, k*S + S + x); with x = 1 its last token is its last label, and sample k+1 reads it again.
+    """Where every sample starts in the stream: the documents of document_indices, laid end to end.
+    Sample k is tokens [k*S, k*S + S + x): with x = 1 its last label is read again by sample k+1.
 
     sizes             int32 (sequences of the file,)  tokens in each
     document_indices  int32 (E*D,)                    which sequence comes d-th in the stream
     sequence_length   int >= 1                        S, without the extra token
     tokens_per_epoch  int                             the stream holds num_epochs times as many
-    Returns           int32 (N+1, 2)                  row k = (d, offset into document_indices[d])
-                                                      of sample k's first token; row N is where
-                                                      sample N-1 stops.  int64 from E*D = 2**31 on
+    Returns           int32 (N+1, 2)                  row k: d and offset in it of sample k's first
+                      (int64 from E*D = 2**31 on)     token; row N is where sample N-1 stops
     Raises            ValueError                      S < 1, or a stream too short for its samples
                       IndexError                      an entry of document_indices is no sequence
-    Cost              O(N + E*D) time, 8 bytes a row; no .bin file is opened.
-    Upstream          helpers.build_sample_idx.  With x = 0 a row may point one past the end of a
-                      document instead of at the next one's start: kept.  The number of samples with
-                      a partial last one is exact here, rounded to float32 there.
+    Cost              O(N + E*D) time, 8 bytes a row
+    Upstream          helpers.build_sample_idx, whose number of samples with a partial last one is
+                      rounded to float32.  x = 0: a row may point one past a document's end, too.
 
     >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
     >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
@@ -1171,18 +958,15 @@ def build_sample_idx(sizes, document_indices, sequence_length, num_epochs, token
              f"{len(documents)} documents cannot hold {tokens} tokens")
     num_samples = count_samples(tokens, sequence_length, drop_last_partial_sequence, extra)
     # upstream asks for int64 where a size needs it too; sizes are int32, so none can
-    dtype = np.int32 if len(documents) < 2**31 else np.int64
-    sample_index = np.empty((num_samples + 1, 2), dtype)
+    sample_index = np.empty((num_samples + 1, 2), np.int32 if len(documents) < 2**31 else np.int64)
     last_token = min(tokens, num_samples * sequence_length + extra)
-    _build_sample_idx(sample_index, sizes, documents, sequence_length, extra, last_token)
+    _kernels.build_sample_idx(sample_index, sizes, documents, sequence_length, extra, last_token)
     if last_token < num_samples * sequence_length and not extra:  # UPSTREAM: a last, partial sample
         sample_index[-1] = len(documents) - 1, sizes[documents[-1]]  # takes the empty documents
     return sample_index
 
-
 def _checked(values, name, *dtypes, out=False):
-    """A 1-D array of one of dtypes, contiguous; TypeError or ValueError for what is none, and for
-    what is to be filled (out) and cannot be."""
+    """A 1-D array of one of dtypes, contiguous, and writable if out; TypeError or ValueError."""
     kind = getattr(values, "dtype", type(values).__name__)
     _require(kind in dtypes, f"{name} must be {np.dtype(dtypes[0])}, got {kind}", TypeError)
     fit = values.ndim == 1 and (not out or values.flags.carray)
@@ -1194,28 +978,25 @@ def _checked(values, name, *dtypes, out=False):
 def shuffle(items, random_state):
     """Shuffle a 1-D array in place, exactly as random_state.shuffle(items), several times faster.
 
-    items         int32, uint32 or int64, contiguous
-    random_state  numpy.random.RandomState; left in the same state as by its own shuffle
-    The rule is Fisher-Yates from the top: for i = n-1 .. 1, swap items[i] with items[j], j uniform
-    in [0, i] by masked rejection of 32-bit draws.  Cost: O(n), as fast as memory is read at random.
+    items int32, uint32 or int64, contiguous (TypeError, ValueError for others); random_state a
+    numpy.random.RandomState, left as by its own shuffle.  O(n): for i = n-1 .. 1, items[i] and
+    items[j] are swapped, j uniform in [0, i] by masked rejection of 32-bit draws.
 
-    >>> items = np.arange(3, dtype=np.int32)
+    >>> items = np.arange(6, dtype=np.int32)
     >>> shuffle(items, np.random.RandomState(1234)); items.tolist()
-    [0, 1, 2]
+    [2, 1, 5, 0, 4, 3]
     """
     _checked(items, "items", np.int32, np.uint32, np.int64, out=True)
-    state = random_state.get_state(legacy=False)
-    key = np.array(state["state"]["key"], np.uint32)
-    state["state"] = {"key": key, "pos": _shuffle(items, key, state["state"]["pos"])}
-    random_state.set_state(state)
+    name, key, position, *normal = random_state.get_state()  # key is a copy
+    random_state.set_state((name, key, _kernels.shuffle(items, key, position), *normal))
 
 
 def build_blending_indices(dataset_index, dataset_sample_index, weights, num_datasets, size,
                            verbose=False):
     """Fill in, for each sample of a blend, its dataset and its place in that dataset.
 
-    Sample i comes from the dataset that is furthest behind: the largest weights[d] * max(i, 1) -
-    taken[d] in IEEE doubles, the lowest d among equals.  With weights 0.25 and 0.75:
+    Sample i comes from the dataset furthest behind: the largest weights[d] * max(i, 1) - taken[d]
+    in IEEE doubles, the lowest d among equals.  With weights 0.25 and 0.75:
 
         i   0.25 * max(i, 1) - taken   0.75 * max(i, 1) - taken     taken from
         0   0.25                       0.75                         1
@@ -1223,41 +1004,36 @@ def build_blending_indices(dataset_index, dataset_sample_index, weights, num_dat
         2   0.5 - 1 = -0.5             1.5 - 1 = 0.5                1
         3   0.75 - 1 = -0.25           2.25 - 2 = 0.25              1
 
-    dataset_index         int16 (size,)          out
-    dataset_sample_index  int64 (size,)          out
-    weights               float64 (num_datasets,) normalized
-    Upstream              helpers.build_blending_indices (verbose is taken for its sake)
+    Fills int16 and int64 (size,); weights float64 (num_datasets,), normalized; verbose is unused.
+    Upstream: helpers.build_blending_indices.
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
-    >>> build_blending_indices(which, sample, np.array([0.25, 0.75]), 2, 4)
-    >>> which.tolist(), sample.tolist()
+    >>> build_blending_indices(which, sample, [0.25, 0.75], 2, 4); which.tolist(), sample.tolist()
     ([1, 0, 1, 1], [0, 0, 1, 2])
     """
     weights = np.ascontiguousarray(weights, np.float64)[:num_datasets]
-    _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size)
-    _build_blending_indices(dataset_index, dataset_sample_index, weights, num_datasets, size)
+    arguments = dataset_index, dataset_sample_index, weights, num_datasets, size
+    _check_blending(*arguments)
+    _kernels.build_blending_indices(*arguments)
 
 
 def build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
-    """The same rule with weights sizes[d] / sum(sizes), until dataset d has given sizes[d] samples.
-
-    Fills int16 and int64 arrays of sum(sizes).  Upstream: the function of the same name in helpers.
+    """The same with weights sizes[d] / sum(sizes), until each dataset has given sizes[d] samples.
+    Fills int16 and int64 (sum(sizes),).  Upstream: helpers.build_exhaustive_blending_indices.
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
-    >>> build_exhaustive_blending_indices(which, sample, np.array([1, 3]), 2)
-    >>> which.tolist(), sample.tolist()
-    ([1, 0, 1, 1], [0, 0, 1, 2])
+    >>> build_exhaustive_blending_indices(which, sample, [1, 3], 2); which.tolist()
+    [1, 0, 1, 1]
     """
     counts = np.ascontiguousarray(sizes, np.int64)[:num_datasets]
     _require(np.array_equal(counts, sizes[:num_datasets]),
              f"sizes must be whole numbers, got {sizes}")
-    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets,
-                    sum(counts.tolist()))
-    _build_exhaustive_blending_indices(dataset_index, dataset_sample_index, counts, num_datasets)
-
+    arguments = dataset_index, dataset_sample_index, counts, num_datasets
+    _check_blending(*arguments, sum(counts.tolist()))  # Python's integers: an int64 may overflow
+    _kernels.build_exhaustive_blending_indices(*arguments)
 
 def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size):
-    """What the Python and the C of both blending kernels must be able to trust."""
+    """What the blending kernels must be able to trust."""
     for out, name, dtype in ((dataset_index, "dataset_index", np.int16),
                              (dataset_sample_index, "dataset_sample_index", np.int64)):
         _checked(out, name, dtype, out=True)
@@ -1283,9 +1059,9 @@ def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, 
 #   sample 1                       b b b c c              all but the first; so neighbours share one
 #   sample 2                               c c c c c      token, and no label is lost between them
 #
-# The three arrays depend on the lengths, the split, the number of samples, S and the seed alone, so
-# they are built once and cached: every rank, and the next job, maps the same files.  Beside
-# upstream's files lies a manifest, written last, which says what they were made from:
+# The three arrays depend on lengths, split, number of samples, S and seed alone: built once, they
+# are cached, and every rank and later job maps the same files.  A manifest, which upstream has not,
+# is written last and says what they were made from:
 #
 #   <hash>-GPTDataset-train-description.txt      what was asked for; hash is its md5
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
@@ -1306,11 +1082,11 @@ def epoch_geometry(tokens_per_epoch, num_samples, sequence_length, drop_last_par
                    add_extra_token_to_sequence=True):
     """How many epochs give num_samples samples (None: one epoch), and is the last shuffled apart?
 
-    E is the least with E*T >= num_samples*S + x.  The last epoch is shuffled apart when fewer than
-    80 % of its samples are asked for: shuffled with the others, it would displace some of theirs.
-    ValueError if samples are asked of no tokens (upstream never returns).
+    E is the least with E*T >= num_samples*S + x; the last is apart when fewer than 80 % of its
+    samples are wanted: shuffled with the others, it would displace some of theirs.  ValueError
+    for samples of no tokens (upstream never returns).
 
-    >>> epoch_geometry(13, 4, 4)                  # 13 tokens hold 3 samples of 4 + 1
+    >>> epoch_geometry(13, 4, 4)  # 13 tokens hold 3 samples of 4 + 1
     Geometry(num_epochs=2, num_samples=6, separate_final_epoch=True, num_samples_sans_final_epoch=3)
     """
     tokens, length, extra = tokens_per_epoch, sequence_length, int(add_extra_token_to_sequence)
@@ -1321,187 +1097,139 @@ def epoch_geometry(tokens_per_epoch, num_samples, sequence_length, drop_last_par
     if epochs == 1:
         return Geometry(1, total, False, 0)
     sans_final = ((epochs - 1) * tokens - extra) // length
-    from_final, per_epoch = num_samples - sans_final, (tokens - extra) // length
-    assert 0 <= from_final <= per_epoch + 1  # follows from the choice of epochs
-    return Geometry(epochs, total, from_final < int(0.80 * per_epoch), sans_final)
+    apart = num_samples - sans_final < int(0.80 * ((tokens - extra) // length))
+    return Geometry(epochs, total, apart, sans_final)
 
 
 def build_document_index(documents, num_epochs, random_state, separate_final_epoch):
     """documents repeated num_epochs times and shuffled, the last epoch apart if so asked.
 
-    int32 (D,) -> int32 (E*D,).  Cost: one shuffle, and no more memory than the result.
-    Upstream: _build_document_index.  All epochs but the last are one pile: a document may come
-    twice before another comes once.
+    int32 (D,) -> int32 (E*D,), and no more memory.  Upstream: _build_document_index.  All epochs
+    but the last are one pile: a document may come twice before another comes once.
 
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
     """
     document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
     edge = len(document_index) - (len(documents) if separate_final_epoch else 0)
-    return _shuffle_parts(document_index, edge, random_state)
+    shuffle(document_index[:edge], random_state)
+    shuffle(document_index[edge:], random_state)  # draws nothing if there is no rest
+    return document_index
 
 
 def build_shuffle_index(num_samples, total_size, random_state):
-    """arange(total_size), the first num_samples shuffled, then the rest.
-
-    uint32 (total_size,), int64 from 2**32 - 2 up.  Upstream: _build_shuffle_index.
+    """arange(total_size), the first num_samples shuffled, then the rest; uint32, int64 from
+    2**32 - 2 up.  Upstream: _build_shuffle_index.
 
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
     """
-    dtype = np.uint32 if total_size < 2**32 - 2 else np.int64
-    return _shuffle_parts(np.arange(total_size, dtype=dtype), num_samples, random_state)
-
-
-def _shuffle_parts(items, edge, random_state):
-    """Shuffle items[:edge], then items[edge:], in place."""
-    shuffle(items[:edge], random_state)
-    shuffle(items[edge:], random_state)  # draws nothing if there is no rest
-    return items
-
-
-class _IndexCache:
-    """The arrays of one dataset as .npy files in a folder, and the manifest that vouches for them.
-
-    names    of the arrays
-    source   what the manifest must say, and a time; another time alone asks for a closer look
-    """
-
-    def __init__(self, dataset, folder, split, names):
-        self.folder, self.description = folder, dataset.unique_description
-        stem = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split.name}"
-        self.base, self.files = os.path.join(folder, stem), [f"{name}.npy" for name in names]
-
-    def path(self, suffix):
-        """The file of an array, of the description or of the manifest."""
-        return pathlib.Path(f"{self.base}-{suffix}")
-
-    def missing(self):
-        """The files without which upstream sees no cache."""
-        return [name for name in (*self.files, "description.txt") if not self.path(name).is_file()]
-
-    def open(self):
-        """Map the arrays, read-only; nothing is ever unpickled."""
-        return [np.load(self.path(file), mmap_mode="r", allow_pickle=False).view(np.ndarray)
-                for file in self.files]
-
-    def load(self, source, build, read_all):
-        """-> the arrays, or None where there are none; any exception means: build them anew.
-
-        The manifest must match, CRCs too if read_all.  Where there is none (upstream's cache), or
-        only the time of the .idx differs (a copy), they must equal what build() makes.
-        """
-        vouched, described = (self.path(f).exists() for f in ("manifest.json", "description.txt"))
-        if not vouched and not described:
-            return None  # nothing, or another process is at it: it writes these two last
-        manifest, (made_of, mtime_ns) = {"source": source[0]}, source
-        found = self.path("description.txt").read_text("utf-8")
-        _require(found == self.description, "its description is another dataset's")
-        if vouched:
-            manifest = json.loads(self.path("manifest.json").read_text("utf-8"))
-        made_from, arrays = manifest["source"], self.open()
-        _require(made_from == made_of, f"it was made from {made_from}, not {made_of}")
-        if "files" not in manifest or manifest["mtime_ns"] != mtime_ns:
-            for file, found, wanted in zip(self.files, arrays, build()):
-                _require(found.dtype == wanted.dtype and np.array_equal(found, wanted),
-                         f"{file} is not what the data and the settings make")
-            self._write_manifest(*source)
-        elif manifest["files"] != self._entries(read_all, manifest["files"]):
-            raise ValueError("a file has another size or checksum than when it was written")
-        return arrays
-
-    def _entries(self, read_all=True, known=None):
-        """{file: {size, crc32}} of the files as they are; without read_all, which reads about a
-        GiB a second, with the known CRCs."""
-        files = {file: _map_file(self.path(file)) for file in self.files}
-        return {file: {"size": len(data), "crc32": zlib.crc32(data) if read_all else
-                       known[file]["crc32"]} for file, data in files.items()}
-
-    def save(self, source, arrays):
-        """Write all, the manifest last -> the arrays, mapped; as they are if the folder refuses."""
-        try:
-            os.makedirs(self.folder, exist_ok=True)
-            self.path("manifest.json").unlink(missing_ok=True)
-            for name, values in zip(self.files, arrays):
-                with _NewFile(self.path(name)) as file:
-                    np.save(file, values, allow_pickle=False)
-            with _NewFile(self.path("description.txt")) as file:
-                file.write(self.description.encode())
-            self._write_manifest(*source)
-            return self.open()
-        except OSError as error:
-            warnings.warn(f"the index cache {self.folder} cannot be written ({error}): the indices "
-                          "stay in memory; set path_to_cache to a folder that can")
-            return arrays
-
-    def _write_manifest(self, made_of, mtime_ns):
-        """Vouch for the files as they are; a folder that is read-only stays without."""
-        manifest = {"source": made_of, "mtime_ns": mtime_ns, "files": self._entries()}
-        with contextlib.suppress(OSError), _NewFile(self.path("manifest.json")) as file:
-            file.write(json.dumps(manifest, indent=4).encode())
+    index = np.arange(total_size, dtype=np.uint32 if total_size < 2**32 - 2 else np.int64)
+    shuffle(index[:num_samples], random_state)
+    shuffle(index[num_samples:], random_state)
+    return index
 
 
 class _CachedIndices:
-    """Mixin: index arrays that are built or loaded, opened late if so asked, and pickled as paths.
-
-    A class that has it defines source() -> what the arrays are made of, and a time or None;
-    _build_arrays() -> arrays; and _batch(indices) -> samples.
-    """
-
-    def _prepare_indices(self, folder, split, names):
-        """Load or build; without a folder to keep the arrays in they stay in memory."""
-        self._cache = _IndexCache(self, folder, split, names) if folder else None
-        self._arrays = None
+    """Mixin: index arrays, built or loaded and pickled as paths, of a class that has index_files,
+    source() -> what they are made of, and a time or None, _build_arrays(), and _batch(indices)."""
+    def _prepare_indices(self, folder, split, identifiers):
+        """Describe, then load, or build and keep; without a folder the arrays stay in memory."""
+        _describe(self, identifiers)
+        stem = f"{self.unique_description_hash}-{type(self).__name__}-{split.name}-"
+        self._base, self._arrays = folder and os.path.join(folder, stem), None
         if not folder:
             self._arrays = self._build_arrays()
-        elif not self.config.fast_cache_load or self._cache.missing():
-            self._arrays = self._load_or_build(self._cache)
-            if self.config.defer_npy_index_mmap and not self._cache.missing():
+        elif not self.config.fast_cache_load or not self._is_cached():
+            made_of = dict(zip(("source", "mtime_ns"), self.source()))
+            self._arrays = self._load(made_of) or self._save(made_of, self._build_arrays())
+            if self.config.defer_npy_index_mmap and self._is_cached():
                 self._arrays = None
 
-    def _load_or_build(self, cache):
-        """The cached arrays if they are whole and right, else new ones, and a warning why."""
-        arrays, source = None, self.source()
-        try:
-            arrays = cache.load(source, self._build_arrays, read_all=_rank() == 0)
-        except Exception as error:  # a cache is never needed: whatever is wrong, build it anew
-            warnings.warn(f"the cache {cache.base} is rebuilt: {type(error).__name__}: {error}")
-        return arrays or cache.save(source, self._build_arrays())
+    def _is_cached(self):
+        """Are the files there without which upstream sees no cache?"""
+        files = *self.index_files, "description.txt"
+        return self._base and all(os.path.isfile(self._base + file) for file in files)
 
-    def _index(self, at):
-        """Array number at, from the cache if it was not needed before."""
-        if self._arrays is None:
-            self._arrays = self._cache.open()
+    def _index(self, at=slice(None)):
+        """Array number at, or all: mapped at first use, read-only; nothing is ever unpickled."""
+        self._arrays = self._arrays or [
+            np.load(self._base + file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+            for file in self.index_files]
         return self._arrays[at]
+
+    def _load(self, made_of):
+        """The cached arrays; None if there are none or, with a warning why, none that are right."""
+        names = "manifest.json", "description.txt"  # whoever is at it writes these two last
+        manifest, text = (pathlib.Path(self._base + name) for name in names)
+        try:
+            if not manifest.exists() and not text.exists():
+                return None
+            _require(text.read_text("utf-8") == self.unique_description, "another's description")
+            found = json.loads(manifest.read_text("utf-8")) if manifest.exists() else {}
+            now = self._manifest(made_of, found.get("files") if _rank() else None)
+            for key in found.keys() - {"mtime_ns"}:
+                _require(found[key] == now[key], f"{key}: noted {found[key]}, now {now[key]}")
+            arrays = self._index()
+            if found != now:  # upstream's cache, or a copy: only the time differs
+                for file, old, new in zip(self.index_files, arrays, self._build_arrays()):
+                    _require(old.dtype == new.dtype and np.array_equal(old, new),
+                             f"{file} is not what the data and the settings make")
+                self._vouch(made_of)
+            return arrays
+        except Exception as error:  # a cache is never needed: whatever is wrong, build it anew
+            warnings.warn(f"the cache {self._base} is rebuilt: {type(error).__name__}: {error}")
+
+    def _manifest(self, made_of, known=None):
+        """What vouches for the files as they are; known CRCs are not read (a second a GiB)."""
+        data = {file: _map_file(self._base + file) for file in self.index_files}
+        return made_of | {"files": {
+            file: {"size": len(data), "crc32": known[file]["crc32"] if known else zlib.crc32(data)}
+            for file, data in data.items()}}
+
+    def _save(self, made_of, arrays):
+        """Write all, the manifest last -> the arrays, mapped; as they are if the folder refuses."""
+        try:
+            os.makedirs(os.path.dirname(self._base), exist_ok=True)
+            pathlib.Path(self._base + "manifest.json").unlink(missing_ok=True)
+            for name, values in zip(self.index_files, arrays):
+                with _NewFile(self._base + name) as file:
+                    np.save(file, values, allow_pickle=False)
+            with _NewFile(self._base + "description.txt") as file:
+                file.write(self.unique_description.encode())
+            self._vouch(made_of)
+            self._arrays = None  # those of an older cache
+            return self._index()
+        except OSError as error:
+            warnings.warn(f"the index cache {self._base} cannot be written ({error}): the indices "
+                          "stay in memory; set path_to_cache to a folder that can")
+            return arrays
+
+    def _vouch(self, made_of):
+        """Write the manifest; a folder that is read-only stays without."""
+        text = json.dumps(self._manifest(made_of), indent=4)
+        with contextlib.suppress(OSError), _NewFile(self._base + "manifest.json") as file:
+            file.write(text.encode())
 
     def __getitem__(self, idx):
         return self._batch([idx])[0]
 
     def __getitems__(self, indices):
-        """The samples of a list of indices (None: padding), made as one batch -> list of dicts.
-
-        Samples of a batch are rows of one tensor for each key: no element is in two of them.
-        """
-        if type(self).__getitem__ is not _CachedIndices.__getitem__:  # a subclass has its own
-            return [self[i] for i in indices]
-        return self._batch(indices)
+        """Samples of indices (None: padding), a list of dicts, made as one batch; none overlap."""
+        has_own = type(self).__getitem__ is not _CachedIndices.__getitem__  # a subclass
+        return [self[i] for i in indices] if has_own else self._batch(indices)
 
     def __getstate__(self):
-        state = dict(self.__dict__)
-        if self._cache is not None and not self._cache.missing():
-            state["_arrays"] = None  # the other process maps the files
-        return state
-
+        """Without arrays that the other process can map."""
+        return self.__dict__ | ({"_arrays": None} if self._is_cached() else {})
 
 def _is_distributed():
     """Is this one of several processes of a job?"""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
-
 def _rank():
     """This process's global rank; 0 without torch.distributed."""
     return torch.distributed.get_rank() if _is_distributed() else 0
-
 
 def _describe(dataset, identifiers):
     """Set unique_identifiers, the text of them that upstream writes, and the md5 of the text."""
@@ -1514,12 +1242,10 @@ def _describe(dataset, identifiers):
 class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     """The base of datasets that the builder can build.  Upstream: MegatronDataset.
 
-    dataset        what build_low_level_dataset made
-    dataset_path   its path prefix, or None
-    indices        int32: the elements of dataset that belong to this split
-    num_samples    how many are wanted; None: one epoch
+    dataset and dataset_path   what build_low_level_dataset made of what; path may be None
+    indices                    int32: the elements of dataset that belong to this split
+    num_samples                how many are wanted; None: one epoch
     """
-
     def __init__(self, dataset, dataset_path, indices, num_samples, index_split, config):
         dataset_path = None if dataset_path is None else os.fspath(dataset_path)
         num_samples = None if num_samples is None else int(num_samples)
@@ -1527,8 +1253,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         self.num_samples, self.index_split, self.config = num_samples, index_split, config
         key = {"class": type(self).__name__, "dataset_path": dataset_path,
                "num_samples": num_samples, "index_split": index_split.name}
-        key |= {name: getattr(config, name) for name in self._key_config_attributes()}
-        _describe(self, key | self._further_identifiers())
+        _describe(self, key | {key: getattr(config, key) for key in self._key_config_attributes()})
 
     @staticmethod
     @abc.abstractmethod
@@ -1542,27 +1267,16 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
 
     @staticmethod
     def _key_config_attributes():
-        """The fields of the config that change the arrays; a subclass may add to them."""
+        """The fields of the config that change the arrays; a subclass may add some."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
-
-    def _further_identifiers(self):
-        """What else the cache depends on, where upstream's key is wrong; {} where it is right."""
-        return {}
-
-    @abc.abstractmethod
-    def __len__(self):
-        """Number of samples."""
-
-    @abc.abstractmethod
-    def __getitem__(self, idx):
-        """Sample idx: a dict of tensors."""
+    # the number of samples; sample idx, a dict of tensors
+    __len__ = __getitem__ = abc.abstractmethod(lambda self, *idx: None)
 
 
 class GPTDataset(_CachedIndices, MegatronDataset):
     """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
 
-    indexed_dataset   IndexedDataset
-    dataset_path      its path prefix, which enters the cache's key
+    indexed_dataset   IndexedDataset; its path prefix, dataset_path, enters the cache's key
     indexed_indices   int32 (D,)  the sequences of this split
     num_samples       at least so many; None: those of one epoch
     ds[k] is a dict   tokens, labels, position_ids int64 (S,), loss_mask float32 (S,);
@@ -1580,21 +1294,31 @@ class GPTDataset(_CachedIndices, MegatronDataset):
     >>> ByteTokenizer().detokenize(ds[0]["tokens"]), ByteTokenizer().detokenize(ds[0]["labels"])
     ('bbbc', 'bbcc')
     """
+    index_files = "document_index.npy", "sample_index.npy", "shuffle_index.npy"
+    numel_low_level_dataset = staticmethod(len)  # sequences in the file
 
     def __init__(self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split,
                  config):
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split,
                          config)
-        self._check_range()
-        dtype = np.dtype(getattr(indexed_dataset, "dtype", np.int64))
+        n, dtype = len(indexed_dataset), np.dtype(getattr(indexed_dataset, "dtype", np.int64))
+        low, high = (self.indices.min(), self.indices.max()) if len(self.indices) else (0, -1)
+        _require(0 <= low and high < n < 2**31, f"{_name(self)}: documents {low} .. {high} of {n}, "
+                 f"and document_index, int32, can name {2**31 - 1}", IndexError)
         _require(dtype.kind in "iu", f"{_name(self)} holds {dtype}: token ids must be integers")
         self._pad_token_id, self._warned_of_pad = _pad_token_id(config), False
-        folder, names = config.path_to_cache, ("document_index", "sample_index", "shuffle_index")
+        self._extra = bool(config.add_extra_token_to_sequence)
+        drop = config.drop_last_partial_validation_sequence
+        self._keep_partial = index_split is Split.valid and not drop  # the last, short sample
+        folder = config.path_to_cache
         if not folder and dataset_path is not None:
             folder = f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices"
-        self._prepare_indices(folder, index_split, names)
-        if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
-            self._warn_without_eod()
+        self._prepare_indices(folder, index_split, self.unique_identifiers | self._unusual())
+        flags = config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss
+        last = [indexed_dataset.get(i)[-1:] for i in self.indices[:16].tolist() if any(flags)]
+        if any(map(len, last)) and not any(config.tokenizer.eod in token for token in last):
+            warnings.warn(f"{_name(self)}: none of the first {len(last)} documents ends in eod, so "
+                          "resets and eod_mask_loss find nothing: tokenize with --append-eod?")
 
     def __getstate__(self):
         """Without the arrays that the other process can map, or make from a first and a last."""
@@ -1605,77 +1329,53 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         self.__dict__ = state | {"indices": np.asarray(state["indices"], np.int32)}
 
     @staticmethod
-    def numel_low_level_dataset(low_level_dataset):
-        """Sequences in the file."""
-        return len(low_level_dataset)
-
-    @staticmethod
     def build_low_level_dataset(dataset_path, config):
         """Open the pair at dataset_path."""
         _require(dataset_path is not None, "no blend is given: give one, or build MockGPTDataset")
         check = False if config.fast_cache_load else None
         return IndexedDataset(dataset_path, mmap=config.mmap_bin_files, check=check)
 
-    def _check_range(self):
-        """IndexError for documents that the corpus does not have."""
-        n, some = len(self.dataset), len(self.indices)
-        low, high = (int(self.indices.min()), int(self.indices.max())) if some else (0, -1)
-        _require(0 <= low and high < n < 2**31, f"{_name(self)}: documents {low} .. {high} of {n}, "
-                 f"and document_index, int32, can name {2**31 - 1}", IndexError)
-
-    @property
-    def _keep_partial(self):
-        """Is the last sample kept although it is short?  Only ever of valid."""
-        drop = self.config.drop_last_partial_validation_sequence
-        return self.index_split is Split.valid and not drop
-
-    def _further_identifiers(self):
-        entries, matrix = {}, self.config.split_matrix
-        if not self.config.add_extra_token_to_sequence:
-            entries["add_extra_token_to_sequence"] = False
-        if self._keep_partial:
-            entries["drop_last_partial_validation_sequence"] = False
-        bounds = (matrix and matrix[self.index_split.value]) or (0, 1)
-        usual = [*split_range(bounds, len(self.dataset)), None]
-        if self._documents != usual and (len(self.indices) or usual[0] < usual[1]):
-            entries["documents"] = self._documents
-        return entries
+    def _unusual(self):
+        """What else the arrays depend on, where upstream's key is wrong; {} where it is right."""
+        bounds = (self.config.split_matrix or [None] * 3)[self.index_split.value] or (0, 1)
+        low, high = split_range(bounds, len(self.dataset))
+        found = {"add_extra_token_to_sequence": self._extra,
+                 "drop_last_partial_validation_sequence": not self._keep_partial,
+                 "documents": self._documents}
+        usual = [True, True, [low, high, None] if low < high else [0, 0, None]]
+        return {key: found[key] for key, value in zip(found, usual) if found[key] != value}
 
     @functools.cached_property
     def _documents(self):
         """[first, end, None] if the split is one run of documents, else with a digest of them."""
-        indices, size = self.indices, len(self.indices)
-        low, high = (int(indices[0]), int(indices[-1]) + 1) if size else (0, 0)
-        is_run = high - low == size and all(
-            (np.diff(indices[at:at + _CHUNK + 1]) == 1).all() for at in range(0, size, _CHUNK))
+        indices = self.indices
+        low, high = (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, 0)
+        is_run = high - low == len(indices) and (indices[1:] > indices[:-1]).all()
         return [low, high, None if is_run else _md5(str(indices.tolist()))]
 
     def source(self):
         """What the arrays are made of: {documents, settings, identity of the .idx}, its time."""
         source = {"format": 1, "documents": self._documents, "keep_partial": self._keep_partial,
-                  "extra_token": bool(self.config.add_extra_token_to_sequence)}
+                  "extra_token": self._extra}
         if not isinstance(self.dataset, IndexedDataset):
             return source, None
-        path, edge = get_idx_path(self.dataset.path_prefix), 1 << 16
-        stat, index = os.stat(path), _map_file(path)
-        # head and tail are enough to tell a regenerated file, for free
-        ends = _md5(index[:edge].tobytes() + index[-edge:].tobytes())
+        stat, index = os.stat(path := get_idx_path(self.dataset.path_prefix)), _map_file(path)
+        ends = _md5(index[:1 << 16].tobytes() + index[-1 << 16:].tobytes())  # regenerated?
         return source | {"idx_size": stat.st_size, "idx_ends": ends}, stat.st_mtime_ns
 
     def tokens_per_epoch(self):
         """T: the tokens of the split's documents."""
         low, high, scattered = self._documents
-        lengths = self.dataset.sequence_lengths
-        return int((lengths[self.indices] if scattered else lengths[low:high]).sum(dtype=np.int64))
+        which = self.indices if scattered else slice(low, high)  # a slice copies nothing
+        return int(self.dataset.sequence_lengths[which].sum(dtype=np.int64))
 
     def geometry(self):
         """The Geometry of this split."""
         tokens, config = self.tokens_per_epoch(), self.config
-        _require(tokens or not self.num_samples, f"{_name(self)}: {self.num_samples} samples of "
-                 f"{self.index_split.name} were asked for, but documents {self._documents[:2]} of "
-                 f"split {config.split!r} hold no tokens: give it a larger share, or ask for none")
+        _require(tokens or not self.num_samples, f"{_name(self)}: {self.index_split.name} of split "
+                 f"{config.split!r} holds no tokens for {self.num_samples} samples: enlarge it")
         return epoch_geometry(tokens, self.num_samples, config.sequence_length,
-                              not self._keep_partial, config.add_extra_token_to_sequence)
+                              not self._keep_partial, self._extra)
 
     def _build_arrays(self):
         """One generator draws everything: documents first, then samples, as upstream."""
@@ -1686,9 +1386,9 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         document_index = build_document_index(self.indices, epochs, random_state, apart)
         sample_index = build_sample_idx(
             self.dataset.sequence_lengths, document_index, config.sequence_length, epochs,
-            self.tokens_per_epoch(), not self._keep_partial, config.add_extra_token_to_sequence)
-        shuffle_index = build_shuffle_index(sans_final if apart else total, total, random_state)
-        return [document_index, sample_index, shuffle_index]
+            self.tokens_per_epoch(), not self._keep_partial, self._extra)
+        edge = sans_final if apart else total
+        return [document_index, sample_index, build_shuffle_index(edge, total, random_state)]
 
     document_index = property(lambda self: self._index(0), doc="int32 (E*D,): order of documents")
     sample_index = property(lambda self: self._index(1), doc="(N+1, 2): where each sample starts")
@@ -1698,8 +1398,13 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         return len(self.sample_index) - 1
 
     def _batch(self, indices):
-        """__getitems__ of this class."""
-        batch = self._arrays_of([self._pieces(0 if k is None else k) for k in indices])
+        """__getitems__ of this class: S + 1 tokens of each sample (x = 0: the last is padding)."""
+        pieces = [self._pieces(0 if k is None else k) for k in indices]
+        texts = np.full((len(pieces), self.config.sequence_length + 1), self._pad_token_id)
+        for row, sample in zip(texts, pieces):
+            found = np.concatenate([self.dataset.get(*piece) for piece in sample])
+            row[:len(found)] = found
+        batch = self._arrays_of(texts, pieces)
         for row in (row for row, k in enumerate(indices) if k is None):
             batch["loss_mask"][row] = 0
         return [{key: torch.from_numpy(values[row, ...]) for key, values in batch.items()}
@@ -1710,22 +1415,19 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         j = int(self.shuffle_index[_position(k, len(self), f"the samples of {_name(self)}")])
         (first, begin), (last, end) = self.sample_index[j:j + 2].tolist()
         sequences = self.document_index[first:last + 1].tolist()
-        ends = [int(self.dataset.sequence_lengths[i]) for i in sequences]
-        ends[-1] = end + bool(self.config.add_extra_token_to_sequence)
-        begins = [begin] + [0] * (last - first)
+        ends = [int(self.dataset.sequence_lengths[i]) for i in sequences[:-1]] + [end + self._extra]
+        begins = itertools.chain([begin], itertools.repeat(0))
         return [(i, low, high - low) for i, low, high in zip(sequences, begins, ends)]
 
-    def _arrays_of(self, pieces):
-        """Pieces of B samples -> their dict, (B, ...) each.  Upstream: GPTDataset.__getitem__."""
-        config, pad, length = self.config, self._pad_token_id, self.config.sequence_length
-        texts, padding = self._texts(pieces)
-        tokens, labels = texts[:, :length].copy(), np.full((len(pieces), length), pad)
-        labels[:, :texts.shape[1] - 1] = texts[:, 1:]  # without an extra token, pad comes last
+    def _arrays_of(self, texts, pieces):
+        """Tokens (B, S + 1) -> a dict, (B, ...) each.  Upstream: GPTDataset.__getitem__."""
+        config, pad = self.config, self._pad_token_id
+        tokens, labels = texts[:, :-1].copy(), texts[:, 1:].copy()
         eod, is_pad = tokens == config.tokenizer.eod, labels == pad
-        batch = {"tokens": tokens, "labels": labels, "loss_mask": (~is_pad).astype(np.float32)}
-        batch["position_ids"] = np.arange(length)[None].repeat(len(pieces), 0)
+        batch = {"tokens": tokens, "labels": labels, "loss_mask": (~is_pad).astype(np.float32),
+                 "position_ids": np.arange(tokens.shape[1])[None].repeat(len(tokens), 0)}
         if config.inter_document_masking:
-            self._mask_by_documents(batch, pieces, padding)
+            _mask_by_documents(batch, pieces)
         elif config.create_attention_mask:
             batch["attention_mask"] = _attention_mask(eod, config.reset_attention_mask)
         if config.reset_position_ids and not config.inter_document_masking:
@@ -1734,61 +1436,31 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         if config.eod_mask_loss:
             batch["loss_mask"][eod] = 0
         if is_pad.any() or (tokens == pad).any():
-            self._warn_of_pad(int((texts == pad).sum()) - sum(padding))
+            count = (texts == pad).sum() - texts.size + sum(n for row in pieces for _, _, n in row)
+            if count > 0 and not self._warned_of_pad:  # once; upstream is silent
+                self._warned_of_pad = True
+                warnings.warn(f"{_name(self)}: {count} real tokens equal the pad id {pad}: as in "
+                              "Megatron-LM, they become 0 without loss")
             tokens[tokens == pad] = labels[is_pad] = 0  # the embedding must be able to look it up
         return batch
-
-    def _texts(self, pieces):
-        """Pieces of B samples -> their tokens int64 (B, S + x), and how much of each is padding."""
-        width = self.config.sequence_length + bool(self.config.add_extra_token_to_sequence)
-        texts, padding = np.full((len(pieces), width), self._pad_token_id, np.int64), []
-        for row, sample in zip(texts, pieces):
-            at = 0
-            for sequence, offset, length in sample:
-                row[at:at + length] = self.dataset.get(sequence, offset, length)
-                at += length
-            padding.append(width - at)
-        return texts, padding
-
-    def _mask_by_documents(self, batch, pieces, padding):
-        """cu_seqlens: the ends of each sample's documents; positions restart at each of them.
-
-        The extra token is taken off the last piece, padding is added to it, empty pieces are left
-        out: so cu_seqlens rises from 0 to S without a pause, and then repeats S.
-        """
-        rows, length = batch["tokens"].shape
-        batch["cu_seqlens"] = np.full((rows, length + 1), length, np.int32)
-        batch["max_seqlen"] = np.zeros(rows, np.int32)
-        for row, sample in enumerate(pieces):
-            sizes = [size for _, _, size in sample if size]
-            sizes[-1] += padding[row] - bool(self.config.add_extra_token_to_sequence)
-            sizes = sizes if sizes[-1] else sizes[:-1]
-            ends = np.array([0, *itertools.accumulate(sizes)])
-            batch["cu_seqlens"][row, :len(ends)] = ends
-            batch["max_seqlen"][row] = max(sizes)
-            batch["position_ids"][row] -= np.repeat(ends[:-1], sizes)
-
-    def _warn_of_pad(self, count):
-        """Warn once of real tokens that will be taken for padding (upstream is silent)."""
-        if count > 0 and not self._warned_of_pad:
-            self._warned_of_pad = True
-            warnings.warn(f"{_name(self)}: {count} real tokens equal the pad id "
-                          f"{self._pad_token_id}: as in Megatron-LM, they become 0 without loss")
-
-    def _warn_without_eod(self, looked_at=16):
-        """Warn if the first documents lack the eod that three of the flags go by."""
-        eod = self.config.tokenizer.eod
-        last = [self.dataset.get(i)[-1:] for i in self.indices[:looked_at].tolist()]
-        if any(map(len, last)) and not any(eod in token for token in last):
-            warnings.warn(f"{_name(self)}: none of the first {len(last)} documents ends in eod "
-                          f"({eod}), so reset_position_ids, reset_attention_mask and eod_mask_loss "
-                          "find nothing: was it tokenized with --append-eod?")
-
 
 def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
     return str(getattr(dataset, "dataset_path", None) or type(dataset).__name__)
 
+def _mask_by_documents(batch, pieces):
+    """cu_seqlens: where each sample's documents begin, rising from 0 to S, and then S again: an
+    extra token or padding does not count, nor does an empty piece; positions restart at each."""
+    rows, length = batch["tokens"].shape
+    batch["cu_seqlens"] = np.full((rows, length + 1), length, np.int32)
+    batch["max_seqlen"] = np.zeros(rows, np.int32)
+    for row, sample in enumerate(pieces):
+        sizes = [size for _, _, size in sample if size]
+        edges = sorted({0, *itertools.accumulate(sizes[:-1]), length})
+        widths = [high - low for low, high in itertools.pairwise(edges)]
+        batch["cu_seqlens"][row, :len(edges)] = edges
+        batch["max_seqlen"][row] = max(widths)
+        batch["position_ids"][row] -= np.repeat(edges[:-1], widths)
 
 def _attention_mask(eod, reset):
     """bool (B, 1, S, S), True = may not attend: the future; with reset, across eod (B, S) too.
@@ -1800,30 +1472,27 @@ def _attention_mask(eod, reset):
            [1, 1, 0, 0]])
     """
     rows, length = eod.shape
-    mask = np.empty((rows, 1, length, length), bool)
-    mask[:] = np.triu(np.ones((length, length), bool), 1)
+    mask = np.tile(np.triu(np.ones((length, length), bool), 1), (rows, 1, 1, 1))
     for row, position in np.argwhere(eod).tolist() if reset else ():
         mask[row, 0, position + 1:, :position + 1] = True
     return mask
 
-
 def _pad_token_id(config):
     """The id that fills short samples: the tokenizer's pad; -1 if none, or if it is ambiguous."""
     tokenizer = config.tokenizer
-    pad, special = getattr(tokenizer, "pad", None), getattr(tokenizer, "special_tokens_dict", None)
+    pad, special = (getattr(tokenizer, name, None) for name in ("pad", "special_tokens_dict"))
     special = {name: token for name, token in (special or {}).items() if name != "pad_token"}
     special = special or {name: getattr(tokenizer, name, None) for name in ("eos", "eod")}
     same = [name for name, token in special.items() if token == pad]
     if pad is not None and same and not config.allow_ambiguous_pad_tokens:
         warnings.warn(f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is "
                       "-1, so that real tokens keep their loss (see allow_ambiguous_pad_tokens)")
-        pad = None
-    return -1 if pad is None else pad
+        return -1
+    return -1 if pad is None else int(pad)
 
 
 class MockGPTLowLevelDataset:
     """Sequence i is 1, 2, ..., length - 1 (mod vocabulary), then eod.  Upstream: the same name."""
-
     def __init__(self, tokenizer):
         self.tokenizer, generator = tokenizer, np.random.default_rng(0)
         self.sequence_lengths = generator.integers(1, 4096, size=100_000, dtype=np.int32)
@@ -1842,7 +1511,6 @@ class MockGPTLowLevelDataset:
 
 class MockGPTDataset(GPTDataset):
     """Samples of numbers counted up, for speed runs without data.  Upstream: MockGPTDataset."""
-
     @staticmethod
     def build_low_level_dataset(dataset_path, config):
         """100,000 sequences of 1 to 4,095 tokens; dataset_path is not used."""
@@ -1861,7 +1529,6 @@ class MockGPTDataset(GPTDataset):
 
 class BlendTooLarge(ValueError):
     """A blend asks a dataset for more samples than it holds; needed is {dataset: samples}."""
-
     def __init__(self, message, needed=None):
         super().__init__(message)
         self.needed = needed
@@ -1879,90 +1546,67 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
     ds[i]      {"dataset_id": int16, **the sample}; ds[None] is padding, as of its first dataset
     Raises     BlendTooLarge where upstream would fail in the middle of a run
     """
+    index_files = "dataset_index.npy", "dataset_sample_index.npy"
+    dataset_index = property(lambda self: self._index(0), doc="int16 (size,): whose sample it is")
+    dataset_sample_index = property(lambda self: self._index(1), doc="int64 (size,): which of them")
 
     def __init__(self, datasets, weights, size, config):
-        names = [_name(dataset) for dataset in datasets]
-        _check_weights(weights, names)
+        _check_weights(weights, names := [_name(dataset) for dataset in datasets])
         _require(size is not None or all(weight == int(weight) for weight in weights),
                  f"without a size, weights are numbers of samples, got {list(weights)}")
-        _require(len(datasets) < 32767, f"{len(datasets)} datasets: int16 can name 32766")
         _require((size or 0) >= 0, f"wanted size >= 0, got {size}")
         self.datasets, weights = _drop_zeros(datasets, weights, names)
         self.weights = [int(w) for w in weights] if size is None else normalize(weights)
         self.split, self.config = self.datasets[0].index_split, config
-        self.size = size = None if size is None else int(size)
-        _describe(self, {"class": type(self).__name__,
-                         "datasets": [dataset.unique_identifiers for dataset in self.datasets],
-                         "split": self.split.name, "weights": self.weights, "size": size})
-        names = "dataset_index", "dataset_sample_index"
-        self._prepare_indices(config.path_to_cache, self.split, names)
-        if not (config.fast_cache_load or config.defer_npy_index_mmap):
-            self._check_sizes()
+        self.size = None if size is None else int(size)
+        key = {"class": type(self).__name__,
+               "datasets": [dataset.unique_identifiers for dataset in self.datasets],
+               "split": self.split.name, "weights": self.weights, "size": self.size}
+        self._prepare_indices(config.path_to_cache, self.split, key)
+        if config.fast_cache_load or config.defer_npy_index_mmap:
+            return
+        taken = sum(np.bincount(self.dataset_index[at:at + _CHUNK], minlength=len(self.datasets))
+                    for at in range(0, len(self) or 1, _CHUNK))  # one chunk at least
+        if over := {ds: n for ds, n in zip(self.datasets, taken) if n > len(ds)}:
+            # not kept in a local: the traceback would be a cycle that holds all the files
+            raise BlendTooLarge("; ".join(f"the blend takes {n} samples of {_name(ds)}, which has "
+                                          f"{len(ds)}" for ds, n in over.items()), over)
 
     def source(self):
         """Nothing: all that a blend is made of is in its description."""
         return {"format": 1}, None
 
     def _build_arrays(self):
-        """Fill both arrays, by weights and size or by counts."""
-        size, count = len(self), len(self.datasets)
-        which, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        arrays = [np.zeros(len(self), np.int16), np.zeros(len(self), np.int64)]
         if self.size is None:
-            build_exhaustive_blending_indices(which, sample, self.weights, count)
+            build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
         else:
-            build_blending_indices(which, sample, self.weights, count, size)
-        return [which, sample]
-
-    def _check_sizes(self):
-        """BlendTooLarge, before training, where a dataset would run out of samples."""
-        taken = np.zeros(len(self.datasets), np.int64)
-        for at in range(0, len(self), _CHUNK):
-            taken += np.bincount(self.dataset_index[at:at + _CHUNK], minlength=len(taken))
-        over = {ds: count for ds, count in zip(self.datasets, taken) if count > len(ds)}
-        if over:  # not kept in a local: the traceback would be a cycle that holds all the files
-            raise BlendTooLarge("; ".join(
-                f"the blend takes {count} samples of {_name(ds)}, which has {len(ds)}"
-                for ds, count in over.items()), over)
-
-    dataset_index = property(lambda self: self._index(0), doc="int16 (size,): whose sample it is")
-    dataset_sample_index = property(lambda self: self._index(1), doc="int64 (size,): which of them")
+            build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
+        return arrays
 
     def __len__(self):
         return sum(self.weights) if self.size is None else self.size
 
     def _batch(self, indices):
         """__getitems__ of this class: each dataset is asked once."""
-        places = collections.defaultdict(list)  # dataset -> [(row, index in the dataset), ...]
+        samples, places = {}, collections.defaultdict(dict)  # dataset -> {row: index in it}
         for row, i in enumerate(indices):
-            d, sample = self._place(i)
-            places[d].append((row, sample))
-        samples = [None] * len(indices)
+            d, k = 0, None  # padding
+            if i is not None:
+                i = _position(i, len(self), "the samples of a blend")
+                d, k = int(self.dataset_index[i]), int(self.dataset_sample_index[i])
+            places[d][row] = k
         for d, wanted in places.items():
-            found = _get_samples(self.datasets[d], [sample for _, sample in wanted])
-            for (row, _), sample in zip(wanted, found):
-                samples[row] = {"dataset_id": np.int16(d), **sample}
-        return samples
-
-    def _place(self, i):
-        """Sample i -> (dataset, index in the dataset)."""
-        if i is None:
-            return 0, None
-        i = _position(i, len(self), "the samples of a blend")
-        return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
-
+            ds, ks = self.datasets[d], [*wanted.values()]
+            found = ds.__getitems__(ks) if hasattr(ds, "__getitems__") else [ds[k] for k in ks]
+            samples |= zip(wanted, ({"dataset_id": np.int16(d), **sample} for sample in found))
+        return [samples[row] for row in range(len(indices))]
 
 def _drop_zeros(items, weights, names):
     """The items whose weights are not 0, and these weights, with a note that names the others."""
-    dropped = [name for name, weight in zip(names, weights) if not weight]
-    if dropped:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(map(str, dropped)))
+    if dropped := [str(name) for name, weight in zip(names, weights) if not weight]:
+        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
     return [item for item, weight in zip(items, weights) if weight], [*filter(None, weights)]
-
-
-def _get_samples(dataset, indices):
-    """The samples of a list of indices, as one batch where the dataset can."""
-    many = getattr(dataset, "__getitems__", None)
-    return many(indices) if many else [dataset[i] for i in indices]
 
 
 # ==============================================================================
@@ -1974,16 +1618,15 @@ def _get_samples(dataset, indices):
 #           blend_per_split         each split has corpora of its own, whole
 #           neither                 mock data
 #   rank 0: build, write the cache  ->  did it fail?  ->  others: load (or build)  ->  did one fail?
-#
-# The build is deterministic, so a rank that sees no cache builds its own; nobody waits for a file.
-#
 #   weights   each corpus is built for                          the blend has
 #   given     ceil(ceil(size * w) * (1 + surplus)) samples      sum of ceil(size * w) samples
 #   None      one epoch                                         min(size, all of them); all if None
 #
-# A blend is exact only over a whole run, so in the middle of it a corpus may be drawn a few times
-# more than its share: the surplus is for these.  Where it does not suffice (upstream then fails in
-# the middle of the run), that corpus alone is built again for as many as are drawn.
+# The build is deterministic, so a rank that sees no cache builds its own; nobody waits for a file.
+#
+# A blend is exact only over a whole run, so in the middle of it a corpus may be ahead of its share:
+# the surplus is for that.  Where it does not suffice (upstream then fails in the middle of a run),
+# that corpus alone is built again for as many as are drawn.
 
 
 class BlendedMegatronDatasetBuilder:
@@ -1996,137 +1639,135 @@ class BlendedMegatronDatasetBuilder:
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
     >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, [4, 0, 0], lambda: True, config)
-    >>> train, valid, test = builder.build()
-    >>> [(sample["dataset_id"].item(), bytes(sample["tokens"].tolist())) for sample in train]
+    >>> [(s["dataset_id"].item(), bytes(s["tokens"].tolist())) for s in builder.build()[0]]
     [(1, b'cccc'), (0, b'bbbc'), (1, b'bbbc'), (1, b'aaaa')]
     """
-
     def __init__(self, cls, sizes, is_built_on_rank, config):
         _require(len(sizes) == len(Split), f"sizes: wanted {len(Split)} entries, got {list(sizes)}")
-        self.cls, self.sizes = cls, list(sizes)
-        self.is_built_on_rank, self.config = is_built_on_rank, config
+        self.cls, self.sizes, self.config = cls, list(sizes), config
+        self.is_built_on_rank = is_built_on_rank
         _require(not (config.multiple_validation_sets and config.full_validation)
                  or sizes[Split.valid.value] is None, "full_validation: valid's size must be None")
 
     def build(self):
         """-> [train, valid, test]: None, a dataset, or (multiple_validation_sets) a list of them.
-
-        With torch.distributed every rank must call it.  A failure on any rank is raised on all.
-        """
+        With torch.distributed every rank must call it.  A failure on any rank is raised on all."""
         if not _is_distributed():
             return self._build()
-        datasets, mine = [None] * len(Split), False
-        # a gloo group of our own: a build may outlast the timeout of the job's group, and gloo
-        # notices at once when a process is gone
+        # a group of our own: a build may outlast the job's timeout, and gloo sees a dead process
         group = torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(hours=24))
         try:
-            for turn in ("ask", "rank 0", "others"):
-                error = None
-                try:
-                    if turn == "ask":
-                        mine = self.is_built_on_rank()
-                    elif (_rank() == 0) == (turn == "rank 0") and (mine or _rank() == 0):
-                        datasets = self._build()
-                except Exception as failure:
-                    error = failure
-                _raise_together(error, group)
+            wanted, first = _together(self.is_built_on_rank, group), _rank() == 0
+            mine = _together(lambda: self._build() if first else None, group)
+            others = _together(lambda: self._build() if wanted and not first else None, group)
         finally:
-            error = None  # held here and by its traceback, it would keep all files open
             torch.distributed.destroy_process_group(group)
-        return datasets if mine else [None] * len(Split)
+        return (mine or others) if wanted else [None] * len(Split)
 
     def _build(self):
-        """The three modes, on this process alone."""
-        blend, matrix = self.config.blend or ([None], None), self.config.split_matrix
-        if matrix:
-            return self._blend(blend, matrix, self.sizes)
+        if self.config.split_matrix:
+            return self._blend(*(self.config.blend or ([None], None)), self.config.split_matrix)
         return [blend and self._build_split(split, *blend)
                 for split, blend in zip(Split, self.config.blend_per_split)]
 
     def _build_split(self, split, prefixes, weights):
-        """blend_per_split: the whole of its corpora belongs to this split."""
+        """blend_per_split: the whole of its corpora belongs to this split; one is no blend."""
         matrix = [(0.0, 1.0) if other is split else None for other in Split]
-        if len(prefixes) == 1:
-            return self._cut(prefixes[0], matrix, self.sizes)[split.value]
-        if split is Split.valid and self.config.multiple_validation_sets:
-            return [self._cut(prefix, matrix, self.sizes)[split.value] for prefix in prefixes]
-        return self._blend((prefixes, weights), matrix, self.sizes)[split.value]
+        if split is Split.valid and self.config.multiple_validation_sets and len(prefixes) > 1:
+            return [self._blend([prefix], None, matrix)[split.value] for prefix in prefixes]
+        return self._blend(prefixes, weights if len(prefixes) > 1 else None, matrix)[split.value]
 
-    def _blend(self, blend, matrix, sizes):
+    def _blend(self, prefixes, weights, matrix):
         """-> for each split with a place in matrix, the blend of its parts of the corpora."""
-        prefixes, weights = blend
+        sizes, asked = self.sizes, itertools.repeat([None] * len(Split))
         if weights is None and len(prefixes) == 1:
             return self._cut(prefixes[0], matrix, sizes)
         if weights is not None:
-            _require(all(size is not None or not bounds for bounds, size in zip(matrix, sizes)),
+            _require(None not in itertools.compress(sizes, matrix),
                      f"a blend with weights needs a size for each split, got {sizes}")
             prefixes, weights = _drop_zeros(prefixes, weights, prefixes)
-            weights = normalize(weights)
-        surplus = 1 + self.config.mid_level_dataset_surplus
-        requests = [[math.ceil(math.ceil((size or 0) * weight) * surplus) for size in sizes]
-                    for weight in weights or ()] or [[None] * len(Split)] * len(prefixes)
+            weights, surplus = normalize(weights), 1 + self.config.mid_level_dataset_surplus
+            asked = [[math.ceil(math.ceil((n or 0) * w) * surplus) for n in sizes] for w in weights]
         with concurrent.futures.ThreadPoolExecutor(self.config.num_dataset_builder_threads) as pool:
-            cut = list(pool.map(self._cut, prefixes, itertools.repeat(matrix), requests))
-        return [bounds and self._blend_split(split, prefixes, list(parts), weights, size, bounds)
+            cut = list(pool.map(self._cut, prefixes, itertools.repeat(matrix), asked))
+        return [bounds and self._blend_split(split, list(parts), weights, size)
                 for split, bounds, size, *parts in zip(Split, matrix, sizes, *cut)]
 
-    def _blend_split(self, split, prefixes, datasets, weights, size, bounds):
+    def _blend_split(self, split, datasets, weights, size):
         """The blend of one split; a corpus that it would exhaust is built again, larger."""
         if weights is not None:
             size = sum(math.ceil(size * weight) for weight in weights)
         else:
             weights = [len(dataset) for dataset in datasets]
             if size is not None and size > sum(weights):
-                warnings.warn(f"{split.name}: {size} samples were asked of corpora that hold "
-                              f"{sum(weights)} in one epoch, so the run will end early: give "
-                              "weights, to repeat them")
-            size = None if size is None else min(size, sum(weights))
+                warnings.warn(f"{split.name}: an epoch has {sum(weights)} samples, not {size}: the "
+                              "run will end early; give weights, to repeat corpora")
+                size = sum(weights)
         try:
             return BlendedDataset(datasets, weights, size, self.config)
         except BlendTooLarge as error:
             log.warning("rebuilt larger, since %s", str(error))
-            needed = error.needed
-        matrix = [bounds if other is split else None for other in Split]
-        for ds, count in needed.items():  # only these: another num_samples can mean another order
-            d = datasets.index(ds)
-            datasets[d] = self._cut(prefixes[d], matrix, [count] * len(Split))[split.value]
+            for ds, count in error.needed.items():  # only these: num_samples can change the order
+                datasets[datasets.index(ds)] = self.cls(
+                    ds.dataset, ds.dataset_path, ds.indices, count, split, self.config)
         return BlendedDataset(datasets, weights, size, self.config)
 
     def _cut(self, prefix, matrix, sizes):
         """One corpus, opened once -> its part of each split that has a place in matrix."""
-        corpus = self.cls.build_low_level_dataset(prefix, self.config)
-        n, parts = self.cls.numel_low_level_dataset(corpus), [None] * len(Split)
-        for split, bounds, size in zip(Split, matrix, sizes):
-            if bounds:
-                low, high = split_range(bounds, n)
-                _require(n < 2**31, f"{prefix}: {n} sequences, int32 names {2**31 - 1}: split it")
-                indices = np.arange(low, high, dtype=np.int32)
-                parts[split.value] = self.cls(corpus, prefix, indices, size, split, self.config)
-        return parts
+        raw = self.cls.build_low_level_dataset(prefix, self.config)
+        n = self.cls.numel_low_level_dataset(raw)
+        _require(n < 2**31, f"{prefix}: {n} sequences, int32 names {2**31 - 1}: split it")
+        return [bounds and self.cls(raw, prefix, np.arange(*split_range(bounds, n), dtype=np.int32),
+                                    size, split, self.config)
+                for split, bounds, size in zip(Split, matrix, sizes)]
 
+def _wire(group):
+    """The device whose tensors a group can send."""
+    return "cuda" if _is_distributed() and torch.distributed.get_backend(group) == "nccl" else "cpu"
 
-def _gather(value, group=None, size=4096):
+def _gather(value, group=None, size=8192):
     """A small JSON-able value of each rank -> the list of all, on every rank; no pickle."""
-    device = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
     text = json.dumps(value).encode().ljust(size)
     _require(len(text) == size, f"{len(text)} bytes are too long for a message of {size}")
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_wire(group))
     everyone = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(everyone, mine, group=group)
     return [json.loads(bytes(row.tolist())) for row in everyone]
 
+def _attempt(step):
+    """-> what step() returns, and the error that it raises instead."""
+    try:
+        return step(), None
+    except Exception as error:
+        return None, error
+
+def _together(step, group):
+    """Every rank calls step() -> its result, or all raise the error of one; 4 bytes if none has."""
+    if not _is_distributed() or torch.distributed.get_world_size(group) == 1:
+        return step()
+    result, error = _attempt(step)
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=_wire(group))
+    torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX, group=group)
+    if failed.item():
+        _raise_together(error, group)
+    return result
 
 def _raise_together(error, group):
-    """Every rank calls it with its error or None; if one has an error all raise the first, as its
-    own class if that is one of these."""
-    kinds = (DatasetFormatError, BlendTooLarge, ValueError, TypeError, IndexError, ImportError,
-             FileNotFoundError, PermissionError, OSError)
-    mine = error and [type(error).__name__, str(error)[:600]]
-    for rank, found in enumerate(_gather(mine, group)):
-        if found:
-            kind = {kind.__name__: kind for kind in kinds}.get(found[0])
-            sentence = found[1] if kind else ": ".join(found)
-            raise (kind or RuntimeError)(f"rank {rank}: {sentence}") from error
+    """Every rank calls it with its error or None, and raises that of the first rank with one."""
+    for found in filter(None, _gather(error and _as_message(error), group)):
+        _raise_message(found, error)
+
+def _as_message(error):
+    """What travels of an error: its class, and its unquoted sentence after the rank that met it."""
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)[:600]
+    return type(error).__name__, re.sub(r"^(?!rank \d+: )", f"rank {_rank()}: ", text)
+
+def _raise_message(message, cause=None):
+    """Raise the error of a message, as its own class if that is one of these."""
+    kinds = (DatasetFormatError, BlendTooLarge, ValueError, TypeError, KeyError, IndexError,
+             ImportError, FileNotFoundError, PermissionError, OSError, StopIteration, RuntimeError)
+    (name, text), kind = message, {kind.__name__: kind for kind in kinds}.get(message[0])
+    raise kind(text) if kind else RuntimeError(text.replace(": ", f": {name}: ", 1)) from cause
 
 
 # ==============================================================================
@@ -2150,46 +1791,33 @@ def _raise_together(error, group):
 
 
 class _Sampler:
-    """What the samplers share: sizes, and consumed_samples, where the next pass begins.
-
-    Each has kind, its name in a saved state; check_consumed(consumed), ValueError where no pass can
-    begin; and geometry(consumed), what must be equal for a run to go on exactly: the resumed order
-    is the saved one if and only if all its values are the same.
-    """
-
+    """What the samplers share.  consumed_samples: where the next pass begins; kind: the name in a
+    saved state; geometry(consumed): the order is the saved one if and only if it is equal."""
     def __init__(self, total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
-                 data_parallel_size):
-        _require(total_samples > 0, f"no sample to consume: total_samples is {total_samples}")
-        for size in (micro_batch_size, data_parallel_size):
-            _require(size >= 1, f"micro_batch_size, data_parallel_size must be >= 1, got {size}")
-        _require(0 <= data_parallel_rank < data_parallel_size,
-                 f"data_parallel_rank must be < {data_parallel_size}, got {data_parallel_rank}")
-        self.total_samples, self.consumed_samples = int(total_samples), int(consumed_samples)
-        self.micro_batch_size, self.data_parallel_rank = int(micro_batch_size), data_parallel_rank
-        self.data_parallel_size = int(data_parallel_size)
-        self.micro_batch_times_data_parallel_size = self.micro_batch_size * self.data_parallel_size
+                 data_parallel_size, drop_last=True):
+        sizes = total_samples, micro_batch_size, data_parallel_size
+        _require(min(sizes) >= 1 and 0 <= data_parallel_rank < data_parallel_size,
+                 "wanted total_samples, micro_batch_size, data_parallel_size >= 1, rank below, "
+                 f"got {sizes} and {data_parallel_rank}")
+        self.total_samples, self.micro_batch_size, self.data_parallel_size = map(int, sizes)
+        self.consumed_samples, self.data_parallel_rank = int(consumed_samples), data_parallel_rank
+        self._group = self.micro_batch_size * self.data_parallel_size
+        self.micro_batch_times_data_parallel_size, self.drop_last = self._group, drop_last
+        self.active_total_samples = self.total_samples - self.total_samples % self._group
+        self.check_consumed(consumed_samples)
 
 
 class MegatronPretrainingSampler(_Sampler):
     """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
 
-    Yields lists of micro_batch_size indices: of each run of micro_batch_size * data_parallel_size,
-    rank r gets the r-th part.  drop_last=False: the tail is shared out, None in the missing places
-    (dataset[None] is padding), so that every rank yields as many batches.  A second pass starts at
-    0.  len() is the number of batches of the next pass (upstream: of samples).
+    Yields lists of micro_batch_size indices, rank r the r-th part of each global batch.
+    drop_last=False: the tail is shared out, None (padding) in the missing places, so that every
+    rank yields as many.  A second pass starts at 0.  len() counts batches (upstream: samples).
 
     >>> list(MegatronPretrainingSampler(6, 0, 1, data_parallel_rank=1, data_parallel_size=2))
     [[1], [3], [5]]
     """
-
     kind = "single"
-
-    def __init__(self, total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
-                 data_parallel_size, drop_last=True):
-        super().__init__(total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
-                         data_parallel_size)
-        self.drop_last = drop_last
-        self.check_consumed(consumed_samples)
 
     def check_consumed(self, consumed_samples):
         """ValueError unless a pass can begin there; at the very end it is an empty one."""
@@ -2197,21 +1825,16 @@ class MegatronPretrainingSampler(_Sampler):
                  f"consumed_samples is {consumed_samples} of {self.total_samples}")
 
     def __len__(self):
-        group = self.micro_batch_times_data_parallel_size
-        whole, rest = divmod(self.total_samples - self.consumed_samples, group)
+        whole, rest = divmod(self.total_samples - self.consumed_samples, self._group)
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self):
-        start, batches, self.consumed_samples = self.consumed_samples, len(self), 0
-        group = self.micro_batch_times_data_parallel_size
-        for first in range(start, start + batches * group, group):
-            yield self._part(first, min(group, self.total_samples - first))
-
-    def _part(self, first, count):
-        """This rank's run of a global batch; a short one is shared out as evenly as can be."""
-        size, rank, ranks = self.micro_batch_size, self.data_parallel_rank, self.data_parallel_size
-        mine = range(first - -rank * count // ranks, first - -(rank + 1) * count // ranks)
-        return [*mine] + [None] * (size - len(mine))
+        firsts = range(self.consumed_samples, self.total_samples, self._group)[:len(self)]
+        self.consumed_samples, rank, ranks = 0, self.data_parallel_rank, self.data_parallel_size
+        for first in firsts:
+            count = min(self._group, self.total_samples - first)  # a short one is shared out evenly
+            mine = range(first - -rank * count // ranks, first - -(rank + 1) * count // ranks)
+            yield [*mine] + [None] * (self.micro_batch_size - len(mine))
 
     def geometry(self, consumed_samples):
         """What must be equal for a run to go on exactly: nothing but the order itself."""
@@ -2219,11 +1842,7 @@ class MegatronPretrainingSampler(_Sampler):
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
-    """One sample a rank a step, to the last one; None where a rank has none left.
-
-    micro_batch_size is taken for the sake of a common signature, and not used.
-    """
-
+    """One sample a rank a step, to the last, then None; micro_batch_size is not used."""
     kind = "full_validation"
 
     def __init__(self, total_samples, consumed_samples=0, micro_batch_size=1, data_parallel_rank=0,
@@ -2239,68 +1858,50 @@ class MegatronPretrainingRandomSampler(_Sampler):
     seed           the order of epoch e comes from seed + e (upstream: from e)
 
     The last total_samples % (micro_batch_size * data_parallel_size) samples of each order are left
-    out, so that all ranks yield as many batches (upstream: not if unsharded) and stay in the same
-    epoch.  Each pass goes on at consumed_samples, which advances with every global batch, across
-    epochs; len() is the number of batches left in the epoch.
+    out, so that all ranks stay in the same epoch (upstream: not if unsharded).  Each pass goes on
+    at consumed_samples, which every batch advances; len() is what is left of the epoch, in batches.
 
     >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
     [[4], [0], [7], [3], [2], [5], [1], [6]]
     """
-
     kind = "cyclic"
 
     def __init__(self, dataset, total_samples, consumed_samples, micro_batch_size,
                  data_parallel_rank, data_parallel_size, data_sharding, seed=0):
+        self.dataset, self.data_sharding, self.seed = dataset, data_sharding, int(seed)
         super().__init__(total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
                          data_parallel_size)
-        self.dataset, self.data_sharding, self.seed = dataset, data_sharding, int(seed)
-        group = self.micro_batch_times_data_parallel_size
-        self.active_total_samples = total_samples - total_samples % group
-        _require(self.active_total_samples, f"{total_samples} samples: no global batch of {group}")
-        self.check_consumed(consumed_samples)
 
     def check_consumed(self, consumed_samples):
         """ValueError unless a pass can begin there: at a whole number of global batches."""
-        group, done = self.micro_batch_times_data_parallel_size, self._epoch(consumed_samples)[1]
-        _require(consumed_samples >= 0 and done % group == 0, f"consumed_samples "
-                 f"{consumed_samples}: {done} into the epoch, no multiple of global batch {group}")
-
-    def _epoch(self, consumed_samples):
-        """-> epoch, samples of it that are done."""
-        return divmod(consumed_samples, self.active_total_samples)
+        whole = consumed_samples >= 0 and consumed_samples % self._group == 0
+        _require(whole and self.active_total_samples, f"consumed_samples {consumed_samples} of "
+                 f"{self.total_samples}: wanted whole global batches of {self._group}, at least 1")
 
     def __len__(self):
-        left = self.active_total_samples - self._epoch(self.consumed_samples)[1]
-        return left // self.micro_batch_times_data_parallel_size
+        done = self.consumed_samples % self.active_total_samples
+        return (self.active_total_samples - done) // self._group
 
     def __iter__(self):
-        order = self._order(*self._epoch(self.consumed_samples))
-        for first in range(0, len(order), self.micro_batch_size):
-            self.consumed_samples += self.micro_batch_times_data_parallel_size
-            yield order[first:first + self.micro_batch_size].tolist()
-
-    def _order(self, epoch, done):
-        """This rank's indices in the rest of an epoch, int64."""
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        rank, ranks = self.data_parallel_rank, self.data_parallel_size
-        if self.data_sharding:
-            bucket = self.active_total_samples // ranks
-            return rank * bucket + torch.randperm(bucket, generator=generator)[done // ranks:]
-        order = torch.randperm(self._shuffled(), generator=generator)
-        return order[done:self.active_total_samples][rank::ranks]
-
-    def _shuffled(self):
-        """How many samples the unsharded order is a shuffle of."""
-        return self.total_samples - self.total_samples % self.micro_batch_size
+        now, ranks = self.geometry(self.consumed_samples), self.data_parallel_size
+        generator = torch.Generator().manual_seed(now["seed"] + now["epoch"])
+        size = now["of"] // ranks if now["data_sharding"] else now["of"]
+        order = torch.randperm(size, generator=generator)
+        if now["data_sharding"]:
+            order = self.data_parallel_rank * size + order[now["done"] // ranks:]
+        else:
+            order = order[now["done"]:self.active_total_samples][self.data_parallel_rank::ranks]
+        for batch in order.split(self.micro_batch_size):
+            self.consumed_samples += self._group
+            yield batch.tolist()
 
     def geometry(self, consumed_samples):
-        """What must be equal for a run to go on exactly."""
-        epoch, done = self._epoch(consumed_samples)
-        order = {"seed": self.seed, "data_sharding": self.data_sharding, "epoch": epoch}
-        if not self.data_sharding:
-            return order | {"done": done, "of": self._shuffled()}
-        return order | {"done": done, "of": self.active_total_samples,
-                        "data_parallel_size": self.data_parallel_size}
+        """What must be equal for a run to go on exactly; of: the samples that are shuffled."""
+        epoch, done = divmod(consumed_samples, self.active_total_samples)
+        ranks = {"data_parallel_size": self.data_parallel_size} if self.data_sharding else {}
+        unit = self._group if self.data_sharding else self.micro_batch_size
+        return {"seed": self.seed, "data_sharding": self.data_sharding, "epoch": epoch,
+                "done": done, "of": self.total_samples - self.total_samples % unit} | ranks
 
 
 def fingerprint(dataset):
@@ -2311,39 +1912,31 @@ def fingerprint(dataset):
         return {**parts[0], **found, "size": dataset.size, "weights": _md5(str(dataset.weights)),
                 "data": _md5(json.dumps(parts))}
     if isinstance(dataset, MegatronDataset):
-        found |= {"split": dataset.index_split.name, "requested": dataset.num_samples,
-                  "sequence_length": dataset.config.sequence_length,
-                  "random_seed": dataset.config.random_seed}
+        found |= {"split": dataset.index_split.name, "requested": dataset.num_samples}
+        found |= {key: getattr(dataset.config, key) for key in ("sequence_length", "random_seed")}
     if isinstance(dataset, GPTDataset):
         found["data"] = _md5(json.dumps(dataset.source()[0]))
     return found
 
 
 class PretrainingDataLoader(torch.utils.data.DataLoader):
-    """A DataLoader whose position can be saved: it counts the samples of delivered batches.
+    """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
 
-    state_dict() and load_state_dict(state) are those of torchdata's StatefulDataLoader.  With
-    worker processes the sampler runs ahead; the state does not: a batch counts when it is handed
-    over, so what was prefetched and not used is read again after a resume.
-
-    dataset         a map-style dataset; None among the indices asks it for padding
-    batch_sampler   one of the samplers above
-    arguments       as of torch.utils.data.DataLoader
+    With worker processes the sampler runs ahead; the state does not: a batch counts when it is
+    handed over, so what was prefetched and not used is read again after a resume.
+    batch_sampler is one of the above; a None among its indices asks the dataset for padding.
     """
-
     def __init__(self, dataset, batch_sampler, **arguments):
         super().__init__(dataset, batch_sampler=batch_sampler, **arguments)
         self.consumed_samples = batch_sampler.consumed_samples
 
     def __iter__(self):
-        sampler = self.batch_sampler
-        if sampler.kind == "cyclic":
-            sampler.consumed_samples = self.consumed_samples  # not where prefetching left it
+        sampler, limit = self.batch_sampler, self.batch_sampler.total_samples
+        if sampler.kind == "cyclic":  # endless; not from where prefetching left the sampler
+            sampler.consumed_samples, limit = self.consumed_samples, math.inf
         start = sampler.consumed_samples
-        limit = math.inf if sampler.kind == "cyclic" else sampler.total_samples
-        group = sampler.micro_batch_times_data_parallel_size
         for number, batch in enumerate(super().__iter__(), 1):
-            self.consumed_samples = min(start + number * group, limit)
+            self.consumed_samples = min(start + number * sampler._group, limit)
             yield batch
 
     def state_dict(self):
@@ -2358,12 +1951,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         sampler = self.batch_sampler
         try:
             consumed = operator.index(state["consumed_samples"])
-            saved = {**state["dataset"], **state["geometry"], "sampler": state["sampler"],
-                     "version": state["version"]}
+            saved = {key: state[key] for key in ("sampler", "version")}
+            saved |= state["dataset"] | state["geometry"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
-        here = {**fingerprint(self.dataset), **sampler.geometry(consumed), "sampler": sampler.kind,
-                "version": 1}
+        here = {"sampler": sampler.kind, "version": 1}
+        here |= fingerprint(self.dataset) | sampler.geometry(consumed)
         differ = [f"{key} is {here.get(key)!r} here, {saved.get(key)!r} in the state"
                   for key in sorted({*here, *saved}) if here.get(key) != saved.get(key)]
         _require(not differ or not strict, f"the state does not fit: {'; '.join(differ)}")
@@ -2375,37 +1968,27 @@ def build_pretraining_data_loader(
         dataset, consumed_samples, *, micro_batch_size, data_parallel_rank=0, data_parallel_size=1,
         dataloader_type="single", data_sharding=True, num_workers=0, full_validation=False,
         drop_last=True, seed=0):
-    """A DataLoader of this rank's micro-batches, with state_dict() and load_state_dict().
+    """A PretrainingDataLoader of this rank's micro-batches, dicts of (micro_batch_size, ...); None
+    for None.  Upstream: build_pretraining_data_loader.
 
     dataloader_type   "single": in order; "cyclic": shuffled anew each epoch; "external": dataset
                       is the user's own loader, and is returned as it is
     full_validation   every sample once, one a rank a step
-    Returns           PretrainingDataLoader of dicts, (micro_batch_size, ...) each; None for None
-    Upstream          build_pretraining_data_loader
 
-    >>> prefix, config = toy_corpus(), GPTDatasetConfig(1234, 4, blend=(["toy"], None), split="1",
-    ...     tokenizer=ByteTokenizer(), create_attention_mask=False)
-    >>> all_documents = np.arange(3, dtype=np.int32)
-    >>> ds = GPTDataset(IndexedDataset(prefix), prefix, all_documents, 3, Split.train, config)
-    >>> loader = build_pretraining_data_loader(ds, 0, micro_batch_size=1)
-    >>> next(iter(loader))["tokens"], loader.state_dict()["consumed_samples"]
-    (tensor([[98, 98, 98, 99]]), 1)
+    >>> loader = build_pretraining_data_loader(range(8), 0, micro_batch_size=2)
+    >>> next(iter(loader)), loader.state_dict()["consumed_samples"]
+    (tensor([0, 1]), 2)
     """
     if dataset is None or dataloader_type == "external":
         return dataset
     _require(dataloader_type in ("single", "cyclic"),
              f"dataloader_type must be single, cyclic or external, got {dataloader_type!r}")
-    total = len(dataset)
-    common = consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
-    if full_validation:
-        sampler = MegatronFullValidationSampler(total, *common)
-    elif dataloader_type == "single":
-        sampler = MegatronPretrainingSampler(total, *common, drop_last)
-    else:
-        sampler = MegatronPretrainingRandomSampler(dataset, total, *common, data_sharding, seed)
-    return PretrainingDataLoader(dataset, sampler, num_workers=num_workers,
-                                 pin_memory=torch.cuda.is_available(),
-                                 persistent_workers=num_workers > 0)
+    sizes = len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
+    sampler = (MegatronFullValidationSampler(*sizes) if full_validation else
+               MegatronPretrainingSampler(*sizes, drop_last) if dataloader_type == "single" else
+               MegatronPretrainingRandomSampler(dataset, *sizes, data_sharding, seed))
+    how = {"pin_memory": torch.cuda.is_available(), "persistent_workers": num_workers > 0}
+    return PretrainingDataLoader(dataset, sampler, num_workers=num_workers, **how)
 
 
 def cyclic_iter(iterable):
@@ -2424,7 +2007,7 @@ def cyclic_iter(iterable):
     raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
 
 
-class RerunDataIterator:
+class RerunDataIterator(collections.abc.Iterator):
     """An iterator whose last micro-batches can be had again.  Upstream: RerunDataIterator.
 
     rewind() goes back to the last advance(); advance() forgets what was read until now.
@@ -2435,13 +2018,8 @@ class RerunDataIterator:
     >>> numbers.advance(), next(numbers), numbers.rewind(), next(numbers)
     (None, 2, None, 2)
     """
-
     def __init__(self, iterable):
-        self.iterable, self._source = iterable, iter(iterable)
-        self._saved, self._at = [], 0
-
-    def __iter__(self):
-        return self
+        self.iterable, self._source, self._saved, self._at = iterable, iter(iterable), [], 0
 
     def __next__(self):
         if self._at == len(self._saved):
@@ -2455,17 +2033,14 @@ class RerunDataIterator:
 
     def advance(self):
         """The step is done: what was read is not needed any more."""
-        del self._saved[:self._at]
-        self._at = 0
+        self._saved, self._at = self._saved[self._at:], 0
 
 
 def get_train_valid_test_num_samples(*, global_batch_size, eval_interval, eval_iters,
                                      train_iters=None, train_samples=None, full_validation=False):
-    """(train, valid, test) samples that a run needs; valid is None with full_validation.
-
-    Evaluations, of eval_iters global batches each, come every eval_interval iterations and once at
-    the end; the test set is used once.  Give the length of the run as train_iters or as
-    train_samples.  Upstream: get_train_valid_test_num_samples.
+    """(train, valid, test) samples that a run of train_iters or train_samples needs; valid is None
+    with full_validation.  Evaluations, of eval_iters global batches, come every eval_interval
+    iterations and at the end; test is used once.  Upstream: get_train_valid_test_num_samples.
 
     >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
     ...                                  eval_iters=2)
@@ -2475,11 +2050,10 @@ def get_train_valid_test_num_samples(*, global_batch_size, eval_interval, eval_i
              f"give train_iters or train_samples, got {train_iters} and {train_samples}")
     for size in (global_batch_size, eval_interval):
         _require(size >= 1, f"global_batch_size and eval_interval must be >= 1, got {size}")
-    if train_samples is None:
-        train_samples = train_iters * global_batch_size
-    evaluations = train_samples // global_batch_size // eval_interval + 1
+    samples = train_samples if train_iters is None else train_iters * global_batch_size
+    evaluations = samples // global_batch_size // eval_interval + 1
     valid = None if full_validation else evaluations * eval_iters * global_batch_size
-    return train_samples, valid, eval_iters * global_batch_size
+    return samples, valid, eval_iters * global_batch_size
 
 
 class NumMicroBatches:
@@ -2488,35 +2062,32 @@ class NumMicroBatches:
     global_batch_size  samples a step, over all data-parallel ranks
     rampup_batch_size  (start, increment, samples): the global batch grows from start to
                        global_batch_size in equal steps of increment over so many samples
-    ValueError if a global batch on the way is not a whole number of micro-batches on every rank.
+    Raises             ValueError if one of these is no whole number of micro-batches on every rank
 
     >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
     >>> [(ramp.update(consumed), ramp.get(), ramp.get_current_global_batch_size())[1:]
     ...  for consumed in (0, 50, 101)]
     [(2, 16), (3, 24), (4, 32)]
     """
-
     def __init__(self, global_batch_size, micro_batch_size, data_parallel_size,
                  rampup_batch_size=None):
         self.global_batch_size, self.unit = global_batch_size, micro_batch_size * data_parallel_size
         ramp = rampup_batch_size or (global_batch_size, 1, 0)
         _require(len(ramp) == 3, f"rampup_batch_size is (start, increment, samples), got {ramp}")
-        self.start, self.step, self.samples = ramp
-        whole = self.step >= 1 and (global_batch_size - self.start) % self.step == 0
-        _require(whole and 1 <= self.start <= global_batch_size and self.samples >= 0, f"ramp-up "
-                 f"{rampup_batch_size}: wanted whole steps from >= 1 to {global_batch_size}")
-        for size in range(self.start, global_batch_size + 1, self.step):
-            _require(self.unit >= 1 and size % self.unit == 0, f"global batch {size} is no "
-                     f"multiple of micro_batch_size * data_parallel_size, {self.unit}")
+        start, increment, self.samples = ramp
+        self.sizes = range(start, global_batch_size + 1, max(1, increment))
+        good = min(start, increment) >= 1 and self.samples >= 0 and global_batch_size in self.sizes
+        _require(good, f"ramp-up {ramp}: wanted whole steps from >= 1 to {global_batch_size}")
+        bad = [size for size in self.sizes if self.unit < 1 or size % self.unit]
+        _require(not bad, f"global batch {bad[:1]}: no multiple of micro-batch*ranks, {self.unit}")
         self.update(0)
 
     def update(self, consumed_samples):
         """Set the batch size of the step that begins after so many samples."""
-        self._current = self.global_batch_size
-        steps = (self.global_batch_size - self.start) // self.step
-        if steps and self.samples and consumed_samples <= self.samples:
-            done = int(consumed_samples / (self.samples / steps))
-            self._current = self.start + done * self.step
+        steps = len(self.sizes) - 1
+        ramping = steps and self.samples and consumed_samples <= self.samples
+        done = int(consumed_samples / (self.samples / steps)) if ramping else steps
+        self._current = self.sizes[done]
 
     def get(self):
         """Micro-batches of the current step."""
@@ -2529,13 +2100,512 @@ class NumMicroBatches:
 
 def check_data_consistency(consumed_samples, group=None):
     """ValueError on every rank if the ranks of group do not agree on consumed_samples."""
-    found = _gather(int(consumed_samples), group) if _is_distributed() else [consumed_samples]
-    _require(len({*found}) == 1, f"the ranks disagree on consumed_samples, {found}: they would "
-             "train on some samples twice or never")
+    found = _gather(int(consumed_samples), group) if _is_distributed() else []
+    _require(len({*found}) <= 1, f"the ranks disagree on consumed_samples, {found}: load one state")
 
 
 # ==============================================================================
-# 9. The command line
+# 9. Parallel batches
+# ==============================================================================
+# Question answered here: which part of a batch does each rank get, and how does it come there?
+#
+#   tp=2 cp=2 dp=2 pp=2: rank = tp + 2 cp + 4 dp + 8 pp, so tp neighbours are neighbours
+#
+#   a global batch  --sampler-->  dp 0: ranks 0-3, 8-11       dp 1: ranks 4-7, 12-15
+#   of one dp rank  --stage--->   pp 0: tokens, positions     pp 1: labels, loss mask
+#   of one stage    --read---->   tp 0 reads it  --one broadcast, 4 bytes a token-->  tp 1
+#   all of them     --zigzag-->   cp 0: chunks 0 and 3 of 0 1 2 3          cp 1: chunks 1 and 2
+#
+# (Under causal attention the last chunk costs most, the first least: each pair costs the same.)
+# An int32 a token is sent, from which receivers derive the rest; upstream broadcasts five tensors,
+# 28 bytes a token without a mask: 8 tokens, 8 labels, 8 positions, 4 loss mask.
+#
+#   bit 31  30         29        28         27 .. 0
+#       0   document   position  has loss   id; the labels are the ids one further on, so a row has
+#           starts     restarts             S + 1 of them
+#
+# A batch that does not come back equal (other labels, weights in the loss mask, ids from 2**28 up,
+# a mask of its own) follows whole, tensor by tensor.
+
+_BATCH_KEYS = "tokens", "labels", "loss_mask", "attention_mask", "position_ids"
+_PACKING_KEYS = "cu_seqlens", "max_seqlen"
+_LOSS, _RESTART, _BOUNDARY = (1 << bit for bit in (28, 29, 30))
+_PACKED, _WHOLE, _FAILED = range(3)  # what a message is
+_POSTED = "megatron_min/error"  # the store's key for it: stages run at their own pace
+
+
+class ParallelGroups:
+    """The layout of a job: tensor x context x pipeline ranks, and data, what is left of the world.
+
+    A kind is an axis, tp, cp, dp or pp, or several joined by "-"; the ranks of a group differ in
+    these alone.  Without torch.distributed: one process.  Upstream: RankGenerator, tp-cp-ep-dp-pp.
+
+    >>> ParallelGroups.rank_lists("tp", tensor=2, context=2)
+    [[0, 1], [2, 3]]
+    >>> ParallelGroups.rank_lists("cp", tensor=2, context=2), ParallelGroups().size("dp-cp")
+    ([[0, 2], [1, 3]], 1)
+    """
+    _KINDS = "tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp"  # those with a process group
+
+    @staticmethod
+    def rank_lists(kind, *, tensor=1, context=1, data=1, pipeline=1):
+        """All groups of a kind, as lists of ranks; pure."""
+        sizes, axes = {"pp": pipeline, "dp": data, "cp": context, "tp": tensor}, kind.split("-")
+        _require({*axes} <= {*sizes}, f"kind {kind!r}: wanted tp, cp, dp, pp, or some joined by -")
+        _require(min(sizes.values()) >= 1, f"sizes must be >= 1, got {sizes}")
+        ranks = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+        order = np.argsort([name in axes for name in sizes], kind="stable")  # those of kind last
+        return ranks.transpose(order).reshape(-1, math.prod(sizes[a] for a in {*axes})).tolist()
+
+    def __init__(self, *, tensor=1, context=1, pipeline=1):
+        world = torch.distributed.get_world_size() if _is_distributed() else 1
+        model = tensor * context * pipeline
+        _require(min(tensor, context, pipeline) >= 1 and world % model == 0, f"{world} ranks "
+                 f"cannot be cut into tensor {tensor} x context {context} x pipeline {pipeline}")
+        self.sizes = dict(tensor=tensor, context=context, data=world // model, pipeline=pipeline)
+        self._mine, alive = {}, _is_distributed()
+        self._groups = {kind: self._new_group(kind) if alive else None for kind in self._KINDS}
+        self._gloo = self._groups  # batches travel between CPUs, so that no GPU has to wait
+        if alive and torch.distributed.get_backend() != "gloo":
+            self._gloo = {kind: self._new_group(kind, "gloo") for kind in ("tp", "dp-cp")}
+
+    def _new_group(self, kind, backend=None):
+        """Every rank makes all groups of a kind -> the one this rank is in."""
+        lists = self.rank_lists(kind, **self.sizes)
+        return torch.distributed.new_subgroups_by_enumeration(lists, backend=backend)[0]
+
+    def _ranks(self, kind):
+        """The ranks of this rank's group."""
+        if kind not in self._mine:  # asked for in every micro-batch
+            lists = self.rank_lists(kind, **self.sizes)
+            self._mine[kind] = next(ranks for ranks in lists if _rank() in ranks)
+        return self._mine[kind]
+
+    def rank(self, kind):
+        """This rank's place in its group of a kind."""
+        return self._ranks(kind).index(_rank())
+
+    def size(self, kind):
+        """Ranks in a group of a kind."""
+        return len(self._ranks(kind))
+
+    def group(self, kind):
+        """The process group of one of the kinds above; None without torch.distributed."""
+        _require(kind in self._groups, f"no group {kind!r}: there are {', '.join(self._groups)}")
+        return self._groups[kind]
+
+    is_first_stage = property(lambda self: self.rank("pp") == 0, doc="has the embedding")
+    is_last_stage = property(lambda self: self.rank("pp") + 1 == self.size("pp"), doc="has a loss")
+
+
+def get_batch_on_this_tp_rank(data_iterator, groups, *, micro_batch_size, sequence_length,
+                              create_attention_mask=False, mtp=False, device=None):
+    """The next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
+
+    data_iterator          yields a loader's batches; None will do on other ranks
+    create_attention_mask  also the dense mask; causal where the batch has none
+    mtp                    the last stage also needs tokens and position_ids
+    device                 where to put it; default: this rank's GPU with nccl, else the CPU
+    Returns                tokens, labels, position_ids int64, loss_mask float32, (B, S), and
+                           attention_mask bool (B, 1, S, S); None for what the pipeline stage does
+                           not need: the first takes tokens and position_ids, the last labels and
+                           loss_mask, others nothing; cu_seqlens, max_seqlen if the batch has them
+    Raises                 what a reader met, on every rank of the stage at once, and on the other
+                           stages at their next call; StopIteration when one has no more
+    Cost                   one broadcast of 4 bytes a token (upstream: five, 28), over gloo; readers
+                           first agree over dp-cp, with 4 bytes, that all of them have a batch
+    """
+    first, last = groups.is_first_stage, groups.is_last_stage
+    shape = micro_batch_size, sequence_length
+    store_of = torch.distributed.distributed_c10d._get_process_group_store
+    board = None if first and last else store_of(groups.group("pp"))
+
+    def read():  # after a look at what another pipeline stage has met
+        if board and board.check([_POSTED]):
+            _raise_message(json.loads(board.get(_POSTED)))
+        return (first or last) and _fitting(next(data_iterator), shape, create_attention_mask)
+    if not (first or last):
+        read()
+        return dict.fromkeys(_BATCH_KEYS)
+    try:
+        batch = error = None
+        if groups.rank("tp") == 0:
+            batch, error = _attempt(lambda: _together(read, groups._gloo["dp-cp"]))
+        batch = _broadcast(batch, error, shape, groups, torch.device(
+            _wire(None) if device is None else device))
+    except Exception as failure:
+        if board and not isinstance(failure, StopIteration):
+            board.set(_POSTED, json.dumps(_as_message(failure)))
+        raise
+    unneeded = ([] if last else ["labels", "loss_mask"]) + (
+        [] if first or mtp else ["tokens", "position_ids"])
+    return dict.fromkeys(_BATCH_KEYS) | batch | dict.fromkeys(unneeded)
+
+def _fitting(batch, shape, with_mask):
+    """What is sent of a batch; ValueError if it is not of the shape that all ranks expect."""
+    kept, packed = dict(batch), any(batch.get(key) is not None for key in _PACKING_KEYS)
+    if with_mask and kept.get("attention_mask") is None:
+        starts = kept["position_ids"] == 0 if packed else torch.zeros(shape)
+        kept["attention_mask"] = _dense_mask(starts)
+    layout = _layout(*shape, with_mask, packed)
+    for key, (size, _) in layout.items():
+        found = getattr(kept.get(key), "shape", None)
+        _require(found == size, f"batch[{key!r}]: wanted shape {size}, got {found and (*found,)}: "
+                 "give loader and get_batch the same micro_batch_size and sequence_length")
+    return {key: kept[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
+
+def _dense_mask(boundary):
+    """bool (B, 1, S, S), True = may not attend: the future, and what lies before a boundary."""
+    document = boundary.cumsum(1)
+    future = torch.ones(2 * boundary.shape[1:], dtype=torch.bool, device=boundary.device).triu(1)
+    return future | (document[:, None, :, None] != document[:, None, None, :])
+
+def _pack(batch):
+    """A batch -> int32: what it is, has a mask, has cu_seqlens, and the words of all its rows."""
+    masked, packed = "attention_mask" in batch, "cu_seqlens" in batch
+    words = torch.cat([batch["tokens"], batch["labels"][:, -1:]], 1).to(torch.int32)
+    words[:, :-1] |= (batch["loss_mask"] != 0) * _LOSS
+    words[:, :-1] |= (batch["position_ids"] == 0) * _RESTART
+    if masked:  # a row that may not attend to its neighbour starts a document
+        words[:, 1:-1] |= batch["attention_mask"][:, 0].diagonal(-1, 1, 2) * _BOUNDARY
+    return torch.cat([torch.tensor([_PACKED, masked, packed], dtype=torch.int32), words.flatten()])
+
+def _unpack(message, shape, device):
+    """The batch that _pack packed, on the device."""
+    _, masked, packed = message[:3].tolist()
+    words = message[3:].view(shape[0], shape[1] + 1)
+    words = (words.pin_memory() if device.type == "cuda" else words).to(device, non_blocking=True)
+    ids, flags = (words & (_LOSS - 1)).to(torch.int64), words[:, :-1]
+    restarts, places = flags & _RESTART != 0, torch.arange(shape[1], device=device)
+    batch = {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous(),
+             "loss_mask": (flags & _LOSS != 0).to(torch.float32),
+             "position_ids": places - (restarts * places).cummax(1).values}
+    if masked:
+        batch["attention_mask"] = _dense_mask(flags & _BOUNDARY != 0)
+    if packed:  # each restart is written to its place, the others to a column that is dropped
+        ends = torch.full((shape[0], shape[1] + 2), shape[1], dtype=torch.int32, device=device)
+        where = (restarts.cumsum(1) - 1).masked_fill(~restarts, shape[1] + 1)
+        ends.scatter_(1, where, places.to(torch.int32).expand(shape))
+        batch["cu_seqlens"] = ends[:, :-1].contiguous()
+        batch["max_seqlen"] = batch["cu_seqlens"].diff().amax(1)
+    return batch
+
+def _layout(rows, length, masked, packed):
+    """{key: (shape, dtype)} of what is kept of a batch."""
+    keys, row = ("tokens", "labels", "position_ids"), (rows, length)
+    layout = dict.fromkeys(keys, (row, torch.int64)) | {"loss_mask": (row, torch.float32)}
+    if masked:
+        layout["attention_mask"] = (rows, 1, length, length), torch.bool
+    if packed:
+        layout |= zip(_PACKING_KEYS, [((rows, length + 1), torch.int32), ((rows,), torch.int32)])
+    return layout
+
+def _broadcast(batch, error, shape, groups, device):
+    """tp rank 0's batch or error on every rank of its tp group."""
+    if groups.size("tp") == 1:
+        if error:
+            raise error
+        return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+    message = torch.full((3 + shape[0] * (shape[1] + 1),), _FAILED, dtype=torch.int32)
+    if batch:
+        message = _pack(batch)
+        again = _unpack(message, shape, torch.device("cpu"))
+        message[0] = _PACKED if all(torch.equal(again[k], batch[k]) for k in batch) else _WHOLE
+    send = functools.partial(torch.distributed.broadcast, group=groups._gloo["tp"], group_src=0)
+    send(message)
+    kind, masked, packed = message[:3].tolist()
+    if kind == _FAILED:
+        _raise_together(error, groups._gloo["tp"])
+    if kind == _PACKED:
+        return again if batch and device.type == "cpu" else _unpack(message, shape, device)
+    found = {key: batch[key].contiguous() if batch else torch.empty(size, dtype=dtype)
+             for key, (size, dtype) in _layout(*shape, masked, packed).items()}
+    return {key: (send(value), value.to(device))[1] for key, value in found.items()}
+
+
+def get_batch_on_this_cp_rank(batch, cp_rank, cp_size):
+    """This context-parallel rank's part of a batch: chunks r and 2*cp-1-r of 2*cp, in that order.
+
+    batch    dict; tensors with a sequence axis (dim 1, of attention_mask dim 2) are cut, with
+             cu_seqlens (B, S+1) inside every document; everything else (None, dataset_id,
+             cu_seqlens, max_seqlen) passes through
+    Returns  a new dict, sequences of S / cp_size; batch is not changed
+    Raises   ValueError where S, or the length of a document, is no multiple of 2*cp_size
+
+    >>> batch = {"tokens": torch.arange(8)[None]}
+    >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
+    [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    >>> batch["cu_seqlens"] = torch.tensor([[0, 4, 8, 8, 8, 8, 8, 8, 8]])       # two documents
+    >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
+    [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
+    """
+    _require(0 <= cp_rank < cp_size, f"cp_rank must be 0 .. {cp_size - 1}, got {cp_rank}")
+    axis = {key: 2 if key == "attention_mask" else 1 for key in batch
+            if key not in ("dataset_id", *_PACKING_KEYS)}
+    lengths = [batch[key].shape[axis[key]] for key in _BATCH_KEYS if batch.get(key) is not None]
+    if cp_size == 1 or not lengths:
+        return dict(batch)
+    parts = [(slice(None), _cp_spans(0, [0, lengths[0]], cp_rank, cp_size))]
+    if batch.get("cu_seqlens") is not None:
+        rows = enumerate(sorted({0, lengths[0], *row}) for row in batch["cu_seqlens"].tolist())
+        parts = [(slice(at, at + 1), _cp_spans(at, ends, cp_rank, cp_size)) for at, ends in rows]
+
+    def cut(value, dim):
+        if getattr(value, "ndim", 0) <= dim or value.shape[dim] != lengths[0]:
+            return value
+        found = [torch.cat([value[rows].narrow(dim, *span) for span in spans], dim)
+                 for rows, spans in parts]
+        return torch.cat(found) if len(found) > 1 else found[0]
+    return {key: cut(value, axis[key]) if key in axis else value for key, value in batch.items()}
+
+def _cp_spans(row, ends, cp_rank, cp_size):
+    """(begin, length) of a rank's chunks in a row whose documents end at ends[1], ends[2], ..."""
+    spans = []
+    for d, (begin, end) in enumerate(itertools.pairwise(ends)):
+        chunk, rest = divmod(end - begin, 2 * cp_size)
+        _require(not rest, f"document {d} of row {row} has {end - begin} tokens ({begin} to {end})"
+                 f": cp_size {cp_size} wants a multiple of {2 * cp_size}, to cut equal chunks")
+        spans += [(begin + part * chunk, chunk) for part in (cp_rank, 2 * cp_size - 1 - cp_rank)]
+    return spans
+
+
+def get_batch(data_iterator, groups, **same):
+    """get_batch_on_this_tp_rank with the same arguments, then get_batch_on_this_cp_rank."""
+    def read():  # all ranks must hear of a batch that cannot be cut
+        fitting = _fitting(batch := next(data_iterator), shape, False)
+        get_batch_on_this_cp_rank(fitting, *place)
+        return batch
+    shape = same["micro_batch_size"], same["sequence_length"]
+    place = groups.rank("cp"), groups.size("cp")
+    batch = get_batch_on_this_tp_rank(iter(read, None), groups, **same)
+    return get_batch_on_this_cp_rank(batch, *place)
+
+
+# ==============================================================================
+# 10. Gradients
+# ==============================================================================
+# Question answered here: how do the data-parallel ranks come to have the same gradients?
+#
+#   parameters, as the model uses them     embed   w1   w2   w3   head
+#   buffer, one a dtype: in reverse,     | head | w3   w2 | w1   embed |   p.grad is a view of it
+#   as backward makes the gradients      | bucket 0 | bucket 1  | bucket 2 |
+#   backward: head's gradient arrives      sent -->
+#             w3's, w2's                             sent -->
+#             w1's, embed's                                       sent -->
+#   finish_grad_sync()                     waits for all
+#
+# A bucket is sent when its last gradient is there and those before it are sent: so all ranks send
+# in the same order, whatever parameters their batches use; one without a gradient is sent as zeros,
+# at the end.  A tied parameter is one parameter, in the place of its first use.
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """A model whose gradients are averaged over a group.  Upstream: DistributedDataParallel.
+
+    module                     its parameters get main_grad and grad, views of one buffer a dtype
+    group                      the ranks to average over; default all
+    bucket_size                elements that are sent at once, at least
+    overlap_grad_reduce        send each bucket during backward; False: all at the end
+    use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, grad_shards,
+                               becomes the average; else all-reduce
+    average_in_collective      the collective averages; else gradients are scaled by 1/dp before it
+    check_for_nan_in_grad      finish_grad_sync() raises on every rank, naming parameter and rank
+    """
+    def __init__(self, module, group=None, *, bucket_size=40_000_000, overlap_grad_reduce=False,
+                 use_distributed_optimizer=False, average_in_collective=False,
+                 check_for_nan_in_grad=False):
+        super().__init__()
+        self.module, self.group, self._in_sync = module, group, True
+        self.size = torch.distributed.get_world_size(group) if _is_distributed() else 1
+        self._place = torch.distributed.get_rank(group) if _is_distributed() else 0
+        self.overlap_grad_reduce, self.check_for_nan_in_grad = (
+            overlap_grad_reduce, check_for_nan_in_grad)
+        self.use_distributed_optimizer = use_distributed_optimizer
+        self.average_in_collective = average_in_collective
+        self.grad_buffers, self._buckets, self._bucket_of, self._sent = [], [], {}, []
+        self._names = {param: name for name, param in module.named_parameters()}
+        kinds, weak = collections.defaultdict(list), weakref.WeakMethod(self._on_gradient)
+        for param in reversed(list(self._names)):
+            if param.requires_grad:
+                kinds[param.dtype, param.device].append(param)
+                param.register_post_accumulate_grad_hook(lambda p: weak() and weak()(p))  # no leak
+        for (dtype, device), params in kinds.items():
+            self._lay_out(params, bucket_size, dtype, device)
+        self.zero_grad_buffer()
+
+    def _lay_out(self, params, bucket_size, dtype, device):
+        """Give parameters of one dtype their places in a buffer, cut into buckets."""
+        runs = [[]]
+        for param in params:
+            if sum(map(torch.numel, runs[-1])) >= bucket_size:
+                runs.append([])
+            runs[-1].append(param)
+        sizes = [-(-sum(map(torch.numel, run)) // self.size) * self.size for run in runs]
+        self.grad_buffers.append(torch.zeros(sum(sizes), dtype=dtype, device=device))
+        for run, data in zip(runs, self.grad_buffers[-1].split(sizes)):
+            for param, end in zip(run, itertools.accumulate(map(torch.numel, run))):
+                param.main_grad = data[end - param.numel():end].view(param.shape)
+                self._bucket_of[param] = len(self._buckets)
+            self._buckets.append((run, data))
+
+    def forward(self, *inputs, **kwargs):
+        """That of the module."""
+        return self.module(*inputs, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Gradients of backwards inside are only added up: for all micro-batches but the last."""
+        before, self._in_sync = self._in_sync, False
+        try:
+            yield
+        finally:
+            self._in_sync = before
+
+    def _on_gradient(self, param):
+        """Called when backward has added to param.grad."""
+        bucket = self._bucket_of[param]
+        _require(bucket >= len(self._sent), f"gradient of {self._names[param]} after it was sent: "
+                 "put all backwards of a step but the last under no_sync()", RuntimeError)
+        if param.grad is not param.main_grad:  # someone set it to None, which means zero
+            param.main_grad.copy_(param.grad)
+            param.grad = param.main_grad
+        self._changed = True
+        if self._in_sync and self.overlap_grad_reduce:
+            self._waiting[bucket].discard(param)
+            while len(self._sent) < len(self._buckets) and not self._waiting[len(self._sent)]:
+                self._send(*self._buckets[len(self._sent)])
+
+    def _send(self, params, data):
+        """Start the collective of the next bucket."""
+        for param in params:
+            if param.grad is None:
+                param.grad = param.main_grad.zero_()
+            if self.check_for_nan_in_grad and param.main_grad.isnan().any():
+                self._nans.append(self._names[param])
+        self._sent.append(None)
+        if self.size == 1:
+            return
+        how = {"op": torch.distributed.ReduceOp.AVG, "group": self.group, "async_op": True}
+        if not self.average_in_collective:
+            how["op"] = torch.distributed.ReduceOp.SUM
+            data.mul_(1 / self.size)
+        if self.use_distributed_optimizer:
+            new = getattr(torch.distributed, "reduce_scatter_single", None)  # its later name
+            scatter = new or torch.distributed.reduce_scatter_tensor
+            self._sent[-1] = scatter(data.chunk(self.size)[self._place], data, **how)
+        else:
+            self._sent[-1] = torch.distributed.all_reduce(data, **how)
+
+    grad_shards = property(lambda self: [data.chunk(self.size)[self._place] for _, data in
+                                         self._buckets], doc="this rank's piece of each, 1-D")
+
+    def start_grad_sync(self):
+        """Send the buckets that were not sent during backward."""
+        for params, data in self._buckets[len(self._sent):] if self._changed else ():
+            self._send(params, data)
+
+    def finish_grad_sync(self):
+        """Send what is left and wait for all; nothing to do where no gradient has changed since."""
+        if not self._changed:
+            return
+        self.start_grad_sync()
+        found = self._nans
+        self._begin()
+        if self.check_for_nan_in_grad:
+            _together(lambda: _require(not found, f"nan in the gradient of {found[:1]}, and of "
+                                       f"{len(found) - 1} others"), self.group)
+
+    def _begin(self):
+        """Wait for what was sent: all gradients are to come again."""
+        for handle in filter(None, self._sent):
+            handle.wait()
+        self._sent, self._nans, self._changed = [], [], False
+        self._waiting = [set(params) for params, _ in self._buckets]
+
+    def zero_grad_buffer(self):
+        """All gradients 0, and param.grad views of the buffers again.
+
+        To be called before each step: then a rank whose batch gives no gradient at all sends zeros,
+        and nobody waits for it."""
+        self._begin()
+        self._changed = True
+        for data in self.grad_buffers:
+            data.zero_()
+        for param in self._bucket_of:
+            param.grad = param.main_grad
+
+    def scale_gradients(self, factor):
+        """Multiply all gradients."""
+        for data in self.grad_buffers:
+            data.mul_(factor)
+
+    def broadcast_params(self):
+        """Give every rank the parameters of the group's first."""
+        for param in self._names if self.size > 1 else ():
+            torch.distributed.broadcast(param.data, group=self.group, group_src=0)
+
+
+def finalize_model_grads(model, num_tokens=None, groups=None):
+    """Finish the gradients of a step.  Upstream: finalize_model_grads.
+
+    model       list of DistributedDataParallel
+    num_tokens  of this rank, int or tensor: gradients, of sums over tokens, become those of the
+                mean over all ranks' tokens (the 1/dp of each model is undone); all ranks must give
+                the same type
+    groups      ParallelGroups, whose dp-cp ranks' tokens are added; default the model's group
+    """
+    for part in model:
+        part.finish_grad_sync()
+        if num_tokens is not None:
+            total = torch.as_tensor(num_tokens, device=_wire(part.group)).clone()
+            if part.size > 1:
+                group = groups.group("dp-cp") if groups else part.group
+                torch.distributed.all_reduce(total, group=group)
+            part.scale_gradients(part.size / (total.item() or 1))
+
+
+def forward_backward_no_pipelining(*, forward_step_func, data_iterator, model, num_microbatches,
+                                   forward_only=False):
+    """Run a step's micro-batches, finish the gradients -> reports.  Upstream: the same name.
+
+    forward_step_func  (data_iterator, model) -> output, loss_func; loss_func(output) -> loss,
+                       report, for gradients of the mean over micro-batches; or, for those of the
+                       mean over all ranks' tokens: sum over tokens, num_tokens, report
+    model              DistributedDataParallel, or a list of one, or a plain module
+    forward_only       no backward; nothing is sent
+
+    >>> model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    >>> step = lambda data, model: (model(next(data)), lambda y: (y.sum(), y.shape[0], len(y)))
+    >>> batches = iter([torch.ones(3, 1), torch.zeros(1, 1)])
+    >>> forward_backward_no_pipelining(forward_step_func=step, data_iterator=batches, model=model,
+    ...                                num_microbatches=2), model.module.weight.grad.item()
+    ([3, 1], 0.75)
+    """
+    parts, total, reports = model if isinstance(model, (list, tuple)) else [model], None, []
+    _require(len(parts) == 1 <= num_microbatches, f"wanted one model and at least one micro-batch, "
+             f"got {len(parts)} and {num_microbatches}")
+    model, is_ddp = parts[0], isinstance(parts[0], DistributedDataParallel)
+    for left in reversed(range(num_microbatches)):
+        with model.no_sync() if left and is_ddp else contextlib.nullcontext():
+            output, loss_func = forward_step_func(data_iterator, model)
+            loss, *tokens, report = loss_func(output)
+            if tokens:
+                total = tokens[0] + (0 if total is None else total)
+            else:
+                loss = loss / num_microbatches
+            if not forward_only:
+                loss.backward()
+        reports.append(report)
+    if is_ddp and not forward_only:
+        finalize_model_grads([model], total)
+    elif total is not None and not forward_only:
+        for param in (param for param in model.parameters() if param.grad is not None):
+            param.grad /= total or 1
+    return reports
+
+
+# ==============================================================================
+# 11. The command line
 # ==============================================================================
 # Question answered here: how is all this run from a shell?
 #
@@ -2547,17 +2617,21 @@ def check_data_consistency(consumed_samples, group=None):
 #                           --sequence-length 2048 --random-seed 1234 --path-to-cache cache
 #   megatron-min demo
 #
-# Each command is a function of its options; its docstring is its help.  What a user can
-# get wrong ends as one sentence on stderr and exit code 1; a traceback would be a bug of ours.  The
-# caches that build makes are hit by a job whose tokenizer has the same unique_identifiers.
+# A function _command_NAME is the command NAME; its signature and its docstring make its flags:
+#
+#   def _command_name(prefix,       PREFIX                       A type is the annotation's, else
+#       *, output_prefix,           --output-prefix, required    the default's, else str; one that
+#       tokens=16,                  --tokens TOKENS              no shell can write has no flag.
+#       append_eod=False,           --append-eod                 The help is the docstring's line
+#       input: list[str],           --input INPUT [INPUT ...]    that begins with the name, else
+#       **options: preprocess)      what preprocess takes        that of _add_arguments.
 
 
-def _command_preprocess(tokenizer, eod_token, **options):
+def _command_preprocess(*, tokenizer="bytes", eod_token=None, verbose=True, **options: preprocess):
     """JSONL, plain or gzip, to .bin/.idx pairs"""
-    made = preprocess(tokenizer=build_tokenizer(tokenizer, eod_token), verbose=True, **options)
+    made = preprocess(tokenizer=build_tokenizer(tokenizer, eod_token), verbose=verbose, **options)
     for prefix in made.values():
         _print_counts(prefix)
-
 
 def _print_counts(prefix, label="", check=None):
     """One line about a pair, which is opened and returned."""
@@ -2566,40 +2640,44 @@ def _print_counts(prefix, label="", check=None):
           f"{ds.num_tokens:,} tokens of {np.dtype(ds.dtype)}")
     return ds
 
-
-def _command_merge(input, output_prefix, multimodal):
+def _command_merge(*, input: list[str], output_prefix, multimodal=False):
     """append pairs into a new pair"""
     merge(input, output_prefix, multimodal)
     _print_counts(output_prefix)
 
-
-def _command_inspect(prefix, tokens, tokenizer, eod_token):
+def _command_inspect(prefix, *, tokens=16, tokenizer="bytes", eod_token=None):
     """header, counts, lengths and first tokens of a pair"""
     decoder, ds = build_tokenizer(tokenizer, eod_token), _print_counts(prefix, check=False)
-    print(f"version 1, dtype code {DType.code_from_dtype(ds.dtype)}")
     if len(ds):
-        lengths = ds.sequence_lengths[::-(-len(ds) // _CHUNK)]  # no need to read a billion
-        marks = zip(("min", "1%", "25%", "median", "75%", "99%", "max"),
-                    np.percentile(lengths, (0, 1, 25, 50, 75, 99, 100)))
-        print(f"lengths of {len(lengths):,} sequences:", *(f"{k} {v:,.0f}" for k, v in marks))
-        first = ds[0][:max(0, tokens)].tolist()
-        print(f"sequence 0: {first}")
+        lengths = ds.sequence_lengths[::len(ds) // _CHUNK + 1]  # no need to read a billion
+        marks = np.percentile(lengths, (0, 1, 25, 50, 75, 99, 100)).round().astype(int).tolist()
+        print(f"min, 1%, 25%, median, 75%, 99%, max of {len(lengths):,} lengths: {marks}")
+        print("sequence 0:", first := ds[0][:max(0, tokens)].tolist())
         with contextlib.suppress(Exception):  # ids of another tokenizer, most often
             print(f"decoded:    {decoder.detokenize(first)!r}")
 
-
-def _command_verify(prefix):
+def _command_verify(prefix: list[str]):
     """check the whole .idx, and that the .bin fits"""
     for path in prefix:
         _print_counts(path, "whole: ", check=True)
 
+def _command_build(*, sizes: list[str], blend: list[str] = None, train_blend: list[str] = None,
+                   valid_blend: list[str] = None, test_blend: list[str] = None,
+                   tokenizer="bytes", eod_token=None, **fields: GPTDatasetConfig):
+    """make the index caches of a blend, for jobs whose tokenizer has the same unique_identifiers
 
-def _command_build(sizes, tokenizer, eod_token, blend, **fields):
-    """make the index caches of a blend ahead of a job"""
-    per_split = [get_blend_from_list(fields.pop(f"{split.name}_blend")) for split in Split]
-    config = GPTDatasetConfig(
-        blend=get_blend_from_list(blend), blend_per_split=per_split if any(per_split) else None,
-        tokenizer=build_tokenizer(tokenizer, eod_token), **fields)
+    sizes         samples of train, valid and test; none: one epoch
+    blend         prefixes, or a weight before each: 70 books 30 wiki
+    train_blend   whole corpora for train, where blend and split are not given
+    valid_blend   the same for valid
+    test_blend    the same for test
+    """
+    _require(all(size == "none" or size.isdecimal() for size in sizes),
+             f"--sizes: wanted numbers of samples, or none (one epoch), got {' '.join(sizes)}")
+    sizes = [None if size == "none" else int(size) for size in sizes]
+    blend, *per_split = map(get_blend_from_list, (blend, train_blend, valid_blend, test_blend))
+    config = GPTDatasetConfig(blend=blend, blend_per_split=per_split,
+                              tokenizer=build_tokenizer(tokenizer, eod_token), **fields)
     log.setLevel(logging.INFO)
     built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
     for split, found in zip(Split, built):
@@ -2607,153 +2685,99 @@ def _command_build(sizes, tokenizer, eod_token, blend, **fields):
             print(f"{split.name}: " + ("none" if ds is None else f"{len(ds):,} samples of "
                   f"{config.sequence_length} tokens, {ds.unique_description_hash}"))
 
+def _command_demo(*, keep=None):
+    """real text to blended, resumable batches, in a few seconds"""
+    with contextlib.nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
+        os.makedirs(folder, exist_ok=True)
+        modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]
+        code = [path.read_text("utf-8", "replace") for path in modules]
+        docs = ["".join(re.findall('"""(.+?)"""', text, re.DOTALL)) for text in code]
+        rows = [json.dumps({"code": texts[0], "docs": texts[1]}) for texts in zip(code, docs)]
+        pathlib.Path(folder, "demo.jsonl").write_text("\n".join(rows))
+        print("1. Text to pairs: modules of Python's library, and the docstrings of those with any."
+              f"\n   A byte is a token, 256 ends a text: {len(''.join(code).encode())} + "
+              f"{len(code)}, {len(''.join(docs).encode())} + {sum(map(bool, docs))}")
+        _command_preprocess(input=[f"{folder}/demo.jsonl"], output_prefix=f"{folder}/demo",
+                            json_keys=["code", "docs"], append_eod=True, verbose=False)
+        pairs = [f"{folder}/demo_code_document", f"{folder}/demo_docs_document"]
+        config = GPTDatasetConfig(1234, 256, (pairs, [70, 30]), split="90,5,5",
+                                  tokenizer=ByteTokenizer(), create_attention_mask=False)
+        train, valid, test = BlendedMegatronDatasetBuilder(
+            GPTDataset, [600, 40, 40], lambda: True, config).build()
+        print(f"2. 70 : 30 of 256 tokens, {len(train)}, {len(valid)}, {len(test)}; train, of 90 %:")
+        for part, taken in zip(train.datasets, np.bincount(train.dataset_index)):
+            print(f"   ({part.tokens_per_epoch()} - 1) // 256 = {len(part)}; {taken} are taken")
+        two, four = ([build_pretraining_data_loader(
+            train, 0, micro_batch_size=8 // ranks, data_parallel_rank=rank,
+            data_parallel_size=ranks) for rank in range(ranks)] for ranks in (2, 4))
+        steps = zip(*two)
+        text = ByteTokenizer().detokenize([next(steps) for _ in range(5)][0][0]["tokens"][0])
+        state = two[0].state_dict()
+        print(f"3. Batches: 2 ranks x 4 samples, the first begins {text[:32]!r}\n"
+              f"   stopped after 5 steps = {state['consumed_samples']} samples")
+        for loader in four:
+            loader.load_state_dict(state)
+        equal = [torch.equal(*(torch.cat([part["tokens"] for part in step]) for step in both))
+                 for both in zip(steps, zip(*four), strict=True)]
+        print(f"4. Resumed: 4 ranks x 2 samples, {len(equal)} more steps, equal: {all(equal)}")
+        _require(all(equal), "the resumed batches differ: a bug of megatron_min", RuntimeError)
 
-def _add_config_arguments(add):
-    """One flag for each field of GPTDatasetConfig, with the field's name and default."""
-    for field in dataclasses.fields(GPTDatasetConfig):
-        kind = getattr(field.type, "__args__", [field.type])[0]  # of "str | None": str
-        if field.init and kind in (bool, int, float, str):
-            how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-            add("--" + field.name.replace("_", "-"), default=argparse.SUPPRESS,
-                required=field.default is dataclasses.MISSING, **how)
-    for name in ("", *(f"{split.name}-" for split in Split)):
-        add(f"--{name}blend", nargs="+", metavar="[WEIGHT] PREFIX")
+
+def _add_arguments(parser, source, named=()):
+    """The parameters of a function or class, as in the table above; named: those of its caller.
+
+    prefix          path of a pair without .bin and .idx
+    input           prefixes of pairs of one dtype, in their order
+    output_prefix   of the new pair, or the beginning of its name
+    multimodal      the pairs hold modes
+    tokens          how many tokens of sequence 0 to show, and to decode
+    keep            a folder to work in, whose files stay
+    tokenizer       bytes, null:VOCAB, a tokenizer.json or module:attribute
+    eod_token       text of a tokenizer.json's end-of-document token
+    verbose         show docs/s, MB/s and the time left on stderr
+    """
+    words = {bool: {"action": argparse.BooleanOptionalAction}, int: {"type": int}, str: {},
+             float: {"type": float}, list[str]: {"nargs": "+"}}  # a type -> how argparse reads it
+    text = "\n".join(map(inspect.getdoc, (*getattr(source, "__mro__", [source]), _add_arguments)))
+    for name, parameter in inspect.signature(source).parameters.items():
+        kind, default = parameter.annotation, parameter.default
+        if parameter.kind is parameter.VAR_KEYWORD:
+            _add_arguments(parser, kind, inspect.signature(source).parameters)
+        if kind is parameter.empty:
+            kind = str if default in (None, parameter.empty) else type(default)
+        kind = kind.__args__[0] if isinstance(kind, types.UnionType) else kind  # str of str | None
+        if kind in words and name not in named:
+            line = re.search(rf"^{name}  +(.+(?:\n  +.+)*)", text, re.MULTILINE)
+            how = {**words[kind], "help": line and line[1].replace("%", "%%")}
+            if named or parameter.kind is parameter.KEYWORD_ONLY:
+                name = "--" + name.replace("_", "-")
+                how |= {"required": default is parameter.empty, "default": argparse.SUPPRESS}
+            parser.add_argument(name, **how)
+
+def _stop(main, *_):
+    """At SIGTERM: end at once, nothing half done is left; the workers see it and end too."""
+    with contextlib.suppress(Exception):
+        for file in [*_NewFile.unfinished] if os.getpid() == main else ():  # a worker has copies
+            pathlib.Path(file.temporary).unlink(missing_ok=True)
+    os._exit(143)
 
 
-def _parser():
-    """The commands and their flags."""
+def main(argv=None):
+    """Run a command -> exit code; what a user can get wrong is one sentence on stderr, and 1."""
     parser = argparse.ArgumentParser("megatron-min", description=__doc__.partition("\n")[0])
     parser.add_argument("--version", action="version",
                         version=f"megatron-min {__version__} (kernels: {IMPLEMENTATION})")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    def command(function, tokenizer=False):
-        """A parser for the command -> the method that adds arguments to it."""
-        name, text = function.__name__.removeprefix("_command_"), function.__doc__
-        sub = commands.add_parser(name, help=text, description=text)
+    for function in [value for name, value in globals().items() if name.startswith("_command_")]:
+        text = function.__doc__.partition("\n")[0]
+        sub = commands.add_parser(function.__name__.split("_")[-1], help=text, description=text)
         sub.set_defaults(function=function)
-        if tokenizer:
-            sub.add_argument("--tokenizer", default="bytes",
-                             help="bytes, null:VOCAB, a tokenizer.json or module:attribute")
-            sub.add_argument("--eod-token", help="text of a tokenizer.json's end-of-document token")
-        return sub.add_argument
-
-    add = command(_command_preprocess, tokenizer=True)
-    add("--input", nargs="+", required=True, help="files, globs, or - for stdin")
-    add("--output-prefix", required=True, help="<prefix>_<key>_document.bin/.idx are written")
-    add("--json-keys", nargs="+", default=["text"])
-    add("--append-eod", action="store_true", help="end each document with the eod token")
-    add("--workers", type=int, default=1, help="processes; any number gives the same files")
-    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do at a bad line")
-    add = command(_command_merge)
-    add("--input", nargs="+", required=True, metavar="PREFIX")
-    add("--output-prefix", required=True)
-    add("--multimodal", action="store_true", help="the pairs hold modes")
-    add = command(_command_inspect, tokenizer=True)
-    add("prefix")
-    add("--tokens", type=int, default=16, help="how many tokens of sequence 0 to show")
-    command(_command_verify)("prefix", nargs="+")
-    add = command(_command_build, tokenizer=True)
-    add("--sizes", nargs=3, required=True, metavar=("TRAIN", "VALID", "TEST"), help="samples, or "
-        "none for one epoch", type=lambda text: None if text == "none" else int(text))
-    _add_config_arguments(add)
-    command(_command_demo)("--keep", metavar="FOLDER", help="work there and leave the files")
-    return parser
-
-
-def _command_demo(keep):
-    """real text to blended, resumable batches, in a few seconds"""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = keep or temporary
-        os.makedirs(folder, exist_ok=True)
-        _demo_batches(folder, _demo_blend(folder, _demo_pairs(folder)))
-
-
-def _demo_pairs(folder):
-    """The standard library's modules as one corpus, its docstrings as another -> {name: prefix}."""
-    paths = sorted(glob.glob(os.path.join(os.path.dirname(os.__file__), "*.py")))[:150]
-    code = [pathlib.Path(path).read_text("utf-8", "replace") for path in paths]
-    nodes = itertools.chain.from_iterable(ast.walk(ast.parse(text)) for text in code)
-    defined, prefixes = (ast.Module, ast.ClassDef, ast.FunctionDef), {}
-    docs = [ast.get_docstring(node) for node in nodes if isinstance(node, defined)]
-    print("1. Text to tokens: the modules of Python's library, and their docstrings.  A byte of "
-          "UTF-8 is\n   a token, 256 ends a document, and a token takes 2 bytes (uint16).")
-    for name, texts in (("code", code), ("docs", [*filter(None, docs)])):
-        path = os.path.join(folder, f"{name}.jsonl")
-        lines = [json.dumps({"text": text}) + "\n" for text in texts]
-        pathlib.Path(path).write_text("".join(lines), "utf-8")
-        prefix = prefixes[name] = preprocess(path, f"{folder}/{name}", append_eod=True)["text"]
-        sizes = [os.path.getsize(path) for path in (get_bin_path(prefix), get_idx_path(prefix))]
-        n, size = len(texts), sum(len(text.encode()) for text in texts)
-        print(f"   {name}.jsonl: {n} documents, {size} bytes of UTF-8, beginning "
-              f"{texts[0][:20]!r}\n     .bin {sizes[0]:9} bytes = ({size} + {n}) x 2\n"
-              f"     .idx {sizes[1]:9} bytes = 34 + {n} x (4 + 8) + {n + 1} x 8")
-    return prefixes
-
-
-def _demo_blend(folder, prefixes, size=600, length=256):
-    """Two pairs -> train, valid and test of their blend, and the numbers behind them -> train."""
-    config = GPTDatasetConfig(
-        1234, length, blend=([*prefixes.values()], [70, 30]), split="90,5,5",
-        tokenizer=ByteTokenizer(), create_attention_mask=False, path_to_cache=f"{folder}/cache")
-    sizes = [size, 40, 40]
-    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
-    train = built[0]
-    print(f"\n2. Blend: 70 % code, 30 % docs, split 90,5,5; {sizes} samples of {length} tokens")
-    for d, (name, part) in enumerate(zip(prefixes, train.datasets)):
-        tokens, epochs = part.tokens_per_epoch(), part.geometry().num_epochs
-        print(f"   {name}: its first {len(part.indices)} documents train, {tokens} tokens\n     "
-              f"asked for ceil(ceil({size} x {train.weights[d]}) x 1.005) = {part.num_samples}\n"
-              f"     {epochs} epoch(s) give ({epochs} x {tokens} - 1) // {length} = {len(part)}\n"
-              f"     the blend takes {int((train.dataset_index == d).sum())} of them")
-    print("   the blend begins", *([*prefixes][d] for d in train.dataset_index[:10]))
-    print("   lengths:", ", ".join(f"{split.name} {len(ds)}" for split, ds in zip(Split, built)))
-    return train
-
-
-def _demo_global_batches(dataset, ranks, micro_batch_size, state=None):
-    """The loaders of all ranks, and their batches put together in rank order: (global batch, S)."""
-    loaders = [build_pretraining_data_loader(
-        dataset, 0, micro_batch_size=micro_batch_size, data_parallel_rank=rank,
-        data_parallel_size=ranks) for rank in range(ranks)]
-    for loader in loaders if state else ():
-        loader.load_state_dict(state)
-    return loaders, (torch.cat([batch["tokens"] for batch in step]) for step in zip(*loaders))
-
-
-def _demo_batches(folder, train, steps=5):
-    """Batches on two ranks, a stop, and the same batches going on with four."""
-    loaders, batches = _demo_global_batches(train, 2, 4)
-    seen = [next(batches) for _ in range(steps)]
-    note = pathlib.Path(folder, "loader.json")
-    note.write_text(json.dumps(loaders[0].state_dict(), indent=1), "utf-8")
-    state = json.loads(note.read_text("utf-8"))
-    print("\n3. Batches: 2 data-parallel ranks, micro-batches of 4: a global batch is 8 samples\n"
-          "   step 0: rank 0 gets samples 0 1 2 3, rank 1 gets 4 5 6 7; step 1: 8 .. 11, 12 .. 15\n"
-          f"   sample 0 begins {ByteTokenizer().detokenize(seen[0][0])[:60]!r}\n   stopped after "
-          f"{steps} steps: {steps} x 8 = {state['consumed_samples']} samples, noted in loader.json")
-    wanted, rest = list(batches), list(_demo_global_batches(train, 4, 2, state)[1])
-    equal = len(rest) == len(wanted) and all(map(torch.equal, rest, wanted))
-    print("\n4. Resume: 4 ranks, micro-batches of 2: the same global batch, so the batches go on\n"
-          f"   {steps} steps before + {len(rest)} after = {steps + len(rest)} = {len(train)} // 8\n"
-          f"   the {len(rest)} batches of 4 ranks equal those that 2 ranks would have had: {equal}")
-    _require(equal, "the resumed batches differ: this is a bug of megatron_min", RuntimeError)
-
-
-def _stop(*_):
-    """At SIGTERM: end the workers, for which the exit would wait, and remove what is half done."""
-    for worker in multiprocessing.active_children():
-        worker.kill()
-    sys.exit(143)
-
-
-def main(argv=None):
-    """Run a command of megatron-min -> exit code."""
-    options = vars(_parser().parse_args(argv))
+        _add_arguments(sub, function)
+    options = vars(parser.parse_args(argv))
     logging.basicConfig(format="%(message)s")
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGTERM, functools.partial(_stop, os.getpid()))
     try:
         options.pop("function")(**options)
         sys.stdout.flush()
@@ -2762,10 +2786,9 @@ def main(argv=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except (Exception, KeyboardInterrupt) as error:
-        known = isinstance(error, (ValueError, LookupError, OSError, ImportError))
-        sentence = " ".join(str(error).split())
-        sentence = sentence if known and sentence else f"{type(error).__name__}: {sentence}"
-        print(f"megatron-min: {sentence.rstrip(': ')}", file=sys.stderr)
+        known = isinstance(error, (ValueError, LookupError, OSError, ImportError)) and str(error)
+        sentence = known or f"{type(error).__name__}: {error}".rstrip(": ")
+        print("megatron-min:", *sentence.split(), file=sys.stderr)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
