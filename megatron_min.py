@@ -139,7 +139,6 @@ class _NewFile:
         self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
         self.unfinished.add(self)
         self.file = file = open(self.temporary, "xb", buffering=1 << 20)
-
         def discard():  # must not refer to self, which would then never be dropped
             if os.getpid() == pid:  # in a forked child the file is its parent's
                 file.close()
@@ -379,13 +378,14 @@ class IndexedDataset(torch.utils.data.Dataset):
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(f"{path}[{i}] has {size} tokens, wanted {offset} to {offset + length}")
         def read():
-            tokens, start = np.empty(length, self.dtype), pointer + offset * self._item
-            with open(self._bin_path, "rb") as file:
+            tokens, start, done = np.empty(length, self.dtype), pointer + offset * self._item, 0
+            with open(self._bin_path, "rb", buffering=0) as file:
                 now, old = _identity(os.fstat(file.fileno())), self._bin_identity
                 _want(now == old, self._bin_path, "inode, size, time", old, f"{now}: rewritten")
-                file.seek(start)
-                got = file.readinto(tokens.view(np.uint8))
-            _want(got == tokens.nbytes, self._bin_path, f"bytes at {start}", tokens.nbytes, got)
+                while got := os.pread(file.fileno(), tokens.nbytes - done, start + done):
+                    tokens.view(np.uint8)[done:done + len(got)] = np.frombuffer(got, np.uint8)
+                    done += len(got)
+            _want(done == tokens.nbytes, self._bin_path, f"bytes at {start}", tokens.nbytes, done)
             return tokens
         tokens = _retry(read) if self._tokens is None else self._tokens[first + offset:][:length]
         return (tokens, self.sequence_modes[i]) if self.multimodal else tokens
@@ -2145,7 +2145,8 @@ class ParallelGroups:
     >>> ParallelGroups.rank_lists("cp", tensor=2, context=2), ParallelGroups().size("dp-cp")
     ([[0, 2], [1, 3]], 1)
     """
-    _KINDS = "tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp"  # those with a process group
+    # those with a process group; rank(), size() and rank_lists() know every combination
+    _KINDS = "tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp"
 
     @staticmethod
     def rank_lists(kind, *, tensor=1, context=1, data=1, pipeline=1):
@@ -2193,7 +2194,6 @@ class ParallelGroups:
         """The process group of one of the kinds above; None without torch.distributed."""
         _require(kind in self._groups, f"no group {kind!r}: there are {', '.join(self._groups)}")
         return self._groups[kind]
-
     is_first_stage = property(lambda self: self.rank("pp") == 0, doc="has the embedding")
     is_last_stage = property(lambda self: self.rank("pp") + 1 == self.size("pp"), doc="has a loss")
 
@@ -2495,7 +2495,6 @@ class DistributedDataParallel(torch.nn.Module):
             self._sent[-1] = scatter(data.chunk(self.size)[self._place], data, **how)
         else:
             self._sent[-1] = torch.distributed.all_reduce(data, **how)
-
     grad_shards = property(lambda self: [data.chunk(self.size)[self._place] for _, data in
                                          self._buckets], doc="this rank's piece of each, 1-D")
 
@@ -2704,9 +2703,10 @@ def _command_demo(*, keep=None):
                                   tokenizer=ByteTokenizer(), create_attention_mask=False)
         train, valid, test = BlendedMegatronDatasetBuilder(
             GPTDataset, [600, 40, 40], lambda: True, config).build()
-        print(f"2. 70 : 30 of 256 tokens, {len(train)}, {len(valid)}, {len(test)}; train, of 90 %:")
+        print(f"2. A blend, 70 % code, samples of 256 tokens: {len(train)} to train, {len(valid)}"
+              f" and {len(test)} for valid and test.\n   The first 90 % of each corpus hold")
         for part, taken in zip(train.datasets, np.bincount(train.dataset_index)):
-            print(f"   ({part.tokens_per_epoch()} - 1) // 256 = {len(part)}; {taken} are taken")
+            print(f"   ({part.tokens_per_epoch()} - 1) // 256 = {len(part)} samples, {taken} taken")
         two, four = ([build_pretraining_data_loader(
             train, 0, micro_batch_size=8 // ranks, data_parallel_rank=rank,
             data_parallel_size=ranks) for rank in range(ranks)] for ranks in (2, 4))

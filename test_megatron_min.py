@@ -15,6 +15,7 @@ import collections
 import contextlib
 import datetime
 import doctest
+import errno
 import gc
 import glob
 import gzip
@@ -799,6 +800,28 @@ def test_short_read_is_an_error(one, pair):
     os.truncate(pair + ".bin", 20)
     with pytest.raises(one.DatasetFormatError, match="bin"):
         ds[3]
+
+
+def test_reads_equal_views(one, tmp_path, monkeypatch):
+    """Any place of any sequence, though the system hands over a few bytes at a time, or asks to
+    try again."""
+    prefix = mk(one, tmp_path / "told", [[11, 12, 13], [21, 22], [], [31, 32, 33, 34]])
+    views, reads = one.IndexedDataset(prefix), one.IndexedDataset(prefix, mmap=False)
+    real, calls = os.pread, itertools.count()
+
+    def stingy(file, size, position):
+        if next(calls) % 7 == 3:
+            raise InterruptedError(errno.EINTR, "try again")
+        return real(file, min(size, 5), position)
+
+    monkeypatch.setattr(os, "pread", stingy)
+    monkeypatch.setattr(one.time, "sleep", lambda seconds: None)
+    for i, size in enumerate(views.sequence_lengths.tolist()):
+        for offset in range(size + 1):
+            for length in {0, min(1, size - offset), size - offset}:
+                found, wanted = reads.get(i, offset, length), views.get(i, offset, length)
+                assert found.dtype == wanted.dtype and found.tolist() == wanted.tolist()
+    assert next(calls) > 7
 
 
 def test_modes(one, tmp_path):
