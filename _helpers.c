@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-/* _megatron_min: the four slow loops of megatron_min.py, in C.
+/* _megatron_min: the five slow loops of megatron_min.py, in C.
  *
  * Every function here has a twin in megatron_min.py, which is its definition and has its docstring:
- * this file only has to give the same bytes, sooner.  Arguments are in 5.
+ * this file only has to give the same bytes, sooner.  Arguments are in 6.
  *
  * Rules of the house
  *   - Python allocates every array; we borrow it through the buffer protocol.  No numpy headers.
@@ -13,7 +13,7 @@
  *     moved by memcpy, which compiles to one plain load or store.
  *   - A blend is computed in IEEE double, each operation rounded.  Build with -ffp-contract=off.
  *
- * Contents  1. Borrowed arrays  2. Sample index  3. Shuffle  4. Blending  5. Module
+ * Contents  1. Borrowed arrays  2. Sample index  3. Shuffle  4. Blending  5. Samples  6. Module
  */
 #ifndef _WIN32
 #include <pyconfig.h>                /* says whether this Python has a GIL; Windows has a flag */
@@ -36,12 +36,14 @@
 #if defined(__GNUC__) || defined(__clang__)
 #define PREFETCH(address) __builtin_prefetch((const void *)(address))
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
 #else
 #define PREFETCH(address) ((void)(address))
 #define INLINE static inline
+#define UNROLL
 #endif
 
-enum { AHEAD = 32 };     /* reads are asked for so many items before; 24 and 64 were slower */
+enum { AHEAD = 64 };     /* reads are asked for so many items before; 32 and 128 were slower */
 
 /* ============================= 1. Borrowed arrays =============================
  *
@@ -49,7 +51,7 @@ enum { AHEAD = 32 };     /* reads are asked for so many items before; 24 and 64 
  * takes; borrow_all() refuses whatever the loops cannot take: another dtype or number of axes, gaps
  * between items, and where we write also read-only memory, or memory of another array.
  */
-enum { READ, WRITE };
+enum { READ, WRITE, WRITE_OR_NONE };    /* None: the view stays empty */
 
 typedef struct {
     const char *name, *dtypes;          /* as numpy writes them, "i4" or "u4 i8" */
@@ -60,8 +62,7 @@ typedef struct {
  * buffer format is an optional byte order and a letter that gives the kind: int64 is "l" or "q". */
 static void dtype_of(const Py_buffer *view, char code[3])
 {
-    const uint16_t one = 1;
-    const char native = *(const unsigned char *)&one ? '<' : '>';
+    const char native = PY_LITTLE_ENDIAN ? '<' : '>';
     const char *format = view->format ? view->format : "B";
 
     if (*format && (strchr("@=^", *format) || *format == native))
@@ -112,6 +113,8 @@ static int overlap(const Py_buffer *a, const Py_buffer *b)
 static int borrow_all(PyObject *const objects[], const Array arrays[], Py_buffer views[], int count)
 {
     for (int k = 0; k < count; k++) {
+        if (objects[k] == Py_None && arrays[k].use == WRITE_OR_NONE)
+            continue;
         if (!borrow(objects[k], &arrays[k], &views[k]))
             return 0;
         for (int j = 0; j < k; j++)
@@ -141,15 +144,11 @@ static int in_range(const char *name, long long value, long long low, long long 
 /* Returns item i of an array of int32 or int64; size, in bytes, says which. */
 INLINE int64_t load(const char *base, int64_t i, Py_ssize_t size)
 {
-    int32_t narrow;
-    int64_t wide;
+    int32_t narrow = 0;
+    int64_t wide = 0;
 
-    if (size == 8) {
-        memcpy(&wide, base + 8 * i, sizeof wide);
-        return wide;
-    }
-    memcpy(&narrow, base + 4 * i, sizeof narrow);
-    return narrow;
+    memcpy(size == 8 ? (void *)&wide : &narrow, base + size * i, size == 8 ? 8 : 4);
+    return size == 8 ? wide : narrow;
 }
 
 /* ============================== 2. Sample index ===============================
@@ -162,117 +161,142 @@ INLINE int64_t load(const char *base, int64_t i, Py_ssize_t size)
  *     target              5       9       13     k*S + x: tokens read when sample k-1 is complete
  *
  * Invariant: before document d is read, every row whose target lies in documents 0..d-1 is written.
- * Targets only grow, so one forward walk over the documents is enough.
+ * Targets only grow, so one forward walk over the documents is enough.  A walk may do a part: rows
+ * from first_row on, documents from first_document on, with so many tokens before.
  *
- * Cost: one random read of sizes a document, asked for 32 documents ahead, and one 8- or 16-byte
+ * Cost: one random read of sizes a document, asked for 64 documents ahead, and one 8- or 16-byte
  * store a row.  Walking documents rather than samples keeps the addresses independent of the sums.
  */
 enum { WALK_DONE, WALK_BAD_ID, WALK_BAD_SIZE, WALK_SHORT };
 
 typedef struct {
-    int status;             /* one of the above */
-    Py_ssize_t position;    /* in document_index, where the walk stopped */
-    int64_t value;          /* the bad id, the bad size, or the tokens that were there */
+    int status;                             /* one of the above */
+    long long position, wanted, found;      /* where it stopped; the tokens up to there, if done */
 } Walk;
 
 typedef struct {
-    char *rows;             /* (N+1, 2), int32 or int64 */
+    char *rows;             /* (R, 2), int32 or int64 */
     const char *sizes;      /* (F,) int32, tokens in each document of the file */
-    const char *documents;  /* (L,) int32, which document comes d-th in the stream */
-    int64_t num_samples, num_sizes, num_documents;      /* N, F, L */
-    long long sequence, extra, last_token;      /* S, x, target of row N */
+    const char *documents;  /* (L,) int32, which document comes d-th in the part */
+    int64_t num_rows, num_sizes, num_documents;             /* R, F, L */
+    long long sequence, extra, last_token;                  /* S, x, target of the last row */
+    long long first_row, first_document, before;            /* of the part, in the whole */
 } Stream;
 
-INLINE void store_row(char *rows, int64_t k, int64_t d, int64_t offset, int wide)
+/* Stores count rows from row k of the part on, S apart; more than 1 only if they are not wide. */
+INLINE void store_rows(const Stream *s, int64_t k, int64_t d, int64_t offset, int count, int wide)
 {
-    const int64_t wide_row[2] = {d, offset};
-    const int32_t row[2] = {(int32_t)d, (int32_t)offset};
+    const int64_t wide_row[2] = {s->first_document + d, offset};
+    const int32_t row[2] = {(int32_t)wide_row[0], (int32_t)offset};
+    const int32_t apart[2] = {0, (int32_t)s->sequence};
+    uint64_t both, step;                /* a row as one number: a vector adds and stores several */
 
+    memcpy(&both, row, sizeof both);
+    memcpy(&step, apart, sizeof step);
     if (wide)
-        memcpy(rows + 16 * k, wide_row, sizeof wide_row);
-    else
-        memcpy(rows + 8 * k, row, sizeof row);
+        memcpy(s->rows + 16 * k, wide_row, sizeof wide_row);
+    for (int j = 0; j < count && !wide; j++, both += step)
+        memcpy(s->rows + 8 * (k + j), &both, sizeof both);
 }
 
-/* wide is a constant at both calls, so each gets a loop with one kind of store. */
-INLINE Walk walk_documents(const Stream *s, int wide)
+INLINE int64_t target_of(const Stream *s, int64_t k)
 {
-    int64_t k = 1, before = 0, target;
-    Py_ssize_t d = 0;
+    return k == s->num_rows - 1 ? s->last_token : (s->first_row + k) * s->sequence + s->extra;
+}
 
-    store_row(s->rows, 0, 0, 0, wide);
-    if (s->num_samples == 0)
-        return (Walk){WALK_DONE, 0, 0};
-    target = s->num_samples == 1 ? s->last_token : s->sequence + s->extra;
-    for (; d < s->num_documents; d++) {
-        const int64_t id = load(s->documents, d, 4);
-        int64_t size;
+/* wide and batch are constants at all calls: each gets its own loop.  A batch of rows is stored,
+ * whether they are in this document or not: no branch to mispredict.  A product says how many are;
+ * it is rounded down, so that it skips none: those that it leaves out come one by one. */
+INLINE Walk walk_documents(const Stream s, int wide, int batch)
+{
+    const int64_t last = s.num_rows - 1;
+    const double rate = (1 - 4 * DBL_EPSILON) / (double)s.sequence;     /* samples a token */
+    int64_t k = 0, before = s.before, target;
 
-        if (d + AHEAD < s->num_documents)   /* not checked yet, so an address and not a pointer */
-            PREFETCH((uintptr_t)s->sizes + 4 * (uintptr_t)load(s->documents, d + AHEAD, 4));
-        if (id < 0 || id >= s->num_sizes)
-            return (Walk){WALK_BAD_ID, d, id};
-        size = load(s->sizes, id, 4);
+    if (s.first_row == 0 && last >= 0)
+        store_rows(&s, k++, -s.first_document, 0, 1, wide);
+    target = k > last ? INT64_MAX : target_of(&s, k);       /* no row: all documents are read */
+    for (int64_t d = 0; d < s.num_documents; d++) {
+        const int64_t id = load(s.documents, d, 4);
+        int64_t size, end;
+
+        if (d + AHEAD < s.num_documents)    /* not checked yet, so an address and not a pointer */
+            PREFETCH((uintptr_t)s.sizes + 4 * (uintptr_t)load(s.documents, d + AHEAD, 4));
+        if (id < 0 || id >= s.num_sizes)
+            return (Walk){WALK_BAD_ID, d, s.num_sizes - 1, id};
+        size = load(s.sizes, id, 4);
         if (size < 0)
-            return (Walk){WALK_BAD_SIZE, d, size};
-        while (before + size >= target) {
-            store_row(s->rows, k, d, target - s->extra - before, wide);
-            if (k == s->num_samples)
-                return (Walk){WALK_DONE, d, 0};
-            target = ++k == s->num_samples ? s->last_token : target + s->sequence;
+            return (Walk){WALK_BAD_SIZE, d, 0, size};
+        end = before + size;
+        if (batch && k + batch <= last) {
+            int64_t count = (int64_t)((double)(end - s.extra) * rate) + 1 - s.first_row - k;
+            store_rows(&s, k, d, target - s.extra - before, batch, wide);
+            count = count < 0 ? 0 : count;
+            k += count < batch ? count : batch;
+            target = target_of(&s, k);
         }
-        before += size;
+        for (; end >= target; target = target_of(&s, ++k)) {
+            store_rows(&s, k, d, target - s.extra - before, 1, wide);
+            if (k == last)
+                return (Walk){WALK_DONE, d, 0, end};
+        }
+        before = end;
     }
-    return (Walk){WALK_SHORT, d, before};
+    return (Walk){k > last ? WALK_DONE : WALK_SHORT, s.num_documents, s.last_token, before};
 }
 
 /* Targets are in order, and no sum passes 2^63: a walk ends with the document of the last one. */
 static int check_targets(const Stream *s, Py_ssize_t itemsize)
 {
-    const int64_t n = s->num_samples, limit = INT64_MAX - INT32_MAX - 1;
+    const int64_t limit = INT64_MAX - INT32_MAX - 1, most = itemsize == 4 ? INT32_MAX : LLONG_MAX;
+    const int64_t n = s->num_rows ? s->first_row + s->num_rows - 1 : 0;     /* the last row */
 
-    return in_range("sequence_length", s->sequence, 1, n ? limit / n : limit) &&
-           in_range("add_extra_token", s->extra, 0, 1) &&
-           in_range("items of document_index", s->num_documents, 0,
-                    itemsize == 4 ? INT32_MAX : LLONG_MAX) &&
-           (n == 0 || in_range("last_token", s->last_token, (n - 1) * s->sequence + s->extra + 1,
-                               n * s->sequence + s->extra));
+    return in_range("add_extra_token", s->extra, 0, 1) &&
+           in_range("first_document", s->first_document, 0, most) &&
+           in_range("before", s->before, 0, limit) &&
+           in_range("items of document_index", s->num_documents, 0, n > 0
+                    ? most - s->first_document : (limit - s->before) / INT32_MAX) &&
+           in_range("sequence_length", s->sequence, 1, n > 0 ? limit / n : limit) &&
+           (n < 1 || (in_range("last_token", s->last_token, (n - 1) * s->sequence + s->extra + 1,
+                               n * s->sequence + s->extra) &&
+                      in_range("before", s->before, 0, target_of(s, s->first_row == 0) - 1)));
 }
 
 static PyObject *build_sample_idx(PyObject *Py_UNUSED(module), PyObject *args)
 {
     static const Array arrays[] = {{"sample_index", "i4 i8", 2, WRITE}, {"sizes", "i4", 1, READ},
                                    {"document_index", "i4", 1, READ}};
-    Py_buffer view[3] = {{0}}, *rows = view, *sizes = view + 1, *documents = view + 2;
+    static const char *const words[] = {
+        [WALK_BAD_ID] = "document_index[%lld]: wanted 0 to %lld, found %lld",
+        [WALK_BAD_SIZE] = "sizes[document_index[%lld]]: wanted at least %lld, found %lld",
+        [WALK_SHORT] = "document_index up to item %lld: wanted %lld tokens, found %lld",
+    };
+    Py_buffer view[3] = {{0}}, *rows = view;
     PyObject *o[3], *result = NULL;
-    Stream s;
+    Stream s = {.first_row = 0};
     Walk walk;
 
-    if (!PyArg_ParseTuple(args, "OOOLLL:build_sample_idx", o, o + 1, o + 2, &s.sequence, &s.extra,
-                          &s.last_token))
+    if (!PyArg_ParseTuple(args, "OOOLLL|LLL:build_sample_idx", o, o + 1, o + 2, &s.sequence,
+                          &s.extra, &s.last_token, &s.first_row, &s.first_document, &s.before))
         return NULL;
     if (!borrow_all(o, arrays, view, 3) ||
-        !in_range("rows of sample_index", rows->shape[0], 1, LLONG_MAX) ||
-        !in_range("columns of sample_index", rows->shape[1], 2, 2))
+        !in_range("columns of sample_index", rows->shape[1], 2, 2) ||
+        !in_range("first_row", s.first_row, 0, LLONG_MAX - rows->shape[0]))
         goto exit;
-    s = (Stream){rows->buf, sizes->buf, documents->buf, rows->shape[0] - 1, sizes->shape[0],
-                 documents->shape[0], s.sequence, s.extra, s.last_token};
+    s = (Stream){rows->buf, view[1].buf, view[2].buf, rows->shape[0], view[1].shape[0],
+                 view[2].shape[0], s.sequence, s.extra, s.last_token, s.first_row,
+                 s.first_document, s.before};
     if (!check_targets(&s, rows->itemsize))
         goto exit;
     Py_BEGIN_ALLOW_THREADS
-    walk = rows->itemsize == 8 ? walk_documents(&s, 1) : walk_documents(&s, 0);
+    walk = rows->itemsize == 8 ? walk_documents(s, 1, 0)
+         : s.sequence < 512 ? walk_documents(s, 0, 8) : walk_documents(s, 0, 0);
     Py_END_ALLOW_THREADS
-    if (walk.status == WALK_BAD_ID)
-        PyErr_Format(PyExc_IndexError, "document_index[%zd]: wanted 0 to %zd, found %lld",
-                     walk.position, sizes->shape[0] - 1, (long long)walk.value);
-    else if (walk.status == WALK_BAD_SIZE)
-        PyErr_Format(PyExc_ValueError, "sizes[document_index[%zd]]: wanted at least 0, found %lld",
-                     walk.position, (long long)walk.value);
-    else if (walk.status == WALK_SHORT)
-        PyErr_Format(PyExc_ValueError, "document_index: wanted %lld tokens, found %lld",
-                     s.last_token, (long long)walk.value);
+    if (walk.status == WALK_DONE)
+        result = PyLong_FromLongLong(walk.found);
     else
-        result = Py_NewRef(Py_None);
+        PyErr_Format(walk.status == WALK_BAD_ID ? PyExc_IndexError : PyExc_ValueError,
+                     words[walk.status], s.first_document + walk.position, walk.wanted, walk.found);
 exit:
     release_all(view, 3);
     return result;
@@ -346,51 +370,42 @@ INLINE void swap_items(char *items, uint64_t i, uint64_t j, size_t width)
     memcpy(items + j * width, a, width);
 }
 
+INLINE uint32_t next_draw(Generator *g)
+{
+    if (g->pos == MT_WORDS)
+        mt_next_block(g);
+    return g->draw[g->pos++];
+}
+
 #ifndef LAST_SHORT_DRAW
 #define LAST_SHORT_DRAW 0xffffffffu     /* above it a draw is two words; tests make it small */
 #endif
 
-/* The part of the shuffle where i needs more than 32 bits.  Returns the i it stopped at. */
-INLINE uint64_t shuffle_long(char *items, uint64_t i, size_t width, Generator *g)
-{
-    uint64_t mask = i, j;
-
-    for (int bits = 1; bits < 64; bits *= 2)
-        mask |= mask >> bits;
-    for (; i > LAST_SHORT_DRAW; i--) {
-        while (mask >> 1 >= i)
-            mask >>= 1;
-        do {
-            j = 0;
-            for (int word = 0; word < 2; word++) {
-                if (g->pos == MT_WORDS)
-                    mt_next_block(g);
-                j = j << 32 | g->draw[g->pos++];
-            }
-            j &= mask;
-        } while (j > i);
-        swap_items(items, i, j, width);
-    }
-    return i;
-}
-
 INLINE void shuffle_items(char *items, uint64_t n, size_t width, Generator *g)
 {
-    uint32_t partner[MT_WORDS], i, mask = UINT32_MAX;
+    uint32_t partner[MT_WORDS];
+    uint64_t i = n ? n - 1 : 0, mask = UINT64_MAX, j;
 
-    for (i = (uint32_t)shuffle_long(items, n ? n - 1 : 0, width, g); i > 0;) {
+    while (i > 0) {
         uint32_t count, want = 0;
         while (mask >> 1 >= i)
             mask >>= 1;
+        if (i > LAST_SHORT_DRAW) {
+            do {
+                j = (uint64_t)next_draw(g) << 32;
+                j = (j | next_draw(g)) & mask;
+            } while (j > i);
+            swap_items(items, i--, j, width);
+            continue;
+        }
         if (g->pos == MT_WORDS)
             mt_next_block(g);
         count = (uint32_t)(MT_WORDS - g->pos);      /* draws to look at: never past the block, */
         if (count > i - (mask >> 1))                /* nor past the last i that has this mask */
-            count = i - (mask >> 1);
+            count = (uint32_t)(i - (mask >> 1));
         for (uint32_t k = 0; k < count; k++) {
-            const uint32_t j = g->draw[g->pos + (int)k] & mask;
-            partner[want] = j;
-            want += j <= i - want;
+            partner[want] = g->draw[g->pos + (int)k] & (uint32_t)mask;
+            want += partner[want] <= (uint32_t)i - want;
         }
         g->pos += (int)count;
         for (uint32_t k = 0; k < want && k < AHEAD; k++)
@@ -441,7 +456,7 @@ exit:
  *     lag[d] = weight[d] * max(i, 1) - taken[d]          rounded twice, as IEEE double
  *
  * Beyond 32 datasets, to look at all for each sample is wasted on those drawn a moment ago.  So we
- * go in runs of R samples (R**3 >= 100 * D), and look in a run only at the candidates: those that
+ * go in runs of R samples (R**3 >= 200 * D), and look in a run only at the candidates: those that
  * would reach a bar by its end if they were left alone.
  *
  *     lag
@@ -463,10 +478,10 @@ exit:
  * Equals: behind R datasets in a row with its own weight and count, a dataset cannot be drawn
  * within R samples (each of the R comes first until it is drawn), so it is left out too.
  *
- * Cost: less than sqrt(D) a sample, not D (4096 random weights: 0.2 us against 5.6 us), unless
- * weights are almost equal, but not quite: then most datasets stay candidates.
+ * Cost: to 32 datasets a knockout; beyond, less than sqrt(D) a sample, not D (4096: 0.2 us against
+ * 5.6 us), unless weights are almost equal, but not quite: then most datasets stay candidates.
  */
-enum { LANES = 8, FEW = 16, MANY = 32 };
+enum { LANES = 8, SOME = 32 };
 
 typedef struct {
     Py_ssize_t count;   /* datasets; LANES places of padding follow, with a lag of -infinity */
@@ -486,60 +501,31 @@ typedef struct {
 /* A pack is PACK lags side by side: two in a vector of any x86-64, else one. */
 #if defined(__SSE2__) || defined(_M_X64)
 #include <emmintrin.h>
-typedef __m128d Pack;
-enum { PACK = 2 };
+enum { PACK = 2 }; typedef __m128d Pack;
 #define PACK_LAGS(weight, taken, step) \
     _mm_sub_pd(_mm_mul_pd(_mm_loadu_pd(weight), _mm_set1_pd(step)), _mm_loadu_pd(taken))
 #define PACK_MAX(a, b) _mm_max_pd(a, b)
 #define PACK_REACHES(a, bar) _mm_movemask_pd(_mm_cmpge_pd(a, _mm_set1_pd(bar)))  /* a bit a lag */
 #define PACK_TOP(a) _mm_cvtsd_f64(_mm_max_sd(a, _mm_unpackhi_pd(a, a)))
+#define PACK_CHOOSE(mask, a, b) _mm_or_pd(_mm_and_pd(mask, a), _mm_andnot_pd(mask, b))
 #else
-typedef double Pack;
-enum { PACK = 1 };
+enum { PACK = 1 }; typedef double Pack;
 #define PACK_LAGS(weight, taken, step) (*(weight) * (step) - *(taken))
 #define PACK_MAX(a, b) ((a) > (b) ? (a) : (b))
 #define PACK_REACHES(a, bar) ((a) >= (bar))
 #define PACK_TOP(a) (a)
 #endif
 
-/* Writes entry i: the next sample of dataset d. */
-INLINE void draw(Blend *b, Py_ssize_t i, int16_t d)
+/* Writes entry i: the next sample of dataset d.  Returns what is now taken of it. */
+INLINE double draw(Blend *b, Py_ssize_t i, int16_t d)
 {
     const double taken = b->all.taken[d];
     const int64_t sample = (int64_t)taken;      /* exact: no array has 2**53 items */
 
-    b->all.taken[d] = taken + 1.0;
-    if (taken + 1.0 >= b->all.limit[d])
-        b->all.taken[d] = INFINITY;
+    b->all.taken[d] = taken + 1.0 < b->all.limit[d] ? taken + 1.0 : INFINITY;
     memcpy(b->dataset_index + 2 * i, &d, sizeof d);
     memcpy(b->dataset_sample_index + 8 * i, &sample, sizeof sample);
-}
-
-/* The plain rule; with a constant count the inner loop is gone. */
-INLINE void blend_few(Blend b, int count)
-{
-    for (Py_ssize_t i = 0; i < b.size; i++) {
-        const double step = (double)(i > 1 ? i : 1);
-        double top = b.all.weight[0] * step - b.all.taken[0];
-        int winner = 0;
-
-        for (int d = 1; d < count; d++) {
-            const double lag = b.all.weight[d] * step - b.all.taken[d];
-            if (lag > top) {
-                top = lag;
-                winner = d;
-            }
-        }
-        draw(&b, i, (int16_t)winner);
-    }
-}
-
-static void pad(Datasets *some)
-{
-    for (Py_ssize_t k = some->count; k < some->count + LANES; k++) {
-        some->weight[k] = 0.0;
-        some->taken[k] = INFINITY;
-    }
+    return b->all.taken[d];
 }
 
 /* Returns the first place with the largest lag, *top.  Each comparison waits for the one before it,
@@ -591,7 +577,10 @@ static void pick_candidates(const Datasets *all, Datasets *some, double last, do
         }
     }
     some->count = n;
-    pad(some);
+    for (Py_ssize_t k = n; k < n + LANES; k++) {
+        some->weight[k] = 0.0;
+        some->taken[k] = INFINITY;
+    }
 }
 
 /* The same in runs. */
@@ -602,9 +591,9 @@ static void blend_many(Blend b)
     Py_ssize_t i = 0;
     int run = 1;
 
-    while (run * run * run < 100 * all->count)
+    while (run * run * run < 200 * all->count)
         run++;
-    if (all->count <= MANY)
+    if (all->count <= SOME)
         run = 1 << 30;                      /* in the end one run, in which all are candidates */
     while (i < b.size) {
         const Py_ssize_t end = run < b.size - i ? i + run : b.size;
@@ -614,14 +603,57 @@ static void blend_many(Blend b)
             const Py_ssize_t place = find_top(candidates, (double)(i > 1 ? i : 1), &top);
             if (top < bar)
                 break;
-            draw(&b, i, candidates->number[place]);
-            candidates->taken[place] = all->taken[candidates->number[place]];
+            candidates->taken[place] = draw(&b, i, candidates->number[place]);
         }
         margin *= i == end ? 0.9 : 1.5;
         margin = margin > 1e-5 ? margin : 1e-5;
         bar = top - margin > -DBL_MAX ? top - margin : -DBL_MAX;
     }
 }
+
+#if defined(PACK_CHOOSE)
+/* The plain rule as a knockout, with no branch that depends on a lag; count is a constant.  Pack k
+ * is of datasets k and k + half and meets pack k + far: the lower leads, so it wins if equal. */
+INLINE void blend_some(Blend b, int count)
+{
+    const int half = count / 2;
+    Py_ssize_t i = 0;
+
+    while (i < b.size) {                /* all is in registers, read again once one is used up */
+        Pack weight[SOME / 2], taken[SOME / 2], number[SOME / 2];
+        double newest = 0.0;
+
+        for (int k = 0; k < half; k++) {
+            weight[k] = _mm_set_pd(b.all.weight[k + half], b.all.weight[k]);
+            taken[k] = _mm_set_pd(b.all.taken[k + half], b.all.taken[k]);
+            number[k] = _mm_set_pd(k + half, k);
+        }
+        for (; i < b.size && newest < INFINITY; i++) {
+            const Pack step = _mm_set1_pd((double)(i > 1 ? i : 1)), one = _mm_set1_pd(1.0);
+            Pack lag[SOME / 2], best[SOME / 2], ahead, winner;
+
+            UNROLL for (int k = 0; k < half; k++) {
+                lag[k] = _mm_sub_pd(_mm_mul_pd(weight[k], step), taken[k]);
+                best[k] = number[k];
+            }
+            UNROLL for (int far = 1; far < half; far *= 2)
+                UNROLL for (int k = 0; k + far < half; k += 2 * far) {
+                    ahead = _mm_cmpgt_pd(lag[k + far], lag[k]);
+                    best[k] = PACK_CHOOSE(ahead, best[k + far], best[k]);
+                    lag[k] = PACK_MAX(lag[k + far], lag[k]);
+                }
+            ahead = _mm_cmpgt_pd(_mm_unpackhi_pd(lag[0], lag[0]), lag[0]);
+            winner = PACK_CHOOSE(ahead, _mm_unpackhi_pd(best[0], best[0]), best[0]);
+            winner = _mm_unpacklo_pd(winner, winner);
+            UNROLL for (int k = 0; k < half; k++)
+                taken[k] = _mm_add_pd(taken[k], _mm_and_pd(_mm_cmpeq_pd(number[k], winner), one));
+            newest = draw(&b, i, (int16_t)_mm_cvtsd_si32(winner));
+        }
+    }
+}
+#else
+#define blend_some(b, count) blend_many(b)
+#endif
 
 /* Reads weights; or, if exhaustive, sizes, and sets *size to their sum. */
 static int read_datasets(Datasets *all, const Py_buffer *input, int exhaustive, Py_ssize_t *size)
@@ -651,9 +683,10 @@ static int read_datasets(Datasets *all, const Py_buffer *input, int exhaustive, 
     return 1;
 }
 
-/* The wrapper of both: exhaustive takes sizes and works out the size, the other takes weights. */
-static PyObject *build_blend(PyObject *args, int exhaustive)
+/* build_blending_indices and build_exhaustive_blending_indices, which has no argument size. */
+static PyObject *build_blend(PyObject *Py_UNUSED(module), PyObject *args)
 {
+    const int exhaustive = PyTuple_Size(args) == 4;
     const Array arrays[] = {
         {"dataset_index", "i2", 1, WRITE}, {"dataset_sample_index", "i8", 1, WRITE},
         {exhaustive ? "sizes" : "weights", exhaustive ? "i8" : "f8", 1, READ},
@@ -671,28 +704,21 @@ static PyObject *build_blend(PyObject *args, int exhaustive)
         goto exit;
     places = count + LANES;
     memory = PyMem_Calloc((size_t)places, 5 * sizeof(double) + sizeof(int16_t));
-    if (!memory) {
-        PyErr_NoMemory();
+    if (!memory && !PyErr_NoMemory())
         goto exit;
-    }
-    b.all = (Datasets){count, memory, memory + places, memory + 2 * places, NULL};
-    b.candidates = (Datasets){0, memory + 3 * places, memory + 4 * places, NULL,
-                              (int16_t *)(memory + 5 * places)};
-    b.dataset_index = view[0].buf;
-    b.dataset_sample_index = view[1].buf;
-    pad(&b.all);
+    b = (Blend){{count, memory, memory + places, memory + 2 * places, NULL},
+                {0, memory + 3 * places, memory + 4 * places, NULL,
+                 (int16_t *)(memory + 5 * places)}, view[0].buf, view[1].buf, b.size};
+    for (Py_ssize_t k = count; k < places; k++)
+        b.all.taken[k] = INFINITY;
     if (!read_datasets(&b.all, &view[2], exhaustive, &b.size) ||
         !in_range("size", b.size, 0, LLONG_MAX) ||
         !in_range("items of dataset_index", view[0].shape[0], b.size, LLONG_MAX) ||
         !in_range("items of dataset_sample_index", view[1].shape[0], b.size, LLONG_MAX))
         goto exit;
     Py_BEGIN_ALLOW_THREADS
-    if (count <= 4)
-        blend_few(b, 4);
-    else if (count <= FEW)
-        blend_few(b, (int)b.all.count);
-    else
-        blend_many(b);
+#define UP_TO(most) if (count <= (most)) blend_some(b, most); else
+    UP_TO(2) UP_TO(4) UP_TO(8) UP_TO(16) UP_TO(24) UP_TO(SOME) blend_many(b);
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
 exit:
@@ -701,26 +727,263 @@ exit:
     return result;
 }
 
-static PyObject *build_blending_indices(PyObject *Py_UNUSED(module), PyObject *args)
+/* ================================= 5. Samples =================================
+ *
+ * Twin: _py_read_samples.  Upstream: GPTDataset.__getitem__, and the collation of a batch.
+ *
+ *     stream          a a a a b b b c c c c c c      S = 4, x = 1
+ *     sample_index            ^       ^              row 1 is (1, 0) and row 2 is (2, 1): sample 1
+ *     pieces                  b b b c c              goes on up to (2, 1 + x)
+ *     tokens                  b b b c                all but the last
+ *     labels                    b b c c              the same, one to the left
+ *     position_ids            0 1 2 3                by documents: 0 1 2 0
+ *     cu_seqlens              0     3 4 4 4          by documents: starts of pieces, then S
+ *
+ * Nothing that is read leads to memory before it is checked: whatever is wrong in shuffle_index,
+ * sample_index, document_index or .idx ends the loop with -1, and Python finds the words.
+ *
+ * Cost: a piece is read once, 28 bytes a token are written.  A second look is taken only for eod, a
+ * mask, padding, and a pad id that a real token may have.
+ */
+enum {      /* the arrays; those before PLACES are written */
+    TOKENS, LABELS, LOSS_MASK, POSITIONS, CU_SEQLENS, MAX_SEQLEN, MASK, PLACES, WANTED, ITEMS,
+    POINTERS, LENGTHS, DOCUMENTS, ROWS, SHUFFLE, ARRAYS
+};
+
+static const Array batch_arrays[ARRAYS] = {
+    {"tokens", "i8", 2, WRITE}, {"labels", "i8", 2, WRITE}, {"loss_mask", "f4", 2, WRITE},
+    {"position_ids", "i8", 2, WRITE}, {"cu_seqlens", "i4", 2, WRITE_OR_NONE},
+    {"max_seqlen", "i4", 1, WRITE_OR_NONE}, {"attention_mask", "b1", 4, WRITE_OR_NONE},
+    {"places", "i8", 1, READ}, {"wanted", "i8", 1, READ}, {"items", "u1 i1 u2 i2 i4 i8", 1, READ},
+    {"pointers", "i8", 1, READ}, {"lengths", "i4", 1, READ}, {"document_index", "i4", 1, READ},
+    {"sample_index", "i4 i8", 2, READ}, {"shuffle_index", "u4 i8", 1, READ},
+};
+
+typedef struct {
+    Py_buffer array[ARRAYS];
+    int64_t batch, length;                  /* B, S */
+    long long extra, pad, eod;              /* x, ids */
+    int by_eod, by_document, mask_loss, reset_mask, look;   /* look: again at every sample? */
+    char code[3];                           /* dtype of ITEMS */
+} Batch;
+
+#define PUT(type, base, i, value) do { \
+        const type put_ = (type)(value); \
+        memcpy((base) + (i) * (int64_t)sizeof put_, &put_, sizeof put_); \
+    } while (0)
+
+#define WIDEN(dtype, type) if (code[0] == dtype[0] && code[1] == dtype[1]) \
+    for (int64_t i = 0; i < n; i++) { \
+        type item; \
+        memcpy(&item, from + i * (int64_t)sizeof item, sizeof item); \
+        PUT(int64_t, to, i, item); \
+    }
+
+/* Copies n items of any dtype to int64. */
+static void widen(char *to, const char *from, int64_t n, const char code[3])
 {
-    return build_blend(args, 0);
+    WIDEN("u1", uint8_t) WIDEN("i1", int8_t) WIDEN("u2", uint16_t)
+    WIDEN("i2", int16_t) WIDEN("i4", int32_t) WIDEN("i8", int64_t)
 }
 
-static PyObject *build_exhaustive_blending_indices(PyObject *Py_UNUSED(module), PyObject *args)
+#define item_of(view, i) load((view)->buf, i, (view)->itemsize)
+
+/* Writes first, first + step, .. at places start .. end - 1. */
+INLINE void count_up(char *to, int64_t start, int64_t end, int64_t first, int64_t step)
 {
-    return build_blend(args, 1);
+    for (int64_t i = start; i < end; i++, first += step)
+        PUT(int64_t, to, i, first);
 }
 
-/* ================================== 5. Module ================================= */
+/* Writes the pieces between rows j and j + 1 of sample_index.  Returns their tokens, or -1. */
+static int64_t read_pieces(const Batch *b, char *const row[], int64_t j)
+{
+    const Py_buffer *array = b->array, *items = &array[ITEMS];
+    const int64_t length = b->length, width = items->itemsize;
+    int64_t at = 0, start = 0, longest = 0, documents = 0;  /* start of a document; those before */
+    int64_t edge[4];                                        /* first, its begin, last, its end */
+
+    for (int k = 0; k < 4; k++)
+        edge[k] = item_of(&array[ROWS], 2 * j + k);
+    if (edge[0] < 0 || edge[0] > edge[2] || edge[2] >= array[DOCUMENTS].shape[0] ||
+        edge[1] < 0 || edge[3] < 0 || edge[3] > INT32_MAX)
+        return -1;
+    for (int64_t d = edge[0]; d <= edge[2]; d++) {
+        const int64_t id = item_of(&array[DOCUMENTS], d), begin = d == edge[0] ? edge[1] : 0;
+        int64_t size, end, pointer, n, room = length - at;
+        const char *from;
+
+        if (id < 0 || id >= array[LENGTHS].shape[0])
+            return -1;
+        size = item_of(&array[LENGTHS], id);
+        pointer = item_of(&array[POINTERS], id);
+        end = d == edge[2] ? edge[3] + b->extra : size;
+        n = end - begin;
+        if (n < 0 || n > room + b->extra || end > size || pointer < 0 || pointer % width ||
+            pointer / width > items->shape[0] - end)
+            return -1;
+        if (n == 0)
+            continue;
+        from = (const char *)items->buf + pointer + begin * width;
+        widen(row[TOKENS] + 8 * at, from, n < room ? n : room, b->code);
+        if (n > room)                                       /* the extra token is only a label */
+            widen(row[LABELS] + 8 * (length - 1), from + room * width, 1, b->code);
+        if (b->by_document && at > 0 && at < length) {
+            PUT(int32_t, row[CU_SEQLENS], documents++, start);
+            count_up(row[POSITIONS], start, at, 0, 1);
+            longest = at - start > longest ? at - start : longest;
+            start = at;
+        }
+        at += n;
+    }
+    if (b->by_document) {
+        PUT(int32_t, row[CU_SEQLENS], documents++, start);
+        count_up(row[POSITIONS], start, length, 0, 1);
+        PUT(int32_t, row[MAX_SEQLEN], 0, length - start > longest ? length - start : longest);
+        for (; documents <= length; documents++)
+            PUT(int32_t, row[CU_SEQLENS], documents, length);
+    }
+    return at;
+}
+
+/* Restarts at eod, masks, and makes pads 0; size tokens are real.  Returns how many were pads. */
+static int64_t look_again(const Batch *b, char *const row[], int64_t size)
+{
+    char *tokens = row[TOKENS], *labels = row[LABELS];
+    const int64_t length = b->length, pad = b->pad, eod = b->eod;
+    int64_t start = 0, pads = size && load(tokens, 0, 8) == pad;
+
+    for (int64_t i = 0; i < length; i++) {
+        const int64_t token = load(tokens, i, 8), label = load(labels, i, 8);
+
+        if (row[MASK]) {                            /* 1: may not attend */
+            const int64_t past = b->reset_mask ? start : 0;
+            memset(row[MASK] + i * length, 1, (size_t)length);
+            memset(row[MASK] + i * length + past, 0, (size_t)(i + 1 - past));
+        }
+        if (token == eod) {
+            if (b->by_eod)
+                count_up(row[POSITIONS], start, i + 1, 0, 1);
+            start = i + 1;
+        }
+        if (label == pad || (token == eod && b->mask_loss))
+            PUT(float, row[LOSS_MASK], i, 0);
+        if (token == pad)
+            PUT(int64_t, tokens, i, 0);
+        if (label == pad) {
+            PUT(int64_t, labels, i, 0);
+            pads += i + 1 < size;
+        }
+    }
+    if (b->by_eod)
+        count_up(row[POSITIONS], start, length, 0, 1);
+    return pads;
+}
+
+/* Writes all samples wanted.  Returns how many of their tokens were pads, or -1. */
+static int64_t read_batch(const Batch *b)
+{
+    const Py_buffer *array = b->array, *shuffle = &array[SHUFFLE];
+    const int64_t length = b->length, samples = shuffle->shape[0];
+    char *row[PLACES] = {NULL};
+    int64_t pads = 0;
+
+    for (int64_t r = 0; r < array[WANTED].shape[0]; r++) {
+        const int64_t place = item_of(&array[PLACES], r), wanted = item_of(&array[WANTED], r);
+        const int64_t k = wanted < 0 ? wanted + samples : wanted;   /* as Python counts */
+        int64_t j, size;
+
+        if (place < 0 || place >= b->batch || k < 0 || k >= samples)
+            return -1;
+        for (int a = 0; a < PLACES; a++)
+            if (array[a].obj)
+                row[a] = (char *)array[a].buf + place * (array[a].len / b->batch);
+        j = shuffle->itemsize == 4 ? (uint32_t)item_of(shuffle, k) : item_of(shuffle, k);
+        if (j < 0 || j >= array[ROWS].shape[0] - 1 || (size = read_pieces(b, row, j)) < 0)
+            return -1;
+        count_up(row[TOKENS], size, length, b->pad, 0);
+        memcpy(row[LABELS], row[TOKENS] + 8, 8 * (size_t)(length - 1));
+        if (size <= length)
+            PUT(int64_t, row[LABELS], length - 1, b->pad);
+        for (int64_t i = 0; i < length; i++)
+            PUT(float, row[LOSS_MASK], i, 1);
+        if (!b->by_document && !b->by_eod)
+            count_up(row[POSITIONS], 0, length, 0, 1);
+        if (b->look || size <= length)
+            pads += look_again(b, row, size);
+    }
+    return pads;
+}
+
+static int check_batch(const Batch *b)
+{
+    const Py_buffer *array = b->array;
+    const int64_t B = b->batch, S = b->length, items[PLACES] = {S, S, S, S, S + 1, 1, S * S};
+
+    for (int k = 0; k < PLACES; k++)
+        if (array[k].obj &&
+            (!in_range(batch_arrays[k].name, array[k].shape[0], B, B) ||
+             (B && !in_range(batch_arrays[k].name, array[k].len / array[k].itemsize / B,
+                             items[k], items[k]))))
+            return 0;
+    return in_range("add_extra_token", b->extra, 0, 1) &&
+           in_range("arrays for max_seqlen", !!array[MAX_SEQLEN].obj, b->by_document,
+                    b->by_document) &&
+           in_range("items of places", array[PLACES].shape[0], array[WANTED].shape[0], LLONG_MAX) &&
+           in_range("items of pointers", array[POINTERS].shape[0], array[LENGTHS].shape[0],
+                    LLONG_MAX) &&
+           in_range("columns of sample_index", array[ROWS].shape[1], 2, 2);
+}
+
+static PyObject *read_samples(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyTypeObject *tuple = &PyTuple_Type;
+    PyObject *o[ARRAYS], *result = NULL;
+    Batch b = {0};
+    int64_t pads;
+
+    if (!PyArg_ParseTuple(args, "O!OOO!O!O!:read_samples", tuple, o, o, o, tuple, o, tuple, o,
+                          tuple, o) ||      /* any other sequence need not hold its items */
+        !PyArg_ParseTuple(args, "(OOOOOOO)OO(OOO)(OOO)(LLLppp):read_samples", o, o + 1, o + 2,
+                          o + 3, o + 4, o + 5, o + 6, o + 7, o + 8, o + 9, o + 10, o + 11, o + 12,
+                          o + 13, o + 14, &b.extra, &b.pad, &b.eod, &b.by_eod, &b.mask_loss,
+                          &b.reset_mask))
+        return NULL;
+    if (!borrow_all(o, batch_arrays, b.array, ARRAYS))
+        goto exit;
+    b.batch = b.array[TOKENS].shape[0];
+    b.length = b.array[TOKENS].shape[1];
+    b.by_document = b.array[CU_SEQLENS].obj != NULL;
+    b.by_eod &= !b.by_document;
+    dtype_of(&b.array[ITEMS], b.code);
+    b.look = b.by_eod || b.mask_loss || b.array[MASK].obj || b.code[0] == 'i' ||
+             (b.pad >= 0 && b.pad >> 8 * b.array[ITEMS].itemsize == 0);
+    if (!in_range("sequence_length", b.length, 1, INT32_MAX - 1) || !check_batch(&b))
+        goto exit;
+    Py_BEGIN_ALLOW_THREADS
+    pads = read_batch(&b);
+    Py_END_ALLOW_THREADS
+    result = PyLong_FromLongLong(pads);
+exit:
+    release_all(b.array, ARRAYS);
+    return result;
+}
+
+/* ================================== 6. Module ================================= */
 
 static PyMethodDef methods[] = {
     {"build_sample_idx", build_sample_idx, METH_VARARGS,
-     "(sample_index, sizes, document_index, sequence_length, add_extra_token, last_token)"},
+     "(sample_index, sizes, document_index, sequence_length, add_extra_token, last_token, "
+     "first_row, first_document, before) -> tokens up to where it stopped"},
     {"shuffle", shuffle, METH_VARARGS, "(array, key, pos) -> pos"},
-    {"build_blending_indices", build_blending_indices, METH_VARARGS,
+    {"build_blending_indices", build_blend, METH_VARARGS,
      "(dataset_index, dataset_sample_index, weights, num_datasets, size)"},
-    {"build_exhaustive_blending_indices", build_exhaustive_blending_indices, METH_VARARGS,
+    {"build_exhaustive_blending_indices", build_blend, METH_VARARGS,
      "(dataset_index, dataset_sample_index, sizes, num_datasets)"},
+    {"read_samples", read_samples, METH_VARARGS,
+     "((tokens, labels, loss_mask, position_ids, cu_seqlens, max_seqlen, attention_mask), places, "
+     "wanted, (items, pointers, lengths), (document_index, sample_index, shuffle_index), (extra, "
+     "pad, eod, by_eod, mask_loss, reset_mask)) -> real pad ids, or -1 where a place is not there"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -728,8 +991,7 @@ static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT, .m_name = "_megatron_min", .m_methods = methods,
 };
 
-PyMODINIT_FUNC
-PyInit__megatron_min(void)
+PyMODINIT_FUNC PyInit__megatron_min(void)
 {
     return PyModuleDef_Init(&definition);
 }

@@ -3,6 +3,7 @@
 """How fast is it?  A Markdown table: megatron-core 0.16.1 ("upstream"), our Python, our C.
 
     python bench.py                   every case, in some minutes; --quick: smaller, in under one
+    python bench.py --billion         cost against size, up to a billion documents: table and plot
     python bench.py --only blend      the cases whose name or size matches a regular expression
     python bench.py --json FILE       every single time too; "-" is stdout, the table goes to stderr
     pytest bench.py                   the quick sizes in pytest-benchmark, to compare and keep
@@ -14,6 +15,9 @@ no time.  Then each runs once untimed, which warms files and memory, and then th
 A B C ..., so that a slow minute of the machine hits all alike.  Shown are medians.  Files go to a
 temporary folder (TMPDIR).  "~": measured on fewer items and scaled up in proportion, as some Python
 twins are definitions that would take minutes.  "-": not installed, not built, or no such part.
+"(...)": not upstream's, but of the peer that the size names; it does less, and only tokenizers' ids
+are compared.  Several numbers in a size are those of upstream, Python and C.  "C / memcpy": how
+much longer than numpy's copy of the result, of the memory or of the file that it is.
 
 To add a row, write a case (section 3) and name it in all_cases(); to add a column, see COLUMNS.
 """
@@ -37,8 +41,10 @@ import re
 import shutil
 import statistics
 import struct
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 import warnings
@@ -62,7 +68,11 @@ SEED, EOD = 1234, 50256
 
 @functools.cache
 def load(name):
-    """One of NAMES -> its module (ours: a private copy), or None where it is missing."""
+    """One of NAMES -> its module (ours: a private copy), or None where it is missing; a peer ->
+    the package that it needs."""
+    if name in PEERS:
+        package = PEERS[name][0]
+        return importlib.util.find_spec(package) and importlib.import_module(package)
     if name == "upstream":
         return load_upstream()
     source = Path(__file__).resolve().parent / "megatron_min.py"
@@ -81,26 +91,27 @@ def load_upstream():
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            from megatron.core.datasets import blended_megatron_dataset_builder as builder
             from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
             from megatron.core.utils import get_batch_on_this_cp_rank
     except ImportError:
         return None
     logging.getLogger("megatron").setLevel(logging.ERROR)
     module = types.ModuleType("upstream")
-    for source in (utils, helpers, indexed_dataset, gpt_dataset):
+    for source in (utils, helpers, indexed_dataset, gpt_dataset, builder):
         vars(module).update((key, value) for key, value in vars(source).items() if key[0] != "_")
 
     def merge(prefixes, output_prefix):
         """What tools/merge_datasets.py does, which is not in the wheel."""
         dtype = indexed_dataset.IndexedDataset(prefixes[0]).index.dtype
-        builder = indexed_dataset.IndexedDatasetBuilder(f"{output_prefix}.bin", dtype)
+        pair = indexed_dataset.IndexedDatasetBuilder(f"{output_prefix}.bin", dtype)
         for prefix in prefixes:
-            builder.add_index(prefix)
-        builder.finalize(f"{output_prefix}.idx")
+            pair.add_index(prefix)
+        pair.finalize(f"{output_prefix}.idx")
 
     module.merge, module.shuffle = merge, lambda items, random_state: random_state.shuffle(items)
-    module.build_pretraining_data_loader = lambda dataset, consumed_samples, micro_batch_size: (
-        torch.utils.data.DataLoader(dataset, micro_batch_size, drop_last=True))
+    module.build_pretraining_data_loader = lambda dataset, consumed_samples, **sizes: (
+        torch.utils.data.DataLoader(dataset, sizes.pop("micro_batch_size"), **sizes))
     module.ParallelGroups = lambda **sizes: None
     module.get_batch_on_this_tp_rank, module.DistributedDataParallel = five_broadcasts, TorchDDP
     module.get_batch_on_this_cp_rank = lambda batch, rank, size: get_batch_on_this_cp_rank(
@@ -171,20 +182,31 @@ def lengths_of(documents):
 
 @functools.cache
 def corpus(documents, seed=SEED):
-    """Write a pair of random uint16 tokens -> its prefix.  Without a seed .bin is one big hole."""
-    prefix, lengths = os.path.join(home(), f"corpus-{documents}-{seed}"), lengths_of(documents)
+    """Write a pair of random uint16 tokens -> its prefix.  Without a seed .bin is one big hole.
+
+    The lengths repeat after a million, so that a billion documents need little memory here.
+    """
+    prefix = os.path.join(home(), f"corpus-{documents}-{seed}")
+    lengths = lengths_of(min(documents, 10**6))
     ends = np.cumsum(lengths, dtype=np.int64)
+    firsts = range(0, documents, len(lengths))
+    parts = [(first, min(len(lengths), documents - first)) for first in firsts]
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, documents + 1))
+        for _, count in parts:
+            lengths[:count].tofile(file)
+        for first, count in parts:
+            (2 * (ends - lengths + first // len(lengths) * ends[-1]))[:count].tofile(file)
+        for first, count in parts:
+            np.arange(first, first + count, dtype=np.int64).tofile(file)
+        file.write(struct.pack("<q", documents))
+    first, count = parts[-1]
     with open(f"{prefix}.bin", "wb") as file:
-        file.truncate(2 * int(ends[-1]))
+        file.truncate(2 * (first // len(lengths) * int(ends[-1]) + int(ends[count - 1])))
         if seed is not None:
             tokens = np.random.default_rng(seed).integers(0, EOD, ends[-1], dtype=np.uint16)
             tokens[ends - 1] = EOD
             tokens.tofile(file)
-    with open(f"{prefix}.idx", "wb") as file:
-        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, documents + 1))
-        lengths.tofile(file)
-        (2 * (ends - lengths)).tofile(file)
-        np.arange(documents + 1, dtype=np.int64).tofile(file)
     return prefix
 
 
@@ -192,18 +214,31 @@ FLAGS = {  # what a dataset may be asked for, by the name that the table shows
     "none": {},
     "fast_cache_load": {"fast_cache_load": True},
     "resets": {"reset_position_ids": True, "eod_mask_loss": True},
+    "cu_seqlens, upstream: resets": {"reset_position_ids": True, "eod_mask_loss": True,
+                                     "inter_document_masking": True},
     "dense resets": {"reset_position_ids": True, "eod_mask_loss": True,
                      "reset_attention_mask": True, "create_attention_mask": True},
 }
 
 
-def gpt_dataset(mm, prefix, length, cache, flags="none"):
-    """One epoch of a whole corpus as a GPTDataset; without a dense mask, if not asked for."""
+def config_of(mm, prefixes, length, cache, flags="none", **more):
+    """All of some corpora to train on; without a dense mask, and what upstream 0.16.1 lacks."""
     given = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False,
-             "create_attention_mask": False} | FLAGS[flags]
-    config = mm.GPTDatasetConfig(SEED, length, blend_per_split=[([prefix], None), None, None],
-                                 path_to_cache=cache, tokenizer=Tokenizer(), **given)
-    low = mm.IndexedDataset(prefix)
+             "create_attention_mask": False, **FLAGS[flags], **more}
+    given = {key: value for key, value in given.items() if hasattr(mm.GPTDatasetConfig, key)}
+    return mm.GPTDatasetConfig(SEED, length, blend_per_split=[(prefixes, None), None, None],
+                               path_to_cache=cache, tokenizer=Tokenizer(), **given)
+
+
+def built(mm, config, samples):
+    """What the builder makes of a config to train on."""
+    sizes = [samples, None, None]
+    return mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
+
+
+def gpt_dataset(mm, prefix, length, cache, flags="none"):
+    """One epoch of a whole corpus as a GPTDataset."""
+    config, low = config_of(mm, [prefix], length, cache, flags), mm.IndexedDataset(prefix)
     indices = np.arange(len(low), dtype=np.int32)
     return mm.GPTDataset(low, prefix, indices, None, mm.Split.train, config)
 
@@ -216,10 +251,44 @@ def opened(mm, documents, length, flags):
 
 
 # ==============================================================================
-# 2. Two processes
+# 2. Other processes
 # ==============================================================================
+# Peaks and starts are measured in fresh processes.
+#
 # Some cases need ranks.  Two processes, forked once, run such a case as the parent would, each its
 # side of it, and stop where it stops; the parent's clock runs until both have answered.
+
+
+def child(*command, **environment):
+    """Run Python with these arguments to its end -> what it prints."""
+    environment["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))
+    return subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, "PYTHONWARNINGS": "ignore", **environment}).stdout
+
+
+def in_a_child(function, *arguments):
+    """Call a function of this file, by its name, in a fresh process -> what it returns."""
+    return json.loads(child("-c", f"import bench, json\nbench.home = lambda: {home()!r}\n"
+                                  f"print(json.dumps(bench.{function}(*{arguments!r})))"))
+
+
+def memory(key, file="self/status"):
+    """A line of a file in /proc, in bytes; nan where there is none.
+
+    VmHWM is the most that was resident; ru_maxrss would begin with what the parent had.
+    """
+    path = Path("/proc", file)
+    found = re.search(rf"{key}:\s+(\d+) kB", path.read_text() if path.exists() else "")
+    return 1024 * int(found[1]) if found else math.nan
+
+
+def peak_of(function, name, n, sizes):
+    """For a child: how far the timed part of a case raises the peak of memory."""
+    steps = globals()[function](load(name), n, **sizes)
+    next(steps)
+    before = memory("VmHWM")
+    next(steps)
+    return memory("VmHWM") - before
 
 
 def on_two_ranks(function):
@@ -357,6 +426,20 @@ def cache_hit(mm, n, S, flags):
     return ds.document_index[:], ds.sample_index[:], ds.shuffle_index[:]
 
 
+def build_four(mm, n, threads):
+    """The builder: 90 % of an epoch of four corpora, blended, their caches beside them."""
+    folder, low = fresh_folder(), corpus(n // 4, None)
+    for name, suffix in itertools.product("abcd", (".bin", ".idx")):
+        os.symlink(low + suffix, os.path.join(folder, name + suffix))
+    prefixes = [os.path.join(folder, name) for name in "abcd"]
+    config = config_of(mm, prefixes, 2048, None, num_dataset_builder_threads=threads)
+    yield
+    ds = built(mm, config, int(0.9 * n * 500 / 2048))
+    yield
+    return ds.dataset_index, ds.dataset_sample_index, [
+        (part.document_index, part.sample_index, part.shuffle_index) for part in ds.datasets]
+
+
 def samples(mm, n, S, flags):
     """dataset[i] in order, which reads all over a file of 100,000 documents."""
     ds = opened(mm, 100_000, S, flags)
@@ -364,36 +447,79 @@ def samples(mm, n, S, flags):
     for i in range(n):
         ds[i]
     yield
-    return [ds[i] for i in range(min(n, 64))]
+    return [ds[i] for i in range(64)]
 
 
-def batches(mm, n, S, flags):
-    """The DataLoader, micro-batches of 8, no workers."""
+def batches(mm, n, S, flags="none", workers=0):
+    """The DataLoader, micro-batches of 8; the workers have begun."""
     ds = opened(mm, 100_000, S, flags)
-    loader = mm.build_pretraining_data_loader(ds, 0, micro_batch_size=8)
+    loader = iter(mm.build_pretraining_data_loader(ds, 0, micro_batch_size=8, num_workers=workers))
+    first = next(loader)
     yield
-    for _ in itertools.islice(loader, n // 8):
+    for batch in itertools.islice(loader, n // 8):
         pass
     yield
-    return list(itertools.islice(mm.build_pretraining_data_loader(ds, 0, micro_batch_size=8), 4))
+    return [with_cu_seqlens(each) if "cu_seqlens" in flags else each for each in (first, batch)]
 
 
-def write(mm, n, kind):
-    """add_document and finalize, of documents as lists (what tokenizers give) or int32 arrays."""
+def with_cu_seqlens(batch):
+    """A batch, with what upstream does not tell: where each document begins, and the longest."""
+    rows, length = batch["position_ids"].shape
+    edges = torch.full((rows, length + 1), length, dtype=torch.int32)
+    for row, positions in zip(edges, batch["position_ids"]):
+        starts = (positions == 0).nonzero().flatten()
+        row[:len(starts)] = starts
+    return {"cu_seqlens": edges, "max_seqlen": edges.diff().amax(1), **batch}
+
+
+def crops(_, n, S):
+    """nanoGPT's get_batch: tokens and labels from anywhere in the file."""
+    data = np.memmap(f"{corpus(100_000)}.bin", np.uint16, "r")
+    yield
+    for _ in range(n // 8):
+        places = torch.randint(len(data) - S, (8,))
+        for shift in (0, 1):
+            torch.stack([torch.from_numpy(data[i + shift:i + shift + S].astype(np.int64))
+                         for i in places])
+    yield
+
+
+def ready_tensors(_, n, S, workers=0):
+    """torch's DataLoader over a list of ready samples, of a single tensor each."""
+    ready = list(torch.ones(n + 8, S, dtype=torch.int64))
+    loader = iter(torch.utils.data.DataLoader(ready, 8, num_workers=workers))
+    next(loader)
+    yield
+    for _ in loader:
+        pass
+    yield
+
+
+def write(mm, n, kind, part):
+    """A new pair of documents as lists (what tokenizers give) or int32 arrays."""
     rng, prefix = np.random.default_rng(SEED), os.path.join(fresh_folder(), "pair")
     few = [rng.integers(0, EOD, length, dtype=np.int32) for length in lengths_of(1000)]
     few = [tokens.tolist() for tokens in few] if kind == "lists" else few
-    yield
     builder = mm.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for tokens in itertools.islice(itertools.cycle(few), n):
-        builder.add_document(tokens, [len(tokens)])
-    builder.finalize(f"{prefix}.idx")
+
+    def add_document():
+        for tokens in itertools.islice(itertools.cycle(few), n):
+            builder.add_document(tokens, [len(tokens)])
+
+    steps = [add_document, lambda: builder.finalize(f"{prefix}.idx")]
+    now = part == "finalize"
+    if now:
+        add_document()
     yield
-    return written_files()
+    steps[now]()
+    yield
+    if not now:
+        steps[1]()
+    return written_files()["pair.idx" if now else "pair.bin"]
 
 
 def merge(mm, n):
-    """merge of two pairs of n / 2 documents each."""
+    """merge of two pairs of n / 2 documents each; for each upstream collects garbage: 0.2 s."""
     inputs = [corpus(n // 2, seed) for seed in (1, 2)]
     output = os.path.join(fresh_folder(), "pair")
     yield
@@ -402,17 +528,100 @@ def merge(mm, n):
     return written_files()
 
 
-def preprocess(mm, n):
-    """preprocess with the byte tokenizer and one process; upstream's is a script, no function."""
+@functools.cache
+def texts():
+    """Modules of Python's library, as the demo reads them, in pieces of 2,000 characters."""
+    modules = sorted(Path(os.__file__).parent.glob("*.py"))[:150]
+    code = "".join(path.read_text("utf-8", "replace") for path in modules)
+    return [code[i:i + 2000] for i in range(0, len(code), 2000)]
+
+
+@functools.cache
+def tokenizer_json():
+    """Train a BPE of 4,096 tokens on them -> its path."""
+    tokenizers, path = load("tokenizers alone"), os.path.join(home(), "tokenizer.json")
+    bytewise = tokenizers.pre_tokenizers.ByteLevel
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = bytewise(add_prefix_space=False)
+    bpe.train_from_iterator(texts()[::8], tokenizers.trainers.BpeTrainer(
+        vocab_size=4096, show_progress=False, special_tokens=["<|endoftext|>"],
+        initial_alphabet=bytewise.alphabet()))
+    bpe.save(path)
+    return path
+
+
+def preprocess(mm, n, tokenizer):
+    """preprocess in one process, where tokenizers has threads; upstream's is but a script."""
     path, output = os.path.join(home(), f"text-{n}.jsonl"), os.path.join(fresh_folder(), "pair")
-    if not os.path.exists(path):
-        words = np.random.default_rng(SEED).choice("the of and to in is that it".split(), (n, 1000))
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": " ".join(row)[:2000]}) + "\n" for row in words)
+    rows = (json.dumps({"text": text}) + "\n" for text in itertools.cycle(texts()))
+    Path(path).write_text("".join(itertools.islice(rows, n)), encoding="utf-8")
+    made = mm.build_tokenizer(tokenizer_json() if tokenizer == "BPE" else tokenizer)
     yield
-    mm.preprocess([path], output, append_eod=True)
+    prefix = mm.preprocess([path], output, made, append_eod=True)["text"]
     yield
-    return written_files()
+    return np.fromfile(f"{prefix}.bin", np.uint16)
+
+
+def tokenizers_alone(tokenizers, n, tokenizer):
+    """The same texts from memory to ids in the memory of the library."""
+    given = list(itertools.islice(itertools.cycle(texts()), n))
+    made = tokenizers.Tokenizer.from_file(tokenizer_json())
+    yield
+    encodings = made.encode_batch_fast(given)
+    yield
+    return np.concatenate([[*each.ids, 0] for each in encodings]).astype(np.uint16)
+
+
+IMPORTS = {"upstream": """
+import logging, torch
+logging.disable()
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+def load(dataset):
+    return torch.utils.data.DataLoader(dataset, 8)
+""", "ours": """
+from megatron_min import *
+def load(dataset):
+    return build_pretraining_data_loader(dataset, 0, micro_batch_size=8)
+"""}
+START = """
+class Tokenizer:
+    vocab_size, eod, unique_identifiers = 50257, 50256, {}
+config = GPTDatasetConfig(
+    1234, 2048, blend_per_split=[([PREFIX], None), None, None], path_to_cache=CACHE,
+    tokenizer=Tokenizer(), reset_position_ids=False, reset_attention_mask=False,
+    eod_mask_loss=False, create_attention_mask=False)
+train = BlendedMegatronDatasetBuilder(
+    GPTDataset, [1000, None, None], lambda: True, config).build()[0]
+print(next(iter(load(train)))["tokens"].tolist())
+"""
+
+
+def first_batch(mm, n, documents):
+    """A script that builds a dataset and reads a batch, from the start of Python to its end."""
+    ours, name = mm.__name__ != "upstream", mm.__name__.removeprefix("megatron_min_")
+    where = f"PREFIX, CACHE = {corpus(documents)!r}, {fresh_folder()!r}"
+    script = IMPORTS["ours" if ours else name] + where + START
+    yield
+    tokens = child("-c", script, MEGATRON_MIN_C=str(int(name == "C")))
+    yield
+    return tokens
+
+
+def inspect(mm, n, documents):
+    """megatron-min inspect."""
+    prefix = corpus(documents, None)
+    yield
+    shown = child("-m", "megatron_min", "inspect", prefix)
+    yield
+    return shown
+
+
+PEERS = {  # beside upstream: name -> the package that it needs, and a case that does a like job
+    "nanoGPT's crop": ("numpy", crops),
+    "ready tensors": ("torch", ready_tensors),
+    "tokenizers alone": ("tokenizers", tokenizers_alone),
+}
 
 
 @functools.cache
@@ -486,13 +695,23 @@ def ddp_step(mm, n, parameters, overlap):
 class Case:
     """A row: a function above, its name, what its n items are, and its other sizes.
 
+    names    the competitors; the first may be a peer instead of upstream
     twin_n   items for the Python twin, where it is far slower than the others
+    kept     items in the outcome, if not all n; 0: it makes no sense to copy them
+    once     the run that is compared is the one that is timed, too
+    note     (case, names) -> what else to say in the table
     """
 
-    def __init__(self, function, title, unit, n, twin_n=None, names=NAMES, **sizes):
-        self.function, self.title, self.names = function, title, names
-        self.n, self.twin_n, self.sizes = n, twin_n or n, sizes
+    def __init__(self, function, title, unit, n, twin_n=None, names=NAMES, kept=None, once=False,
+                 note=None, **sizes):
+        self.function, self.title, self.names, self.note = function, title, names, note
+        self.n, self.twin_n, self.sizes, self.once = n, twin_n or n, sizes, once
+        self.kept = n if kept is None else kept
         self.size = ", ".join([f"{n:,} {unit}", *(f"{key}={sizes[key]}" for key in sizes)])
+        if names[0] in PEERS:
+            self.size += f" (against {names[0]})"
+        if once:
+            self.run = functools.cache(self.run)
 
     def items(self, name):
         """How many items this competitor is given."""
@@ -500,68 +719,115 @@ class Case:
 
     def start(self, name, n=None):
         """The case up to where the clock starts."""
-        steps = self.function(load(name), n or self.items(name), **self.sizes)
+        function = PEERS[name][1] if name in PEERS else self.function
+        steps = function(load(name), n or self.items(name), **self.sizes)
         next(steps)
         return steps
 
-    def milliseconds(self, name):
-        """One timed run, scaled to n items."""
-        steps = self.start(name)
+    def run(self, name, n, wanted):
+        """A run of n items -> milliseconds, and the outcome if it is wanted."""
+        steps = self.start(name, n)
         start = time.perf_counter()
         next(steps)
-        return 1e3 * (time.perf_counter() - start) * self.n / self.items(name)
+        seconds = time.perf_counter() - start
+        try:
+            return 1e3 * seconds, next(steps) if wanted else None
+        except StopIteration as stop:
+            return 1e3 * seconds, stop.value
+
+    def milliseconds(self, name):
+        """One timed run, scaled to n items."""
+        items = self.items(name)
+        return self.run(name, items, self.once)[0] * self.n / items
 
     def outcome(self, name, n):
         """What a run of n items gives."""
-        steps = self.start(name, n)
-        next(steps)
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value
+        return self.run(name, n, True)[1]
 
-    def bytes_a_token(self, name):
-        """What a run on two ranks has broadcast."""
-        self.milliseconds(name)
-        return ask("sent")[0] / (self.items(name) * 8 * self.sizes["S"])
+    def copy_milliseconds(self, arrays):
+        """numpy's copy of an outcome into fresh memory, scaled to n items."""
+        start = time.perf_counter()
+        for array in arrays:
+            array.copy()
+        return 1e3 * (time.perf_counter() - start) * self.n / self.kept
+
+    def bytes_a_token(self, names):
+        """A note: what a run on two ranks has broadcast."""
+        tokens, sent = self.n * 8 * self.sizes["S"], []
+        for name in names:
+            self.milliseconds(name)
+            sent.append(f"{ask('sent')[0] / tokens:.1f}")
+        return f"bytes a token {' '.join(sent)}"
+
+    def peaks(self, names):
+        """A note: how much memory the first and the last take, in a fresh process each."""
+        peaks = {name: in_a_child("peak_of", self.function.__name__, name, self.n, self.sizes)
+                 for name in (names[0], names[-1])}
+        return "peak MiB " + ", ".join(f"{name} {peaks[name] / 2**20:,.0f}" for name in peaks)
+
+    def bare(self, names):
+        """A note: the least that a start with torch takes."""
+        start = time.perf_counter()
+        child("-c", "import torch")
+        return f"import torch alone {1e3 * (time.perf_counter() - start):,.0f} ms"
 
     def different(self, names):
         """The names whose outcome is not that of the first, compared at the size that both run."""
+        if len(names) < 2:
+            return []
         wanted = functools.cache(functools.partial(self.outcome, names[0]))
         sizes = {name: min(self.items(name), self.items(names[0])) for name in names[1:]}
+        if names[0] in PEERS and wanted(self.n) is None:  # some have nothing to compare
+            return self.different(names[1:])
         return [name for name, n in sizes.items() if not same(wanted(n), self.outcome(name, n))]
 
 
 def all_cases(quick):
     """The rows of the table, from top to bottom."""
-    big, drawn, reads = (10**6, 10**5, 1_000) if quick else (10**7, 10**6, 4_000)
-    docs, twin = (10**5, 2_000) if quick else (10**6, 10_000)
+    big, drawn, reads, docs, dense = (500_000, 20_000, 256, 2_000, 8) if quick else (
+        10**7, 10**6, 4_000, 10**5, 64)
+    build_n, twin, steps = (200_000, 2_000, 2) if quick else (10**7, 10_000, 16)
+    ours = "C" if load("C") else "Python"  # where no kernel runs, or a twin is no match
+    both, (crop, ready, alone) = (NAMES[0], ours), ((peer, ours) for peer in PEERS)
     mixed = functools.partial(Case, unit="samples", n=drawn, twin_n=twin)
+    start = functools.partial(Case, unit="start", n=1, kept=0, once=quick)
+    loader = functools.partial(Case, batches, "DataLoader", "samples", kept=16, S=2048)
     return [
         *(Case(sample_index, "sample index", "documents", big, S=S) for S in (128, 2048, 8192)),
         Case(shuffle, "shuffle", "int32", big),
-        *(mixed(blend, "blend", datasets=count, weights="random")
+        *(mixed(blend, "blend", datasets=count, weights=weights)
+          for weights in ("random", "equal", "1/k")[:1 if quick else 3]
           for count in (2, 4, 16, 64, 256, 1024, 4096)),
-        *(mixed(blend, "blend", datasets=256, weights=weights) for weights in ("equal", "1/k")),
         *(mixed(exhaustive_blend, "exhaustive blend", datasets=count, weights="random")
           for count in (16, 1024)),
-        Case(build, "GPTDataset, new cache", "documents", docs, S=2048),
-        *(Case(cache_hit, "GPTDataset, cache hit", "documents", docs, S=2048, flags=flags)
+        Case(build, "GPTDataset, new cache", "documents", build_n, S=2048,
+             note=None if quick else Case.peaks),
+        *(Case(cache_hit, "GPTDataset, cache hit", "documents", build_n, S=2048, flags=flags)
           for flags in ("none", "fast_cache_load")),
-        *(Case(samples, "dataset[i]", "samples", reads, S=S, flags="none")
+        *(Case(build_four, "builder, 4 corpora", "documents", build_n, names=both, threads=threads)
+          for threads in (1, 4)),
+        *(Case(samples, "dataset[i]", "samples", reads, kept=64, S=S, flags="none")
           for S in (512, 2048, 8192)),
-        *(Case(batches, "DataLoader", "samples", n, S=2048, flags=flags)
-          for n, flags in ((reads, "none"), (reads, "resets"), (reads // 62, "dense resets"))),
-        *(Case(write, "write a pair", "documents", docs // 10, kind=kind)
-          for kind in ("lists", "arrays")),
-        Case(merge, "merge two pairs", "documents", docs // 10),
-        Case(preprocess, "preprocess", "documents of 2 kB", docs // 100, names=NAMES[1:]),
-        *(Case(tp_batch, "parallel, tp batch", "batches of 8", n, S=S, mask=mask)
+        *(loader(n=n, flags=flags) for n, flags in (
+            (reads, "none"), (reads, "resets"), (reads, "cu_seqlens, upstream: resets"),
+            (dense, "dense resets"))),
+        loader(n=reads, names=both, workers=2),
+        *(loader(n=reads, names=names) for names in (crop, ready)),
+        loader(n=reads, names=ready, workers=2),
+        *(Case(write, "write a pair", "documents", docs, kind=kind, part=part)
+          for kind, part in (("lists", "add_document"), ("arrays", "add_document"),
+                             ("arrays", "finalize"))),
+        Case(merge, "merge two pairs", "documents", docs),
+        *(Case(preprocess, "preprocess", "documents of 2 kB", docs // 10, names=names,
+               tokenizer=tokenizer) for names, tokenizer in ((NAMES[1:], "bytes"), (alone, "BPE"))),
+        start(first_batch, "import to first batch", names=both, documents=100_000, note=Case.bare),
+        start(inspect, "megatron-min inspect", names=[ours], documents=big),
+        *(Case(tp_batch, "parallel, tp batch", "batches of 8", n, kept=1, S=S, mask=mask,
+               note=Case.bytes_a_token)
           for n, S, mask in ((reads // 40, 2048, False), (reads // 100, 512, True))),
-        Case(cp_batch, "parallel, cp batch", "batches of 8", reads // 20, S=8192, cp=2),
-        *(Case(ddp_step, "parallel, DDP step", "steps", reads // 250, parameters=2**21,
+        Case(cp_batch, "parallel, cp batch", "batches of 8", reads // 20, kept=1, S=8192, cp=2),
+        *(Case(ddp_step, "parallel, DDP step", "steps", steps, kept=0, parameters=2**21,
                overlap=overlap) for overlap in (False, True)),
-        # Issue 4 goes on here: the loader's thread and workers, the start, --billion.
     ]
 
 
@@ -581,23 +847,39 @@ def same(a, b):
     return a == b
 
 
+def arrays_in(outcome):
+    """All its arrays, tensors and bytes, as arrays."""
+    if isinstance(outcome, (dict, list, tuple)):
+        parts = outcome.values() if isinstance(outcome, dict) else outcome
+        return [array for part in parts for array in arrays_in(part)]
+    if isinstance(outcome, bytes):
+        return [np.frombuffer(outcome, np.uint8)]
+    return [np.asarray(outcome)] if isinstance(outcome, (np.ndarray, torch.Tensor)) else []
+
+
 def measure(case, rounds, seconds):
-    """-> the row of a case: so many rounds, and more, up to 50, until the seconds are over."""
+    """-> the row of a case: so many rounds, and more, up to 50, until the seconds are over; but
+    two where they take ten seconds."""
     names = [name for name in case.names if load(name)]
     differs = case.different(names)
-    runs = {name: [] for name in names if name not in differs}
+    clocks = {name: functools.partial(case.milliseconds, name)
+              for name in names if name not in differs}
+    if case.kept:
+        outcome = case.outcome(names[-1], case.items(names[-1]))
+        clocks["memcpy"] = functools.partial(case.copy_milliseconds, arrays_in(outcome))
+    runs = {name: [] for name in clocks}
     gc.collect()
     start = time.perf_counter()
     for number in range(51):  # number 0 warms up
-        for name, times in runs.items():
-            times.append(case.milliseconds(name))
-        if number >= rounds and time.perf_counter() - start > seconds:
+        for name, clock in clocks.items():
+            runs[name].append(clock())
+        taken = time.perf_counter() - start
+        if case.once or number >= rounds and taken > seconds or number >= 2 and taken > 10:
             break
-    runs, size = {name: times[1:] for name, times in runs.items()}, case.size
-    if case.function is tp_batch:
-        sent = [f"{case.bytes_a_token(name):.1f}" for name in names]
-        size += f"; {' '.join(sent)} bytes a token"
-    return {"case": case.title, "size": size, "n": case.n, "twin_n": case.twin_n,
+    runs = {name: times[1:] or times for name, times in runs.items()}
+    return {"case": case.title, "n": case.n, "twin_n": case.twin_n,
+            "size": case.size + (f"; {case.note(case, names)}" if case.note else ""),
+            "other": next(iter({*case.names} & {*PEERS}), NAMES[0]),
             "differs": differs, "runs_ms": runs,
             "median_ms": {name: statistics.median(times) for name, times in runs.items()}}
 
@@ -619,22 +901,40 @@ def ratio(row, name, other):
     return f"{times:,.{2 if times < 10 else 1 if times < 100 else 0}f}x"
 
 
+def beside(text, row, *names):
+    """A cell about upstream; in brackets about a peer instead, which the size names."""
+    cell = text(row, *names, row["other"])
+    return f"({cell})" if row["other"] in PEERS and cell != "-" else cell
+
+
+def ours(row):
+    """The least median of ours, or None."""
+    return min((row["median_ms"][name] for name in NAMES[1:] if name in row["median_ms"]),
+               default=None)
+
+
 def rate(row):
     """A cell: items that our fastest does in a second."""
-    medians = [row["median_ms"][name] for name in NAMES[1:] if name in row["median_ms"]]
-    return f"{1e3 * row['n'] / min(medians):,.0f}" if medians else "-"
+    return f"{1e3 * row['n'] / ours(row):,.{0 if row['n'] > 1 else 2}f}" if ours(row) else "-"
 
 
-#: title, width (negative: to the left), row -> text.  Issue 4 adds "against memcpy".
+def against_copy(row):
+    """A cell: how much longer than copying the result ours takes."""
+    copied = row["median_ms"].get("memcpy")
+    return f"{ours(row) / copied:,.1f}" if ours(row) and copied else "-"
+
+
+#: title, width (negative: to the left), row -> text.
 COLUMNS = [
     ("case", -21, lambda row: row["case"]),
     ("size", -66, lambda row: row["size"]),
-    ("upstream ms", 11, lambda row: milliseconds(row, "upstream")),
+    ("upstream ms", 11, lambda row: beside(milliseconds, row)),
     ("Python ms", 9, lambda row: milliseconds(row, "Python")),
     ("C ms", 7, lambda row: milliseconds(row, "C")),
-    ("C against upstream", 18, lambda row: ratio(row, "C", "upstream")),
+    ("C against upstream", 18, lambda row: beside(ratio, row, "C")),
     ("C against Python", 16, lambda row: ratio(row, "C", "Python")),
     ("ours, items/s", 13, rate),
+    ("C / memcpy", 10, against_copy),
 ]
 
 
@@ -666,6 +966,9 @@ def main(argv=None):
     parser.add_argument("--rounds", type=int, help="timed runs, at least (default 5; quick: 3)")
     parser.add_argument("--only", default="", metavar="REGEX", help="search in case and size")
     parser.add_argument("--json", metavar="FILE", help="every time as JSON; -: on stdout")
+    parser.add_argument("--billion", action="store_true", help="cost against size")
+    parser.add_argument("--documents", type=int, default=10**9, help="with --billion: the most")
+    parser.add_argument("--plot", default="billion.png", help="with --billion: a PNG (%(default)s)")
     parser.add_argument("--train", action="store_true", help="train instead; under torchrun or not")
     for name, default, text in (
             ("steps", 10, "steps with each layout"), ("tensor", None, "tp ranks, of the first"),
@@ -677,12 +980,14 @@ def main(argv=None):
     arguments = parser.parse_args(argv)
     if arguments.train:
         return train(arguments)
+    if arguments.billion:
+        return billion(arguments)
     rounds, seconds = (3, 0.1) if arguments.quick else (5, 2)
     rounds = arguments.rounds or rounds
     out = sys.stderr if arguments.json == "-" else sys.stdout
     show, head, rows = functools.partial(print, file=out, flush=True), machine(), []
     show("; ".join(f"{key} {value}" for key, value in head.items()), end="; ")
-    show(f"medians of {rounds} rounds or more\n")
+    show(f"medians of {rounds} rounds or more, or 2 of slow cases\n")
     show(line([title for title, _, _ in COLUMNS]))
     show(line(["-" * -width if width < 0 else "-" * (width - 1) + ":" for _, width, _ in COLUMNS]))
     for case in all_cases(arguments.quick):
@@ -696,7 +1001,114 @@ def main(argv=None):
 
 
 # ==============================================================================
-# 5. Training on any layout
+# 5. A billion documents
+# ==============================================================================
+# Cost against size, of ours alone: upstream holds several int64 for each document, and runs out of
+# memory.  A size is made, indexed in a fresh process for each number of epochs, and removed.
+
+SCALE = [  # title, key, digits after the point
+    ("documents", "documents", 0), ("epochs", "epochs", 0), ("samples", "samples", 0),
+    ("open s", "open", 2), ("build s", "build", 2), ("cache hit s", "hit", 2),
+    ("first batch s", "batch", 2), ("inspect s", "inspect", 1), ("build ns/document", "each", 1),
+    ("own GiB", "own", 2), ("GiB with mapped files", "peak", 2),
+]
+
+
+def billion(options):
+    """Print the table of sizes, plot it -> 0."""
+    show = functools.partial(print, flush=True)
+    show("; ".join(f"{key} {value}" for key, value in machine().items()), "S=2048", sep="; ")
+    show(f"\n| {' | '.join(title for title, _, _ in SCALE)} |\n|{' --: |' * len(SCALE)}")
+    rows, left_out, name = [], [], "C" if load("C") else "Python"
+    sizes = [10**power for power in range(6, 10) if 10**power < options.documents]
+    for documents in [*sizes, options.documents]:
+        for epochs in (1, 3, 10):
+            needed, free = 8 * documents * (epochs + 1), memory("MemAvailable", "meminfo")
+            if needed > free:
+                left_out.append(f"{documents:,} documents x {epochs} epochs: about "
+                                f"{needed / 2**30:,.0f} GiB wanted, {free / 2**30:,.0f} there")
+                continue
+            rows.append(in_a_child("indexed", name, corpus(documents, None), epochs))
+            cells = [f"{rows[-1][key]:,.{digits}f}" for _, key, digits in SCALE]
+            show(f"| {' | '.join(cells)} |")
+        for suffix in (".bin", ".idx"):
+            Path(corpus(documents, None) + suffix).unlink()
+    show(*["\nleft out, too large for the memory of this machine:"] * bool(left_out), *left_out,
+         sep="\n")
+    show("not run: upstream, which runs out of memory at a billion documents")
+    if importlib.util.find_spec("matplotlib"):
+        plot(rows, options.plot)
+        show(f"plot: {options.plot}")
+    return 0
+
+
+def indexed(name, prefix, epochs):
+    """For a child: build a corpus's dataset with its cache, and use it -> seconds and bytes."""
+    mm, cache, clock = load(name), fresh_folder(), Stopwatch()
+    low = mm.IndexedDataset(prefix)
+    seconds, documents = {"open": clock.lap()}, len(low)
+    tokens = low.num_tokens
+    del low
+    config, samples = config_of(mm, [prefix], 2048, cache), (tokens * epochs - 1) // 2048
+    clock.lap()
+    ds = built(mm, config, samples)
+    seconds["build"] = clock.lap()
+    own, peak = clock.most / 2**30, memory("VmHWM") / 2**30
+    next(iter(mm.build_pretraining_data_loader(ds, 0, micro_batch_size=8)))
+    seconds["batch"] = clock.lap()
+    built(mm, config, samples)
+    seconds["hit"] = clock.lap()
+    child("-m", "megatron_min", "inspect", prefix)
+    seconds["inspect"] = clock.lap()
+    return {"documents": documents, "epochs": epochs, "samples": len(ds), "own": own, "peak": peak,
+            "each": 1e9 * seconds["build"] / documents / epochs, **seconds}
+
+
+class Stopwatch:
+    """Seconds since the last look; in the background, the most memory that is no mapped file."""
+
+    def __init__(self):
+        self.start, self.first, self.most = time.perf_counter(), memory("RssAnon"), 0
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def watch(self):
+        """Look, again and again: no high-water mark of Linux leaves mapped files out."""
+        while True:
+            self.most = max(self.most, memory("RssAnon") - self.first)
+            time.sleep(0.01)
+
+    def lap(self):
+        """-> seconds."""
+        start, self.start = self.start, time.perf_counter()
+        return self.start - start
+
+
+def plot(rows, path):
+    """Seconds and memory against documents: as straight as the dotted lines, if all is well."""
+    import matplotlib
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, both = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    keys = ("build", "hit", "inspect", "batch", "open"), ("own", "peak")
+    for axes, shown, what in zip(both, keys, ("seconds", "peak memory, GiB")):
+        for key, epochs in itertools.product(shown, sorted({row["epochs"] for row in rows})):
+            if key == shown[0] or epochs == 1:
+                part = [row for row in rows if row["epochs"] == epochs]
+                sizes, values = ([row[of] for row in part] for of in ("documents", key))
+                title = next(title for title, of, _ in SCALE if of == key).removesuffix(" s")
+                axes.loglog(sizes, values, "o-", label=f"{title}, {epochs} epochs")
+                if key == shown[0]:
+                    axes.loglog(sizes, [values[0] * n / sizes[0] for n in sizes], "k:")
+        axes.set_xlabel("documents (dotted: in proportion)")
+        axes.set_ylabel(what)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+# ==============================================================================
+# 6. Training on any layout
 # ==============================================================================
 # A run that stops and goes on with another layout, four times, against plain training in one
 # process, which uses no sampler, no loader, no groups and no DistributedDataParallel.
@@ -956,7 +1368,7 @@ def train(options):
 
 
 # ==============================================================================
-# 6. The same under pytest-benchmark
+# 7. The same under pytest-benchmark
 # ==============================================================================
 
 
@@ -973,7 +1385,8 @@ def test_case(case, name, benchmark):
     assert not case.different([first, name])
     benchmark.group = f"{case.title}, {case.size}"
     benchmark.extra_info["items"] = case.items(name)
-    benchmark.pedantic(next, setup=lambda: ((case.start(name),), {}), rounds=5, warmup_rounds=1)
+    benchmark.pedantic(next, setup=lambda: ((case.start(name),), {}),
+                       rounds=1 if case.once else 5, warmup_rounds=not case.once)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
 
 For every input on which megatron-core 0.16.1 ("upstream") works as intended, this module yields the
 same bytes: the same .bin/.idx files, index arrays, cache files, samples and order of batches.  Read
-it from top to bottom: each section needs only those above it; a helper that serves what stands
-before it follows after one blank line, not two.  Copied alone into a project it does everything:
-_helpers.c only makes it faster, and each C kernel has its definition here, in Python.
+it from top to bottom: each section needs only those above it, and helpers follow what they serve.
+Copied alone into a project it does everything: _helpers.c only makes it faster, and each C kernel
+has its definition here, in Python.
 
 Notation    S  tokens in a sample (sequence_length)     D  documents (sequences) in a split
             T  tokens in one epoch of a split           E  epochs over the split
@@ -36,7 +36,6 @@ import torch, torch.distributed, torch.utils.data
 __version__ = "0.1.0"
 log = logging.getLogger("megatron_min")
 
-
 class DatasetFormatError(ValueError):
     """A file does not hold what its format promises; the message names file, field, wanted, got."""
 
@@ -44,7 +43,6 @@ def _require(condition, sentence, kind=ValueError):
     """Raise kind(sentence) unless condition: for what a user can cause, under python -O too."""
     if not condition:
         raise kind(sentence)
-
 
 # ==============================================================================
 # 1. The file pair
@@ -81,10 +79,10 @@ def _require(condition, sentence, kind=ValueError):
 #   a place           every access               the sequence for the caller, the .bin for the .idx
 
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
-_CHUNK = 1 << 22  # items handled at a time where an array may be larger than memory
+_CHUNK = 1 << 16  # items handled at a time where an array may be large: they fit a cache
+_PART = 1 << 22  # items that are worth a thread of their own
 _TRANSIENT = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 _identity = operator.attrgetter("st_ino", "st_size", "st_mtime_ns")  # of a stat: is it the file?
-
 
 class DType(enum.Enum):
     """The dtype code in an .idx header <-> the numpy dtype of the .bin file.  Upstream: DType.
@@ -117,24 +115,20 @@ class DType(enum.Enum):
         """What upstream takes for a vocabulary of this size: uint16 below 65500, else int32."""
         return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
 
-
 def get_idx_path(path_prefix):
     """"corpus" -> "corpus.idx"."""
     return f"{os.fspath(path_prefix)}.idx"
 
-
 def get_bin_path(path_prefix):
     """"corpus" -> "corpus.bin"."""
     return f"{os.fspath(path_prefix)}.bin"
-
 
 class _NewFile:
     """A file that appears under its name whole, at commit(), or not at all; dropped, it goes."""
     unfinished = weakref.WeakSet()  # what SIGTERM has to remove
 
     def __init__(self, path):
-        self.path, pid = os.fspath(path), os.getpid()
-        folder = os.path.dirname(self.path) or "."
+        self.path, folder, pid = os.fspath(path), os.path.dirname(path) or ".", os.getpid()
         _require(os.path.isdir(folder), f"{folder}: no such folder", FileNotFoundError)
         self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
         self.unfinished.add(self)
@@ -155,7 +149,6 @@ class _NewFile:
             pathlib.Path(old.path).unlink(missing_ok=True)
         for new in (self, *others):
             os.replace(new.file.name, new.path)
-            new.discard.detach()
 
     def __enter__(self):
         return self.file
@@ -166,18 +159,20 @@ class _NewFile:
 def _as_tokens(tensor, dtype):
     """Tensor, array or list -> 1-D array of dtype; ValueError at the first id that does not fit."""
     dtype = np.dtype(dtype)
-    if type(tensor) is list and dtype.kind in "iu":
-        with contextlib.suppress(TypeError, OverflowError):  # the fast way, which checks ranges too
-            return np.frombuffer(array.array(dtype.char, tensor), dtype)
-    tokens = np.asarray(tensor).reshape(-1)
-    if tokens.dtype != dtype and dtype.kind in "iu" and tokens.size:
-        if tokens.dtype.kind not in "biu":
-            raise ValueError(f"{dtype} tokens must be integers, got {tokens.dtype}")
-        for at in np.flatnonzero(tokens.astype(dtype) != tokens)[:1]:  # the first that would wrap
-            raise ValueError(f"token {tokens[at]} at position {at} does not fit {dtype}, up to "
-                             f"{np.iinfo(dtype).max}: choose a larger dtype")
-    return np.ascontiguousarray(tokens, dtype)
-
+    try:  # twice as fast as numpy, and checks ranges too
+        if type(tensor) is list and dtype.kind in "iu":
+            return np.frombuffer(struct.pack(f"{len(tensor)}{dtype.char}", *tensor), dtype)
+    except struct.error:
+        pass  # numpy finds out where
+    tokens = (tensor.numpy() if type(tensor) is torch.Tensor else np.asarray(tensor)).reshape(-1)
+    if tokens.dtype == dtype or dtype.kind not in "iu" or not tokens.size:
+        return np.ascontiguousarray(tokens, dtype)
+    if tokens.dtype.kind not in "biu":  # no _require(): its sentence costs more than the rest
+        raise ValueError(f"{dtype} tokens must be integers, got {tokens.dtype}")
+    fit = tokens.astype(dtype)
+    if (at := (fit != tokens).tobytes().find(1)) >= 0:  # the first that would wrap
+        raise ValueError(f"token {tokens[at]} at {at} does not fit {dtype}: choose a larger dtype")
+    return fit
 
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     """Write a .bin/.idx pair.  Upstream: IndexedDatasetBuilder; the files are equal byte for byte.
@@ -208,25 +203,26 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     def add_document(self, tensor, lengths, modes=None):
         """Append a document: its tokens, and the lengths of its sequences, which must add up."""
-        lengths = list(lengths)
         self.add_sequences(tensor, lengths, modes, (len(lengths),))
 
     def add_sequences(self, tensor, lengths, modes, ends):
         """Append many sequences at once; a document ends after each ends[i]-th of them."""
-        _require(self._bin.discard.alive, f"{self._bin.path} is finalized: nothing can be added")
-        tokens, shift = _as_tokens(tensor, self.dtype), len(self.sequence_lengths)
-        lengths, ends = list(map(operator.index, lengths)), [shift + end for end in ends]
-        total, low, high = sum(lengths), min(lengths, default=0), max(lengths, default=0)
-        if total != len(tokens) or low < 0 or high >= 2**31:
-            raise ValueError(f"lengths {low} to {high}, sum {total}: wanted 0 to {2**31 - 1}, sum "
-                             f"{len(tokens)}, the tokens given")
-        modes = [0] * len(lengths) if modes is None else list(map(operator.index, modes))
-        if len(modes) != len(lengths) or modes and not -128 <= min(modes) <= max(modes) < 128:
-            raise ValueError(f"wanted {len(lengths)} modes, -128 to 127, got {len(modes)}")
+        if self._bin.file.closed:
+            raise ValueError(f"{self._bin.path} is finalized: nothing can be added")
+        tokens, first = _as_tokens(tensor, self.dtype), len(self.sequence_lengths)
+        try:
+            counts = array.array("i", lengths)
+            modes = array.array("b", bytes(len(counts)) if modes is None else modes)
+            good = sum(counts) == len(tokens) and len(modes) == len(counts)
+        except OverflowError:
+            good = False
+        if not good or min(counts, default=0) < 0:
+            raise ValueError(f"wanted lengths of 0 to {2**31 - 1} that add up to the {len(tokens)} "
+                             f"tokens, and as many modes of -128 to 127, got {lengths} and {modes}")
+        self._bin.file.write(tokens)
+        self.sequence_lengths.extend(counts)
         self.sequence_modes.extend(modes if self.multimodal else ())
-        self._bin.file.write(tokens.data)
-        self.sequence_lengths.extend(lengths)
-        self.document_indices.extend(ends)
+        self.document_indices.extend([first + end for end in ends])
 
     def end_document(self):
         """End the document that the sequences added since the last end belong to."""
@@ -244,12 +240,11 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             shutil.copyfileobj(file, self._bin.file, 16 << 20)
         self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
         self.document_indices.frombytes((other.document_indices[1:] + n).tobytes())
-        if self.multimodal:
-            self.sequence_modes.frombytes(other.sequence_modes.tobytes())
+        self.sequence_modes.frombytes(other.sequence_modes.tobytes() if self.multimodal else b"")
 
     def finalize(self, idx_path):
         """Write .idx, name both files; ValueError if sequences follow the last end_document()."""
-        _require(self._bin.discard.alive, f"{self._bin.path} is finalized: nothing can be added")
+        _require(not self._bin.file.closed, f"{self._bin.path} is finalized: nothing can be added")
         _require(len(self.sequence_lengths) == self.document_indices[-1], f"{self._bin.path}: no "
                  f"document ends after sequence {self.document_indices[-1]}: call end_document()")
         lengths = np.frombuffer(self.sequence_lengths, np.int32)
@@ -260,10 +255,11 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self._bin.commit(index)
 
     def __exit__(self, kind, *_):
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._bin.discard)  # which does nothing to a finalized file
-            if kind is None and self._bin.discard.alive:
+        try:
+            if kind is None and not self._bin.file.closed:
                 self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
+        finally:
+            self._bin.discard()  # which finds nothing of a finalized file
 
 def _want(condition, path, field, wanted, got):
     """DatasetFormatError with the four things its message always names."""
@@ -288,7 +284,6 @@ def _retry(function):
             if error.errno not in _TRANSIENT or delay is None:
                 raise
             time.sleep(delay)
-
 
 class IndexedDataset(torch.utils.data.Dataset):
     """Read a .bin/.idx pair.  Upstream: IndexedDataset.
@@ -345,15 +340,16 @@ class IndexedDataset(torch.utils.data.Dataset):
         for low in range(0, len(self), _CHUNK):
             chunk = slice(low, low + _CHUNK)
             lengths, found = self.sequence_lengths[chunk], self.sequence_pointers[chunk]
-            due = start + np.append(0, np.cumsum(lengths, dtype=np.int64)) * self._item
-            at = int(np.argmax((lengths < 0) | (found != due[:-1])))
+            ends = start + np.cumsum(lengths, dtype=np.int64) * self._item
+            due = ends - lengths * np.int64(self._item)
+            at = int(np.argmax((lengths < 0) | (found != due)))
             _want(lengths[at] >= 0, path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
             _want(found[at] == due[at], path, f"sequence_pointers[{low + at}]", due[at], found[at])
-            start = due[-1]
-        for low in range(1, len(self.document_indices), _CHUNK):
-            found = self.document_indices[low - 1:low + _CHUNK]
+            start = ends[-1]
+        for low in range(0, len(self.document_indices) - 1, _CHUNK):
+            found = self.document_indices[low:low + _CHUNK + 1]
             at = int(np.argmax(found[1:] < found[:-1]))
-            _want(found[at] <= found[at + 1], path, f"document_indices[{low + at}]",
+            _want(found[at] <= found[at + 1], path, f"document_indices[{low + at + 1}]",
                   f">= {found[at]}", found[at + 1])
         self._checked = True
 
@@ -399,7 +395,6 @@ class IndexedDataset(torch.utils.data.Dataset):
         """True if both files of the pair are there."""
         return all(map(os.path.exists, (get_idx_path(path_prefix), get_bin_path(path_prefix))))
 
-
 def merge(prefixes, output_prefix, multimodal=False):
     """Append whole pairs, in the given order, into one new pair of the same dtype, as if one
     builder had written all; not into an input.  Cost: streamed.  Upstream: tools/merge_datasets.py.
@@ -416,14 +411,12 @@ def merge(prefixes, output_prefix, multimodal=False):
         for prefix in prefixes:
             builder.add_index(prefix)
 
-
 def toy_corpus(folder=None):
     """Write the documents of every example, aaaa bbb cccccc, in ASCII -> their path prefix."""
     prefix = os.path.join(folder or tempfile.mkdtemp(), "toy")
     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint8) as builder:
         builder.add_sequences(list(b"aaaabbbcccccc"), [4, 3, 6], None, [1, 2, 3])
     return prefix
-
 
 # ==============================================================================
 # 2. Text to tokens
@@ -436,7 +429,6 @@ def toy_corpus(folder=None):
 # tokens: it adds no sequence and no eod, only a repeated entry in document_indices (as upstream).
 
 _BLOCK = 1 << 20  # bytes of text handed to a worker at a time
-
 
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0 to 255, eod 256: no files, no loss, about 4 tokens for a trained one.
@@ -454,7 +446,6 @@ class ByteTokenizer:
     def detokenize(self, ids):
         """ids -> str; eods are left out, broken UTF-8 becomes the replacement character."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
-
 
 class NullTokenizer:
     """Numbers separated by spaces; eod is the number after the last.  Upstream: NullTokenizer.
@@ -474,7 +465,6 @@ class NullTokenizer:
     def detokenize(self, ids):
         """ids -> str."""
         return " ".join(map(str, ids))
-
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, run by the tokenizers library (extra "tools"); eod_token is the text of the
@@ -509,7 +499,6 @@ def _md5(data):
     data = data.encode() if isinstance(data, str) else data
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
-
 def build_tokenizer(name="bytes", eod_token=None):
     """"bytes", "null:VOCAB", a tokenizer.json, or module:attribute (an object or its class)."""
     if name == "bytes":
@@ -526,7 +515,6 @@ def build_tokenizer(name="bytes", eod_token=None):
     is_one = hasattr(found, "tokenize") and not isinstance(found, type)
     _require(is_one or callable(found), f"{name} is no tokenizer, and makes none")
     return found if is_one else found()
-
 
 class _Encoder:
     """A worker's job: a block of JSON lines -> tokens, sequence lengths, document ends, by key.
@@ -556,15 +544,12 @@ class _Encoder:
     def _rows(self, source, first, lines):
         """Lines -> for each the tokens under each key; a bad one is named, or left out."""
         try:
-            texts = []
-            for line in lines:
-                row = json.loads(line) if line.strip() else None
-                texts.append([isinstance(row, dict) and row.get(key) for key in self.keys])
-                if not all(isinstance(text, str) for text in texts[-1]):
-                    raise ValueError(f"wanted JSON with text under {self.keys}, got {line[:60]!r}")
-            columns = [[_as_tokens(ids, self.dtype) for ids in self.tokenize([*column])]
-                       for column in zip(*texts)]
-            return list(zip(*columns))
+            rows = [json.loads(line) if line.strip() else None for line in lines]
+            texts = [[isinstance(row, dict) and row.get(key) for row in rows] for key in self.keys]
+            if not all(isinstance(text, str) for text in itertools.chain(*texts)):
+                raise ValueError(f"wanted JSON with text under {self.keys}, got {lines[0][:60]!r}")
+            return list(zip(*([_as_tokens(ids, self.dtype) for ids in self.tokenize(column)]
+                              for column in texts)))
         except Exception as error:
             if len(lines) == 1 and not self.skip_errors:
                 raise ValueError(f"{source}: line {first}: {error} (or --on-error skip)") from None
@@ -586,13 +571,17 @@ def _in_order(workers, encoder, blocks):
     """itertools.starmap(encoder, blocks), but in worker processes."""
     # "fork" where there is one: the others would import torch again in each worker
     context = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
-    pending = collections.deque()
-    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, [encoder]) as pool:
-        for block in blocks:
-            pending.append(pool.submit(_work, block))
-            if len(pending) > 2 * workers:  # bounded: memory stays flat however large the input
-                yield pending.popleft().result()
-        yield from (future.result() for future in pending)
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, [encoder])
+    return _ahead(pool, 2 * workers, _work, blocks)
+
+def _ahead(pool, limit, function, items):
+    """map(function, items) in a pool, few ahead: memory stays flat however many there are."""
+    with pool:
+        futures = (pool.submit(function, item) for item in items)  # each when it is asked for
+        pending = collections.deque(itertools.islice(futures, limit))
+        while pending:
+            pending.extend(itertools.islice(futures, 1))
+            yield pending.popleft().result()
 
 def _blocks(files, done):
     """Yield (file, number of the first line, lines) in order; gzip by the name's ending."""
@@ -616,10 +605,8 @@ def _report(done, total, start, every):
               f"{done['bytes'] / seconds / 1e6:,.1f} MB/s, {done['skipped']:,} bad lines skipped, "
               f"ETA {datetime.timedelta(seconds=round(left))}", file=sys.stderr, flush=True)
 
-
-def preprocess(input: list[str] | str, output_prefix, tokenizer=None, *,
-               json_keys: list[str] | str = ("text",), append_eod=False, workers=1,
-               on_error="stop", verbose=False):
+def preprocess(input: list[str] | str, output_prefix, tokenizer=None, *, append_eod=False,
+               json_keys: list[str] | str = ("text",), workers=1, on_error="stop", verbose=False):
     """JSONL -> <output_prefix>_<key>_document.bin/.idx.  Upstream: tools/preprocess_data.py.
 
     input        files and globs of .jsonl or .jsonl.gz ("-" is stdin), read in this order
@@ -639,10 +626,9 @@ def preprocess(input: list[str] | str, output_prefix, tokenizer=None, *,
     _require(workers >= 1, f"workers must be >= 1, got {workers}")
     _require(input and json_keys, "preprocess wants at least one input and one key")
     keys = [json_keys] if isinstance(json_keys, str) else json_keys
-    inputs = [input] if isinstance(input, (str, os.PathLike)) else input
-    files = [file for path in map(os.fspath, inputs)  # a name that exists is no pattern
-             for file in os.path.exists(path) * [path] or sorted(glob.glob(path, recursive=True))
-             or [path]]
+    files = []  # a name that exists is no pattern
+    for path in map(os.fspath, [input] if isinstance(input, (str, os.PathLike)) else input):
+        files += os.path.exists(path) * [path] or sorted(glob.glob(path, recursive=True)) or [path]
     prefixes = {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
     encoder = _Encoder(tokenizer or ByteTokenizer(), [*prefixes], append_eod, on_error == "skip")
     total = sum(os.path.getsize(path) for path in files if path != "-")
@@ -659,7 +645,6 @@ def preprocess(input: list[str] | str, output_prefix, tokenizer=None, *,
     _report(done, total, start, 0 if verbose else math.inf)
     return prefixes
 
-
 # ==============================================================================
 # 3. Split, blend, config
 # ==============================================================================
@@ -671,11 +656,9 @@ def preprocess(input: list[str] | str, output_prefix, tokenizer=None, *,
 # A tokenizer is any object with vocab_size, eod, perhaps pad, tokenize(text) -> ids,
 # detokenize(ids) -> text, and unique_identifiers, a dict that enters the cache's key.
 
-
 class Split(enum.Enum):
     """The three parts of a corpus: train is 0, valid 1, test 2.  Upstream: Split."""
     train, valid, test = range(3)
-
 
 def normalize(weights):
     """w / sum(w) in float64, as a list.
@@ -694,7 +677,6 @@ def _check_weights(weights, names):
                  f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
     _require(sum(weights) > 0, f"all weights are 0: {', '.join(map(str, names))}")
 
-
 def parse_and_normalize_split(split):
     """Shares of train, valid, test -> normalized, missing ones 0.  ValueError for anything but up
     to three numbers >= 0, not all 0 (upstream drops signs, exponents and empty fields).
@@ -702,17 +684,15 @@ def parse_and_normalize_split(split):
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
-    vector = [_number(text) for text in re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))]
-    good = None not in vector and all(0 <= share < math.inf for share in vector)
-    _require(good and len(vector) <= len(Split) and sum(vector) > 0,
-             f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"')
-    return normalize(vector + [0.0] * (len(Split) - len(vector)))
+    parts = [_number(text) for text in re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))]
+    good = None not in parts and len(parts) <= 3 and min(parts) >= 0 and 0 < sum(parts) < math.inf
+    _require(good, f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"')
+    return normalize(parts + [0.0] * (len(Split) - len(parts)))
 
 def _number(text):
     """What float() reads in it, or None."""
     with contextlib.suppress(ValueError):
         return float(text)
-
 
 def convert_split_vector_to_split_matrix(vector_a, vector_b=None):
     """Shares -> (begin, end) of each split as fractions, None where empty.  With two vectors, the
@@ -726,7 +706,6 @@ def convert_split_vector_to_split_matrix(vector_a, vector_b=None):
     overlaps = zip(map(max, a, b), map(min, a[1:], b[1:]))
     return [(low, high) if low < high else None for low, high in overlaps]
 
-
 def split_range(bounds, num_sequences):
     """(begin, end) fractions of a corpus -> (first, end) sequence; Python's round, as upstream.
 
@@ -734,7 +713,6 @@ def split_range(bounds, num_sequences):
     ((0, 2), (2, 3))
     """
     return tuple(int(round(bound * float(num_sequences))) for bound in bounds)
-
 
 def get_blend_from_list(blend):
     """["30", "p1", "70", "p2"] or ["p1", "p2"] -> (prefixes, weights or None); None -> None.
@@ -752,7 +730,6 @@ def get_blend_from_list(blend):
     _require(blend and numeric == [True, False] * (len(blend) // 2),
              f"blend {blend}: wanted prefixes, or weights and prefixes in turn (2023 is ./2023)")
     return blend[1::2], [float(weight) for weight in blend[0::2]]
-
 
 @dataclasses.dataclass
 class BlendedMegatronDatasetConfig:
@@ -814,9 +791,7 @@ class BlendedMegatronDatasetConfig:
             _require(len(blend) == 2 and not isinstance(blend[0], str) and len(blend[0])
                      and all(isinstance(prefix, (str, os.PathLike)) for prefix in blend[0]),
                      f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
-            if blend[1] is not None:
-                _check_weights(blend[1], blend[0])
-
+            _check_weights([1] * len(blend[0]) if blend[1] is None else blend[1], blend[0])
 
 @dataclasses.dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
@@ -850,7 +825,6 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         _require(dense or not self.reset_attention_mask, "reset_attention_mask has no effect "
                  "without a dense mask: set create_attention_mask, or inter_document_masking alone")
 
-
 # ==============================================================================
 # 4. Kernels
 # ==============================================================================
@@ -862,23 +836,28 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # Each _py_ function is the definition of its kernel; the C function of the same name is equal and
 # faster, and is swapped in below.  The public functions check, allocate and call one or the other.
 
-
-def _py_build_sample_idx(sample_index, sizes, document_index, sequence_length, extra, last_token):
-    """Fill sample_index (N+1, 2); extra is x; row N is where sample N-1, partial or not, stops."""
+def _py_build_sample_idx(rows, sizes, document_index, sequence_length, extra, last_token,
+                         first_row=0, first_document=0, before=0):
+    """Fill rows, a part of sample_index that begins at first_row, and whose last row has the target
+    last_token; extra is x; before tokens precede this part of document_index, which begins at
+    first_document -> the tokens up to its end, or at least those up to the last row."""
     for at in np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))[:1]:
-        raise IndexError(f"document_index[{at}] is {document_index[at]} of {len(sizes)} sequences")
+        raise IndexError(f"document_index[{first_document + at}] is {document_index[at]} of "
+                         f"{len(sizes)} sequences")
     lengths = sizes[document_index]
     _require((lengths >= 0).all(), "a size is negative: no sequence has less than 0 tokens")
-    ends = np.cumsum(lengths, dtype=np.int64)
-    sample_index[0] = 0
-    if len(sample_index) > 1:
-        found = int(ends[-1]) if len(ends) else 0
+    ends = before + np.cumsum(lengths, dtype=np.int64)
+    found = int(ends[-1]) if len(ends) else before
+    if first_row == 0:
+        rows[:1], rows, first_row = 0, rows[1:], 1
+    if len(rows):
         _require(found >= last_token, f"the samples need {last_token} tokens, there are {found}")
-        targets = np.arange(1, len(sample_index), dtype=np.int64) * sequence_length + extra
+        targets = (first_row + np.arange(len(rows))) * sequence_length + extra
         targets[-1] = last_token
-        rows = np.searchsorted(ends, targets)  # the first document whose end reaches the target
-        sample_index[1:, 0] = rows
-        sample_index[1:, 1] = targets - extra - (ends[rows] - lengths[rows])
+        at = np.searchsorted(ends, targets)  # the first document whose end reaches the target
+        rows[:, 0] = first_document + at
+        rows[:, 1] = targets - extra - (ends[at] - lengths[at])
+    return found
 
 def _py_shuffle(items, key, position):
     """items are shuffled; key, uint32 (624,), and the result are the generator's new state."""
@@ -904,11 +883,69 @@ def _py_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, s
     _py_build_blending_indices(dataset_index, dataset_sample_index,
                                sizes / np.float64(max(total, 1)), num_datasets, total, sizes)
 
+def _py_read_samples(outputs, places, wanted, corpus, indices, settings):
+    """Write sample wanted[r] into row places[r] of the outputs, arrays (B, ...) or None.
+
+    text            a $ b b $ c          S = 5, x = 1, $ is eod; a pad id becomes 0, without loss
+    tokens, labels  a $ b b $, $ b b $ c
+    position_ids    0 1 2 3 4            by_eod, or by documents if cu_seqlens is there: 0 1 0 1 2
+    cu_seqlens      0 2 5 5 5 5          where documents begin, from 0 to S without a pause, then S;
+                                         the last has the padding, none has the extra token
+    max_seqlen      3                    the longest of them
+    attention_mask  0 1 1 1 1            1: may not attend, to the future
+                    0 0 1 1 1
+                    1 1 0 1 1            and, with reset_mask, to what lies before an eod
+                    1 1 0 0 1
+                    1 1 0 0 0
+
+    corpus          items, the tokens of a .bin file; pointers and lengths, as in its .idx
+    indices         document_index, sample_index, shuffle_index
+    settings        extra (x), pad and eod (ids), by_eod, mask_loss and reset_mask
+    Returns         how many tokens equal pad, and are taken for padding; C, which checks each
+                    number before it goes there: -1 where one leads out of its array
+    """
+    tokens, labels, loss_mask, position_ids, cu_seqlens, max_seqlen, attention_mask = outputs
+    (items, pointers, lengths), (extra, pad, eod, by_eod, mask_loss, reset_mask) = corpus, settings
+    length, pads = tokens.shape[1], 0
+    for row, k in zip(places, wanted):
+        text, size, starts = np.full(length + 1, pad), 0, [0]
+        for i, offset, n in _pieces(k, lengths, *indices, extra):
+            text[size:size + n] = items[pointers[i] // items.itemsize + offset:][:n]
+            starts += [size] * (n > 0 and 0 < size < length)
+            size += n
+        is_pad, is_eod = text == pad, text[:-1] == eod
+        pads, after_eod = pads + int(is_pad[:size].sum()), (np.flatnonzero(is_eod) + 1).tolist()
+        text[is_pad] = 0  # the embedding must be able to look it up
+        tokens[row], labels[row] = text[:-1], text[1:]
+        loss_mask[row] = ~(is_pad[1:] | is_eod & bool(mask_loss))
+        if attention_mask is not None:
+            attention_mask[row] = np.triu(np.ones((length, length), bool), 1)
+            for at in after_eod if reset_mask else ():
+                attention_mask[row, 0, at:, :at] = True
+        if cu_seqlens is None:
+            starts = [0] + after_eod * bool(by_eod)
+        else:
+            cu_seqlens[row], cu_seqlens[row, :len(starts)] = length, starts
+            max_seqlen[row] = np.diff([*starts, length]).max()
+        for start, end in itertools.pairwise([*starts, length]):
+            position_ids[row, start:end] = np.arange(end - start)
+    return pads
+
+def _pieces(k, lengths, document_index, sample_index, shuffle_index, extra):
+    """Sample k -> [(sequence, offset, length), ...], as they follow each other; or IndexError."""
+    j = int(shuffle_index[k])
+    edges = first, begin, last, end = (*sample_index[j:j + 2].ravel().tolist(), -1, -1, -1, -1)[:4]
+    sequences = document_index[max(first, 0):last + 1].tolist()
+    if min(edges) < 0 or len(sequences) != last + 1 - first or min(sequences, default=-1) < 0:
+        raise IndexError(f"sample {k} is row {j} of sample_index, {edges}, and sequences "
+                         f"{sequences[:9]}, of {len(document_index)} documents: rebuild the cache")
+    ends = [int(lengths[i]) for i in sequences[:-1]] + [end + extra]
+    begins = itertools.chain([begin], itertools.repeat(0))
+    return [(i, low, high - low) for i, low, high in zip(sequences, begins, ends)]
 
 IMPLEMENTATION = "python"  # or "c": which kernels are in use
 _kernels = types.SimpleNamespace(
-    build_sample_idx=_py_build_sample_idx, build_blending_indices=_py_build_blending_indices,
-    build_exhaustive_blending_indices=_py_build_exhaustive_blending_indices, shuffle=_py_shuffle)
+    **{name[4:]: value for name, value in globals().items() if name.startswith("_py_")})
 if os.environ.get("MEGATRON_MIN_C") != "0":
     try:
         import _megatron_min as _kernels
@@ -916,7 +953,6 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
     except ImportError:
         if os.environ.get("MEGATRON_MIN_C") == "1":
             raise  # asked for C: never fall back silently
-
 
 def count_samples(tokens, sequence_length, drop_last_partial_sequence=True,
                   add_extra_token_to_sequence=True):
@@ -927,7 +963,6 @@ def count_samples(tokens, sequence_length, drop_last_partial_sequence=True,
     """
     whole, rest = divmod(max(0, tokens - bool(add_extra_token_to_sequence)), sequence_length)
     return whole + (rest > 0 and not drop_last_partial_sequence)
-
 
 def build_sample_idx(sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch,
                      drop_last_partial_sequence=True, add_extra_token_to_sequence=True):
@@ -960,10 +995,28 @@ def build_sample_idx(sizes, document_indices, sequence_length, num_epochs, token
     # upstream asks for int64 where a size needs it too; sizes are int32, so none can
     sample_index = np.empty((num_samples + 1, 2), np.int32 if len(documents) < 2**31 else np.int64)
     last_token = min(tokens, num_samples * sequence_length + extra)
-    _kernels.build_sample_idx(sample_index, sizes, documents, sequence_length, extra, last_token)
+    _fill_sample_index(sample_index, sizes, documents, sequence_length, extra, last_token)
     if last_token < num_samples * sequence_length and not extra:  # UPSTREAM: a last, partial sample
         sample_index[-1] = len(documents) - 1, sizes[documents[-1]]  # takes the empty documents
     return sample_index
+
+def _fill_sample_index(sample_index, sizes, documents, sequence_length, extra, last_token):
+    """The kernel, on as many parts of documents as there are cores to write their rows."""
+    parts = max(1, min(os.cpu_count() or 1, len(documents) // _PART))
+    halves = [len(documents) * half // (2 * parts) for half in range(2 * parts + 1)]
+    edges, ends = halves[::2], halves[2::2]
+
+    def fill(begin, end, low, high, before):  # the rows low .. high - 1
+        last = min(last_token, (high - 1) * sequence_length + extra)
+        return _kernels.build_sample_idx(sample_index[low:high], sizes, documents[begin:end],
+                                         sequence_length, extra, last, low, begin, before)
+    with concurrent.futures.ThreadPoolExecutor(parts) as pool:
+        nothing = itertools.repeat(0)  # no rows: count the tokens, of all parts but the last
+        counts = pool.map(fill, halves[:-3], halves[1:], nothing, nothing, nothing)
+        before = [*itertools.accumulate(counts, initial=0)][::2]
+        lows = [(tokens - extra) // sequence_length + 1 if tokens < last_token else
+                len(sample_index) for tokens in before[1:]]  # of the first target behind so many
+        list(pool.map(fill, edges, ends, [0, *lows], [*lows, len(sample_index)], before))
 
 def _checked(values, name, *dtypes, out=False):
     """A 1-D array of one of dtypes, contiguous, and writable if out; TypeError or ValueError."""
@@ -973,7 +1026,6 @@ def _checked(values, name, *dtypes, out=False):
     _require(fit, f"{name} must be 1-D{', contiguous, writable' * out}, got shape {values.shape}, "
              f"strides {values.strides}")
     return np.ascontiguousarray(values)
-
 
 def shuffle(items, random_state):
     """Shuffle a 1-D array in place, exactly as random_state.shuffle(items), several times faster.
@@ -989,7 +1041,6 @@ def shuffle(items, random_state):
     _checked(items, "items", np.int32, np.uint32, np.int64, out=True)
     name, key, position, *normal = random_state.get_state()  # key is a copy
     random_state.set_state((name, key, _kernels.shuffle(items, key, position), *normal))
-
 
 def build_blending_indices(dataset_index, dataset_sample_index, weights, num_datasets, size,
                            verbose=False):
@@ -1015,7 +1066,6 @@ def build_blending_indices(dataset_index, dataset_sample_index, weights, num_dat
     arguments = dataset_index, dataset_sample_index, weights, num_datasets, size
     _check_blending(*arguments)
     _kernels.build_blending_indices(*arguments)
-
 
 def build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
     """The same with weights sizes[d] / sum(sizes), until each dataset has given sizes[d] samples.
@@ -1043,7 +1093,6 @@ def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, 
              f"num_datasets must be 1 to 32766, each with a weight, got {num_datasets}")
     for d, weight in enumerate(weights.tolist()):
         _require(0 <= weight < math.inf, f"weight of dataset {d}: wanted >= 0, got {weight}")
-
 
 # ==============================================================================
 # 5. GPTDataset and its cache
@@ -1074,9 +1123,10 @@ def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, 
 #     of another time (a copied corpus)              and given a manifest
 #   anything else: torn, altered, other data       built anew, with a warning that says why
 
+# the outputs of _py_read_samples
+_SAMPLE_KEYS = "tokens labels loss_mask position_ids cu_seqlens max_seqlen attention_mask".split()
 Geometry = collections.namedtuple(
     "Geometry", "num_epochs num_samples separate_final_epoch num_samples_sans_final_epoch")
-
 
 def epoch_geometry(tokens_per_epoch, num_samples, sequence_length, drop_last_partial_sequence=True,
                    add_extra_token_to_sequence=True):
@@ -1100,7 +1150,6 @@ def epoch_geometry(tokens_per_epoch, num_samples, sequence_length, drop_last_par
     apart = num_samples - sans_final < int(0.80 * ((tokens - extra) // length))
     return Geometry(epochs, total, apart, sans_final)
 
-
 def build_document_index(documents, num_epochs, random_state, separate_final_epoch):
     """documents repeated num_epochs times and shuffled, the last epoch apart if so asked.
 
@@ -1116,7 +1165,6 @@ def build_document_index(documents, num_epochs, random_state, separate_final_epo
     shuffle(document_index[edge:], random_state)  # draws nothing if there is no rest
     return document_index
 
-
 def build_shuffle_index(num_samples, total_size, random_state):
     """arange(total_size), the first num_samples shuffled, then the rest; uint32, int64 from
     2**32 - 2 up.  Upstream: _build_shuffle_index.
@@ -1129,15 +1177,16 @@ def build_shuffle_index(num_samples, total_size, random_state):
     shuffle(index[num_samples:], random_state)
     return index
 
-
 class _CachedIndices:
     """Mixin: index arrays, built or loaded and pickled as paths, of a class that has index_files,
-    source() -> what they are made of, and a time or None, _build_arrays(), and _batch(indices)."""
+    source() -> what they are made of, and a time or None, and _build_arrays(); and batches, if it
+    has _parts(indices) -> [(d, rows of a batch, their indices in sources[d]), ...]."""
     def _prepare_indices(self, folder, split, identifiers):
         """Describe, then load, or build and keep; without a folder the arrays stay in memory."""
         _describe(self, identifiers)
         stem = f"{self.unique_description_hash}-{type(self).__name__}-{split.name}-"
         self._base, self._arrays = folder and os.path.join(folder, stem), None
+        self._is_plain = type(self).__getitem__ is _CachedIndices.__getitem__  # as defined here
         if not folder:
             self._arrays = self._build_arrays()
         elif not self.config.fast_cache_load or not self._is_cached():
@@ -1207,21 +1256,38 @@ class _CachedIndices:
 
     def _vouch(self, made_of):
         """Write the manifest; a folder that is read-only stays without."""
-        text = json.dumps(self._manifest(made_of), indent=4)
         with contextlib.suppress(OSError), _NewFile(self._base + "manifest.json") as file:
-            file.write(text.encode())
+            file.write(json.dumps(self._manifest(made_of), indent=4).encode())
 
     def __getitem__(self, idx):
-        return self._batch([idx])[0]
+        return _samples(self._batch(self._parts([idx])))[0]
 
     def __getitems__(self, indices):
         """Samples of indices (None: padding), a list of dicts, made as one batch; none overlap."""
-        has_own = type(self).__getitem__ is not _CachedIndices.__getitem__  # a subclass
-        return [self[i] for i in indices] if has_own else self._batch(indices)
+        if not self._is_plain or not indices:
+            return [self[i] for i in indices]
+        parts = self._parts(indices)
+        return ([(d, rows, wanted, self.sources[d]._gather(wanted)) for d, rows, wanted in parts]
+                if self._ships else _samples(self._batch(parts)))
+    _ships = False  # in a worker process of our own loader a batch leaves as _gather() made it
+
+    def _batch(self, parts):
+        """Parts of a batch, made by _parts() here or in a worker -> {key: array (B, ...)}."""
+        columns = self.sources[0]._columns(sum(len(rows) for _, rows, *_ in parts))
+        for d, *part in parts:
+            self.sources[d]._fill(columns, *part)
+        return columns
 
     def __getstate__(self):
         """Without arrays that the other process can map."""
         return self.__dict__ | ({"_arrays": None} if self._is_cached() else {})
+
+def _samples(batch):
+    """{key: array (B, ...)} -> B dicts, whose tensors are its rows."""
+    if isinstance(batch, list):  # of samples that came one by one
+        return batch
+    return [{key: values[row] if key == "dataset_id" else torch.from_numpy(values[row, ...])
+             for key, values in batch.items()} for row in range(len(batch["tokens"]))]
 
 def _is_distributed():
     """Is this one of several processes of a job?"""
@@ -1237,7 +1303,6 @@ def _describe(dataset, identifiers):
     dataset.unique_description = json.dumps(
         dataset.unique_identifiers, indent=4, default=lambda obj: obj.unique_identifiers)
     dataset.unique_description_hash = _md5(dataset.unique_description)
-
 
 class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     """The base of datasets that the builder can build.  Upstream: MegatronDataset.
@@ -1271,7 +1336,6 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
     # the number of samples; sample idx, a dict of tensors
     __len__ = __getitem__ = abc.abstractmethod(lambda self, *idx: None)
-
 
 class GPTDataset(_CachedIndices, MegatronDataset):
     """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
@@ -1314,9 +1378,12 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         if not folder and dataset_path is not None:
             folder = f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices"
         self._prepare_indices(folder, index_split, self.unique_identifiers | self._unusual())
-        flags = config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss
+        flags = config.reset_position_ids, config.eod_mask_loss, config.reset_attention_mask
+        eod = config.tokenizer.eod if any(flags) else None  # None becomes one that no token equals
+        self._settings = (int(self._extra), self._pad_token_id, -2**63 if eod is None else eod,
+                          *map(bool, flags))
         last = [indexed_dataset.get(i)[-1:] for i in self.indices[:16].tolist() if any(flags)]
-        if any(map(len, last)) and not any(config.tokenizer.eod in token for token in last):
+        if any(map(len, last)) and not any(eod in token for token in last):
             warnings.warn(f"{_name(self)}: none of the first {len(last)} documents ends in eod, so "
                           "resets and eod_mask_loss find nothing: tokenize with --append-eod?")
 
@@ -1397,85 +1464,65 @@ class GPTDataset(_CachedIndices, MegatronDataset):
     def __len__(self):
         return len(self.sample_index) - 1
 
-    def _batch(self, indices):
-        """__getitems__ of this class: S + 1 tokens of each sample (x = 0: the last is padding)."""
-        pieces = [self._pieces(0 if k is None else k) for k in indices]
-        texts = np.full((len(pieces), self.config.sequence_length + 1), self._pad_token_id)
-        for row, sample in zip(texts, pieces):
-            found = np.concatenate([self.dataset.get(*piece) for piece in sample])
-            row[:len(found)] = found
-        batch = self._arrays_of(texts, pieces)
-        for row in (row for row, k in enumerate(indices) if k is None):
-            batch["loss_mask"][row] = 0
-        return [{key: torch.from_numpy(values[row, ...]) for key, values in batch.items()}
-                for row in range(len(indices))]
+    sources = property(lambda self: [self], doc="the datasets of which batches are made")
 
-    def _pieces(self, k):
-        """Sample k -> [(sequence, offset, length), ...], as they follow each other."""
-        j = int(self.shuffle_index[_position(k, len(self), f"the samples of {_name(self)}")])
-        (first, begin), (last, end) = self.sample_index[j:j + 2].tolist()
-        sequences = self.document_index[first:last + 1].tolist()
-        ends = [int(self.dataset.sequence_lengths[i]) for i in sequences[:-1]] + [end + self._extra]
-        begins = itertools.chain([begin], itertools.repeat(0))
-        return [(i, low, high - low) for i, low, high in zip(sequences, begins, ends)]
+    def _parts(self, indices):
+        return [(0, range(len(indices)), indices)]
 
-    def _arrays_of(self, texts, pieces):
-        """Tokens (B, S + 1) -> a dict, (B, ...) each.  Upstream: GPTDataset.__getitem__."""
-        config, pad = self.config, self._pad_token_id
-        tokens, labels = texts[:, :-1].copy(), texts[:, 1:].copy()
-        eod, is_pad = tokens == config.tokenizer.eod, labels == pad
-        batch = {"tokens": tokens, "labels": labels, "loss_mask": (~is_pad).astype(np.float32),
-                 "position_ids": np.arange(tokens.shape[1])[None].repeat(len(tokens), 0)}
+    def _columns(self, count):
+        """Arrays for so many samples, {key: (count, ...)}, to be filled."""
+        config, row = self.config, (count, self.config.sequence_length)
+        columns = {"tokens": np.empty(row, np.int64), "labels": np.empty(row, np.int64),
+                   "loss_mask": np.empty(row, np.float32), "position_ids": np.empty(row, np.int64)}
         if config.inter_document_masking:
-            _mask_by_documents(batch, pieces)
+            columns |= {"cu_seqlens": np.empty((count, row[1] + 1), np.int32),
+                        "max_seqlen": np.empty(count, np.int32)}
         elif config.create_attention_mask:
-            batch["attention_mask"] = _attention_mask(eod, config.reset_attention_mask)
-        if config.reset_position_ids and not config.inter_document_masking:
-            starts = np.maximum.accumulate(np.where(eod, batch["position_ids"] + 1, 0), axis=1)
-            batch["position_ids"][:, 1:] -= starts[:, :-1]
-        if config.eod_mask_loss:
-            batch["loss_mask"][eod] = 0
-        if is_pad.any() or (tokens == pad).any():
-            count = (texts == pad).sum() - texts.size + sum(n for row in pieces for _, _, n in row)
-            if count > 0 and not self._warned_of_pad:  # once; upstream is silent
-                self._warned_of_pad = True
-                warnings.warn(f"{_name(self)}: {count} real tokens equal the pad id {pad}: as in "
-                              "Megatron-LM, they become 0 without loss")
-            tokens[tokens == pad] = labels[is_pad] = 0  # the embedding must be able to look it up
-        return batch
+            columns["attention_mask"] = np.empty((count, 1, row[1], row[1]), bool)
+        return columns
+
+    def _fill(self, columns, rows, indices, gathered=None):
+        """Write the samples of indices (None: padding) into these rows of columns: from the mapped
+        .bin file, or from the little corpus that _gather() made of them, here or in a worker."""
+        low, outputs, pads = self.dataset, tuple(map(columns.get, _SAMPLE_KEYS)), -1
+        read = functools.partial(_kernels.read_samples, outputs, array.array("q", rows))
+        if IMPLEMENTATION == "c" and gathered is None and type(low) is IndexedDataset and low.mmap:
+            corpus = low._tokens, low.sequence_pointers, low.sequence_lengths
+            wanted = array.array("q", [0 if k is None else k for k in indices])
+            pads = read(wanted, corpus, tuple(self._index()), self._settings)
+        if pads < 0:  # it is not mapped; or something is wrong, and _gather() can say what
+            tokens, lengths = gathered or self._gather(indices)
+            longest, most = max(map(sum, lengths)), self.config.sequence_length + self._extra
+            _require(longest <= most, f"{_name(self)}: wanted samples of {most} tokens, one of "
+                     f"{list(indices)[:9]} has {longest}: rebuild the cache")
+            pads = read(*_corpus_of(tokens, lengths, self._extra), self._settings)
+        if pads and not self._warned_of_pad:  # once; upstream is silent
+            self._warned_of_pad = True
+            warnings.warn(f"{_name(self)}: {pads} real tokens equal the pad id "
+                          f"{self._pad_token_id}: as in Megatron-LM, they become 0 without loss")
+        for row in [row for row, k in zip(rows, indices) if k is None]:
+            columns["loss_mask"][row] = 0
+
+    def _gather(self, indices):
+        """Their tokens, read piece by piece, laid end to end, and of each the pieces' lengths."""
+        corpus = self.dataset.sequence_lengths, *self._index(), self._extra
+        ks = [_position(k, len(self), f"the samples of {_name(self)}") if k else 0 for k in indices]
+        pieces = [_pieces(k, *corpus) for k in ks]
+        tokens = [self.dataset.get(*piece) for sample in pieces for piece in sample]
+        return np.concatenate(tokens), [[n for _, _, n in sample] for sample in pieces]
 
 def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
     return str(getattr(dataset, "dataset_path", None) or type(dataset).__name__)
 
-def _mask_by_documents(batch, pieces):
-    """cu_seqlens: where each sample's documents begin, rising from 0 to S, and then S again: an
-    extra token or padding does not count, nor does an empty piece; positions restart at each."""
-    rows, length = batch["tokens"].shape
-    batch["cu_seqlens"] = np.full((rows, length + 1), length, np.int32)
-    batch["max_seqlen"] = np.zeros(rows, np.int32)
-    for row, sample in enumerate(pieces):
-        sizes = [size for _, _, size in sample if size]
-        edges = sorted({0, *itertools.accumulate(sizes[:-1]), length})
-        widths = [high - low for low, high in itertools.pairwise(edges)]
-        batch["cu_seqlens"][row, :len(edges)] = edges
-        batch["max_seqlen"][row] = max(widths)
-        batch["position_ids"][row] -= np.repeat(edges[:-1], widths)
-
-def _attention_mask(eod, reset):
-    """bool (B, 1, S, S), True = may not attend: the future; with reset, across eod (B, S) too.
-
-    >>> _attention_mask(np.array([[False, True, False, False]]), True).astype(int)[0, 0]  # a $ b b
-    array([[0, 1, 1, 1],
-           [0, 0, 1, 1],
-           [1, 1, 0, 1],
-           [1, 1, 0, 0]])
-    """
-    rows, length = eod.shape
-    mask = np.tile(np.triu(np.ones((length, length), bool), 1), (rows, 1, 1, 1))
-    for row, position in np.argwhere(eod).tolist() if reset else ():
-        mask[row, 0, position + 1:, :position + 1] = True
-    return mask
+def _corpus_of(tokens, lengths, extra):
+    """A corpus of these samples alone, two rows of sample_index each -> wanted, corpus, indices."""
+    sizes, counts = np.array([*itertools.chain(*lengths)], np.int32), [*map(len, lengths)]
+    pointers, tokens = 8 * (np.cumsum(sizes, dtype=np.int64) - sizes), tokens.astype(np.int64)
+    last, order = np.cumsum(counts) - 1, np.arange(len(sizes), dtype=np.int32)
+    edges = np.stack([last + 1 - counts, 0 * last, last, sizes[last] - extra], 1).reshape(-1, 2)
+    shuffle_index = np.arange(0, len(edges), 2)
+    return shuffle_index // 2, (tokens, pointers, sizes), (order, edges, shuffle_index)
 
 def _pad_token_id(config):
     """The id that fills short samples: the tokenizer's pad; -1 if none, or if it is ambiguous."""
@@ -1489,7 +1536,6 @@ def _pad_token_id(config):
                       "-1, so that real tokens keep their loss (see allow_ambiguous_pad_tokens)")
         return -1
     return -1 if pad is None else int(pad)
-
 
 class MockGPTLowLevelDataset:
     """Sequence i is 1, 2, ..., length - 1 (mod vocabulary), then eod.  Upstream: the same name."""
@@ -1508,14 +1554,12 @@ class MockGPTLowLevelDataset:
         """As IndexedDataset.get."""
         return self[idx][offset:None if length is None else offset + length]
 
-
 class MockGPTDataset(GPTDataset):
     """Samples of numbers counted up, for speed runs without data.  Upstream: MockGPTDataset."""
     @staticmethod
     def build_low_level_dataset(dataset_path, config):
         """100,000 sequences of 1 to 4,095 tokens; dataset_path is not used."""
         return MockGPTLowLevelDataset(config.tokenizer)
-
 
 # ==============================================================================
 # 6. BlendedDataset
@@ -1526,13 +1570,11 @@ class MockGPTDataset(GPTDataset):
 #                          dataset_index          1  0  1  1    its weight comes next, so after any
 #                          dataset_sample_index   0  0  1  2    number of samples all are near it
 
-
 class BlendTooLarge(ValueError):
     """A blend asks a dataset for more samples than it holds; needed is {dataset: samples}."""
     def __init__(self, message, needed=None):
         super().__init__(message)
         self.needed = needed
-
 
 class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
     """Several datasets as one, mixed by weight.  Upstream: BlendedDataset.
@@ -1557,12 +1599,14 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
         _require((size or 0) >= 0, f"wanted size >= 0, got {size}")
         self.datasets, weights = _drop_zeros(datasets, weights, names)
         self.weights = [int(w) for w in weights] if size is None else normalize(weights)
-        self.split, self.config = self.datasets[0].index_split, config
-        self.size = None if size is None else int(size)
+        self.sources, self.config = self.datasets, config
+        self.split, self.size = self.datasets[0].index_split, None if size is None else int(size)
         key = {"class": type(self).__name__,
                "datasets": [dataset.unique_identifiers for dataset in self.datasets],
                "split": self.split.name, "weights": self.weights, "size": self.size}
         self._prepare_indices(config.path_to_cache, self.split, key)
+        self._is_plain &= all(getattr(ds, "_is_plain", False) and ds.config is config
+                              for ds in self.datasets)
         if config.fast_cache_load or config.defer_npy_index_mmap:
             return
         taken = sum(np.bincount(self.dataset_index[at:at + _CHUNK], minlength=len(self.datasets))
@@ -1587,27 +1631,32 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
     def __len__(self):
         return sum(self.weights) if self.size is None else self.size
 
-    def _batch(self, indices):
-        """__getitems__ of this class: each dataset is asked once."""
-        samples, places = {}, collections.defaultdict(dict)  # dataset -> {row: index in it}
+    def _parts(self, indices):
+        parts = collections.defaultdict(lambda: ([], []))  # d -> rows, indices
         for row, i in enumerate(indices):
             d, k = 0, None  # padding
             if i is not None:
                 i = _position(i, len(self), "the samples of a blend")
                 d, k = int(self.dataset_index[i]), int(self.dataset_sample_index[i])
-            places[d][row] = k
-        for d, wanted in places.items():
-            ds, ks = self.datasets[d], [*wanted.values()]
-            found = ds.__getitems__(ks) if hasattr(ds, "__getitems__") else [ds[k] for k in ks]
-            samples |= zip(wanted, ({"dataset_id": np.int16(d), **sample} for sample in found))
-        return [samples[row] for row in range(len(indices))]
+            parts[d][0].append(row), parts[d][1].append(k)
+        return [(d, *part) for d, part in parts.items()]
+
+    def _batch(self, parts):
+        """Each dataset is asked once: for its rows of the batch, or for samples of its own."""
+        ids = dict(sorted((row, np.int16(d)) for d, rows, *_ in parts for row in rows))
+        if self._is_plain:
+            return {"dataset_id": np.array([*ids.values()]), **super()._batch(parts)}
+        samples = {}
+        for d, rows, wanted in parts:
+            many = getattr(ds := self.datasets[d], "__getitems__", None)
+            samples |= zip(rows, many(wanted) if many else [ds[k] for k in wanted])
+        return [{"dataset_id": d, **samples[row]} for row, d in ids.items()]
 
 def _drop_zeros(items, weights, names):
     """The items whose weights are not 0, and these weights, with a note that names the others."""
     if dropped := [str(name) for name, weight in zip(names, weights) if not weight]:
         log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
     return [item for item, weight in zip(items, weights) if weight], [*filter(None, weights)]
-
 
 # ==============================================================================
 # 7. The builder
@@ -1623,11 +1672,8 @@ def _drop_zeros(items, weights, names):
 #   None      one epoch                                         min(size, all of them); all if None
 #
 # The build is deterministic, so a rank that sees no cache builds its own; nobody waits for a file.
-#
-# A blend is exact only over a whole run, so in the middle of it a corpus may be ahead of its share:
-# the surplus is for that.  Where it does not suffice (upstream then fails in the middle of a run),
-# that corpus alone is built again for as many as are drawn.
-
+# Within a run a corpus may be ahead of its share: the surplus is for that.  Where it does not
+# suffice (upstream then fails), that corpus alone is built again for as many as are drawn.
 
 class BlendedMegatronDatasetBuilder:
     """Build train, valid and test from a config.  Upstream: BlendedMegatronDatasetBuilder.
@@ -1769,7 +1815,6 @@ def _raise_message(message, cause=None):
     (name, text), kind = message, {kind.__name__: kind for kind in kinds}.get(message[0])
     raise kind(text) if kind else RuntimeError(text.replace(": ", f": {name}: ", 1)) from cause
 
-
 # ==============================================================================
 # 8. Samplers, loader, resume
 # ==============================================================================
@@ -1789,23 +1834,20 @@ def _raise_message(message, cause=None):
 #   cyclic, sharded           each rank shuffles a bucket of its own  workers; micro-batch if the
 #                                                                     buckets stay the same
 
-
 class _Sampler:
     """What the samplers share.  consumed_samples: where the next pass begins; kind: the name in a
     saved state; geometry(consumed): the order is the saved one if and only if it is equal."""
     def __init__(self, total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
                  data_parallel_size, drop_last=True):
-        sizes = total_samples, micro_batch_size, data_parallel_size
-        _require(min(sizes) >= 1 and 0 <= data_parallel_rank < data_parallel_size,
-                 "wanted total_samples, micro_batch_size, data_parallel_size >= 1, rank below, "
-                 f"got {sizes} and {data_parallel_rank}")
+        sizes, rank = (total_samples, micro_batch_size, data_parallel_size), data_parallel_rank
+        _require(min(sizes) >= 1 and 0 <= rank < data_parallel_size, f"rank {rank}, total_samples, "
+                 f"micro_batch_size, data_parallel_size {sizes}: wanted >= 1, rank below the last")
         self.total_samples, self.micro_batch_size, self.data_parallel_size = map(int, sizes)
         self.consumed_samples, self.data_parallel_rank = int(consumed_samples), data_parallel_rank
         self._group = self.micro_batch_size * self.data_parallel_size
         self.micro_batch_times_data_parallel_size, self.drop_last = self._group, drop_last
         self.active_total_samples = self.total_samples - self.total_samples % self._group
         self.check_consumed(consumed_samples)
-
 
 class MegatronPretrainingSampler(_Sampler):
     """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
@@ -1840,7 +1882,6 @@ class MegatronPretrainingSampler(_Sampler):
         """What must be equal for a run to go on exactly: nothing but the order itself."""
         return {"consumed": consumed_samples}
 
-
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
     """One sample a rank a step, to the last, then None; micro_batch_size is not used."""
     kind = "full_validation"
@@ -1849,7 +1890,6 @@ class MegatronFullValidationSampler(MegatronPretrainingSampler):
                  data_parallel_size=1):
         super().__init__(total_samples, consumed_samples, 1, data_parallel_rank,
                          data_parallel_size, drop_last=False)
-
 
 class MegatronPretrainingRandomSampler(_Sampler):
     """Samples in a new random order every epoch.  Upstream: MegatronPretrainingRandomSampler.
@@ -1883,14 +1923,12 @@ class MegatronPretrainingRandomSampler(_Sampler):
         return (self.active_total_samples - done) // self._group
 
     def __iter__(self):
-        now, ranks = self.geometry(self.consumed_samples), self.data_parallel_size
+        now, rank = self.geometry(self.consumed_samples), self.data_parallel_rank
         generator = torch.Generator().manual_seed(now["seed"] + now["epoch"])
-        size = now["of"] // ranks if now["data_sharding"] else now["of"]
-        order = torch.randperm(size, generator=generator)
-        if now["data_sharding"]:
-            order = self.data_parallel_rank * size + order[now["done"] // ranks:]
-        else:
-            order = order[now["done"]:self.active_total_samples][self.data_parallel_rank::ranks]
+        parts = self.data_parallel_size if self.data_sharding else 1  # each has an order of its own
+        order = torch.randperm(now["of"] // parts, generator=generator)
+        rest = order[now["done"] // parts:self.active_total_samples // parts]
+        order = rank * len(order) + rest if parts > 1 else rest[rank::self.data_parallel_size]
         for batch in order.split(self.micro_batch_size):
             self.consumed_samples += self._group
             yield batch.tolist()
@@ -1902,7 +1940,6 @@ class MegatronPretrainingRandomSampler(_Sampler):
         unit = self._group if self.data_sharding else self.micro_batch_size
         return {"seed": self.seed, "data_sharding": self.data_sharding, "epoch": epoch,
                 "done": done, "of": self.total_samples - self.total_samples % unit} | ranks
-
 
 def fingerprint(dataset):
     """What a resumed run must find again, as a small dict; paths do not count, data does."""
@@ -1918,6 +1955,9 @@ def fingerprint(dataset):
         found["data"] = _md5(json.dumps(dataset.source()[0]))
     return found
 
+def _ship(worker):
+    """What a worker of a loader runs first: see _CachedIndices.__getitems__."""
+    torch.utils.data.get_worker_info().dataset._ships = True
 
 class PretrainingDataLoader(torch.utils.data.DataLoader):
     """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
@@ -1927,6 +1967,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     batch_sampler is one of the above; a None among its indices asks the dataset for padding.
     """
     def __init__(self, dataset, batch_sampler, **arguments):
+        ours = {"collate_fn": list, "worker_init_fn": _ship}
+        self._is_ours = getattr(dataset, "_is_plain", False) and ours.keys().isdisjoint(arguments)
+        arguments |= ours if self._is_ours and arguments.get("num_workers") else {}
         super().__init__(dataset, batch_sampler=batch_sampler, **arguments)
         self.consumed_samples = batch_sampler.consumed_samples
 
@@ -1935,9 +1978,19 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if sampler.kind == "cyclic":  # endless; not from where prefetching left the sampler
             sampler.consumed_samples, limit = self.consumed_samples, math.inf
         start = sampler.consumed_samples
-        for number, batch in enumerate(super().__iter__(), 1):
+        if self._is_ours and not self.num_workers:  # made ahead by a thread
+            parts = map(self.dataset._parts, sampler)
+            batches = _ahead(concurrent.futures.ThreadPoolExecutor(1), 2, self._make, parts)
+        else:  # made by torch, or of what a worker sent
+            batches = map(self._make, super().__iter__()) if self._is_ours else super().__iter__()
+        for number, batch in enumerate(batches, 1):
             self.consumed_samples = min(start + number * sampler._group, limit)
             yield batch
+
+    def _make(self, parts):
+        """A batch of one of our datasets, of what its _parts() said."""
+        batch = {key: torch.from_numpy(row) for key, row in self.dataset._batch(parts).items()}
+        return {key: row.pin_memory() for key, row in batch.items()} if self.pin_memory else batch
 
     def state_dict(self):
         """A small JSON-able dict, equal on all ranks: how far, in which order, of which data."""
@@ -1948,21 +2001,18 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def load_state_dict(self, state, strict=True):
         """Go on where the state was taken.  Ranks, micro-batch size and workers may differ, unless
         the order depends on them.  ValueError names what does not fit (strict=False: go on)."""
-        sampler = self.batch_sampler
+        sampler, here = self.batch_sampler, {"sampler": self.batch_sampler.kind, "version": 1}
         try:
             consumed = operator.index(state["consumed_samples"])
-            saved = {key: state[key] for key in ("sampler", "version")}
-            saved |= state["dataset"] | state["geometry"]
+            saved = state["dataset"] | state["geometry"] | {key: state[key] for key in here}
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
-        here = {"sampler": sampler.kind, "version": 1}
         here |= fingerprint(self.dataset) | sampler.geometry(consumed)
         differ = [f"{key} is {here.get(key)!r} here, {saved.get(key)!r} in the state"
                   for key in sorted({*here, *saved}) if here.get(key) != saved.get(key)]
         _require(not differ or not strict, f"the state does not fit: {'; '.join(differ)}")
         sampler.check_consumed(consumed)
         self.consumed_samples = sampler.consumed_samples = consumed
-
 
 def build_pretraining_data_loader(
         dataset, consumed_samples, *, micro_batch_size, data_parallel_rank=0, data_parallel_size=1,
@@ -1990,7 +2040,6 @@ def build_pretraining_data_loader(
     how = {"pin_memory": torch.cuda.is_available(), "persistent_workers": num_workers > 0}
     return PretrainingDataLoader(dataset, sampler, num_workers=num_workers, **how)
 
-
 def cyclic_iter(iterable):
     """Yield its items for ever, pass after pass.  One may be empty (a run resumed at the end of an
     epoch); two in a row are a ValueError instead of a hang.
@@ -2006,7 +2055,6 @@ def cyclic_iter(iterable):
             yield item
     raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
 
-
 class RerunDataIterator(collections.abc.Iterator):
     """An iterator whose last micro-batches can be had again.  Upstream: RerunDataIterator.
 
@@ -2019,22 +2067,19 @@ class RerunDataIterator(collections.abc.Iterator):
     (None, 2, None, 2)
     """
     def __init__(self, iterable):
-        self.iterable, self._source, self._saved, self._at = iterable, iter(iterable), [], 0
+        self.iterable, self._source, self._read, self._again = iterable, iter(iterable), [], []
 
     def __next__(self):
-        if self._at == len(self._saved):
-            self._saved.append(next(self._source))
-        self._at += 1
-        return self._saved[self._at - 1]
+        self._read.append(self._again.pop() if self._again else next(self._source))
+        return self._read[-1]
 
     def rewind(self):
         """Yield again all that came since the last advance()."""
-        self._at = 0
+        self._read, self._again = [], self._again + self._read[::-1]
 
     def advance(self):
         """The step is done: what was read is not needed any more."""
-        self._saved, self._at = self._saved[self._at:], 0
-
+        self._read = []
 
 def get_train_valid_test_num_samples(*, global_batch_size, eval_interval, eval_iters,
                                      train_iters=None, train_samples=None, full_validation=False):
@@ -2054,7 +2099,6 @@ def get_train_valid_test_num_samples(*, global_batch_size, eval_interval, eval_i
     evaluations = samples // global_batch_size // eval_interval + 1
     valid = None if full_validation else evaluations * eval_iters * global_batch_size
     return samples, valid, eval_iters * global_batch_size
-
 
 class NumMicroBatches:
     """Micro-batches a step, constant or ramped up.  Upstream: num_microbatches_calculator.
@@ -2084,10 +2128,9 @@ class NumMicroBatches:
 
     def update(self, consumed_samples):
         """Set the batch size of the step that begins after so many samples."""
-        steps = len(self.sizes) - 1
-        ramping = steps and self.samples and consumed_samples <= self.samples
-        done = int(consumed_samples / (self.samples / steps)) if ramping else steps
-        self._current = self.sizes[done]
+        steps, samples = len(self.sizes) - 1, self.samples
+        ramping = steps and samples and consumed_samples <= samples
+        self._current = self.sizes[int(consumed_samples / (samples / steps)) if ramping else -1]
 
     def get(self):
         """Micro-batches of the current step."""
@@ -2097,12 +2140,10 @@ class NumMicroBatches:
         """Samples of the current step."""
         return self._current
 
-
 def check_data_consistency(consumed_samples, group=None):
     """ValueError on every rank if the ranks of group do not agree on consumed_samples."""
     found = _gather(int(consumed_samples), group) if _is_distributed() else []
     _require(len({*found}) <= 1, f"the ranks disagree on consumed_samples, {found}: load one state")
-
 
 # ==============================================================================
 # 9. Parallel batches
@@ -2132,7 +2173,6 @@ _PACKING_KEYS = "cu_seqlens", "max_seqlen"
 _LOSS, _RESTART, _BOUNDARY = (1 << bit for bit in (28, 29, 30))
 _PACKED, _WHOLE, _FAILED = range(3)  # what a message is
 _POSTED = "megatron_min/error"  # the store's key for it: stages run at their own pace
-
 
 class ParallelGroups:
     """The layout of a job: tensor x context x pipeline ranks, and data, what is left of the world.
@@ -2178,8 +2218,7 @@ class ParallelGroups:
     def _ranks(self, kind):
         """The ranks of this rank's group."""
         if kind not in self._mine:  # asked for in every micro-batch
-            lists = self.rank_lists(kind, **self.sizes)
-            self._mine[kind] = next(ranks for ranks in lists if _rank() in ranks)
+            self._mine[kind] = next(r for r in self.rank_lists(kind, **self.sizes) if _rank() in r)
         return self._mine[kind]
 
     def rank(self, kind):
@@ -2196,7 +2235,6 @@ class ParallelGroups:
         return self._groups[kind]
     is_first_stage = property(lambda self: self.rank("pp") == 0, doc="has the embedding")
     is_last_stage = property(lambda self: self.rank("pp") + 1 == self.size("pp"), doc="has a loss")
-
 
 def get_batch_on_this_tp_rank(data_iterator, groups, *, micro_batch_size, sequence_length,
                               create_attention_mask=False, mtp=False, device=None):
@@ -2228,31 +2266,28 @@ def get_batch_on_this_tp_rank(data_iterator, groups, *, micro_batch_size, sequen
         read()
         return dict.fromkeys(_BATCH_KEYS)
     try:
-        batch = error = None
-        if groups.rank("tp") == 0:
-            batch, error = _attempt(lambda: _together(read, groups._gloo["dp-cp"]))
+        batch, error = (None, None) if groups.rank("tp") else _attempt(
+            lambda: _together(read, groups._gloo["dp-cp"]))
         batch = _broadcast(batch, error, shape, groups, torch.device(
             _wire(None) if device is None else device))
     except Exception as failure:
         if board and not isinstance(failure, StopIteration):
             board.set(_POSTED, json.dumps(_as_message(failure)))
         raise
-    unneeded = ([] if last else ["labels", "loss_mask"]) + (
-        [] if first or mtp else ["tokens", "position_ids"])
-    return dict.fromkeys(_BATCH_KEYS) | batch | dict.fromkeys(unneeded)
+    drop = ["labels", "loss_mask"] * (not last) + ["tokens", "position_ids"] * (not (first or mtp))
+    return dict.fromkeys(_BATCH_KEYS) | batch | dict.fromkeys(drop)
 
 def _fitting(batch, shape, with_mask):
     """What is sent of a batch; ValueError if it is not of the shape that all ranks expect."""
-    kept, packed = dict(batch), any(batch.get(key) is not None for key in _PACKING_KEYS)
-    if with_mask and kept.get("attention_mask") is None:
-        starts = kept["position_ids"] == 0 if packed else torch.zeros(shape)
-        kept["attention_mask"] = _dense_mask(starts)
-    layout = _layout(*shape, with_mask, packed)
-    for key, (size, _) in layout.items():
-        found = getattr(kept.get(key), "shape", None)
+    kept, packed = {}, any(batch.get(key) is not None for key in _PACKING_KEYS)
+    for key, (size, dtype) in _layout(*shape, with_mask, packed).items():
+        if (value := batch.get(key)) is None and key == "attention_mask":
+            value = _dense_mask(batch["position_ids"] == 0 if packed else torch.zeros(shape))
+        found = getattr(value, "shape", None)
         _require(found == size, f"batch[{key!r}]: wanted shape {size}, got {found and (*found,)}: "
                  "give loader and get_batch the same micro_batch_size and sequence_length")
-    return {key: kept[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
+        kept[key] = value.to("cpu", dtype)
+    return kept
 
 def _dense_mask(boundary):
     """bool (B, 1, S, S), True = may not attend: the future, and what lies before a boundary."""
@@ -2264,8 +2299,7 @@ def _pack(batch):
     """A batch -> int32: what it is, has a mask, has cu_seqlens, and the words of all its rows."""
     masked, packed = "attention_mask" in batch, "cu_seqlens" in batch
     words = torch.cat([batch["tokens"], batch["labels"][:, -1:]], 1).to(torch.int32)
-    words[:, :-1] |= (batch["loss_mask"] != 0) * _LOSS
-    words[:, :-1] |= (batch["position_ids"] == 0) * _RESTART
+    words[:, :-1] |= (batch["loss_mask"] != 0) * _LOSS | (batch["position_ids"] == 0) * _RESTART
     if masked:  # a row that may not attend to its neighbour starts a document
         words[:, 1:-1] |= batch["attention_mask"][:, 0].diagonal(-1, 1, 2) * _BOUNDARY
     return torch.cat([torch.tensor([_PACKED, masked, packed], dtype=torch.int32), words.flatten()])
@@ -2283,22 +2317,19 @@ def _unpack(message, shape, device):
     if masked:
         batch["attention_mask"] = _dense_mask(flags & _BOUNDARY != 0)
     if packed:  # each restart is written to its place, the others to a column that is dropped
-        ends = torch.full((shape[0], shape[1] + 2), shape[1], dtype=torch.int32, device=device)
+        ends = torch.full((shape[0], shape[1] + 2), shape[1], device=device)
         where = (restarts.cumsum(1) - 1).masked_fill(~restarts, shape[1] + 1)
-        ends.scatter_(1, where, places.to(torch.int32).expand(shape))
-        batch["cu_seqlens"] = ends[:, :-1].contiguous()
-        batch["max_seqlen"] = batch["cu_seqlens"].diff().amax(1)
+        ends = ends.scatter_(1, where, places.expand(shape))[:, :-1].to(torch.int32)
+        batch |= {"cu_seqlens": ends, "max_seqlen": ends.diff().amax(1)}
     return batch
 
 def _layout(rows, length, masked, packed):
     """{key: (shape, dtype)} of what is kept of a batch."""
     keys, row = ("tokens", "labels", "position_ids"), (rows, length)
-    layout = dict.fromkeys(keys, (row, torch.int64)) | {"loss_mask": (row, torch.float32)}
-    if masked:
-        layout["attention_mask"] = (rows, 1, length, length), torch.bool
-    if packed:
-        layout |= zip(_PACKING_KEYS, [((rows, length + 1), torch.int32), ((rows,), torch.int32)])
-    return layout
+    mask = {"attention_mask": ((rows, 1, length, length), torch.bool)} if masked else {}
+    packing = [((rows, length + 1), torch.int32), ((rows,), torch.int32)] if packed else []
+    return (dict.fromkeys(keys, (row, torch.int64)) | {"loss_mask": (row, torch.float32)} | mask
+            | dict(zip(_PACKING_KEYS, packing)))
 
 def _broadcast(batch, error, shape, groups, device):
     """tp rank 0's batch or error on every rank of its tp group."""
@@ -2322,7 +2353,6 @@ def _broadcast(batch, error, shape, groups, device):
              for key, (size, dtype) in _layout(*shape, masked, packed).items()}
     return {key: (send(value), value.to(device))[1] for key, value in found.items()}
 
-
 def get_batch_on_this_cp_rank(batch, cp_rank, cp_size):
     """This context-parallel rank's part of a batch: chunks r and 2*cp-1-r of 2*cp, in that order.
 
@@ -2340,46 +2370,34 @@ def get_batch_on_this_cp_rank(batch, cp_rank, cp_size):
     [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
     """
     _require(0 <= cp_rank < cp_size, f"cp_rank must be 0 .. {cp_size - 1}, got {cp_rank}")
-    axis = {key: 2 if key == "attention_mask" else 1 for key in batch
-            if key not in ("dataset_id", *_PACKING_KEYS)}
-    lengths = [batch[key].shape[axis[key]] for key in _BATCH_KEYS if batch.get(key) is not None]
+    lengths = [batch[key].shape[-1] for key in _BATCH_KEYS if batch.get(key) is not None]
     if cp_size == 1 or not lengths:
         return dict(batch)
-    parts = [(slice(None), _cp_spans(0, [0, lengths[0]], cp_rank, cp_size))]
-    if batch.get("cu_seqlens") is not None:
-        rows = enumerate(sorted({0, lengths[0], *row}) for row in batch["cu_seqlens"].tolist())
-        parts = [(slice(at, at + 1), _cp_spans(at, ends, cp_rank, cp_size)) for at, ends in rows]
-
-    def cut(value, dim):
-        if getattr(value, "ndim", 0) <= dim or value.shape[dim] != lengths[0]:
-            return value
-        found = [torch.cat([value[rows].narrow(dim, *span) for span in spans], dim)
-                 for rows, spans in parts]
-        return torch.cat(found) if len(found) > 1 else found[0]
-    return {key: cut(value, axis[key]) if key in axis else value for key, value in batch.items()}
-
-def _cp_spans(row, ends, cp_rank, cp_size):
-    """(begin, length) of a rank's chunks in a row whose documents end at ends[1], ends[2], ..."""
-    spans = []
-    for d, (begin, end) in enumerate(itertools.pairwise(ends)):
-        chunk, rest = divmod(end - begin, 2 * cp_size)
-        _require(not rest, f"document {d} of row {row} has {end - begin} tokens ({begin} to {end})"
-                 f": cp_size {cp_size} wants a multiple of {2 * cp_size}, to cut equal chunks")
-        spans += [(begin + part * chunk, chunk) for part in (cp_rank, 2 * cp_size - 1 - cp_rank)]
-    return spans
-
+    found, parts, ends = dict(batch), [], batch.get("cu_seqlens")
+    for row, places in enumerate([[]] if ends is None else ends.tolist()):
+        parts.append([])  # (begin, length) of this rank's chunks: of a row, or of all alike
+        for d, (begin, end) in enumerate(itertools.pairwise(sorted({0, lengths[0], *places}))):
+            chunk, rest = divmod(end - begin, 2 * cp_size)
+            _require(not rest, f"document {d} of row {row} has {end - begin} tokens ({begin} to "
+                     f"{end}): cp_size {cp_size} wants a multiple of {2 * cp_size}")
+            parts[-1] += (begin + cp_rank * chunk, chunk), (end - (cp_rank + 1) * chunk, chunk)
+    for key in batch.keys() - {"dataset_id", *_PACKING_KEYS}:
+        value, dim = batch[key], 2 if key == "attention_mask" else 1
+        if getattr(value, "shape", ())[dim:dim + 1] == (lengths[0],):  # else it has no such axis
+            rows = [torch.cat([part.narrow(dim, *span) for span in spans], dim)
+                    for part, spans in zip(value.chunk(len(parts)), parts)]
+            found[key] = torch.cat(rows) if len(rows) > 1 else rows[0]
+    return found
 
 def get_batch(data_iterator, groups, **same):
     """get_batch_on_this_tp_rank with the same arguments, then get_batch_on_this_cp_rank."""
     def read():  # all ranks must hear of a batch that cannot be cut
-        fitting = _fitting(batch := next(data_iterator), shape, False)
-        get_batch_on_this_cp_rank(fitting, *place)
+        get_batch_on_this_cp_rank(_fitting(batch := next(data_iterator), shape, False), *place)
         return batch
     shape = same["micro_batch_size"], same["sequence_length"]
     place = groups.rank("cp"), groups.size("cp")
     batch = get_batch_on_this_tp_rank(iter(read, None), groups, **same)
     return get_batch_on_this_cp_rank(batch, *place)
-
 
 # ==============================================================================
 # 10. Gradients
@@ -2398,7 +2416,6 @@ def get_batch(data_iterator, groups, **same):
 # in the same order, whatever parameters their batches use; one without a gradient is sent as zeros,
 # at the end.  A tied parameter is one parameter, in the place of its first use.
 
-
 class DistributedDataParallel(torch.nn.Module):
     """A model whose gradients are averaged over a group.  Upstream: DistributedDataParallel.
 
@@ -2415,38 +2432,31 @@ class DistributedDataParallel(torch.nn.Module):
                  use_distributed_optimizer=False, average_in_collective=False,
                  check_for_nan_in_grad=False):
         super().__init__()
-        self.module, self.group, self._in_sync = module, group, True
+        self.module, self.group, self.check_for_nan_in_grad = module, group, check_for_nan_in_grad
+        self.overlap_grad_reduce, self._in_sync = overlap_grad_reduce, True
         self.size = torch.distributed.get_world_size(group) if _is_distributed() else 1
-        self._place = torch.distributed.get_rank(group) if _is_distributed() else 0
-        self.overlap_grad_reduce, self.check_for_nan_in_grad = (
-            overlap_grad_reduce, check_for_nan_in_grad)
+        place = torch.distributed.get_rank(group) if _is_distributed() else 0
         self.use_distributed_optimizer = use_distributed_optimizer
         self.average_in_collective = average_in_collective
         self.grad_buffers, self._buckets, self._bucket_of, self._sent = [], [], {}, []
         self._names = {param: name for name, param in module.named_parameters()}
-        kinds, weak = collections.defaultdict(list), weakref.WeakMethod(self._on_gradient)
-        for param in reversed(list(self._names)):
-            if param.requires_grad:
-                kinds[param.dtype, param.device].append(param)
-                param.register_post_accumulate_grad_hook(lambda p: weak() and weak()(p))  # no leak
-        for (dtype, device), params in kinds.items():
-            self._lay_out(params, bucket_size, dtype, device)
-        self.zero_grad_buffer()
-
-    def _lay_out(self, params, bucket_size, dtype, device):
-        """Give parameters of one dtype their places in a buffer, cut into buckets."""
-        runs = [[]]
-        for param in params:
+        kinds, weak = collections.defaultdict(lambda: [[]]), weakref.WeakMethod(self._on_gradient)
+        for param in reversed([param for param in self._names if param.requires_grad]):
+            runs = kinds[param.dtype, param.device]  # the parameters of each bucket of a buffer
             if sum(map(torch.numel, runs[-1])) >= bucket_size:
                 runs.append([])
             runs[-1].append(param)
-        sizes = [-(-sum(map(torch.numel, run)) // self.size) * self.size for run in runs]
-        self.grad_buffers.append(torch.zeros(sum(sizes), dtype=dtype, device=device))
-        for run, data in zip(runs, self.grad_buffers[-1].split(sizes)):
-            for param, end in zip(run, itertools.accumulate(map(torch.numel, run))):
+            param.register_post_accumulate_grad_hook(lambda p: weak() and weak()(p))  # no leak
+        for (dtype, device), runs in kinds.items():
+            sizes = [-(-sum(map(torch.numel, run)) // self.size) * self.size for run in runs]
+            self.grad_buffers.append(torch.zeros(sum(sizes), dtype=dtype, device=device))
+            self._buckets += zip(runs, self.grad_buffers[-1].split(sizes))
+        for bucket, (params, data) in enumerate(self._buckets):
+            for param, end in zip(params, itertools.accumulate(map(torch.numel, params))):
                 param.main_grad = data[end - param.numel():end].view(param.shape)
-                self._bucket_of[param] = len(self._buckets)
-            self._buckets.append((run, data))
+                self._bucket_of[param] = bucket
+        self.grad_shards = [data.chunk(self.size)[place] for _, data in self._buckets]
+        self.zero_grad_buffer()
 
     def forward(self, *inputs, **kwargs):
         """That of the module."""
@@ -2467,8 +2477,7 @@ class DistributedDataParallel(torch.nn.Module):
         _require(bucket >= len(self._sent), f"gradient of {self._names[param]} after it was sent: "
                  "put all backwards of a step but the last under no_sync()", RuntimeError)
         if param.grad is not param.main_grad:  # someone set it to None, which means zero
-            param.main_grad.copy_(param.grad)
-            param.grad = param.main_grad
+            param.grad = param.main_grad.copy_(param.grad)
         self._changed = True
         if self._in_sync and self.overlap_grad_reduce:
             self._waiting[bucket].discard(param)
@@ -2492,11 +2501,9 @@ class DistributedDataParallel(torch.nn.Module):
         if self.use_distributed_optimizer:
             new = getattr(torch.distributed, "reduce_scatter_single", None)  # its later name
             scatter = new or torch.distributed.reduce_scatter_tensor
-            self._sent[-1] = scatter(data.chunk(self.size)[self._place], data, **how)
+            self._sent[-1] = scatter(self.grad_shards[len(self._sent) - 1], data, **how)
         else:
             self._sent[-1] = torch.distributed.all_reduce(data, **how)
-    grad_shards = property(lambda self: [data.chunk(self.size)[self._place] for _, data in
-                                         self._buckets], doc="this rank's piece of each, 1-D")
 
     def start_grad_sync(self):
         """Send the buckets that were not sent during backward."""
@@ -2509,16 +2516,16 @@ class DistributedDataParallel(torch.nn.Module):
             return
         self.start_grad_sync()
         found = self._nans
-        self._begin()
+        self._begin(changed=False)
         if self.check_for_nan_in_grad:
             _together(lambda: _require(not found, f"nan in the gradient of {found[:1]}, and of "
                                        f"{len(found) - 1} others"), self.group)
 
-    def _begin(self):
+    def _begin(self, changed):
         """Wait for what was sent: all gradients are to come again."""
         for handle in filter(None, self._sent):
             handle.wait()
-        self._sent, self._nans, self._changed = [], [], False
+        self._sent, self._nans, self._changed = [], [], changed
         self._waiting = [set(params) for params, _ in self._buckets]
 
     def zero_grad_buffer(self):
@@ -2526,8 +2533,7 @@ class DistributedDataParallel(torch.nn.Module):
 
         To be called before each step: then a rank whose batch gives no gradient at all sends zeros,
         and nobody waits for it."""
-        self._begin()
-        self._changed = True
+        self._begin(changed=True)
         for data in self.grad_buffers:
             data.zero_()
         for param in self._bucket_of:
@@ -2542,7 +2548,6 @@ class DistributedDataParallel(torch.nn.Module):
         """Give every rank the parameters of the group's first."""
         for param in self._names if self.size > 1 else ():
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
-
 
 def finalize_model_grads(model, num_tokens=None, groups=None):
     """Finish the gradients of a step.  Upstream: finalize_model_grads.
@@ -2562,7 +2567,6 @@ def finalize_model_grads(model, num_tokens=None, groups=None):
                 torch.distributed.all_reduce(total, group=group)
             part.scale_gradients(part.size / (total.item() or 1))
 
-
 def forward_backward_no_pipelining(*, forward_step_func, data_iterator, model, num_microbatches,
                                    forward_only=False):
     """Run a step's micro-batches, finish the gradients -> reports.  Upstream: the same name.
@@ -2580,7 +2584,7 @@ def forward_backward_no_pipelining(*, forward_step_func, data_iterator, model, n
     ...                                num_microbatches=2), model.module.weight.grad.item()
     ([3, 1], 0.75)
     """
-    parts, total, reports = model if isinstance(model, (list, tuple)) else [model], None, []
+    parts, total, reports = model if isinstance(model, (list, tuple)) else [model], 0, []
     _require(len(parts) == 1 <= num_microbatches, f"wanted one model and at least one micro-batch, "
              f"got {len(parts)} and {num_microbatches}")
     model, is_ddp = parts[0], isinstance(parts[0], DistributedDataParallel)
@@ -2588,20 +2592,16 @@ def forward_backward_no_pipelining(*, forward_step_func, data_iterator, model, n
         with model.no_sync() if left and is_ddp else contextlib.nullcontext():
             output, loss_func = forward_step_func(data_iterator, model)
             loss, *tokens, report = loss_func(output)
-            if tokens:
-                total = tokens[0] + (0 if total is None else total)
-            else:
-                loss = loss / num_microbatches
+            total = sum(tokens, total)
             if not forward_only:
-                loss.backward()
+                (loss if tokens else loss / num_microbatches).backward()
         reports.append(report)
     if is_ddp and not forward_only:
-        finalize_model_grads([model], total)
-    elif total is not None and not forward_only:
+        finalize_model_grads([model], total if tokens else None)
+    elif tokens and not forward_only:
         for param in (param for param in model.parameters() if param.grad is not None):
             param.grad /= total or 1
     return reports
-
 
 # ==============================================================================
 # 11. The command line
@@ -2625,12 +2625,10 @@ def forward_backward_no_pipelining(*, forward_step_func, data_iterator, model, n
 #       input: list[str],           --input INPUT [INPUT ...]    that begins with the name, else
 #       **options: preprocess)      what preprocess takes        that of _add_arguments.
 
-
 def _command_preprocess(*, tokenizer="bytes", eod_token=None, verbose=True, **options: preprocess):
     """JSONL, plain or gzip, to .bin/.idx pairs"""
     made = preprocess(tokenizer=build_tokenizer(tokenizer, eod_token), verbose=verbose, **options)
-    for prefix in made.values():
-        _print_counts(prefix)
+    return [_print_counts(prefix).path_prefix for prefix in made.values()]
 
 def _print_counts(prefix, label="", check=None):
     """One line about a pair, which is opened and returned."""
@@ -2648,7 +2646,8 @@ def _command_inspect(prefix, *, tokens=16, tokenizer="bytes", eod_token=None):
     """header, counts, lengths and first tokens of a pair"""
     decoder, ds = build_tokenizer(tokenizer, eod_token), _print_counts(prefix, check=False)
     if len(ds):
-        lengths = ds.sequence_lengths[::len(ds) // _CHUNK + 1]  # no need to read a billion
+        some = np.linspace(0, len(ds) - 1, min(len(ds), 1000))  # no need to read a billion
+        lengths = ds.sequence_lengths[some.astype(int)]
         marks = np.percentile(lengths, (0, 1, 25, 50, 75, 99, 100)).round().astype(int).tolist()
         print(f"min, 1%, 25%, median, 75%, 99%, max of {len(lengths):,} lengths: {marks}")
         print("sequence 0:", first := ds[0][:max(0, tokens)].tolist())
@@ -2691,20 +2690,17 @@ def _command_demo(*, keep=None):
         modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]
         code = [path.read_text("utf-8", "replace") for path in modules]
         docs = ["".join(re.findall('"""(.+?)"""', text, re.DOTALL)) for text in code]
-        rows = [json.dumps({"code": texts[0], "docs": texts[1]}) for texts in zip(code, docs)]
+        rows = [json.dumps({"code": text, "docs": strings}) for text, strings in zip(code, docs)]
         pathlib.Path(folder, "demo.jsonl").write_text("\n".join(rows))
-        print("1. Text to pairs: modules of Python's library, and the docstrings of those with any."
-              f"\n   A byte is a token, 256 ends a text: {len(''.join(code).encode())} + "
-              f"{len(code)}, {len(''.join(docs).encode())} + {sum(map(bool, docs))}")
-        _command_preprocess(input=[f"{folder}/demo.jsonl"], output_prefix=f"{folder}/demo",
-                            json_keys=["code", "docs"], append_eod=True, verbose=False)
-        pairs = [f"{folder}/demo_code_document", f"{folder}/demo_docs_document"]
+        counts = [f"{len(''.join(key).encode())} + {sum(map(bool, key))}" for key in (code, docs)]
+        print("1. Text to pairs: Python's modules and docstrings; bytes + ends:", ", ".join(counts))
+        pairs = _command_preprocess(input=f"{folder}/demo.jsonl", output_prefix=f"{folder}/demo",
+                                    json_keys=["code", "docs"], append_eod=True, verbose=False)
         config = GPTDatasetConfig(1234, 256, (pairs, [70, 30]), split="90,5,5",
                                   tokenizer=ByteTokenizer(), create_attention_mask=False)
-        train, valid, test = BlendedMegatronDatasetBuilder(
+        train, *_ = BlendedMegatronDatasetBuilder(
             GPTDataset, [600, 40, 40], lambda: True, config).build()
-        print(f"2. A blend, 70 % code, samples of 256 tokens: {len(train)} to train, {len(valid)}"
-              f" and {len(test)} for valid and test.\n   The first 90 % of each corpus hold")
+        print(f"2. A blend, 70 % code: {len(train)} samples of 256 tokens; 90 % of each pair hold")
         for part, taken in zip(train.datasets, np.bincount(train.dataset_index)):
             print(f"   ({part.tokens_per_epoch()} - 1) // 256 = {len(part)} samples, {taken} taken")
         two, four = ([build_pretraining_data_loader(
@@ -2712,16 +2708,13 @@ def _command_demo(*, keep=None):
             data_parallel_size=ranks) for rank in range(ranks)] for ranks in (2, 4))
         steps = zip(*two)
         text = ByteTokenizer().detokenize([next(steps) for _ in range(5)][0][0]["tokens"][0])
-        state = two[0].state_dict()
-        print(f"3. Batches: 2 ranks x 4 samples, the first begins {text[:32]!r}\n"
-              f"   stopped after 5 steps = {state['consumed_samples']} samples")
+        print(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
         for loader in four:
-            loader.load_state_dict(state)
+            loader.load_state_dict(two[0].state_dict())
         equal = [torch.equal(*(torch.cat([part["tokens"] for part in step]) for step in both))
                  for both in zip(steps, zip(*four), strict=True)]
         print(f"4. Resumed: 4 ranks x 2 samples, {len(equal)} more steps, equal: {all(equal)}")
         _require(all(equal), "the resumed batches differ: a bug of megatron_min", RuntimeError)
-
 
 def _add_arguments(parser, source, named=()):
     """The parameters of a function or class, as in the table above; named: those of its caller.
@@ -2737,14 +2730,13 @@ def _add_arguments(parser, source, named=()):
     verbose         show docs/s, MB/s and the time left on stderr
     """
     words = {bool: {"action": argparse.BooleanOptionalAction}, int: {"type": int}, str: {},
-             float: {"type": float}, list[str]: {"nargs": "+"}}  # a type -> how argparse reads it
+             float: {"type": float}, list[str]: {"nargs": "+"}, type(None): {}, type: {}}
     text = "\n".join(map(inspect.getdoc, (*getattr(source, "__mro__", [source]), _add_arguments)))
     for name, parameter in inspect.signature(source).parameters.items():
         kind, default = parameter.annotation, parameter.default
         if parameter.kind is parameter.VAR_KEYWORD:
             _add_arguments(parser, kind, inspect.signature(source).parameters)
-        if kind is parameter.empty:
-            kind = str if default in (None, parameter.empty) else type(default)
+        kind = type(default) if kind is parameter.empty else kind  # type, if it has no default
         kind = kind.__args__[0] if isinstance(kind, types.UnionType) else kind  # str of str | None
         if kind in words and name not in named:
             line = re.search(rf"^{name}  +(.+(?:\n  +.+)*)", text, re.MULTILINE)
@@ -2760,7 +2752,6 @@ def _stop(main, *_):
         for file in [*_NewFile.unfinished] if os.getpid() == main else ():  # a worker has copies
             pathlib.Path(file.temporary).unlink(missing_ok=True)
     os._exit(143)
-
 
 def main(argv=None):
     """Run a command -> exit code; what a user can get wrong is one sentence on stderr, and 1."""
@@ -2790,7 +2781,6 @@ def main(argv=None):
         sentence = known or f"{type(error).__name__}: {error}".rstrip(": ")
         print("megatron-min:", *sentence.split(), file=sys.stderr)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
-
 
 # all that is public and made here: not the modules that were imported
 __all__ = [name for name, value in globals().items()

@@ -341,6 +341,7 @@ def test_the_switch_really_switches(mm, request):
         "shuffle",
         "build_blending_indices",
         "build_exhaustive_blending_indices",
+        "read_samples",
     ):
         assert (getattr(mm._kernels, kernel).__module__ == "_megatron_min") == is_c, kernel
     assert mm.IMPLEMENTATION == ("c" if is_c else "python")
@@ -1659,6 +1660,38 @@ def test_sample_index_may_be_int64(mm):
     same(rows, np.array([[0, 0], [1, 0], [2, 1], [2, 5]], np.int64))
 
 
+def test_sample_index_in_parts_is_the_whole(mm, monkeypatch):
+    """However many cores: as many parts, side by side; empty documents on every edge."""
+    for rng in cases(300):
+        sizes = rng.integers(0, rng.choice([2, 5, 40]), 20).astype(np.int32)
+        order = rng.integers(0, 20, int(rng.integers(1, 60))).astype(np.int32)
+        order = np.repeat(order, rng.integers(1, 3))
+        tokens, length = int(sizes[order].sum()), int(rng.integers(1, 12))
+        given = sizes, order, length, 1, tokens, bool(rng.integers(2)), bool(rng.integers(2))
+        whole = mm.build_sample_idx(*given)
+        with monkeypatch.context() as patch:
+            patch.setattr(mm, "_PART", 1)
+            patch.setattr(os, "cpu_count", lambda: int(rng.integers(2, 9)))
+            same(mm.build_sample_idx(*given), whole, given)
+
+
+def test_errors_of_a_part_name_the_place_in_the_whole(mm, monkeypatch):
+    monkeypatch.setattr(mm, "_PART", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    sizes, order = np.full(9, 5, np.int32), np.arange(9, dtype=np.int32)
+    for at in range(9):
+        for bad in (-1, 9):
+            order[at] = bad
+            with pytest.raises(IndexError, match=rf"document_index\[{at}\]"):
+                mm.build_sample_idx(sizes, order, 4, 1, 45)
+        order[at], sizes[at] = at, -1
+        with pytest.raises(ValueError, match="size"):
+            mm.build_sample_idx(sizes, order, 4, 1, 45)
+        sizes[at] = 5
+    with pytest.raises(ValueError, match="46.*45|wanted 4.*found 45"):
+        mm.build_sample_idx(sizes, order, 5, 1, 46)
+
+
 def test_offsets_above_2_31_tokens(mm):
     """Three documents of 2**31 - 1 tokens: the running count passes int32."""
     sizes, documents = np.array([2**31 - 1, 1], np.int32), np.array([0, 1, 0, 0], np.int32)
@@ -1969,9 +2002,6 @@ C_HOSTILE = {
         np.zeros((2, 3), np.int32), I32(9), I32(0), 4, 1, 5
     ),
     "sample-out-1d": lambda c: c.build_sample_idx(np.zeros(4, np.int32), I32(9), I32(0), 4, 1, 5),
-    "sample-out-empty": lambda c: c.build_sample_idx(
-        np.zeros((0, 2), np.int32), I32(9), I32(0), 4, 1, 5
-    ),
     "sample-out-read-only": lambda c: c.build_sample_idx(
         read_only(np.zeros((2, 2), np.int32)), I32(9), I32(0), 4, 1, 5
     ),
@@ -2024,6 +2054,161 @@ C_HOSTILE = {
         np.zeros(4, np.int16), np.zeros(4, np.int64), I32(2, 2), 2
     ),
 }
+
+
+READ = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "max_seqlen", "mask")
+READ += ("places", "wanted", "items", "pointers", "lengths", "documents", "rows", "shuffle")
+READ += ("extra", "pad", "eod", "by_eod", "mask_loss", "reset_mask")
+ITEMS = (np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64)
+
+
+def read_call(rng=None, damage=False, **given):
+    """Arguments of read_samples, by name: the toy corpus, S = 4, or one at random."""
+    docs, length, extra, dtype = [[97] * 4, [98] * 3, [99] * 6], 4, 1, np.uint8
+    if rng:
+        docs, dtype = random_docs(rng, most=8, longest=9, vocab=5), rng.choice(ITEMS)
+        length, extra = int(rng.integers(1, 14)), int(rng.integers(2))
+    sizes = np.array([len(doc) for doc in docs])
+    order = np.append(rng.integers(0, len(docs), 19), len(docs) - 1) if rng else np.arange(3)
+    owners = np.repeat(np.arange(len(order)), sizes[order])
+    starts = np.cumsum(sizes[order]) - sizes[order]
+    ends = np.arange(extra, len(owners) + 1, length)  # of the token before each row, plus one
+    rows = np.stack([owners[ends - 1], ends - extra - starts[owners[ends - 1]]], 1)
+    rows[0] = 0  # with x = 0, which has no token before
+    if rng and rng.integers(2):  # a last, short sample
+        rows = np.r_[rows, [[owners[-1], len(owners) - starts[owners[-1]] - extra]]]
+    n, batch = len(rows) - 1, 3
+    wide = bool(rng and rng.integers(2))
+    call = {
+        "tokens": np.full((batch, length), 77),
+        "labels": np.full((batch, length), 77),
+        "loss_mask": np.full((batch, length), 7, np.float32),
+        "position_ids": np.full((batch, length), 77),
+        "cu_seqlens": np.full((batch, length + 1), 77, np.int32),
+        "max_seqlen": np.full(batch, 77, np.int32),
+        "mask": np.full((batch, 1, length, length), True),
+        "places": rng.permutation(batch) if rng else np.arange(3),
+        "wanted": rng.integers(-n, max(n, 1), batch * (n > 0)) if rng else np.arange(3),
+        "items": np.concatenate(docs).astype(dtype),
+        "pointers": (np.cumsum(sizes) - sizes) * np.dtype(dtype).itemsize,
+        "lengths": sizes.astype(np.int32),
+        "documents": order.astype(np.int32),
+        "rows": rows.astype(np.int64 if wide else np.int32),
+        "shuffle": (rng.permutation(n) if rng else np.arange(n)).astype(
+            np.int64 if wide else np.uint32
+        ),
+        "extra": extra,
+        "pad": int(rng.integers(-1, 4)) if rng else -1,
+        "eod": int(rng.integers(0, 5)) if rng else 0,
+    }
+    call |= {name: bool(rng and rng.integers(2)) for name in READ[-3:]}
+    if rng and rng.integers(2):
+        call |= {"cu_seqlens": None, "max_seqlen": None}
+    if rng and rng.integers(2):
+        call["mask"] = None
+    if damage:  # one number of one array
+        array = call[rng.choice(READ[7:15])]
+        values = [-1, 0, 1, 2, 5, 50, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)]
+        at = rng.integers(array.size) if array.size else ()
+        array.reshape(-1)[at] = np.array(rng.choice(values)).astype(array.dtype)
+    return call | given
+
+
+def read_samples(kernels, call):
+    """The kernel, called with arguments by name."""
+    outputs, corpus, indices, settings = (
+        tuple(map(call.get, names)) for names in (READ[:7], READ[9:12], READ[12:15], READ[15:])
+    )
+    return kernels.read_samples(outputs, call["places"], call["wanted"], corpus, indices, settings)
+
+
+@pytest.mark.parametrize("damage", [False, True], ids=["whole", "damaged"])
+def test_c_reads_samples_as_the_twin_does(damage):
+    """Any dtype and flags; of a damaged corpus C refuses, or reads what is still in its place."""
+    if "c" not in IMPLEMENTATIONS:
+        pytest.skip("the C kernels are switched off")
+    one, refused = copy_of_module("c"), 0
+    twin = types.SimpleNamespace(read_samples=one._py_read_samples)
+    for case in range(round(600 * CASES)):
+        ours, theirs = (read_call(np.random.default_rng([case, damage]), damage) for _ in range(2))
+        pads = read_samples(one._kernels, ours)
+        refused += pads < 0
+        assert damage or pads >= 0, case
+        if pads >= 0:
+            assert pads == read_samples(twin, theirs), case
+            for name in READ[:7]:
+                if ours[name] is not None:
+                    same(ours[name], theirs[name], (case, name))
+    assert refused > 100 * CASES or not damage
+
+
+def read_hostile(**given):
+    """A call of the kernel with one argument replaced; a function is given the usual one."""
+
+    def call(c):
+        usual = read_call()
+        usual |= {k: v(usual[k]) if callable(v) else v for k, v in given.items()}
+        return read_samples(c, usual)
+
+    return call
+
+
+C_HOSTILE |= {
+    "read-no-arguments": lambda c: c.read_samples(),
+    "read-tokens-none": read_hostile(tokens=None),
+    "read-tokens-int32": read_hostile(tokens=lambda a: a.astype(np.int32)),
+    "read-tokens-1d": read_hostile(tokens=lambda a: a[0]),
+    "read-tokens-read-only": read_hostile(tokens=read_only),
+    "read-tokens-fortran": read_hostile(tokens=np.asfortranarray),
+    "read-tokens-empty": read_hostile(tokens=lambda a: a[:, :0].copy()),
+    "read-labels-none": read_hostile(labels=None),
+    "read-labels-few-rows": read_hostile(labels=lambda a: a[:2]),
+    "read-labels-short-rows": read_hostile(labels=lambda a: a[:, :3].copy()),
+    "read-loss-mask-float64": read_hostile(loss_mask=lambda a: a.astype(float)),
+    "read-loss-mask-int32": read_hostile(loss_mask=lambda a: a.astype(np.int32)),
+    "read-cu-seqlens-short": read_hostile(cu_seqlens=lambda a: a[:, :4].copy()),
+    "read-cu-seqlens-alone": read_hostile(max_seqlen=None),
+    "read-max-seqlen-alone": read_hostile(cu_seqlens=None),
+    "read-max-seqlen-short": read_hostile(max_seqlen=lambda a: a[:2]),
+    "read-mask-3d": read_hostile(mask=lambda a: a[:, 0]),
+    "read-mask-small": read_hostile(mask=lambda a: a[..., :3].copy()),
+    "read-mask-int8": read_hostile(mask=lambda a: a.view(np.int8)),
+    "read-places-few": read_hostile(places=lambda a: a[:2]),
+    "read-places-none": read_hostile(places=None),
+    "read-wanted-int32": read_hostile(wanted=I32(0, 1, 2)),
+    "read-items-float": read_hostile(items=lambda a: a.astype(np.float32)),
+    "read-items-uint32": read_hostile(items=lambda a: a.astype(np.uint32)),
+    "read-items-strided": read_hostile(items=lambda a: np.repeat(a, 2)[::2]),
+    "read-items-text": read_hostile(items="aaaabbbcccccc"),
+    "read-pointers-few": read_hostile(pointers=lambda a: a[:2]),
+    "read-lengths-int64": read_hostile(lengths=lambda a: a.astype(np.int64)),
+    "read-rows-wide": read_hostile(rows=lambda a: np.repeat(a, 2, 1)),
+    "read-rows-1d": read_hostile(rows=lambda a: a.reshape(-1)),
+    "read-shuffle-int32": read_hostile(shuffle=lambda a: a.astype(np.int32)),
+    "read-extra-2": read_hostile(extra=2),
+    "read-extra-negative": read_hostile(extra=-1),
+    "read-pad-large": read_hostile(pad=2**63),
+    "read-eod-none": read_hostile(eod=None),
+    "read-overlap": lambda c: (
+        lambda m: read_hostile(tokens=m[:12].reshape(3, 4), labels=m[8:20].reshape(3, 4))(c)
+    )(np.zeros(24, np.int64)),
+    "read-overlap-input": lambda c: (
+        lambda m: read_hostile(tokens=m.reshape(3, 4), wanted=m[:3])(c)
+    )(np.zeros(12, np.int64)),
+}
+
+
+def test_read_samples_by_hand():
+    """The drawing above the kernel."""
+    for mm in map(copy_of_module, IMPLEMENTATIONS):
+        call = read_call()
+        assert read_samples(mm._kernels, call) == 0
+        assert [bytes(row.tolist()) for row in call["tokens"]] == [b"aaaa", b"bbbc", b"cccc"]
+        assert [bytes(row.tolist()) for row in call["labels"]] == [b"aaab", b"bbcc", b"cccc"]
+        assert call["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 0], [0, 1, 2, 3]]
+        assert call["cu_seqlens"].tolist() == [[0, 4, 4, 4, 4], [0, 3, 4, 4, 4], [0, 4, 4, 4, 4]]
+        assert call["max_seqlen"].tolist() == [4, 3, 4] and (call["loss_mask"] == 1).all()
+        same(call["mask"][2, 0], np.triu(np.ones((4, 4), bool), 1))
 
 
 @pytest.mark.parametrize("case", C_HOSTILE)
@@ -2153,6 +2338,96 @@ def check_sample(found, wanted, note=""):
         assert value.dtype == DTYPES[key], key
 
 
+def same_batches(found, wanted, note=""):
+    """Two loaders yield equal batches."""
+    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert [*a] == [*b], (note, number)
+        for key in b:
+            same(a[key], b[key], (note, number, key))
+
+
+def stacked(ds, loader):
+    """What torch's own collation makes of a loader's samples, one by one."""
+    for indices in loader.batch_sampler:
+        yield torch.utils.data.default_collate([ds[k] for k in indices])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("blended", [False, True], ids=["gpt", "blend"])
+def test_a_loader_yields_its_samples_stacked(mm, tmp_path, workers, blended):
+    """Made ahead by a thread, or of what worker processes gather: the same tensors."""
+    kinds = {}, {"create_attention_mask": True, "reset_attention_mask": True}
+    kinds += ({"inter_document_masking": True}, {"reset_position_ids": True, "eod_mask_loss": True})
+    prefixes = [mk(mm, tmp_path / f"{k}", random_docs(np.random.default_rng(k), vocab=4), dtype)
+                for k, dtype in enumerate([np.uint16, np.int32])]  # fmt: skip
+    for fields in kinds[:: 1 + bool(workers)]:
+        cfg = config(mm, (prefixes, [1, 2]), mmap_bin_files=not fields, **fields)
+        ds = quiet(build, mm, [22, 0, 0], cfg)[0]
+        ds = ds if blended else ds.datasets[1]
+        how = {"micro_batch_size": 4, "drop_last": False, "num_workers": workers}
+        loaders = [mm.build_pretraining_data_loader(ds, 0, **how) for _ in range(2)]
+        found = quiet(list, loaders[0])
+        same_batches(found, quiet(list, stacked(ds, loaders[1])), fields)
+        assert found[-1]["loss_mask"].shape == (4, 8)
+        assert found[-1]["loss_mask"][-1].any() == (len(ds) % 4 == 0)
+        assert loaders[0].state_dict()["consumed_samples"] == len(ds)
+
+
+def test_what_a_worker_sends_is_small(mm, tmp_path):
+    """Token ids in the file's own dtype and some lengths: about 2 bytes a token, not 28."""
+    ds = gpt(mm, mk(mm, tmp_path / "p", [[7] * 9000], np.uint16), None, sequence_length=1000)
+    ds._ships = True
+    assert len(pickle.dumps(ds.__getitems__([0, 1, 2]))) < 3 * 1001 * 2 + 1000
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_ahead_reaches_the_loop(mm, tmp_path, workers):
+    """At its batch: those before it are handed over."""
+    prefix = mk(mm, tmp_path / "p", [[1] * 9] * 40)
+    ds = gpt(mm, prefix, 40, mmap_bin_files=False)
+    ds.dataset = mm.IndexedDataset(prefix, mmap=False)
+    loader = mm.build_pretraining_data_loader(ds, 0, micro_batch_size=2, num_workers=workers)
+    batches = iter(loader)
+    next(batches)
+    os.remove(f"{prefix}.bin")
+    with pytest.raises(FileNotFoundError, match="p.bin"):
+        list(batches)
+
+
+def test_a_loader_can_be_left_and_begun_again(mm, tmp_path):
+    """The thread ends with the loop that it works for, and the next pass starts where it should."""
+    ds = gpt(mm, mk(mm, tmp_path / "p", [[*range(90)]]), None)
+    for kind in ("single", "cyclic"):
+        loader = mm.build_pretraining_data_loader(ds, 0, micro_batch_size=2, dataloader_type=kind)
+        before = threading.active_count()
+        for number, _ in enumerate(loader):
+            if number == 1:
+                break
+        gc.collect()
+        assert threading.active_count() <= before, "a thread is left"
+        assert loader.consumed_samples == 4
+        again = mm.build_pretraining_data_loader(ds, 0, micro_batch_size=2, dataloader_type=kind)
+        again.load_state_dict(loader.state_dict())
+        assert len(list(again)) == len(ds) // 2 - 2
+
+
+def test_collation_of_the_users_own(mm, tmp_path):
+    """A collate_fn, or a subclass with samples of its own, is asked as by any DataLoader."""
+
+    class Marked(mm.GPTDataset):
+        def __getitem__(self, idx):
+            return super().__getitem__(idx) | {"mark": 7}
+
+    prefix = mk(mm, tmp_path / "p", [[*range(90)]])
+    plain = gpt(mm, prefix, None)
+    marked = Marked(plain.dataset, prefix, plain.indices, None, mm.Split.train, plain.config)
+    for batch in mm.build_pretraining_data_loader(marked, 0, micro_batch_size=2):
+        assert batch["mark"].tolist() == [7, 7]
+    sampler = mm.MegatronPretrainingSampler(len(plain), 0, 2, 0, 1)
+    for batch in mm.PretrainingDataLoader(plain, sampler, collate_fn=lambda samples: samples):
+        assert len(batch) == 2 and batch[0]["tokens"].shape == (8,)
+
+
 def random_flags(rng):
     flags = {
         name: bool(rng.integers(2))
@@ -2272,6 +2547,78 @@ def test_batch_equals_single_samples(mm, tmp_path):
     assert len(batch) == len(wanted)
     for k, found in zip(wanted, batch):
         same_samples(found, quiet(ds.__getitem__, k), k)
+
+
+def test_any_reader_gives_the_samples_of_a_mapped_file(mm, tmp_path):
+    """mmap=False, and a dataset of lists, which has no file; every dtype that holds tokens."""
+
+    class Lists:
+        def __init__(self, ds):
+            self.docs, self.sequence_lengths = [doc.tolist() for doc in ds], ds.sequence_lengths
+
+        def __len__(self):
+            return len(self.docs)
+
+        def get(self, i, offset=0, length=None):
+            return self.docs[i][offset : offset + length]
+
+    for case, rng in enumerate(cases(18)):
+        dtype = ITEMS[case % 6]
+        docs = [np.append(doc, 0) for doc in random_docs(rng, vocab=9)]
+        prefix = mk(mm, tmp_path / str(case), docs, dtype)
+        flags = random_flags(rng) | {"drop_last_partial_validation_sequence": False}
+        if rng.random() < 0.3:
+            flags |= {"inter_document_masking": True, "reset_attention_mask": False}
+        ds = quiet(gpt, mm, prefix, None, "valid", **flags)
+        wanted = [*range(len(ds)), None, -1]
+        samples = quiet(ds.__getitems__, wanted)
+        for other in (mm.IndexedDataset(prefix, mmap=False), Lists(ds.dataset)):
+            ds.dataset = other
+            for k, a, b in zip(wanted, samples, quiet(ds.__getitems__, wanted), strict=True):
+                same_samples(a, b, (case, k))
+                same_samples(a, quiet(ds.__getitem__, k), (case, k))
+
+
+@pytest.mark.parametrize("name, at, value", [
+    ("sample_index", (1, 0), 3), ("sample_index", (1, 0), -1), ("sample_index", (1, 1), -1),
+    ("sample_index", (1, 1), 99), ("sample_index", (2, 0), 0), ("sample_index", (2, 1), 5),
+    ("document_index", 1, 3), ("document_index", 1, -1), ("shuffle_index", 0, 3),
+    ("shuffle_index", 0, 2**32 - 1),
+])  # fmt: skip
+def test_damaged_indices_are_an_error(mm, toy, name, at, value):
+    """Sample 1 of the toy corpus is rows 1 and 2: b b b c c, from two documents."""
+    ds = gpt(mm, toy, 3, sequence_length=4)
+    array = getattr(ds, name).copy()
+    array[at] = value
+    ds._arrays = [array if name == n else getattr(ds, n) for n in
+                  ("document_index", "sample_index", "shuffle_index")]  # fmt: skip
+    k = ds.shuffle_index.tolist().index(1) if name != "shuffle_index" else 0
+    with pytest.raises((IndexError, ValueError)):
+        ds[k]
+    with pytest.raises((IndexError, ValueError)):
+        ds.__getitems__([k])
+
+
+def test_damaged_idx_is_an_error(mm, toy):
+    """As an .idx that was not checked: a length, or a pointer that leads out of the .bin."""
+    damages = [("sequence_lengths", 9), ("sequence_lengths", -1)]
+    for name, value in damages + [("sequence_pointers", at) for at in (2**40, -1, 11)]:
+        ds = gpt(mm, toy, 3, sequence_length=4)
+        array = getattr(ds.dataset, name).copy()
+        array[1] = value
+        setattr(ds.dataset, name, array)
+        with pytest.raises((IndexError, ValueError)):
+            ds[0]
+
+
+def test_only_whole_numbers_are_indices(mm, toy):
+    ds = gpt(mm, toy, 3, sequence_length=4)
+    for k in (1.0, "1", [1]):
+        with pytest.raises(TypeError):
+            ds[k]
+    for k in (np.int64(1), torch.tensor(1), True):
+        same_samples(ds[k], ds[1])
+    assert len(ds.__getitems__([])) == 0
 
 
 def test_none_is_a_sample_without_loss(mm, toy):
@@ -2890,6 +3237,40 @@ def test_blend_by_hand(mm):
 def test_blend_batches(mm):
     ds = blended(mm, [9, 9], [1, 3], 8)
     assert ds.__getitems__([7, 0, 1]) == [ds[7], ds[0], ds[1]]
+
+
+def test_blend_reads_into_one_batch(mm, tmp_path):
+    """Equal to its samples one by one, collated as usual; no two rows share memory."""
+    prefixes = [mk(mm, tmp_path / str(k), random_docs(np.random.default_rng(k))) for k in range(3)]
+    for fields in ({}, {"create_attention_mask": True}, {"inter_document_masking": True}):
+        ds = build(mm, [30, 0, 0], config(mm, (prefixes, [1, 2, 3]), **fields))[0]
+        wanted = [7, 0, None, 29, 7, -1, 3]
+        places = [(0, None) if k is None else (ds.dataset_index[k], ds.dataset_sample_index[k])
+                  for k in wanted]  # fmt: skip
+        samples = [{"dataset_id": np.int16(d), **ds.datasets[d][k]} for d, k in places]
+        for found, sample in zip(ds.__getitems__(wanted), samples, strict=True):
+            assert [*found] == [*sample] and isinstance(found["dataset_id"], np.int16)
+            same_samples(found, sample)
+        first, *others = ds.__getitems__(wanted)
+        for key in [*first][1:]:
+            first[key].zero_()
+        same_samples(others[3], samples[4])
+
+
+def test_blend_of_datasets_of_their_own(mm, tmp_path):
+    """Where one of them has its own samples, all are asked as before."""
+
+    class Marked(mm.GPTDataset):
+        def __getitem__(self, idx):
+            return super().__getitem__(idx) | {"mark": 7}
+
+    prefix = mk(mm, tmp_path / "p", [[1] * 50])
+    cfg = config(mm, ([prefix, prefix], [1, 1]))
+    low, documents = mm.IndexedDataset(prefix), np.arange(1, dtype=np.int32)
+    parts = [c(low, prefix, documents, 4, mm.Split.train, cfg) for c in (Marked, mm.GPTDataset)]
+    ds = mm.BlendedDataset(parts, [1, 1], 4, cfg)
+    found = ds.__getitems__([0, 1, None])
+    assert [s.get("mark") for s in found] == [7, None, 7] and not found[2]["loss_mask"].any()
 
 
 def test_blend_padding(mm, tmp_path):
