@@ -229,7 +229,8 @@ INLINE Walk walk_documents(const Stream s, int wide, int batch)
             return (Walk){WALK_BAD_SIZE, d, 0, size};
         end = before + size;
         if (batch && k + batch <= last) {
-            int64_t count = (int64_t)((double)(end - s.extra) * rate) + 1 - s.first_row - k;
+            int64_t count = batch == 1 ? end >= target
+                          : (int64_t)((double)(end - s.extra) * rate) + 1 - s.first_row - k;
             store_rows(&s, k, d, target - s.extra - before, batch, wide);
             count = count < 0 ? 0 : count;
             k += count < batch ? count : batch;
@@ -290,7 +291,8 @@ static PyObject *build_sample_idx(PyObject *Py_UNUSED(module), PyObject *args)
         goto exit;
     Py_BEGIN_ALLOW_THREADS
     walk = rows->itemsize == 8 ? walk_documents(s, 1, 0)
-         : s.sequence < 512 ? walk_documents(s, 0, 8) : walk_documents(s, 0, 0);
+         : s.sequence < 512 ? walk_documents(s, 0, 8)
+         : s.sequence < 4096 ? walk_documents(s, 0, 1) : walk_documents(s, 0, 0);
     Py_END_ALLOW_THREADS
     if (walk.status == WALK_DONE)
         result = PyLong_FromLongLong(walk.found);

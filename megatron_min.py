@@ -1273,7 +1273,7 @@ class _CachedIndices:
 
     def _batch(self, parts):
         """Parts of a batch, made by _parts() here or in a worker -> {key: array (B, ...)}."""
-        columns = self.sources[0]._columns(sum(len(rows) for _, rows, *_ in parts))
+        columns = self.sources[0]._columns(sum([len(part[1]) for part in parts]))
         for d, *part in parts:
             self.sources[d]._fill(columns, *part)
         return columns
@@ -1446,11 +1446,15 @@ class GPTDataset(_CachedIndices, MegatronDataset):
 
     def _build_arrays(self):
         """One generator draws everything: documents first, then samples, as upstream."""
-        if isinstance(self.dataset, IndexedDataset):
-            self.dataset.verify()
-        config, (epochs, total, apart, sans_final) = self.config, self.geometry()
-        random_state = np.random.RandomState(config.random_seed)
-        document_index = build_document_index(self.indices, epochs, random_state, apart)
+        verify = self.dataset.verify if isinstance(self.dataset, IndexedDataset) else bool
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            verified = thread.submit(verify)  # beside the shuffle
+            try:
+                config, (epochs, total, apart, sans_final) = self.config, self.geometry()
+                random_state = np.random.RandomState(config.random_seed)
+                document_index = build_document_index(self.indices, epochs, random_state, apart)
+            finally:
+                verified.result()  # its error is the cause of any other
         sample_index = build_sample_idx(
             self.dataset.sequence_lengths, document_index, config.sequence_length, epochs,
             self.tokens_per_epoch(), not self._keep_partial, self._extra)
@@ -1467,6 +1471,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
     sources = property(lambda self: [self], doc="the datasets of which batches are made")
 
     def _parts(self, indices):
+        """A batch of this dataset alone has one part."""
         return [(0, range(len(indices)), indices)]
 
     def _columns(self, count):
@@ -1491,38 +1496,36 @@ class GPTDataset(_CachedIndices, MegatronDataset):
             wanted = array.array("q", [0 if k is None else k for k in indices])
             pads = read(wanted, corpus, tuple(self._index()), self._settings)
         if pads < 0:  # it is not mapped; or something is wrong, and _gather() can say what
-            tokens, lengths = gathered or self._gather(indices)
-            longest, most = max(map(sum, lengths)), self.config.sequence_length + self._extra
-            _require(longest <= most, f"{_name(self)}: wanted samples of {most} tokens, one of "
-                     f"{list(indices)[:9]} has {longest}: rebuild the cache")
-            pads = read(*_corpus_of(tokens, lengths, self._extra), self._settings)
+            pads = read(*(gathered or self._gather(indices)), self._settings)
         if pads and not self._warned_of_pad:  # once; upstream is silent
             self._warned_of_pad = True
             warnings.warn(f"{_name(self)}: {pads} real tokens equal the pad id "
                           f"{self._pad_token_id}: as in Megatron-LM, they become 0 without loss")
-        for row in [row for row, k in zip(rows, indices) if k is None]:
-            columns["loss_mask"][row] = 0
+        if None in indices:
+            columns["loss_mask"][[row for row, k in zip(rows, indices) if k is None]] = 0
 
     def _gather(self, indices):
-        """Their tokens, read piece by piece, laid end to end, and of each the pieces' lengths."""
-        corpus = self.dataset.sequence_lengths, *self._index(), self._extra
-        ks = [_position(k, len(self), f"the samples of {_name(self)}") if k else 0 for k in indices]
-        pieces = [_pieces(k, *corpus) for k in ks]
-        tokens = [self.dataset.get(*piece) for sample in pieces for piece in sample]
-        return np.concatenate(tokens), [[n for _, _, n in sample] for sample in pieces]
+        """Samples, read piece by piece: a corpus of them alone, whose sample_index has two rows for
+        each -> wanted, corpus, indices of _py_read_samples."""
+        low, name, extra = self.dataset, f"the samples of {_name(self)}", self._extra
+        most, rows, found = self.config.sequence_length + extra, [], []
+        source = low.sequence_lengths, *self._index(), extra
+        for k in indices:
+            pieces = _pieces(_position(k, len(self), name) if k else 0, *source)
+            if (size := sum(n for _, _, n in pieces)) > most:
+                raise ValueError(f"{name}: wanted {most} tokens, got {size}: rebuild the cache")
+            rows += (len(found), 0), (len(found) + len(pieces) - 1, pieces[-1][2] - extra)
+            found += pieces
+        tokens = np.concatenate([low.get(*piece) for piece in found])
+        tokens = tokens if type(low) is IndexedDataset else tokens.astype(np.int64)
+        sizes, wanted = np.array([n for _, _, n in found], np.int32), np.arange(len(indices))
+        pointers = (np.cumsum(sizes, dtype=np.int64) - sizes) * tokens.itemsize
+        order = np.arange(len(found), dtype=np.int32)
+        return wanted, (tokens, pointers, sizes), (order, np.array(rows), 2 * wanted)
 
 def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
     return str(getattr(dataset, "dataset_path", None) or type(dataset).__name__)
-
-def _corpus_of(tokens, lengths, extra):
-    """A corpus of these samples alone, two rows of sample_index each -> wanted, corpus, indices."""
-    sizes, counts = np.array([*itertools.chain(*lengths)], np.int32), [*map(len, lengths)]
-    pointers, tokens = 8 * (np.cumsum(sizes, dtype=np.int64) - sizes), tokens.astype(np.int64)
-    last, order = np.cumsum(counts) - 1, np.arange(len(sizes), dtype=np.int32)
-    edges = np.stack([last + 1 - counts, 0 * last, last, sizes[last] - extra], 1).reshape(-1, 2)
-    shuffle_index = np.arange(0, len(edges), 2)
-    return shuffle_index // 2, (tokens, pointers, sizes), (order, edges, shuffle_index)
 
 def _pad_token_id(config):
     """The id that fills short samples: the tokenizer's pad; -1 if none, or if it is ambiguous."""
@@ -1632,9 +1635,10 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
         return sum(self.weights) if self.size is None else self.size
 
     def _parts(self, indices):
+        """The rows of a batch, by the dataset that they come from; padding is of the first."""
         parts = collections.defaultdict(lambda: ([], []))  # d -> rows, indices
         for row, i in enumerate(indices):
-            d, k = 0, None  # padding
+            d, k = 0, None
             if i is not None:
                 i = _position(i, len(self), "the samples of a blend")
                 d, k = int(self.dataset_index[i]), int(self.dataset_sample_index[i])
@@ -1978,9 +1982,11 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if sampler.kind == "cyclic":  # endless; not from where prefetching left the sampler
             sampler.consumed_samples, limit = self.consumed_samples, math.inf
         start = sampler.consumed_samples
-        if self._is_ours and not self.num_workers:  # made ahead by a thread
+        if self._is_ours and not self.num_workers:  # made ahead by threads
             parts = map(self.dataset._parts, sampler)
-            batches = _ahead(concurrent.futures.ThreadPoolExecutor(1), 2, self._make, parts)
+            threads = 2 if IMPLEMENTATION == "c" else 1  # Python would only wait for Python
+            pool = concurrent.futures.ThreadPoolExecutor(threads)
+            batches = _ahead(pool, 2, self._make, parts)
         else:  # made by torch, or of what a worker sent
             batches = map(self._make, super().__iter__()) if self._is_ours else super().__iter__()
         for number, batch in enumerate(batches, 1):

@@ -1663,15 +1663,19 @@ def test_sample_index_may_be_int64(mm):
 def test_sample_index_in_parts_is_the_whole(mm, monkeypatch):
     """However many cores: as many parts, side by side; empty documents on every edge."""
     for rng in cases(300):
-        sizes = rng.integers(0, rng.choice([2, 5, 40]), 20).astype(np.int32)
+        scale = int(rng.choice([1, 1, 700, 5000]))  # C has a loop of its own for each
+        sizes = (rng.integers(0, rng.choice([2, 5, 40]), 20) * scale).astype(np.int32)
+        sizes += (rng.integers(0, scale, 20) * (sizes > 0)).astype(np.int32)
         order = rng.integers(0, 20, int(rng.integers(1, 60))).astype(np.int32)
         order = np.repeat(order, rng.integers(1, 3))
-        tokens, length = int(sizes[order].sum()), int(rng.integers(1, 12))
+        tokens, length = int(sizes[order].sum()), int(rng.integers(1, 12)) * scale
         given = sizes, order, length, 1, tokens, bool(rng.integers(2)), bool(rng.integers(2))
         whole = mm.build_sample_idx(*given)
         with monkeypatch.context() as patch:
             patch.setattr(mm, "_PART", 1)
             patch.setattr(os, "cpu_count", lambda: int(rng.integers(2, 9)))
+            same(mm.build_sample_idx(*given), whole, given)
+            patch.setattr(mm._kernels, "build_sample_idx", mm._py_build_sample_idx)
             same(mm.build_sample_idx(*given), whole, given)
 
 
