@@ -1011,8 +1011,8 @@ def _fill_sample_index(sample_index, sizes, documents, sequence_length, extra, l
         return _kernels.build_sample_idx(sample_index[low:high], sizes, documents[begin:end],
                                          sequence_length, extra, last, low, begin, before)
     with concurrent.futures.ThreadPoolExecutor(parts) as pool:
-        nothing = itertools.repeat(0)  # no rows: count the tokens, of all parts but the last
-        counts = pool.map(fill, halves[:-3], halves[1:], nothing, nothing, nothing)
+        # no rows: to count the tokens, of all parts but the last
+        counts = pool.map(fill, halves[:-3], halves[1:], *[itertools.repeat(0)] * 3)
         before = [*itertools.accumulate(counts, initial=0)][::2]
         lows = [(tokens - extra) // sequence_length + 1 if tokens < last_token else
                 len(sample_index) for tokens in before[1:]]  # of the first target behind so many
@@ -1186,7 +1186,8 @@ class _CachedIndices:
         _describe(self, identifiers)
         stem = f"{self.unique_description_hash}-{type(self).__name__}-{split.name}-"
         self._base, self._arrays = folder and os.path.join(folder, stem), None
-        self._is_plain = type(self).__getitem__ is _CachedIndices.__getitem__  # as defined here
+        read = operator.attrgetter("__getitem__", "__getitems__")
+        self._is_plain = read(type(self)) == read(_CachedIndices)  # no subclass changes the samples
         if not folder:
             self._arrays = self._build_arrays()
         elif not self.config.fast_cache_load or not self._is_cached():
@@ -1238,12 +1239,14 @@ class _CachedIndices:
 
     def _save(self, made_of, arrays):
         """Write all, the manifest last -> the arrays, mapped; as they are if the folder refuses."""
+        def write(name, values):
+            with _NewFile(self._base + name) as file:
+                np.save(file, values, allow_pickle=False)
         try:
             os.makedirs(os.path.dirname(self._base), exist_ok=True)
             pathlib.Path(self._base + "manifest.json").unlink(missing_ok=True)
-            for name, values in zip(self.index_files, arrays):
-                with _NewFile(self._base + name) as file:
-                    np.save(file, values, allow_pickle=False)
+            with concurrent.futures.ThreadPoolExecutor() as pool:  # the disk's wait side by side
+                list(pool.map(write, self.index_files, arrays))
             with _NewFile(self._base + "description.txt") as file:
                 file.write(self.unique_description.encode())
             self._vouch(made_of)
@@ -1608,7 +1611,7 @@ class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
                "datasets": [dataset.unique_identifiers for dataset in self.datasets],
                "split": self.split.name, "weights": self.weights, "size": self.size}
         self._prepare_indices(config.path_to_cache, self.split, key)
-        self._is_plain &= all(getattr(ds, "_is_plain", False) and ds.config is config
+        self._is_plain &= all(isinstance(ds, GPTDataset) and ds._is_plain and ds.config is config
                               for ds in self.datasets)
         if config.fast_cache_load or config.defer_npy_index_mmap:
             return
@@ -1984,8 +1987,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         start = sampler.consumed_samples
         if self._is_ours and not self.num_workers:  # made ahead by threads
             parts = map(self.dataset._parts, sampler)
-            threads = 2 if IMPLEMENTATION == "c" else 1  # Python would only wait for Python
-            pool = concurrent.futures.ThreadPoolExecutor(threads)
+            # two in Python would only wait for each other
+            pool = concurrent.futures.ThreadPoolExecutor(2 if IMPLEMENTATION == "c" else 1)
             batches = _ahead(pool, 2, self._make, parts)
         else:  # made by torch, or of what a worker sent
             batches = map(self._make, super().__iter__()) if self._is_ours else super().__iter__()

@@ -2427,6 +2427,14 @@ def test_collation_of_the_users_own(mm, tmp_path):
     marked = Marked(plain.dataset, prefix, plain.indices, None, mm.Split.train, plain.config)
     for batch in mm.build_pretraining_data_loader(marked, 0, micro_batch_size=2):
         assert batch["mark"].tolist() == [7, 7]
+
+    class Reversed(mm.GPTDataset):
+        def __getitems__(self, indices):
+            return super().__getitems__(indices)[::-1]
+
+    other = Reversed(plain.dataset, prefix, plain.indices, None, mm.Split.train, plain.config)
+    first = next(iter(mm.build_pretraining_data_loader(other, 0, micro_batch_size=2)))
+    same(first["tokens"], torch.stack([plain[1]["tokens"], plain[0]["tokens"]]))
     sampler = mm.MegatronPretrainingSampler(len(plain), 0, 2, 0, 1)
     for batch in mm.PretrainingDataLoader(plain, sampler, collate_fn=lambda samples: samples):
         assert len(batch) == 2 and batch[0]["tokens"].shape == (8,)
@@ -3275,6 +3283,17 @@ def test_blend_of_datasets_of_their_own(mm, tmp_path):
     ds = mm.BlendedDataset(parts, [1, 1], 4, cfg)
     found = ds.__getitems__([0, 1, None])
     assert [s.get("mark") for s in found] == [7, None, 7] and not found[2]["loss_mask"].any()
+
+
+def test_blend_of_blends(mm, tmp_path):
+    prefix = mk(mm, tmp_path / "p", [[*range(60)]])
+    inner = build(mm, [4, 0, 0], config(mm, ([prefix, prefix], [1, 1])))[0]
+    inner.index_split, inner.unique_identifiers = inner.split, {"class": "inner"}
+    outer = mm.BlendedDataset([inner, inner.datasets[0]], [1, 1], 6, inner.config)
+    found = outer.__getitems__([0, 1, None])
+    same(found[0]["tokens"], inner[0]["tokens"])
+    same(found[1]["tokens"], inner.datasets[0][0]["tokens"])
+    assert not found[2]["loss_mask"].any()
 
 
 def test_blend_padding(mm, tmp_path):
