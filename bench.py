@@ -1101,13 +1101,13 @@ def plot(rows, path):
                 part = [row for row in rows if row["epochs"] == epochs]
                 sizes, values = ([row[of] for row in part] for of in ("documents", key))
                 title = next(title for title, of, _ in SCALE if of == key).removesuffix(" s")
-                axes.loglog(sizes, values, "o-", label=f"{title}, {epochs} epochs")
+                axes.loglog(sizes, values, "o-", label=f"{title}, epochs: {epochs}")
                 if key == shown[0]:
                     axes.loglog(sizes, [values[0] * n / sizes[0] for n in sizes], "k:")
         axes.set_xlabel("documents (dotted: in proportion)")
         axes.set_ylabel(what)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", loc="upper left")
     figure.savefig(path, dpi=120)
 
 
