@@ -162,7 +162,7 @@ def _as_tokens(tensor, dtype):
     try:  # twice as fast as numpy, and checks ranges too
         if type(tensor) is list and dtype.kind in "iu":
             return np.frombuffer(struct.pack(f"{len(tensor)}{dtype.char}", *tensor), dtype)
-    except struct.error:
+    except (struct.error, TypeError):
         pass  # numpy finds out where
     tokens = (tensor.numpy() if type(tensor) is torch.Tensor else np.asarray(tensor)).reshape(-1)
     if tokens.dtype == dtype or dtype.kind not in "iu" or not tokens.size:
@@ -203,7 +203,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     def add_document(self, tensor, lengths, modes=None):
         """Append a document: its tokens, and the lengths of its sequences, which must add up."""
-        self.add_sequences(tensor, lengths, modes, (len(lengths),))
+        self.add_sequences(tensor, counts := [*lengths], modes, (len(counts),))
 
     def add_sequences(self, tensor, lengths, modes, ends):
         """Append many sequences at once; a document ends after each ends[i]-th of them."""
@@ -576,12 +576,14 @@ def _in_order(workers, encoder, blocks):
 
 def _ahead(pool, limit, function, items):
     """map(function, items) in a pool, few ahead: memory stays flat however many there are."""
-    with pool:
-        futures = (pool.submit(function, item) for item in items)  # each when it is asked for
-        pending = collections.deque(itertools.islice(futures, limit))
+    futures = (pool.submit(function, item) for item in items)  # each when it is asked for
+    pending = collections.deque(itertools.islice(futures, limit))
+    try:
         while pending:
             pending.extend(itertools.islice(futures, 1))
             yield pending.popleft().result()
+    finally:  # no join: a garbage collection may close this, even in a thread that is starting
+        pool.shutdown(wait=False, cancel_futures=True)
 
 def _blocks(files, done):
     """Yield (file, number of the first line, lines) in order; gzip by the name's ending."""
@@ -872,8 +874,7 @@ def _py_build_blending_indices(dataset_index, dataset_sample_index, weights, num
     """Fill int16 and int64 (size,); weights float64 (num_datasets,); sizes: at most so many."""
     taken = np.zeros(num_datasets)
     for i in range(size):
-        behind = np.where(taken < sizes, weights * max(i, 1) - taken, -np.inf)
-        d = np.argmax(behind)  # the lowest of equals
+        d = np.argmax(np.where(taken < sizes, weights * max(i, 1) - taken, -np.inf))  # the lowest
         dataset_index[i], dataset_sample_index[i] = d, taken[d]
         taken[d] += 1
 
@@ -1003,20 +1004,18 @@ def build_sample_idx(sizes, document_indices, sequence_length, num_epochs, token
 def _fill_sample_index(sample_index, sizes, documents, sequence_length, extra, last_token):
     """The kernel, on as many parts of documents as there are cores to write their rows."""
     parts = max(1, min(os.cpu_count() or 1, len(documents) // _PART))
-    halves = [len(documents) * half // (2 * parts) for half in range(2 * parts + 1)]
-    edges, ends = halves[::2], halves[2::2]
-
+    edges = [len(documents) * half // (2 * parts) for half in range(2 * parts + 1)]
     def fill(begin, end, low, high, before):  # the rows low .. high - 1
         last = min(last_token, (high - 1) * sequence_length + extra)
         return _kernels.build_sample_idx(sample_index[low:high], sizes, documents[begin:end],
                                          sequence_length, extra, last, low, begin, before)
     with concurrent.futures.ThreadPoolExecutor(parts) as pool:
         # no rows: to count the tokens, of all parts but the last
-        counts = pool.map(fill, halves[:-3], halves[1:], *[itertools.repeat(0)] * 3)
+        counts = pool.map(fill, edges[:-3], edges[1:], *[itertools.repeat(0)] * 3)
         before = [*itertools.accumulate(counts, initial=0)][::2]
         lows = [(tokens - extra) // sequence_length + 1 if tokens < last_token else
                 len(sample_index) for tokens in before[1:]]  # of the first target behind so many
-        list(pool.map(fill, edges, ends, [0, *lows], [*lows, len(sample_index)], before))
+        [*pool.map(fill, edges[::2], edges[2::2], [0, *lows], [*lows, len(sample_index)], before)]
 
 def _checked(values, name, *dtypes, out=False):
     """A 1-D array of one of dtypes, contiguous, and writable if out; TypeError or ValueError."""
@@ -1267,9 +1266,9 @@ class _CachedIndices:
 
     def __getitems__(self, indices):
         """Samples of indices (None: padding), a list of dicts, made as one batch; none overlap."""
-        if not self._is_plain or not indices:
+        if type(self).__getitem__ is not _CachedIndices.__getitem__ or not len(indices):
             return [self[i] for i in indices]
-        parts = self._parts(indices)
+        parts = self._parts([*indices])
         return ([(d, rows, wanted, self.sources[d]._gather(wanted)) for d, rows, wanted in parts]
                 if self._ships else _samples(self._batch(parts)))
     _ships = False  # in a worker process of our own loader a batch leaves as _gather() made it
@@ -1449,9 +1448,8 @@ class GPTDataset(_CachedIndices, MegatronDataset):
 
     def _build_arrays(self):
         """One generator draws everything: documents first, then samples, as upstream."""
-        verify = self.dataset.verify if isinstance(self.dataset, IndexedDataset) else bool
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            verified = thread.submit(verify)  # beside the shuffle
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a check beside the shuffle
+            verified = thread.submit(getattr(self.dataset, "verify", bool))
             try:
                 config, (epochs, total, apart, sans_final) = self.config, self.geometry()
                 random_state = np.random.RandomState(config.random_seed)
@@ -1497,9 +1495,12 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         if IMPLEMENTATION == "c" and gathered is None and type(low) is IndexedDataset and low.mmap:
             corpus = low._tokens, low.sequence_pointers, low.sequence_lengths
             wanted = array.array("q", [0 if k is None else k for k in indices])
-            pads = read(wanted, corpus, tuple(self._index()), self._settings)
+            documents, edges, order = self._index()
+            pads = read(wanted, corpus, (documents, edges, order[:len(self)]), self._settings)
         if pads < 0:  # it is not mapped; or something is wrong, and _gather() can say what
-            pads = read(*(gathered or self._gather(indices)), self._settings)
+            wanted, *both = gathered or self._gather(indices)
+            pads = read(wanted, *map(tuple, both), self._settings)  # torch may make them lists
+            _require(pads >= 0, f"{_name(self)}: samples {indices[:9]} have pieces that do not fit")
         if pads and not self._warned_of_pad:  # once; upstream is silent
             self._warned_of_pad = True
             warnings.warn(f"{_name(self)}: {pads} real tokens equal the pad id "
@@ -1519,9 +1520,9 @@ class GPTDataset(_CachedIndices, MegatronDataset):
                 raise ValueError(f"{name}: wanted {most} tokens, got {size}: rebuild the cache")
             rows += (len(found), 0), (len(found) + len(pieces) - 1, pieces[-1][2] - extra)
             found += pieces
-        tokens = np.concatenate([low.get(*piece) for piece in found])
+        texts, wanted = [low.get(*piece) for piece in found], np.arange(len(indices))
+        tokens, sizes = np.concatenate(texts), np.array([*map(len, texts)], np.int32)
         tokens = tokens if type(low) is IndexedDataset else tokens.astype(np.int64)
-        sizes, wanted = np.array([n for _, _, n in found], np.int32), np.arange(len(indices))
         pointers = (np.cumsum(sizes, dtype=np.int64) - sizes) * tokens.itemsize
         order = np.arange(len(found), dtype=np.int32)
         return wanted, (tokens, pointers, sizes), (order, np.array(rows), 2 * wanted)
@@ -1969,13 +1970,14 @@ def _ship(worker):
 class PretrainingDataLoader(torch.utils.data.DataLoader):
     """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
 
-    With worker processes the sampler runs ahead; the state does not: a batch counts when it is
-    handed over, so what was prefetched and not used is read again after a resume.
+    The sampler runs ahead, for threads or worker processes; the state does not: a batch counts when
+    it is handed over, so what was made ahead and not used is made again after a resume.
     batch_sampler is one of the above; a None among its indices asks the dataset for padding.
     """
     def __init__(self, dataset, batch_sampler, **arguments):
         ours = {"collate_fn": list, "worker_init_fn": _ship}
-        self._is_ours = getattr(dataset, "_is_plain", False) and ours.keys().isdisjoint(arguments)
+        self._is_ours = (getattr(dataset, "_is_plain", False) and ours.keys().isdisjoint(arguments)
+                         and all(type(ds.dataset) is IndexedDataset for ds in dataset.sources))
         arguments |= ours if self._is_ours and arguments.get("num_workers") else {}
         super().__init__(dataset, batch_sampler=batch_sampler, **arguments)
         self.consumed_samples = batch_sampler.consumed_samples
@@ -1986,10 +1988,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             sampler.consumed_samples, limit = self.consumed_samples, math.inf
         start = sampler.consumed_samples
         if self._is_ours and not self.num_workers:  # made ahead by threads
-            parts = map(self.dataset._parts, sampler)
             # two in Python would only wait for each other
             pool = concurrent.futures.ThreadPoolExecutor(2 if IMPLEMENTATION == "c" else 1)
-            batches = _ahead(pool, 2, self._make, parts)
+            batches = _ahead(pool, 2, self._make, map(self.dataset._parts, sampler))
         else:  # made by torch, or of what a worker sent
             batches = map(self._make, super().__iter__()) if self._is_ours else super().__iter__()
         for number, batch in enumerate(batches, 1):
@@ -2379,7 +2380,7 @@ def get_batch_on_this_cp_rank(batch, cp_rank, cp_size):
     [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
     """
     _require(0 <= cp_rank < cp_size, f"cp_rank must be 0 .. {cp_size - 1}, got {cp_rank}")
-    lengths = [batch[key].shape[-1] for key in _BATCH_KEYS if batch.get(key) is not None]
+    lengths = [batch[key].shape[1:][-1] for key in _BATCH_KEYS if batch.get(key) is not None]
     if cp_size == 1 or not lengths:
         return dict(batch)
     found, parts, ends = dict(batch), [], batch.get("cu_seqlens")
@@ -2707,8 +2708,7 @@ def _command_demo(*, keep=None):
                                     json_keys=["code", "docs"], append_eod=True, verbose=False)
         config = GPTDatasetConfig(1234, 256, (pairs, [70, 30]), split="90,5,5",
                                   tokenizer=ByteTokenizer(), create_attention_mask=False)
-        train, *_ = BlendedMegatronDatasetBuilder(
-            GPTDataset, [600, 40, 40], lambda: True, config).build()
+        train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, [600] * 3, lambda: 1, config).build()
         print(f"2. A blend, 70 % code: {len(train)} samples of 256 tokens; 90 % of each pair hold")
         for part, taken in zip(train.datasets, np.bincount(train.dataset_index)):
             print(f"   ({part.tokens_per_epoch()} - 1) // 256 = {len(part)} samples, {taken} taken")

@@ -2408,11 +2408,104 @@ def test_a_loader_can_be_left_and_begun_again(mm, tmp_path):
             if number == 1:
                 break
         gc.collect()
+        for _ in range(500):  # nobody waits for the threads, so they end a little later
+            if threading.active_count() > before:
+                time.sleep(0.01)
         assert threading.active_count() <= before, "a thread is left"
         assert loader.consumed_samples == 4
         again = mm.build_pretraining_data_loader(ds, 0, micro_batch_size=2, dataloader_type=kind)
         again.load_state_dict(loader.state_dict())
         assert len(list(again)) == len(ds) // 2 - 2
+
+
+def test_a_loader_in_a_cycle_is_collected(tmp_path):
+    """By a garbage collection anywhere, also in a thread that is being started: no deadlock."""
+    code = """if 1:
+        import faulthandler, sys, numpy as np, megatron_min as mm
+        faulthandler.dump_traceback_later(60, exit=True)
+        config = mm.GPTDatasetConfig(1, 64, ([sys.argv[1]], None), split="1", path_to_cache=None,
+                                     tokenizer=mm.ByteTokenizer(), create_attention_mask=False)
+        prefix = sys.argv[1]
+        with mm.IndexedDatasetBuilder(prefix + ".bin", np.uint16) as builder:
+            builder.add_document(list(range(20000)), [20000])
+        low = mm.IndexedDataset(prefix)
+        ds = mm.GPTDataset(low, prefix, np.arange(1, dtype=np.int32), None, mm.Split.train, config)
+        for _ in range(300):
+            iterator = iter(mm.build_pretraining_data_loader(ds, 0, micro_batch_size=2))
+            next(iterator)
+            cycle = [iterator]
+            cycle.append(cycle)
+            del iterator, cycle
+        print("done")"""
+    found = python(code, tmp_path / "p")
+    assert found.stdout.strip() == "done", found.stderr
+
+
+class Lists:
+    """A reader of the user's own; more: tokens that get() gives beside those that were wanted."""
+
+    def __init__(self, ds, more=0):
+        self.docs, self.sequence_lengths = [doc.tolist() for doc in ds], ds.sequence_lengths
+        self.more = more
+
+    def __len__(self):
+        return len(self.docs)
+
+    def get(self, i, offset=0, length=None):
+        self.thread = threading.get_ident()
+        found = self.docs[i][offset : offset + length] + [7] * self.more
+        return np.array(found[: length + self.more])
+
+
+def test_a_reader_of_the_users_own_is_called_by_one_thread(mm, tmp_path):
+    """It may hold one file handle; and what it gives is checked."""
+    ds = gpt(mm, mk(mm, tmp_path / "p", [[*range(90)]] * 3), None)
+    wanted = [ds[k]["tokens"] for k in range(len(ds))]
+    ds.dataset = Lists(ds.dataset)
+    for k, batch in enumerate(mm.build_pretraining_data_loader(ds, 0, micro_batch_size=1)):
+        same(batch["tokens"][0], wanted[k])
+        assert ds.dataset.thread == threading.get_ident()
+    for more in (-1, 1):
+        ds.dataset.more = more
+        with pytest.raises((ValueError, IndexError)):
+            [ds[k] for k in range(len(ds))]
+
+
+def test_what_a_worker_sends_may_come_as_lists(mm, tmp_path):
+    """Up to torch 2.9 the thread that pins memory makes lists of tuples."""
+
+    def listed(value):
+        return [listed(v) for v in value] if isinstance(value, (tuple, list, range)) else value
+
+    ds = gpt(mm, mk(mm, tmp_path / "p", [[*range(90)]] * 3), None)
+    ds._ships = True
+    message = listed(ds.__getitems__([0, 3]))
+    found = torch.from_numpy(ds._batch(message)["tokens"])
+    same(found, torch.stack([ds[k]["tokens"] for k in (0, 3)]))
+
+
+def test_a_subclass_may_be_shorter(mm, tmp_path):
+    class Short(mm.GPTDataset):
+        def __len__(self):
+            return 5
+
+    plain = gpt(mm, prefix := mk(mm, tmp_path / "p", [[*range(90)]] * 3), None)
+    ds = Short(plain.dataset, prefix, plain.indices, None, mm.Split.train, plain.config)
+    same_samples(ds[-1], plain[4])
+    assert len(list(ds)) == 5
+    with pytest.raises(IndexError, match="5"):
+        ds[7]
+    for indices in (np.array([0, 1]), torch.tensor([0, 1]), (0, 1)):
+        same_samples(ds.__getitems__(indices)[1], plain[1])
+
+
+def test_documents_as_lists_of_arrays(mm, tmp_path):
+    with mm.IndexedDatasetBuilder(str(tmp_path / "p.bin"), np.uint16) as builder:
+        builder.add_item([np.array([1, 2]), np.array([3, 4])])
+        builder.add_item([torch.tensor([5, 6])])
+        builder.add_document([7, 8, 9], (n for n in (1, 2)))
+    assert [doc.tolist() for doc in mm.IndexedDataset(tmp_path / "p")] == [
+        [1, 2, 3, 4], [5, 6], [7], [8, 9]]  # fmt: skip
 
 
 def test_collation_of_the_users_own(mm, tmp_path):
