@@ -135,7 +135,7 @@ class _NewFile:
         self.file = file = open(self.temporary, "xb", buffering=1 << 20)
         def discard():  # must not refer to self, which would then never be dropped
             if os.getpid() == pid:  # in a forked child the file is its parent's
-                file.close()
+                file.raw.close()  # without writing the rest, which a full disk refuses
                 pathlib.Path(file.name).unlink(missing_ok=True)
         self.discard = weakref.finalize(self, discard)
 
@@ -308,7 +308,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.path_prefix, self.multimodal, self.mmap = os.fspath(path_prefix), multimodal, mmap
         self.check, self.object_storage_config, self._checked = check, object_storage_config, False
         path, self._bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
-        index = _map_file(path)
+        self._stat, self._index = os.stat(path), (index := _map_file(path))
         *kind, code, n, m = _HEADER.unpack(index[:34].tobytes().ljust(34, b"\0"))
         _want(kind == [_MAGIC, 1], path, "magic, version", [_MAGIC, 1], kind)
         _want(1 <= code <= 8, path, "dtype code", "1 to 8", code)
@@ -331,6 +331,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         if check or (check is None and len(index) < 64 << 20):  # more is slow to read on every rank
             self.verify()
         self._tokens = _map_file(self._bin_path).view(self.dtype) if mmap else None
+        _want(_identity(os.stat(path)) == _identity(self._stat), path, "file", "the same", "a new one")
 
     def verify(self):
         """The O(n) part, done once: no negative length, pointers their sum, documents in order."""
@@ -1203,7 +1204,7 @@ class _CachedIndices:
     def _index(self, at=slice(None)):
         """Array number at, or all: mapped at first use, read-only; nothing is ever unpickled."""
         self._arrays = self._arrays or [
-            np.load(self._base + file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+            np.lib.format.open_memmap(self._base + file, mode="r").view(np.ndarray)
             for file in self.index_files]
         return self._arrays[at]
 
@@ -1240,7 +1241,7 @@ class _CachedIndices:
         """Write all, the manifest last -> the arrays, mapped; as they are if the folder refuses."""
         def write(name, values):
             with _NewFile(self._base + name) as file:
-                np.save(file, values, allow_pickle=False)
+                np.save(types.SimpleNamespace(write=file.write), values, allow_pickle=False)
         try:
             os.makedirs(os.path.dirname(self._base), exist_ok=True)
             pathlib.Path(self._base + "manifest.json").unlink(missing_ok=True)
@@ -1428,7 +1429,7 @@ class GPTDataset(_CachedIndices, MegatronDataset):
                   "extra_token": self._extra}
         if not isinstance(self.dataset, IndexedDataset):
             return source, None
-        stat, index = os.stat(path := get_idx_path(self.dataset.path_prefix)), _map_file(path)
+        stat, index = self.dataset._stat, self.dataset._index  # of what was opened
         ends = _md5(index[:1 << 16].tobytes() + index[-1 << 16:].tobytes())  # regenerated?
         return source | {"idx_size": stat.st_size, "idx_ends": ends}, stat.st_mtime_ns
 
