@@ -331,7 +331,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         if check or (check is None and len(index) < 64 << 20):  # more is slow to read on every rank
             self.verify()
         self._tokens = _map_file(self._bin_path).view(self.dtype) if mmap else None
-        _want(_identity(os.stat(path)) == _identity(self._stat), path, "file", "the same", "a new one")
+        _want(_identity(os.stat(path)) == _identity(self._stat), path, "file", "the same", "another")
 
     def verify(self):
         """The O(n) part, done once: no negative length, pointers their sum, documents in order."""

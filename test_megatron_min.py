@@ -4,6 +4,7 @@
     pytest                              C too if _megatron_min is built, upstream too if installed
     MEGATRON_MIN_C=1 pytest             a missing build is a failure; =0: the Python kernels alone
     MEGATRON_MIN_CASES=20 pytest        twenty times the random cases
+    MEGATRON_MIN_FUZZ=100000 pytest     so many damaged files, and states, instead of 150
 
 Oracles are plain loops, numpy's own shuffle, and megatron-core 0.16.1 (extra "parity").  Helpers
 take `mm` or `up` (ours or upstream's names in one namespace), so a parity test runs one function
@@ -16,6 +17,7 @@ import contextlib
 import datetime
 import doctest
 import errno
+import functools
 import gc
 import glob
 import gzip
@@ -25,6 +27,7 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import pickle
@@ -42,6 +45,7 @@ import traceback
 import types
 import warnings
 import weakref
+import zipfile
 
 import numpy as np
 import pytest
@@ -6293,3 +6297,360 @@ def test_training_on_any_layout_equals_one_process(tmp_path):
     assert [row[0] for row in found] == ["dp=2 tp=2", "dp=2 cp=2", "dp=4", "tp=2 cp=2"]
     assert all(float(off) < 1e-6 and good == "True" for _, off, good in found), ran.stdout
     assert not glob.glob(f"{tmp_path}/megatron-min-*"), "it leaves nothing"
+
+
+# ==============================================================================
+# 13. Hostile files, crashes, jobs side by side
+# ==============================================================================
+
+FUZZ = int(os.environ.get("MEGATRON_MIN_FUZZ", 150))
+FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
+NUMBERS = [-(2**63), -1, 0, 1, 2, 7, 2**15, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and limits that hold")
+
+
+def in_children(*jobs, timeout=600):
+    """Run functions, each in a process of its own, all at once -> their exit codes: 0 if one
+    returned, None if it hangs, negative for the signal that ended it."""
+    processes = [FORK.Process(target=job) for job in jobs]
+    for process in processes:
+        quiet(process.start)
+    for process in processes:
+        process.join(timeout)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def put(files):
+    """Give files, {path: bytes or None}, these bytes, as new files: an old one may be mapped."""
+    for path, data in files.items():
+        pathlib.Path(path).unlink(missing_ok=True)
+        if data is not None:
+            pathlib.Path(path).write_bytes(data)
+
+
+def damaged(rng, data, others):
+    """Flip, forge, cut, drop, extend or splice the bytes of a file, once or a few times."""
+    for kind in rng.integers(8, size=rng.choice([1, 1, 3])):
+        begin = min(len(data), rng.choice([0, 0, 128]))  # 128: behind a header of .npy
+        at = int(rng.integers(begin, min(len(data), begin + rng.choice([40, 1 << 20])) + 1))
+        end, number = at + int(rng.integers(1, 40)), NUMBERS[rng.integers(len(NUMBERS))]
+        other = others[rng.integers(len(others))]
+        piece = other[int(rng.integers(len(other) + 1)) * int(rng.integers(2)) :][: end - at]
+        binary = struct.pack("<q", number)[: rng.choice([4, 8])]
+        decimal = re.sub(rb"\d+", b"%d" % number, data[at:], count=1)
+        room = b" " * max(1, len(decimal) - len(data[at:]))  # in JSON, or a header of .npy
+        data = [
+            lambda: data[:at] + bytes(b ^ 1 << at % 8 for b in data[at : at + 1]) + data[at + 1 :],
+            lambda: data[:at] + binary + data[at + len(binary) :],
+            lambda: (data[:at] + decimal).replace(room, b"", 1),
+            lambda: data[:at],
+            lambda: data[:at] + data[end:],
+            lambda: data + piece,
+            lambda: data[:at] + piece + data[end:],
+            lambda: other if at % 4 == 0 else data,
+        ][kind]()
+    return data
+
+
+def fuzz(case_of):
+    """case_of(rng) for FUZZ cases in a child: no signal, no hang, no memory for forged numbers."""
+
+    def run():
+        limits = importlib.import_module("resource")
+        used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * limits.getpagesize()
+        limits.setrlimit(limits.RLIMIT_AS, (used + (2 << 30),) * 2)
+        for case in range(FUZZ):
+            try:
+                case_of(np.random.default_rng([13, case]))
+            except BaseException as error:
+                error.add_note(f"in case {case}")
+                raise
+
+    assert in_children(run, timeout=100 + FUZZ) == [0]
+
+
+# what a damaged corpus may end in, and, where fast_cache_load trusts it, a damaged cache; the
+# latter also in what numpy makes of a header
+SENTENCES = ValueError, IndexError, FileNotFoundError, TypeError
+OF_NUMPY = AttributeError, EOFError, OverflowError, SyntaxError, tokenize.TokenError
+OF_NUMPY += (zipfile.BadZipFile,)
+
+
+@linux
+def test_fuzzed_files(mm, tmp_path):
+    """A blend over any damaged file: its samples, or a sentence; a damaged cache is never seen."""
+    rng, base, trap = np.random.default_rng(5), str(tmp_path), io.BytesIO()
+    a = mk(mm, tmp_path / "a", random_docs(rng, 12, 9), np.uint16)
+    blend = [a, mk(mm, tmp_path / "b", random_docs(rng, 9))], [1, 3]
+    np.lib.format.write_array(trap, np.array([Trap(f"{base}/ran")], object), allow_pickle=True)
+
+    def files():
+        return {f"{base}/{name}": data for name, data in files_of(base).items()}
+
+    def read(cache, **fields):
+        fields |= {"path_to_cache": f"{base}/{cache}", "sequence_length": 4}
+        ds = quiet(build, mm, [20, 0, 0], config(mm, blend, **fields))[0]
+        return torch.utils.data.default_collate(ds.__getitems__([*range(len(ds))]))
+
+    wanted, good = read("cache"), files()
+    times = {path: os.stat(path).st_mtime_ns for path in good}
+    others = [*good.values(), trap.getvalue(), pickle.dumps(Trap(f"{base}/ran")), b"PK\3\4"]
+
+    def case_of(rng):
+        path, keep, *flags = [*good][rng.integers(len(good))], *(rng.random(4) < 0.5).tolist()
+        put({path: damaged(rng, good[path], others) if rng.random() < 0.98 else None})
+        if keep and os.path.exists(path):
+            os.utime(path, ns=(times[path],) * 2)
+        names = "fast_cache_load", "mmap_bin_files", "defer_npy_index_mmap"
+        of_corpus, fast = path.endswith((".bin", ".idx")), flags[0]
+        try:
+            found = read("cache", **dict(zip(names, flags)))
+            due = read("fresh") if of_corpus and not fast else wanted
+            for key in {**due, **found}:  # wrong, but in range, is at least of the right shape
+                match = torch.equal if not fast else lambda a, b: a.shape == b.shape
+                assert match(found[key], due[key]), (path, key)
+        except SENTENCES + OF_NUMPY * fast:
+            if not (of_corpus or fast):
+                raise
+        shutil.rmtree(f"{base}/fresh", ignore_errors=True)
+        now = files()
+        assert f"{base}/ran" not in now, "nothing in it is run"
+        changed = {path} | {p for p in good | now if good.get(p) != now.get(p)}
+        put({p: good.get(p) for p in changed})
+        for p in changed & times.keys():
+            os.utime(p, ns=(times[p],) * 2)
+
+    fuzz(case_of)
+
+
+@linux
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_fuzzed_states(one, kind):
+    """A loader's state, damaged as text: the rest of the run, or a ValueError and no change."""
+    loader = one.build_pretraining_data_loader(
+        Numbers(64), 0, micro_batch_size=8, dataloader_type=kind, data_sharding=False
+    )
+    states = [json.dumps(loader.state_dict()).encode()]
+    order = [states.append(json.dumps(loader.state_dict()).encode()) or b["k"] for b in loader]
+
+    def case_of(rng):
+        before, text = loader.state_dict(), damaged(rng, states[rng.integers(9)], states)
+        try:
+            loader.load_state_dict(json.loads(text))
+        except ValueError as error:
+            assert len(str(error).split()) > 3 and loader.state_dict() == before
+            return
+        done = loader.state_dict()["consumed_samples"]
+        assert done == json.loads(text)["consumed_samples"]
+        if done < 64:  # then a random one begins another order
+            assert torch.equal(torch.cat([b["k"] for b in loader]), torch.cat(order[done // 8 :]))
+
+    fuzz(case_of)
+
+
+def signalled(job, number, at):
+    """Run job -> its calls of functions, Python's and C's; the at-th sends itself a signal."""
+    calls = itertools.count()
+
+    def hook(frame, event, argument):
+        if event in ("call", "c_call") and next(calls) == at:
+            os.kill(os.getpid(), number)
+
+    for module in (threading, sys):
+        module.setprofile(hook)
+    try:
+        job()
+    finally:
+        for module in (sys, threading):
+            module.setprofile(None)
+    return next(calls)
+
+
+def writers(mm, generation):
+    """{name: function that writes into the folder out}, of either of two generations of data."""
+    docs = random_docs(np.random.default_rng([13, generation]), 40, 30)
+    some = mk(mm, "in/some", docs)
+    text = jsonl("in/text.jsonl", [" ".join(map(str, doc)) for doc in docs])
+    fresh = arrays(gpt(mm, some, 50, path_to_cache=f"in/{generation}"))
+    os.utime(f"{some}.idx", ns=(1, 1))
+    cfg = config(mm, ([some, some], [1, 2]), path_to_cache="out")
+    return {
+        "finalize": lambda: mk(mm, "out/pair", docs),
+        "merge": lambda: mm.merge([some, some], "out/pair"),
+        "preprocess": lambda: mm.preprocess(text, "out/pair", Tok(), append_eod=True),
+        "cache": lambda: same_arrays(arrays(gpt(mm, some, 50, path_to_cache="out")), fresh),
+        "blend": lambda: build(mm, [40, 0, 0], cfg)[0][39],
+    }
+
+
+@linux
+@pytest.mark.parametrize("job", ["finalize", "merge", "preprocess", "cache", "blend"])
+@pytest.mark.parametrize("how", ["killed", "interrupted", "full", "read-only"])
+def test_writers_that_end_early(mm, tmp_path, monkeypatch, job, how):
+    """Whatever has its name is whole, of one generation if its .idx or manifest is there; only
+    temporary files of a killed process stay; the next run is right.  A cache is never needed."""
+    monkeypatch.chdir(tmp_path)
+    os.chmod(tmp_path, 0o755)  # for nobody
+
+    def written(generation):
+        shutil.rmtree("out", ignore_errors=True)
+        os.mkdir("out")
+        write = functools.partial(quiet, writers(mm, generation)[job])
+        return write, signalled(write, 0, -1), files_of("out")
+
+    def run():
+        rng, limits = np.random.default_rng(moment), importlib.import_module("resource")
+        if how == "full":
+            at = int(rng.integers(max(map(len, new.values()))))
+            limits.setrlimit(limits.RLIMIT_FSIZE, (at, -1))
+        if how == "read-only":
+            os.chmod("out", 0o555)
+            os.geteuid() or os.setuid(65534)
+        number = {"killed": signal.SIGKILL, "interrupted": signal.SIGINT}.get(how, 0)
+        allowed = OSError if job in ("finalize", "merge", "preprocess") else ()
+        with contextlib.suppress(KeyboardInterrupt, allowed):
+            signalled(write, number, int(rng.integers(calls * 1.05)))
+        gc.collect()  # what the end of a process does, but not of one that was forked here
+
+    (_, _, old), (write, calls, new) = written(0), written(1)
+    for moment in range(max(1, round(3 * CASES))):
+        before = old if moment % 3 else {}
+        put({f"out/{name}": before.get(name) for name in old | files_of("out")})
+        assert in_children(run) in ([0], [-signal.SIGKILL])
+        os.chmod("out", 0o755)
+        found = files_of("out")
+        left = {name for name in found if name.endswith(".tmp")}
+        assert not left or how in ("killed", "interrupted"), left
+        for name in found.keys() - left:
+            assert found[name] in (before.get(name), new.get(name)), (moment, name)
+            if name.endswith((".idx", "manifest.json")):
+                stem = re.sub(r"\.idx$|manifest\.json$", "", name)
+                group = [n for n in new if n.startswith(stem)]
+                now, *whole = [[f.get(n) for n in group] for f in (found, before, new)]
+                assert now in whole, (moment, name)
+        write()
+        assert {n: data for n, data in files_of("out").items() if n not in left} == new, moment
+
+
+@linux
+def test_eight_processes_build_one_cache(mm, tmp_path, cache):
+    """At once, three numbers of samples; first over nothing, then over the cache of other data."""
+    sizes, barrier = [50, 50, 50, 50, 90, 90, None, None], FORK.Barrier(8)
+    for generation, rng in enumerate(cases(3)):
+        prefix = mk(mm, tmp_path / "p", random_docs(rng, 60, 20))
+        wanted = {n: cached(mm, prefix, f"{cache}{generation}", n)[0] for n in sizes}
+
+        def job(n):
+            barrier.wait(60)
+            same_arrays(cached(mm, prefix, cache, n)[0], wanted[n])
+
+        assert in_children(*[functools.partial(job, n) for n in sizes]) == [0] * 8
+        assert len(os.listdir(cache)) == 15, "nothing temporary"
+        assert not any(cached(mm, prefix, cache, n)[1] for n in wanted), "and all of it is good"
+
+
+@linux
+@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
+def test_data_regenerated_under_a_reader(mm, tmp_path, mmap):
+    """It keeps its old data, or says that they are gone; one that opens sees no mixture.  Document
+    i of generation g is of tokens 16 * g + i; all generations are of one size."""
+
+    def write(generations):
+        for g in generations:
+            lengths = np.random.default_rng(g).permutation(np.arange(1, 17))
+            mk(mm, tmp_path / "p", [[16 * g + i] * n for i, n in enumerate(lengths)])
+
+    def samples(ds):
+        return [sample["tokens"].tolist() for sample in ds.__getitems__([*range(len(ds))])]
+
+    def reader():
+        old, new = gpt(mm, str(tmp_path / "p"), None, sequence_length=4, mmap_bin_files=mmap), 0
+        wanted, process = samples(old), FORK.Process(target=write, args=[range(1, 200)])
+        quiet(process.start)
+        while process.is_alive() or not new:
+            with contextlib.suppress(mm.DatasetFormatError):
+                assert samples(old) == wanted
+            with contextlib.suppress(mm.DatasetFormatError, FileNotFoundError):
+                texts = [*map(list, (ds := mm.IndexedDataset(tmp_path / "p", mmap=mmap))[:])]
+                first, sizes = texts[0][0], ds.sequence_lengths.tolist()
+                assert texts == [[first + i] * n for i, n in enumerate(sizes)] and first % 16 == 0
+                new += 1
+
+    write([0])
+    assert in_children(reader) == [0]
+
+
+def test_cache_of_data_regenerated_while_it_was_built(mm, corpus, cache):
+    """It is one of the old data, which were open: nobody takes it for one of the new."""
+    old, documents = mm.IndexedDataset(corpus), np.arange(9, dtype=np.int32)
+    mk(mm, corpus, [[1] * 20] * len(old))
+    cfg = config(mm, ([corpus], None), path_to_cache=cache)
+    state = state_of(mm, mm.GPTDataset(old, corpus, documents, 20, mm.Split.train, cfg))
+    new = quiet(gpt, mm, corpus, 20, documents=documents, path_to_cache=cache)
+    same_arrays(arrays(new), cached(mm, corpus, cache + "2", 20, documents=documents)[0])
+    with pytest.raises(ValueError, match="data"):
+        mm.build_pretraining_data_loader(new, 0, micro_batch_size=8).load_state_dict(state)
+
+
+@linux
+def test_ctrl_c_leaves_nothing(tmp_path, one):
+    """SIGINT to all processes of preprocess, as a terminal sends it: 130, and not even a file."""
+    run = [sys.executable, str(HERE / "megatron_min.py"), "preprocess", "--input", "-"]
+    run += ["--output-prefix", "o", "--workers", "2"]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(run, **pipes, cwd=tmp_path, start_new_session=True)
+    process.stdin.write(b'{"text": "abc"}\n' * 200_000)
+    process.stdin.flush()
+    until = time.monotonic() + 60
+    while not os.listdir(tmp_path) and time.monotonic() < until:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and not os.listdir(tmp_path), said
+    assert said.endswith(b"megatron-min: KeyboardInterrupt\n"), said
+
+
+@linux
+def test_closed_pipe(tmp_path, one):
+    """As in megatron-min demo | head -0: no traceback, nothing left."""
+    run = [sys.executable, str(HERE / "megatron_min.py"), "demo"]
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    demo = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    demo.stdout.close()
+    said = demo.stderr.read()
+    assert demo.wait(100) == 1 and not os.listdir(tmp_path) and not said, said
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_resume_after_every_step(mm, tmp_path, kind):
+    """60 steps (480 if MEGATRON_MIN_CASES=8), each on other ranks, micro-batches and workers, from
+    the state, as text, after the one before: from there to the end, each sample comes once."""
+    total, state, done = 480 * min(8, max(1, round(CASES))), None, 0
+    rng = np.random.default_rng(13)
+    tokens = np.array_split(np.arange(1, 4 * total + 2), 50)
+    ds = gpt(mm, mk(mm, tmp_path / "p", tokens), None, sequence_length=4)
+    fields = {"dataloader_type": kind, "data_sharding": False, "seed": 3}
+
+    def firsts(batches):  # the first tokens of all samples but padding
+        return [k for b in batches for k in b["tokens"][b["loss_mask"].any(1), 0].tolist()]
+
+    order = firsts(mm.build_pretraining_data_loader(ds, 0, micro_batch_size=8, **fields))
+    assert len(set(order)) == len(ds) == total
+    while done < total:
+        micro, ranks = LAYOUTS[rng.integers(4)] if kind == "cyclic" else rng.integers(1, 5, 2)
+        more = {"num_workers": int(rng.random() < 0.05), "drop_last": False}
+        parts = loaders(mm, ds, int(micro), int(ranks), **fields, **more)
+        for part in parts if state else ():
+            part.load_state_dict(json.loads(state))
+        left, state = order[done:], None
+        for batches in zip(*parts, strict=True):
+            group, left = left[: micro * ranks], left[micro * ranks :]
+            assert sorted(firsts(batches)) == sorted(group), done
+            if not state:
+                state, *others = [json.dumps(part.state_dict()) for part in parts]
+                assert others == [state] * (len(parts) - 1)
+        assert not left
+        done = json.loads(state)["consumed_samples"]
