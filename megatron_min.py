@@ -331,7 +331,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         if check or (check is None and len(index) < 64 << 20):  # more is slow to read on every rank
             self.verify()
         self._tokens = _map_file(self._bin_path).view(self.dtype) if mmap else None
-        _want(_identity(os.stat(path)) == _identity(self._stat), path, "file", "the same", "another")
+        _want(_identity(os.stat(path)) == _identity(self._stat), path, "file", "as it was", "new")
 
     def verify(self):
         """The O(n) part, done once: no negative length, pointers their sum, documents in order."""
@@ -561,8 +561,8 @@ def _start_worker(encoder):
     """What a worker process runs first; it then keeps its tokenizer."""
     parent = multiprocessing.parent_process()  # an orphan would wait for ever
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _work.encoder = encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the parent ends it
+    _work.encoder, os.environ["TOKENIZERS_PARALLELISM"] = encoder, "false"  # processes are enough
 
 def _work(block):
     """What a worker process runs for each block."""
