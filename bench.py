@@ -24,7 +24,6 @@ To add a row, write a case (section 3) and name it in all_cases(); to add a colu
 
 import argparse
 import atexit
-import contextlib
 import datetime
 import functools
 import gc

@@ -14,7 +14,7 @@ Notation    S  tokens in a sample (sequence_length)     D  documents (sequences)
 Contents    1. The file pair                  text becomes two files: tokens, and where each starts
             2. Text to tokens                 JSONL and a tokenizer become a file pair
             3. Split, blend, config           which documents, from which corpora, cut how
-            4. Kernels                        the four loops that matter, and the switch to C
+            4. Kernels                        the five loops that matter, and the switch to C
             5. GPTDataset and its cache       a file pair becomes samples of S tokens
             6. BlendedDataset                 several datasets become one, by weights
             7. The builder                    a config becomes train, valid and test, on every rank
@@ -217,8 +217,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         except OverflowError:
             good = False
         if not good or min(counts, default=0) < 0:
-            raise ValueError(f"wanted lengths of 0 to {2**31 - 1} that add up to the {len(tokens)} "
-                             f"tokens, and as many modes of -128 to 127, got {lengths} and {modes}")
+            raise ValueError(f"wanted lengths, 0 to {2**31 - 1}, that sum to the {len(tokens)} tokens, "
+                             f"as many modes, -128 to 127; got {lengths!s:.60}, {modes!s:.60}")
         self._bin.file.write(tokens)
         self.sequence_lengths.extend(counts)
         self.sequence_modes.extend(modes if self.multimodal else ())
@@ -331,7 +331,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         if check or (check is None and len(index) < 64 << 20):  # more is slow to read on every rank
             self.verify()
         self._tokens = _map_file(self._bin_path).view(self.dtype) if mmap else None
-        _want(_identity(os.stat(path)) == _identity(self._stat), path, "file", "as it was", "new")
+        _want(_identity(os.stat(path)) == _identity(self._stat), path, "file", "kept", "rewritten")
 
     def verify(self):
         """The O(n) part, done once: no negative length, pointers their sum, documents in order."""
@@ -1240,7 +1240,7 @@ class _CachedIndices:
     def _save(self, made_of, arrays):
         """Write all, the manifest last -> the arrays, mapped; as they are if the folder refuses."""
         def write(name, values):
-            with _NewFile(self._base + name) as file:
+            with _NewFile(self._base + name) as file:  # tofile() would miss a full disk
                 np.save(types.SimpleNamespace(write=file.write), values, allow_pickle=False)
         try:
             os.makedirs(os.path.dirname(self._base), exist_ok=True)
@@ -2709,7 +2709,7 @@ def _command_demo(*, keep=None):
                                     json_keys=["code", "docs"], append_eod=True, verbose=False)
         config = GPTDatasetConfig(1234, 256, (pairs, [70, 30]), split="90,5,5",
                                   tokenizer=ByteTokenizer(), create_attention_mask=False)
-        train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, [600] * 3, lambda: 1, config).build()
+        train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, [600]*3, lambda: True, config).build()
         print(f"2. A blend, 70 % code: {len(train)} samples of 256 tokens; 90 % of each pair hold")
         for part, taken in zip(train.datasets, np.bincount(train.dataset_index)):
             print(f"   ({part.tokens_per_epoch()} - 1) // 256 = {len(part)} samples, {taken} taken")
