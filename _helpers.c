@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-/* _megatron_min: the five slow loops of megatron_min.py, in C.
+/* _megatron_min: the four slow loops of megatron_min.py, in C.
  *
  * Every function here has a twin in megatron_min.py, which is its definition and has its docstring:
  * this file only has to give the same bytes, sooner.  Arguments are in 6.
@@ -67,11 +67,9 @@ static void dtype_of(const Py_buffer *view, char code[3])
 
     if (*format && (strchr("@=^", *format) || *format == native))
         format++;
-    if (!format[0] || format[1] || view->itemsize > 8)
-        code[0] = '?';
-    else
-        code[0] = strchr("bhilqn", *format) ? 'i' : strchr("BHILQN", *format) ? 'u'
-                : strchr("fd", *format) ? 'f' : *format == '?' ? 'b' : '?';
+    code[0] = !format[0] || format[1] || view->itemsize > 8 ? '?'
+            : strchr("bhilqn", *format) ? 'i' : strchr("BHILQN", *format) ? 'u'
+            : strchr("fd", *format) ? 'f' : *format == '?' ? 'b' : '?';
     code[1] = (char)('0' + view->itemsize % 10);
     code[2] = '\0';
 }
@@ -171,7 +169,7 @@ enum { WALK_DONE, WALK_BAD_ID, WALK_BAD_SIZE, WALK_SHORT };
 
 typedef struct {
     int status;                             /* one of the above */
-    long long position, wanted, found;      /* where it stopped; the tokens up to there, if done */
+    long long position, wanted, found;      /* where it stopped; if done, all tokens up to there */
 } Walk;
 
 typedef struct {
@@ -199,9 +197,11 @@ INLINE void store_rows(const Stream *s, int64_t k, int64_t d, int64_t offset, in
         memcpy(s->rows + 8 * (k + j), &both, sizeof both);
 }
 
+/* Behind the last row there is none: all documents are read, so that each id is checked. */
 INLINE int64_t target_of(const Stream *s, int64_t k)
 {
-    return k == s->num_rows - 1 ? s->last_token : (s->first_row + k) * s->sequence + s->extra;
+    return k < s->num_rows - 1 ? (s->first_row + k) * s->sequence + s->extra
+         : k == s->num_rows - 1 ? s->last_token : INT64_MAX;
 }
 
 /* wide and batch are constants at all calls: each gets its own loop.  A batch of rows is stored,
@@ -215,7 +215,7 @@ INLINE Walk walk_documents(const Stream s, int wide, int batch)
 
     if (s.first_row == 0 && last >= 0)
         store_rows(&s, k++, -s.first_document, 0, 1, wide);
-    target = k > last ? INT64_MAX : target_of(&s, k);       /* no row: all documents are read */
+    target = target_of(&s, k);
     for (int64_t d = 0; d < s.num_documents; d++) {
         const int64_t id = load(s.documents, d, 4);
         int64_t size, end;
@@ -236,27 +236,25 @@ INLINE Walk walk_documents(const Stream s, int wide, int batch)
             k += count < batch ? count : batch;
             target = target_of(&s, k);
         }
-        for (; end >= target; target = target_of(&s, ++k)) {
+        for (; end >= target; target = target_of(&s, ++k))
             store_rows(&s, k, d, target - s.extra - before, 1, wide);
-            if (k == last)
-                return (Walk){WALK_DONE, d, 0, end};
-        }
         before = end;
     }
     return (Walk){k > last ? WALK_DONE : WALK_SHORT, s.num_documents, s.last_token, before};
 }
 
-/* Targets are in order, and no sum passes 2^63: a walk ends with the document of the last one. */
+/* Targets are in order, and no sum passes 2^63. */
 static int check_targets(const Stream *s, Py_ssize_t itemsize)
 {
     const int64_t limit = INT64_MAX - INT32_MAX - 1, most = itemsize == 4 ? INT32_MAX : LLONG_MAX;
+    const int64_t count = s->num_documents;
     const int64_t n = s->num_rows ? s->first_row + s->num_rows - 1 : 0;     /* the last row */
 
     return in_range("add_extra_token", s->extra, 0, 1) &&
            in_range("first_document", s->first_document, 0, most) &&
            in_range("before", s->before, 0, limit) &&
-           in_range("items of document_index", s->num_documents, 0, n > 0
-                    ? most - s->first_document : (limit - s->before) / INT32_MAX) &&
+           in_range("items of document_index", count, 0, (limit - s->before) / INT32_MAX) &&
+           in_range("items of document_index", count, 0, n ? most - s->first_document : count) &&
            in_range("sequence_length", s->sequence, 1, n > 0 ? limit / n : limit) &&
            (n < 1 || (in_range("last_token", s->last_token, (n - 1) * s->sequence + s->extra + 1,
                                n * s->sequence + s->extra) &&
@@ -451,7 +449,7 @@ exit:
 
 /* ================================= 4. Blending ================================
  *
- * Twins: _py_build_blending_indices and _exhaustive_.  Upstream: the same names without _py_.
+ * Twin: _py_build_blending_indices.  Upstream: the same without _py_, and _exhaustive_.
  *
  * Sample i goes to the dataset that lags most, the lowest d among equals:
  *
@@ -672,10 +670,7 @@ static int read_datasets(Datasets *all, const Py_buffer *input, int exhaustive, 
             sum += items;
             all->taken[d] = items ? 0.0 : INFINITY;
         } else if (!(all->weight[d] >= 0.0 && all->weight[d] <= DBL_MAX)) {
-            PyObject *found = PyFloat_FromDouble(all->weight[d]);
-            PyErr_Format(PyExc_ValueError, "weights[%zd]: wanted a finite number, at least 0, "
-                         "found %S", d, found);     /* %S prints a NULL as <NULL> */
-            Py_XDECREF(found);
+            PyErr_Format(PyExc_ValueError, "weights[%zd]: wanted a finite number, at least 0", d);
             return 0;
         }
     }
@@ -685,10 +680,10 @@ static int read_datasets(Datasets *all, const Py_buffer *input, int exhaustive, 
     return 1;
 }
 
-/* build_blending_indices and build_exhaustive_blending_indices, which has no argument size. */
-static PyObject *build_blend(PyObject *Py_UNUSED(module), PyObject *args)
+/* Exhaustive if module is NULL: then there is no argument size. */
+static PyObject *build_blending_indices(PyObject *module, PyObject *args)
 {
-    const int exhaustive = PyTuple_Size(args) == 4;
+    const int exhaustive = !module;
     const Array arrays[] = {
         {"dataset_index", "i2", 1, WRITE}, {"dataset_sample_index", "i8", 1, WRITE},
         {exhaustive ? "sizes" : "weights", exhaustive ? "i8" : "f8", 1, READ},
@@ -702,7 +697,7 @@ static PyObject *build_blend(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, exhaustive ? "OOOn" : "OOOnn", o, o + 1, o + 2, &count, &b.size))
         return NULL;
     if (!borrow_all(o, arrays, view, 3) || !in_range("num_datasets", count, 1, INT16_MAX) ||
-        !in_range(arrays[2].name, view[2].shape[0], count, LLONG_MAX))
+        !in_range(arrays[2].name, view[2].shape[0], count, count))
         goto exit;
     places = count + LANES;
     memory = PyMem_Calloc((size_t)places, 5 * sizeof(double) + sizeof(int16_t));
@@ -727,6 +722,11 @@ exit:
     PyMem_Free(memory);
     release_all(view, 3);
     return result;
+}
+
+static PyObject *build_exhaustive_blending_indices(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    return build_blending_indices(NULL, args);
 }
 
 /* ================================= 5. Samples =================================
@@ -976,11 +976,11 @@ exit:
 static PyMethodDef methods[] = {
     {"build_sample_idx", build_sample_idx, METH_VARARGS,
      "(sample_index, sizes, document_index, sequence_length, add_extra_token, last_token, "
-     "first_row, first_document, before) -> tokens up to where it stopped"},
+     "first_row, first_document, before) -> tokens up to its end"},
     {"shuffle", shuffle, METH_VARARGS, "(array, key, pos) -> pos"},
-    {"build_blending_indices", build_blend, METH_VARARGS,
+    {"build_blending_indices", build_blending_indices, METH_VARARGS,
      "(dataset_index, dataset_sample_index, weights, num_datasets, size)"},
-    {"build_exhaustive_blending_indices", build_blend, METH_VARARGS,
+    {"build_exhaustive_blending_indices", build_exhaustive_blending_indices, METH_VARARGS,
      "(dataset_index, dataset_sample_index, sizes, num_datasets)"},
     {"read_samples", read_samples, METH_VARARGS,
      "((tokens, labels, loss_mask, position_ids, cu_seqlens, max_seqlen, attention_mask), places, "

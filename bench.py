@@ -217,6 +217,7 @@ FLAGS = {  # what a dataset may be asked for, by the name that the table shows
                                      "inter_document_masking": True},
     "dense resets": {"reset_position_ids": True, "eod_mask_loss": True,
                      "reset_attention_mask": True, "create_attention_mask": True},
+    "verify_reads": {"verify_reads": True},
 }
 
 
@@ -237,7 +238,8 @@ def built(mm, config, samples):
 
 def gpt_dataset(mm, prefix, length, cache, flags="none"):
     """One epoch of a whole corpus as a GPTDataset."""
-    config, low = config_of(mm, [prefix], length, cache, flags), mm.IndexedDataset(prefix)
+    config = config_of(mm, [prefix], length, cache, flags)
+    low = mm.GPTDataset.build_low_level_dataset(prefix, config)
     indices = np.arange(len(low), dtype=np.int32)
     return mm.GPTDataset(low, prefix, indices, None, mm.Split.train, config)
 
@@ -245,8 +247,10 @@ def gpt_dataset(mm, prefix, length, cache, flags="none"):
 @functools.lru_cache(maxsize=3)
 def opened(mm, documents, length, flags):
     """A dataset to read from; all competitors share one cache, which the first of them writes."""
-    cache = os.path.join(home(), "cache")
-    return gpt_dataset(mm, corpus(documents), length, cache, flags)
+    cache, prefix = os.path.join(home(), "cache"), corpus(documents)
+    if flags == "verify_reads" and not os.path.exists(f"{prefix}.sum"):
+        load("Python").write_checksums(prefix)
+    return gpt_dataset(mm, prefix, length, cache, flags)
 
 
 # ==============================================================================
@@ -551,6 +555,16 @@ def tokenizer_json():
     return path
 
 
+def verify(mm, n, part):
+    """The checksums of a pair of 1 kB documents: made, or compared with all of its bytes."""
+    prefix = corpus(n)
+    mm.write_checksums(prefix)
+    ds = mm.IndexedDataset(prefix)
+    yield
+    ds.verify_bin() if part == "verify_bin" else mm.write_checksums(prefix)
+    yield
+
+
 def preprocess(mm, n, tokenizer):
     """preprocess in one process, where tokenizers has threads; upstream's is but a script."""
     path, output = os.path.join(home(), f"text-{n}.jsonl"), os.path.join(fresh_folder(), "pair")
@@ -813,7 +827,7 @@ def all_cases(quick):
           for S in (512, 2048, 8192)),
         *(loader(n=n, flags=flags) for n, flags in (
             (reads, "none"), (reads, "resets"), (reads, "cu_seqlens, upstream: resets"),
-            (dense, "dense resets"))),
+            (dense, "dense resets"), (reads, "verify_reads"))),
         loader(n=2 * reads, names=both, workers=2),
         *(loader(n=reads, names=names) for names in (crop, ready)),
         loader(n=2 * reads, names=ready, workers=2),
@@ -821,6 +835,8 @@ def all_cases(quick):
           for kind, part in (("lists", "add_document"), ("arrays", "add_document"),
                              ("arrays", "finalize"))),
         Case(merge, "merge two pairs", "documents", docs),
+        *(Case(verify, "checksums", "documents of 1 kB", docs, names=[ours], kept=0, part=part)
+          for part in ("write_checksums", "verify_bin")),
         *(Case(preprocess, "preprocess", "documents of 2 kB", docs // 10, names=names,
                tokenizer=tokenizer) for names, tokenizer in ((NAMES[1:], "bytes"), (alone, "BPE"))),
         start(first_batch, "import to first batch", names=both, documents=100_000, note=Case.bare),

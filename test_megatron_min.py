@@ -4,7 +4,7 @@
     pytest                              C too if _megatron_min is built, upstream too if installed
     MEGATRON_MIN_C=1 pytest             a missing build is a failure; =0: the Python kernels alone
     MEGATRON_MIN_CASES=20 pytest        twenty times the random cases
-    MEGATRON_MIN_FUZZ=100000 pytest     so many damaged files, and states, instead of 150
+    MEGATRON_MIN_FUZZ=100000 pytest     so many damaged blends, pairs, states, calls, not 150 each
 
 Oracles are plain loops, numpy's own shuffle, and megatron-core 0.16.1 (extra "parity").  Helpers
 take `mm` or `up` (ours or upstream's names in one namespace), so a parity test runs one function
@@ -13,7 +13,9 @@ twice.  "DEFECTS 17" is row 17 of the project's list of upstream's defects.
 
 import ast
 import collections
+import concurrent.futures
 import contextlib
+import ctypes
 import datetime
 import doctest
 import errno
@@ -43,9 +45,11 @@ import time
 import tokenize
 import traceback
 import types
+import unittest.mock as mock
 import warnings
 import weakref
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -55,6 +59,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 CASES = float(os.environ.get("MEGATRON_MIN_CASES", 1))
 IMPLEMENTATIONS = ["python"] if os.environ.get("MEGATRON_MIN_C") == "0" else ["python", "c"]
 MODULES = {}
+FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and limits that hold")
 
 torch.set_num_threads(1)
 
@@ -306,6 +312,20 @@ def one_sentence(err):
         and "error: " in lines[-1]
         or len(lines) == 1
     )
+
+
+def in_children(*jobs, timeout=600):
+    """Run functions, each in a process of its own, all at once -> their exit codes: 0 if one
+    returned, None if it hangs, negative for the signal that ended it."""
+    processes = [FORK.Process(target=job) for job in jobs]
+    for process in processes:
+        quiet(process.start)
+    for process in processes:
+        process.join(timeout)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
 
 
 def jsonl(path, texts, key="text"):
@@ -672,6 +692,22 @@ def test_builder_leaves_no_half_written_pair(one, tmp_path):
     )
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_that_drops_its_parents_file_leaves_it(one, tmp_path):
+    """Its copy of the builder: the file, and what is not yet in it, are still the parent's."""
+    builders = [one.IndexedDatasetBuilder(str(tmp_path / "p.bin"))]
+    builders[0].add_document([1, 2], [2])
+
+    def job():
+        builders.clear()
+        gc.collect()
+
+    assert in_children(job) == [0]
+    builders[0].add_document([3], [1])
+    builders[0].finalize(str(tmp_path / "p.idx"))
+    assert [a.tolist() for a in one.IndexedDataset(tmp_path / "p")[:]] == [[1, 2], [3]]
+
+
 def test_files_are_synced_before_they_get_their_names(one, tmp_path, monkeypatch):
     """First .bin, then .idx: a pair is whole whenever its .idx is there."""
     calls, replace = [], os.replace
@@ -995,6 +1031,121 @@ def test_multimodal_files_equal_upstreams(one, up, tmp_path):
         assert theirs[i][1] == ours[i][1]
 
 
+def summed(mm, tmp_path, monkeypatch, block=64):
+    """A pair of 9 documents with a .sum, whose blocks are small."""
+    for module in filter(None, MODULES.values()):
+        monkeypatch.setattr(module, "_SUM_BLOCK", block)
+    docs = [[i] * n for i, n in enumerate([20, 0, 5, 40, 1, 30, 0, 16, 8])]  # 2 bytes a token
+    mm.write_checksums(prefix := mk(mm, tmp_path / "pair", docs, np.uint16))
+    return prefix
+
+
+@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
+def test_checksums_find_every_flipped_bit(one, tmp_path, monkeypatch, mmap):
+    """verify_bin() names bytes and documents; verify_reads is silent until the block is read."""
+    prefix = summed(one, tmp_path, monkeypatch)
+    good, ends = files_of(tmp_path), np.cumsum([20, 0, 5, 40, 1, 30, 0, 16, 8]) * 2
+    sums = [zlib.crc32(good["pair.idx"])]
+    sums += [zlib.crc32(good["pair.bin"][at : at + 64]) for at in range(0, 240, 64)]
+    assert good["pair.sum"] == struct.pack("<5I", *sums), "the format"
+    assert set(good) == {"pair.bin", "pair.idx", "pair.sum"}
+    for at in range(0, 240, 7):
+        put({f"{prefix}.bin": flipped(good["pair.bin"], at)})
+        low, high = at // 64 * 64, min(at // 64 * 64 + 64, 240)
+        first, last = (int(np.searchsorted(ends, place, "right")) for place in (low, high - 1))
+        text = f"pair.bin: CRC-32 of bytes {low} to {high}, of documents {first} to {last}: wanted"
+        with pytest.raises(one.DatasetFormatError, match=text):
+            one.IndexedDataset(prefix, mmap=mmap).verify_bin()
+        ds = one.IndexedDataset(prefix, mmap=mmap, verify_reads=True)
+        for i, (end, size) in enumerate(zip(ends, ds.sequence_lengths * 2)):
+            touched = size and (end - size) // 64 <= at // 64 <= (end - 1) // 64
+            with pytest.raises(one.DatasetFormatError) if touched else contextlib.nullcontext():
+                assert one.IndexedDataset(prefix)[i].tolist() == ds[i].tolist() == [i] * (size // 2)
+    put({f"{prefix}.bin": good["pair.bin"], f"{prefix}.idx": flipped(good["pair.idx"], -1)})
+    with pytest.raises(one.DatasetFormatError, match="document_indices|pair.idx: CRC-32"):
+        one.IndexedDataset(prefix, mmap=mmap, verify_reads=True)
+
+
+def flipped(data, at):
+    """data with one other bit."""
+    data = bytearray(data)
+    data[at] ^= 1
+    return bytes(data)
+
+
+def test_checksums_that_cannot_be_used(one, tmp_path, monkeypatch):
+    prefix = summed(one, tmp_path, monkeypatch)
+    patch(f"{prefix}.sum", 16, b"")
+    os.truncate(f"{prefix}.sum", 16)
+    with pytest.raises(one.DatasetFormatError, match="pair.sum: CRCs: wanted 5, got 4"):
+        one.IndexedDataset(prefix, verify_reads=True)
+    os.unlink(f"{prefix}.sum")
+    with pytest.raises(FileNotFoundError, match="pair.sum"):
+        one.IndexedDataset(prefix, verify_reads=True)
+    one.write_checksums(empty := mk(one, tmp_path / "empty", []))
+    assert len(one.IndexedDataset(empty, verify_reads=True)[:]) == 0
+
+
+def test_a_new_pair_has_no_old_checksums(one, tmp_path, monkeypatch):
+    prefix = summed(one, tmp_path, monkeypatch)
+    mk(one, prefix, [[1, 2]])
+    assert set(files_of(tmp_path)) == {"pair.bin", "pair.idx"}
+
+
+def test_each_block_is_checked_once(one, tmp_path, monkeypatch):
+    ds, seen = one.IndexedDataset(summed(one, tmp_path, monkeypatch), verify_reads=True), []
+    crc32 = zlib.crc32
+    monkeypatch.setattr(zlib, "crc32", lambda data: seen.append(len(data)) or crc32(data))
+    for _ in range(3):
+        ds[:]
+    assert seen == [64, 64, 64, 48]
+
+
+def test_verify_reads_of_a_loader(mm, tmp_path, monkeypatch):
+    """The same samples; a flipped bit is an error of the first batch that holds it, in threads,
+    worker processes and without a mapping."""
+    prefix = summed(mm, tmp_path, monkeypatch)
+    good = pathlib.Path(f"{prefix}.bin").read_bytes()
+
+    def samples(verify_reads, **how):
+        cfg = config(mm, ([prefix, prefix], [1, 1]), verify_reads=verify_reads, **how)
+        ds = quiet(build, mm, [40, 0, 0], cfg)[0]
+        loaders = (
+            mm.build_pretraining_data_loader(ds, 0, micro_batch_size=4, num_workers=workers)
+            for workers in (0, 1)
+        )
+        return [torch.cat([batch["tokens"] for batch in loader]) for loader in loaders]
+
+    wanted = samples(False)
+    for mmap in (True, False):
+        assert all(map(torch.equal, samples(True, mmap_bin_files=mmap), wanted))
+        put({f"{prefix}.bin": flipped(good, 100)})
+        assert samples(False, mmap_bin_files=mmap)
+        with pytest.raises(mm.DatasetFormatError, match="pair.bin: CRC-32 of bytes 64 to 128"):
+            samples(True, mmap_bin_files=mmap)
+        put({f"{prefix}.bin": good})
+
+
+def test_verify_command_with_checksums(one, tmp_path, capsys):
+    """--write makes a .sum where there is none, and never one that vouches for damage."""
+    prefix = mk(one, tmp_path / "p", [[1] * 3, [2] * 2])
+    assert command(one, capsys, "verify", prefix)[1].startswith("whole: ")
+    assert command(one, capsys, "verify", "--write", prefix)[0] == 0
+    for argv in (["verify", prefix], ["verify", prefix, "--write"]):
+        assert command(one, capsys, *argv)[1].startswith("every byte as noted: ")
+    patch(f"{prefix}.bin", 4, b"\7")
+    for argv in (["verify", prefix], ["verify", prefix, "--write"]):
+        code, _, err = command(one, capsys, *argv)
+        assert code == 1 and "documents 0 to 1" in err and one_sentence(err)
+
+
+def test_preprocess_writes_checksums(one, tmp_path, capsys):
+    path = jsonl(tmp_path / "t.jsonl", ["aaaa", "bbb"])
+    code, *_ = preprocess_command(one, capsys, path, tmp_path / "t", "--checksum")
+    ds = one.IndexedDataset(tmp_path / "t_text_document", verify_reads=True)
+    assert code == 0 and bytes(ds[1].tolist()) == b"bbb"
+
+
 def test_finalized_builder_takes_no_more(one, tmp_path):
     """A second finalize must not remove the index of the first."""
     builder = one.IndexedDatasetBuilder(str(tmp_path / "p.bin"))
@@ -1310,6 +1461,11 @@ def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, workers):
     assert code and "<none>" in err and one_sentence(err)
     code, out, _ = command(one, capsys, "inspect", tmp_path / "o_text_document", "--tokenizer", hf)
     assert code == 0 and "ja nein ja" in out
+
+
+def test_hugging_face_tokenizer_of_one_text(one, hf):
+    tokenizer = one.build_tokenizer(hf)
+    assert tokenizer.tokenize("nein ja") == [2, 1] == tokenizer.tokenize_batch(["nein ja"])[0]
 
 
 class Batched(Tok):
@@ -1777,6 +1933,54 @@ def test_shuffle_across_a_large_block(mm):
     assert_state(ours, theirs)
 
 
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory):
+    """C's kernels as built for a machine without SSE2, and as if 32 bits were a draw below 1000."""
+    if "c" not in IMPLEMENTATIONS or not (HERE / "setup.py").exists():
+        pytest.skip("the C kernels are switched off, or have no setup.py")
+    folder = tmp_path_factory.mktemp("portable")
+    for name in ("setup.py", "megatron_min.py", "_helpers.c"):
+        shutil.copy(HERE / name, folder)
+    env = os.environ | {"MEGATRON_MIN_CFLAGS": "-O1 -U__SSE2__ -DLAST_SHORT_DRAW=999"}
+    run = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(run, cwd=folder, env=env, check=True, capture_output=True)
+    if not (built := glob.glob(f"{folder}/_megatron_min*.*")):
+        pytest.skip("there is no C compiler")
+    spec = importlib.util.spec_from_file_location("_megatron_min", built[0])
+    return importlib.util.module_from_spec(spec)
+
+
+def test_shuffle_beyond_2_32_items(portable):
+    """For i that need more than 32 bits, here from 1000 on, a draw is of 64, high word first."""
+    state = np.random.RandomState(7)
+    _, key, pos, *_ = state.get_state()
+    draws = iter(np.frombuffer(state.bytes(4 * 20_000), "<u4").tolist())
+    found, wanted = np.arange(3000), [*range(3000)]
+    pos = portable.shuffle(found, key, pos)
+    for i in reversed(range(1, 3000)):
+        j = i + 1
+        while j > i:
+            j = next(draws) if i <= 999 else next(draws) << 32 | next(draws)
+            j &= (1 << i.bit_length()) - 1
+        wanted[i], wanted[j] = wanted[j], wanted[i]
+    assert found.tolist() == wanted
+    state.set_state(("MT19937", key, pos))
+    assert np.frombuffer(state.bytes(4), "<u4")[0] == next(draws), "and no draw more"
+
+
+def test_blends_without_vectors(portable):
+    for rng in cases(60):
+        weights, size = random_weights(rng), int(rng.integers(0, 400))
+        which, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        portable.build_blending_indices(which, sample, np.array(weights), len(weights), size)
+        same(np.stack([which, sample], 1), brute_blend(weights, size), weights)
+        sizes = rng.integers(1, 30, rng.integers(1, 80)).tolist()
+        which, sample = np.zeros(sum(sizes), np.int16), np.zeros(sum(sizes), np.int64)
+        portable.build_exhaustive_blending_indices(which, sample, np.array(sizes), len(sizes))
+        wanted = brute_blend([n / sum(sizes) for n in sizes], sum(sizes), sizes)
+        same(np.stack([which, sample], 1), wanted, sizes)
+
+
 def brute_blend(weights, size, sizes=None):
     taken, rows = [0] * len(weights), []
     for i in range(size):
@@ -1840,6 +2044,19 @@ def test_blend_leaves_the_rest_of_its_arrays_alone(mm):
     which, sample = np.full(6, 77, np.int16), np.full(6, 77, np.int64)
     mm.build_blending_indices(which, sample, np.array([0.25, 0.75, 9.0]), 2, 4)
     assert which.tolist() == [1, 0, 1, 1, 77, 77] and sample.tolist() == [0, 0, 1, 2, 77, 77]
+
+
+def test_a_blend_may_be_written_over_its_weights(mm):
+    """They are copied first, by both implementations; a flag is the number that it is."""
+    memory, which = np.zeros(4, np.int64), np.zeros(4, np.int16)
+    memory.view(float)[:2] = 0.25, 0.75
+    mm.build_blending_indices(which, memory, memory.view(float), 2, 4)
+    assert which.tolist() == [1, 0, 1, 1] and memory.tolist() == [0, 0, 1, 2]
+    memory[:2] = 1, 3
+    mm.build_exhaustive_blending_indices(which, memory, memory, 2)
+    assert which.tolist() == [1, 0, 1, 1] and memory.tolist() == [0, 0, 1, 2]
+    mm.build_exhaustive_blending_indices(which, memory, [4, 9], True)
+    assert which.tolist() == [0] * 4 and memory.tolist() == [0, 1, 2, 3]
 
 
 def test_blend_of_many_datasets(mm):
@@ -1931,6 +2148,11 @@ HOSTILE = {
     "length-0": sample_call(length=0),
     "length-negative": sample_call(length=-4),
     "length-float": sample_call(length=4.5),
+    "length-large": sample_call(length=2**63 - 1),
+    "length-huge": sample_call(length=2**70),
+    "documents-wrong-behind-the-last-row": sample_call(documents=I32(0, 1, 9), tokens=6),
+    "documents-wrong-before-a-size": sample_call(I32(4, 3, -6), I32(0, 9, 2)),
+    "sizes-wrong-before-a-document": sample_call(I32(-4, 3, 6), I32(0, 9, 2)),
     "tokens-too-many": sample_call(tokens=400),  # DEFECTS 22
     "tokens-too-many-keep": sample_call(tokens=400, drop_last_partial_sequence=False),
     "tokens-negative": sample_call(tokens=-13),
@@ -2035,6 +2257,14 @@ C_HOSTILE = {
         lambda m: c.build_sample_idx(m.reshape(-1, 2), m, I32(0), 1, 1, 3)
     )(I32(9, 1, 1, 1)),
     "sample-no-arguments": lambda c: c.build_sample_idx(),
+    "sample-sizes-complex": lambda c: c.build_sample_idx(
+        np.zeros((2, 2), np.int32), np.ones(3, complex), I32(0), 4, 1, 5
+    ),
+    "sample-sizes-record": lambda c: c.build_sample_idx(
+        np.zeros((2, 2), np.int32), np.ones(3, "i4, i4"), I32(0), 4, 1, 5
+    ),
+    "shuffle-no-arguments": lambda c: c.shuffle(),
+    "blend-no-arguments": lambda c: c.build_blending_indices(),
     "shuffle-key-short": lambda c: c.shuffle(np.arange(9), key()[:600], 0),
     "shuffle-key-int32": lambda c: c.shuffle(np.arange(9), key().view(np.int32), 0),
     "shuffle-key-read-only": lambda c: c.shuffle(np.arange(9), read_only(key()), 0),
@@ -2051,6 +2281,15 @@ C_HOSTILE = {
     "blend-overlap": lambda c: c.build_blending_indices(*overlapping(4), F64(0.5, 0.5), 2, 4),
     "blend-size": lambda c: c.build_blending_indices(
         np.zeros(4, np.int16), np.zeros(4, np.int64), F64(1), 1, 5
+    ),
+    "blend-weights-many": lambda c: c.build_blending_indices(
+        np.zeros(4, np.int16), np.zeros(4, np.int64), F64(1, 1, 1), 2, 4
+    ),
+    "blend-no-size": lambda c: c.build_blending_indices(
+        np.zeros(4, np.int16), np.zeros(4, np.int64), I64(2, 2), 2
+    ),
+    "exhaustive-size": lambda c: c.build_exhaustive_blending_indices(
+        np.zeros(4, np.int16), np.zeros(4, np.int64), F64(0.5, 0.5), 2, 4
     ),
     "exhaustive-negative": lambda c: c.build_exhaustive_blending_indices(
         np.zeros(4, np.int16), np.zeros(4, np.int64), I64(5, -1), 2
@@ -2122,12 +2361,17 @@ def read_call(rng=None, damage=False, **given):
     return call | given
 
 
-def read_samples(kernels, call):
-    """The kernel, called with arguments by name."""
+def read_arguments(call):
+    """Arguments by name -> as the kernel takes them."""
     outputs, corpus, indices, settings = (
         tuple(map(call.get, names)) for names in (READ[:7], READ[9:12], READ[12:15], READ[15:])
     )
-    return kernels.read_samples(outputs, call["places"], call["wanted"], corpus, indices, settings)
+    return outputs, call["places"], call["wanted"], corpus, indices, settings
+
+
+def read_samples(kernels, call):
+    """The kernel, called with arguments by name."""
+    return kernels.read_samples(*read_arguments(call))
 
 
 @pytest.mark.parametrize("damage", [False, True], ids=["whole", "damaged"])
@@ -2217,6 +2461,13 @@ def test_read_samples_by_hand():
         assert call["cu_seqlens"].tolist() == [[0, 4, 4, 4, 4], [0, 3, 4, 4, 4], [0, 4, 4, 4, 4]]
         assert call["max_seqlen"].tolist() == [4, 3, 4] and (call["loss_mask"] == 1).all()
         same(call["mask"][2, 0], np.triu(np.ones((4, 4), bool), 1))
+
+
+def test_tokens_are_not_of_the_dtype_of_a_pad_id(mm):
+    call = read_call(pad=np.int8(7), pointers=I64(0, 16, 28))
+    call["items"] = call["items"].astype(np.int32) + 1000
+    assert read_samples(mm._kernels, call) == 0
+    assert call["tokens"][1].tolist() == [1098, 1098, 1098, 1099]
 
 
 @pytest.mark.parametrize("case", C_HOSTILE)
@@ -2893,6 +3144,24 @@ def test_mock_data(mm):
     assert (
         len(train) >= 20 and len(valid) >= 10 and len(test) >= 5 and len(train[0]["tokens"]) == 100
     )
+
+
+def test_cache_and_state_of_mock_data(mm, tmp_path):
+    """They name no file: what the arrays are made of is the split and the settings."""
+    cfg = config(mm, sequence_length=4096, path_to_cache=str(tmp_path))
+    builder = mm.BlendedMegatronDatasetBuilder(mm.MockGPTDataset, [20, 10, 5], lambda: True, cfg)
+    first, *_ = builder.build()
+    made = stamps(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again, valid, _ = builder.build()
+    assert stamps(tmp_path) == made and len(made) == 15
+    same_arrays(arrays(again), arrays(first))
+    loader = mm.build_pretraining_data_loader(again, 0, micro_batch_size=8)
+    loader.load_state_dict(state_of(mm, first))
+    assert loader.state_dict()["consumed_samples"] == 8
+    with pytest.raises(ValueError, match="data is"):
+        loader.load_state_dict(state_of(mm, valid))
 
 
 def test_user_datasets_can_be_built(mm, tmp_path):
@@ -4466,6 +4735,17 @@ def test_commands_by_hand(one, tmp_path, capsys):
     assert code == 0 and one.__version__ in out
 
 
+def test_a_command_in_a_thread(one, tmp_path, capsys):
+    """Only the main thread may set a handler of signals: in another none is set."""
+    prefix, codes = mk(one, tmp_path / "p", [[1]]), []
+    handler = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=lambda: codes.append(command(one, capsys, "verify", prefix)))
+    thread.start()
+    thread.join()
+    assert codes[0][0] == 0 and "1 documents" in codes[0][1]
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
 def test_inspect_of_an_empty_pair(one, tmp_path, capsys):
     code, out, _ = command(one, capsys, "inspect", mk(one, tmp_path / "p", []))
     assert code == 0 and "0" in out
@@ -4947,6 +5227,21 @@ def test_places_are_worked_out_once(one, monkeypatch):
     one.get_batch(iter([batch]), groups, **SHAPE)
     monkeypatch.setattr(one.ParallelGroups, "rank_lists", None)
     one.get_batch(iter([batch]), groups, **SHAPE)
+
+
+def test_batches_travel_over_gloo_whatever_the_backend(one):
+    """Where it is not gloo alone, such as nccl, a batch gets groups of its own."""
+    torch.distributed.init_process_group(
+        "cpu:gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        groups, batch = one.ParallelGroups(), hand_made(np.random.default_rng(0))
+        for kind in ("tp", "dp-cp"):
+            assert groups._gloo[kind] is not groups.group(kind)
+            assert torch.distributed.get_backend(groups._gloo[kind]) == "gloo"
+        same_batch(one.get_batch(iter([batch]), groups, **SHAPE), batch)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -5685,13 +5980,15 @@ def a_file_that_one_rank_cannot_read(job):
     assert time.monotonic() < start + LIMIT
 
 
-@on_ranks(4)
+@on_ranks(2, 4)
 def a_dataset_that_one_rank_cannot_build(job):
-    prefix = str(job.folder / ("none" if job.rank == 2 else "a"))
-    start = time.monotonic()
-    with pytest.raises(FileNotFoundError, match="rank 2: "):
-        build(job.mm, [8, 0, 0], config(job.mm, ([prefix], None)))
-    assert time.monotonic() < start + LIMIT
+    """Rank 0, while the others wait for it, or the last, while they load."""
+    for failing in (0, job.world - 1):
+        prefix = str(job.folder / ("none" if job.rank == failing else "a"))
+        start = time.monotonic()
+        with pytest.raises(FileNotFoundError, match=rf"rank {failing}: (?s:.*)none\.idx"):
+            build(job.mm, [8, 0, 0], config(job.mm, ([prefix], None)))
+        assert time.monotonic() < start + LIMIT
 
 
 @on_ranks(2, 4)
@@ -5706,6 +6003,102 @@ def one_rank_at_the_end_of_its_data(job):
                 job.mm.get_batch_on_this_tp_rank(source, job.groups(*layout), **SHAPE)
             with pytest.raises(StopIteration):
                 job.mm.get_batch_on_this_tp_rank(source, job.groups(*layout), **SHAPE)
+
+
+# -- a rank that dies ------------------------------------------------------------------------------
+
+
+def built_on(job, dying, at):
+    """A build: a rank dies before it, as it builds or loads, or beside rank 0 that builds."""
+    if at == "before" and job.rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    prefix, (building, died) = str(job.folder / "a"), job.events
+
+    def end():
+        died.set()
+        os._exit(7)
+
+    def end_while_rank_0_builds():
+        building.wait(LIMIT)
+        end()
+
+    def build_slowly():
+        building.set()
+        died.wait(LIMIT)
+        return type(builder)._build(builder)
+
+    cfg = config(job.mm, ([prefix], None), path_to_cache=str(job.folder / "cache"))
+    builder = job.mm.BlendedMegatronDatasetBuilder(job.mm.GPTDataset, [8, 0, 0], lambda: True, cfg)
+    if at == "in it" and job.rank == dying:
+        builder._build = end
+    if at == "beside it":
+        if job.rank == 0:
+            builder._build = build_slowly
+        if job.rank == dying:
+            threading.Thread(target=end_while_rank_0_builds).start()
+    builder.build()
+
+
+def batches_on(job, dying, *layout):
+    """Batches, the third of which a rank, be it a reader or not, does not live to see."""
+    groups, batch = job.groups(*layout), hand_made(np.random.default_rng(0))
+    source = itertools.repeat(batch) if stage_of(job.place(*layout))[2] else None
+    torch.distributed.barrier()  # all have their groups
+    for number in itertools.count():
+        if job.rank == dying and number == 2:
+            os._exit(7)
+        job.mm.get_batch(source, groups, **SHAPE)
+
+
+def gradients_on(job, dying, **options):
+    ddp = data_parallel(job, (torch.float64,), **options)
+    for number in itertools.count():
+        ddp.zero_grad_buffer()
+        if job.rank == dying and number == 2:
+            os._exit(7)
+        ddp.finish_grad_sync()
+
+
+# when one rank of four dies
+DEATHS = {
+    "before a build": functools.partial(built_on, at="before"),
+    "in a build": functools.partial(built_on, at="in it"),
+    "while rank 0 builds": functools.partial(built_on, at="beside it"),
+    "in get_batch, tp 2": lambda job, dying: batches_on(job, dying, 2, 1, 1),
+    "in get_batch, tp 4": lambda job, dying: batches_on(job, dying, 4, 1, 1),
+    "in get_batch, cp 2": lambda job, dying: batches_on(job, dying, 1, 2, 1),
+    "in get_batch, pp 2": lambda job, dying: batches_on(job, dying, 1, 1, 2),
+    "in finish_grad_sync": gradients_on,
+    "in the check for nan": functools.partial(gradients_on, check_for_nan_in_grad=True),
+}
+
+
+@linux
+@pytest.mark.parametrize("dying", [0, 3])
+def test_a_rank_that_dies(one, tmp_path, dying):
+    """Every other rank raises, in whatever collective it waits, and names the one that is dead, not
+    those that have ended since, for the same reason.  All these jobs run side by side."""
+    def life(when, folder, events, rank):
+        limit = datetime.timedelta(seconds=100)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=limit
+        )
+        torch.distributed.barrier()
+        job, start = Job(rank, 4, folder), time.monotonic()
+        job.events = events
+        with pytest.raises(RuntimeError, match=f"^rank {dying}: its process has ended"):
+            when(job, dying)
+        assert time.monotonic() < start + LIMIT
+
+    lives = []
+    for number, when in enumerate(DEATHS.values()):
+        (folder := tmp_path / str(number)).mkdir()
+        write_corpora(one, folder)
+        events = FORK.Event(), FORK.Event()
+        lives += [functools.partial(life, when, folder, events, rank) for rank in range(4)]
+    codes = np.reshape(in_children(*lives, timeout=100), (len(DEATHS), 4)).tolist()
+    for when, (dead, *others) in zip(DEATHS, ([c.pop(dying), *c] for c in codes)):
+        assert dead in (7, -signal.SIGKILL) and others == [0, 0, 0], (when, codes)
 
 
 # -- gradients: any number of ranks gives those of one process -------------------------------------
@@ -6304,23 +6697,7 @@ def test_training_on_any_layout_equals_one_process(tmp_path):
 # ==============================================================================
 
 FUZZ = int(os.environ.get("MEGATRON_MIN_FUZZ", 150))
-FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
 NUMBERS = [-(2**63), -1, 0, 1, 2, 7, 2**15, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1]
-linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and limits that hold")
-
-
-def in_children(*jobs, timeout=600):
-    """Run functions, each in a process of its own, all at once -> their exit codes: 0 if one
-    returned, None if it hangs, negative for the signal that ended it."""
-    processes = [FORK.Process(target=job) for job in jobs]
-    for process in processes:
-        quiet(process.start)
-    for process in processes:
-        process.join(timeout)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    return codes
 
 
 def put(files):
@@ -6356,72 +6733,247 @@ def damaged(rng, data, others):
 
 
 def fuzz(case_of):
-    """case_of(rng) for FUZZ cases in a child: no signal, no hang, no memory for forged numbers."""
+    """case_of(rng) for FUZZ cases in a child: no signal, no hang, no memory for forged numbers;
+    pytest -s prints how many of them ended in what."""
 
     def run():
         limits = importlib.import_module("resource")
         used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * limits.getpagesize()
         limits.setrlimit(limits.RLIMIT_AS, (used + (2 << 30),) * 2)
+        ends = collections.Counter()
         for case in range(FUZZ):
             try:
-                case_of(np.random.default_rng([13, case]))
+                ends[case_of(np.random.default_rng([13, case]))] += 1
             except BaseException as error:
                 error.add_note(f"in case {case}")
                 raise
+        print(f"\n{FUZZ} cases:", dict(ends.most_common()))
 
     assert in_children(run, timeout=100 + FUZZ) == [0]
 
 
+def damages(rng, good, others):
+    """One or two of the files good, damaged or (2 %) gone -> {path: bytes or None}."""
+    chosen = rng.choice(sorted(good), rng.choice([1, 1, 1, 2]), replace=False)
+    return {
+        str(path): damaged(rng, good[path], others) if rng.random() < 0.98 else None
+        for path in chosen
+    }
+
+
+def trapped(data):
+    """data, and files that run code if something unpickles them: they make the file "ran"."""
+    array = io.BytesIO()
+    np.lib.format.write_array(array, np.array([Trap("ran")], object), allow_pickle=True)
+    return [*data, array.getvalue(), pickle.dumps(Trap("ran")), b"PK\3\4"]
+
+
 # what a damaged corpus may end in, and, where fast_cache_load trusts it, a damaged cache; the
 # latter also in what numpy makes of a header
-SENTENCES = ValueError, IndexError, FileNotFoundError, TypeError
-OF_NUMPY = AttributeError, EOFError, OverflowError, SyntaxError, tokenize.TokenError
-OF_NUMPY += (zipfile.BadZipFile,)
+SENTENCES = ValueError, FileNotFoundError
+OF_NUMPY = IndexError, TypeError, AttributeError, EOFError, OverflowError, SyntaxError
+OF_NUMPY += tokenize.TokenError, zipfile.BadZipFile
+
+
+def blend_to_damage(mm):
+    """Two pairs in the folder in -> a function that reads a blend of them, with a cache: all its
+    samples, as one batch, and whether a warning said that the cache is rebuilt."""
+    rng = np.random.default_rng(5)
+    blend = [mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)]
+    blend += [mk(mm, "in/b", random_docs(rng, 9))]
+
+    def read(cache, names=mm, **fields):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cfg = config(names, (blend, [1, 3]), path_to_cache=cache, sequence_length=4, **fields)
+            ds = build(names, [20, 0, 0], cfg)[0]
+            samples = getattr(ds, "__getitems__", lambda which: [ds[k] for k in which])
+            batch = torch.utils.data.default_collate(samples([*range(len(ds))]))
+        return batch, any("is rebuilt" in str(w.message) for w in caught)
+
+    return read
 
 
 @linux
-def test_fuzzed_files(mm, tmp_path):
-    """A blend over any damaged file: its samples, or a sentence; a damaged cache is never seen."""
-    rng, base, trap = np.random.default_rng(5), str(tmp_path), io.BytesIO()
-    a = mk(mm, tmp_path / "a", random_docs(rng, 12, 9), np.uint16)
-    blend = [a, mk(mm, tmp_path / "b", random_docs(rng, 9))], [1, 3]
-    np.lib.format.write_array(trap, np.array([Trap(f"{base}/ran")], object), allow_pickle=True)
+def test_fuzzed_files(mm, tmp_path, monkeypatch):
+    """A blend over damaged files: the samples that they hold, the same with an old cache as with a
+    new one, or a sentence; a damaged cache is never seen, not even one without manifests."""
+    monkeypatch.chdir(tmp_path)
+    read, flags = blend_to_damage(mm), ["fast_cache_load", "mmap_bin_files", "defer_npy_index_mmap"]
+    for prefix in ("in/a", "in/b"):
+        os.utime(f"{prefix}.idx", ns=(10**18,) * 2)
+    wanted, good = read("cache")[0], files_of(".")
+    times, others = {path: os.stat(path).st_mtime_ns for path in good}, trapped(good.values())
 
-    def files():
-        return {f"{base}/{name}": data for name, data in files_of(base).items()}
-
-    def read(cache, **fields):
-        fields |= {"path_to_cache": f"{base}/{cache}", "sequence_length": 4}
-        ds = quiet(build, mm, [20, 0, 0], config(mm, blend, **fields))[0]
-        return torch.utils.data.default_collate(ds.__getitems__([*range(len(ds))]))
-
-    wanted, good = read("cache"), files()
-    times = {path: os.stat(path).st_mtime_ns for path in good}
-    others = [*good.values(), trap.getvalue(), pickle.dumps(Trap(f"{base}/ran")), b"PK\3\4"]
+    def ending(cache, fields):
+        fast = fields["fast_cache_load"]
+        try:
+            return read(cache, **fields)
+        except SENTENCES + OF_NUMPY * fast as error:
+            return None, type(error).__name__
 
     def case_of(rng):
-        path, keep, *flags = [*good][rng.integers(len(good))], *(rng.random(4) < 0.5).tolist()
-        put({path: damaged(rng, good[path], others) if rng.random() < 0.98 else None})
-        if keep and os.path.exists(path):
-            os.utime(path, ns=(times[path],) * 2)
-        names = "fast_cache_load", "mmap_bin_files", "defer_npy_index_mmap"
-        of_corpus, fast = path.endswith((".bin", ".idx")), flags[0]
-        try:
-            found = read("cache", **dict(zip(names, flags)))
-            due = read("fresh") if of_corpus and not fast else wanted
-            for key in {**due, **found}:  # wrong, but in range, is at least of the right shape
-                match = torch.equal if not fast else lambda a, b: a.shape == b.shape
-                assert match(found[key], due[key]), (path, key)
-        except SENTENCES + OF_NUMPY * fast:
-            if not (of_corpus or fast):
-                raise
-        shutil.rmtree(f"{base}/fresh", ignore_errors=True)
-        now = files()
-        assert f"{base}/ran" not in now, "nothing in it is run"
-        changed = {path} | {p for p in good | now if good.get(p) != now.get(p)}
+        fields = dict(zip(flags, (rng.random(3) < 0.5).tolist()))
+        keep, without = rng.random() < 0.5, rng.random() < 0.25
+        files = dict.fromkeys(path for path in good if without and path.endswith("manifest.json"))
+        files |= damages(rng, good, others)
+        put(files)
+        for path in files if keep else ():
+            if os.path.exists(path):
+                os.utime(path, ns=(times[path],) * 2)
+        of_corpus, fast = any(path.startswith("in/") for path in files), fields["fast_cache_load"]
+        found, end = ending("cache", fields)
+        due = ending("fresh", fields)[0] if of_corpus and not fast else wanted
+        assert fast or (found is None) == (due is None), (files.keys(), end)
+        assert of_corpus or fast or found, end
+        equal = bool(found and due) and all(torch.equal(found[key], due[key]) for key in due)
+        if found:  # trusted, and wrong, but in range: at least of the right shape
+            assert equal or fast and {k: v.shape for k, v in found.items()} == {
+                k: v.shape for k, v in due.items()
+            }
+            end = "other samples" if not equal else "right" + end * ", cache rebuilt"
+        shutil.rmtree("fresh", ignore_errors=True)
+        now = files_of(".")
+        assert "ran" not in now, "nothing in it is run"
+        changed = files.keys() | {p for p in good | now if good.get(p) != now.get(p)}
         put({p: good.get(p) for p in changed})
         for p in changed & times.keys():
             os.utime(p, ns=(times[p],) * 2)
+        return end + fast * " (fast_cache_load)"
+
+    fuzz(case_of)
+
+
+def forged(rng, index):
+    """An .idx that begins with this one's fields, whose entries are changed so that others fit."""
+    n, m = struct.unpack_from("<QQ", index, 18)
+    item = {8: 2, 4: 4}[index[17]]
+    lengths = np.frombuffer(index, np.int32, n, 34).copy()
+    documents = np.frombuffer(index, np.int64, m, 34 + 12 * n).copy()
+    one, other = rng.integers(n, size=2)
+    by = rng.integers(-3, 4)
+    lengths[one] += by
+    lengths[other] -= by
+    documents[rng.integers(m)] += rng.integers(-2, 3)
+    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * item
+    pointers[rng.integers(n)] += rng.choice([0, 0, 1, item])
+    entries = lengths.tobytes() + pointers.tobytes() + documents.tobytes()
+    return index[:34] + entries + index[34 + len(entries) :]
+
+
+Pair = collections.namedtuple("Pair", "plain item lengths pointers documents modes tokens")
+
+
+def pair_of(index, tokens, multimodal):
+    """The pair that the bytes of .idx and .bin are, read as the table of the format says, entries
+    unchecked; None if a file is gone, or a field or the size of the .idx is wrong."""
+    if index is None or tokens is None or len(index) < 34:
+        return None
+    magic, version, code, n, m = struct.unpack_from("<9sQBQQ", index)
+    plain = 34 + 12 * n + 8 * m
+    if (magic, version) != (b"MMIDIDX\0\0", 1) or code not in range(1, 9):
+        return None
+    if len(index) != plain + n and (multimodal or len(index) != plain):
+        return None
+    fields = [(n, "i", 34), (n, "q", 34 + 4 * n), (m, "q", 34 + 12 * n)]
+    fields += [(n * multimodal, "b", plain)]
+    arrays = (struct.unpack_from(f"<{count}{kind}", index, at) for count, kind, at in fields)
+    return Pair(plain, [1, 1, 2, 4, 8, 8, 4, 2][code - 1], *arrays, tokens)
+
+
+def is_whole(pair):
+    """Do the entries of a pair_of() fit each other, and its .bin?"""
+    if not pair:
+        return False
+    ends = [pair.item * end for end in itertools.accumulate(pair.lengths, initial=0)]
+    return (
+        min(pair.lengths, default=0) >= 0
+        and [*pair.pointers, len(pair.tokens)] == ends
+        and pair.documents[:1] + pair.documents[-1:] == (0, len(pair.lengths))
+        and list(pair.documents) == sorted(pair.documents)
+    )
+
+
+def tokens_of(pair, i, offset=0, length=None):
+    """The bytes at a place of a pair_of(), with their mode if it has some; None if outside."""
+    if not -len(pair.lengths) <= i < len(pair.lengths):
+        return None
+    begin, size = pair.pointers[i], pair.lengths[i]
+    length = size if length is None else length
+    inside = 0 <= begin <= begin + size * pair.item <= len(pair.tokens) and begin % pair.item == 0
+    if not inside or not 0 <= offset <= offset + length <= size:
+        return None
+    found = pair.tokens[begin + offset * pair.item :][: length * pair.item]
+    return (found, pair.modes[i]) if pair.modes else found
+
+
+def try_all_places(mm, ds, pair, rng):
+    """Every ds[i], a part of each, and a slice equal tokens_of(pair, ...), or are refused."""
+
+    def plain(found):
+        return (found[0].tobytes(), int(found[1])) if ds.multimodal else found.tobytes()
+
+    n = len(ds)
+    for i in range(-n - 1, n + 1):
+        longest = pair.lengths[i] if -n <= i < n else 3
+        part = rng.integers(-1, max(0, min(longest, 50)) + 2, 2).tolist()
+        for place in [(i,), (i, *part)]:
+            due = tokens_of(pair, *place)
+            try:
+                assert plain(ds.get(*place)) == due, place
+            except (mm.DatasetFormatError, IndexError):
+                assert due is None, place
+    some = slice(*rng.integers(-n - 2, n + 3, 2).tolist())
+    due = [tokens_of(pair, i) for i in range(n)[some]]
+    try:
+        found = zip(*ds[some]) if ds.multimodal else ds[some]
+        assert [plain(each) for each in found] == due
+    except mm.DatasetFormatError:
+        assert None in due
+
+
+@linux
+def test_fuzzed_pairs(one, tmp_path, monkeypatch):
+    """Any place in a damaged pair, opened in any way: as the format has it, or refused.  With the
+    full check it opens if, and only if, it is whole; merge() takes it only then."""
+    monkeypatch.chdir(tmp_path)
+    for path, modes, dtype in (("plain", False, np.uint16), ("moded", True, np.int32)):
+        with one.IndexedDatasetBuilder(f"{path}.bin", dtype, modes) as builder:
+            for doc in random_docs(np.random.default_rng(5), 12, 9):
+                cut = len(doc) // 2
+                builder.add_document(doc, [cut, len(doc) - cut], [1, -2] if modes else None)
+    good = files_of(".")
+    others, refusals = trapped(good.values()), (one.DatasetFormatError, FileNotFoundError)
+
+    def case_of(rng):
+        path = ["plain", "moded"][rng.integers(2)]
+        multimodal, mmap = (rng.random(2) < [0.9 if path == "moded" else 0.1, 0.5]).tolist()
+        check, as_one = [None, True, False][rng.integers(3)], rng.random() < 0.1
+        files = damages(rng, {name: data for name, data in good.items() if path in name}, others)
+        if rng.random() < 0.3:
+            files = {f"{path}.idx": forged(rng, good[f"{path}.idx"])}
+        put(files)
+        index, tokens = ({**good, **files}[path + extension] for extension in (".idx", ".bin"))
+        pair = pair_of(index, tokens, multimodal)
+        whole = is_whole(pair)
+        try:
+            if as_one:
+                one.merge([path], "merged", multimodal)
+                end, made = "merged", files_of(".")
+                assert whole and made["merged.bin"] == tokens
+                assert made["merged.idx"] == index[: None if multimodal else pair.plain]
+            else:
+                ds = one.IndexedDataset(path, multimodal, mmap, check=check)
+                end = "opened" if whole else "opened without a check"
+                assert whole or check is False
+                try_all_places(one, ds, pair, rng)
+        except refusals as error:
+            end = "refused"
+            assert not whole and path in str(error) and len(str(error).split()) > 3
+        now = files_of(".")
+        assert end == "merged" or now.keys() <= good.keys(), "nothing is run, nothing is left"
+        put({name: good.get(name) for name in now | files})
+        return end
 
     fuzz(case_of)
 
@@ -6442,13 +6994,304 @@ def test_fuzzed_states(one, kind):
             loader.load_state_dict(json.loads(text))
         except ValueError as error:
             assert len(str(error).split()) > 3 and loader.state_dict() == before
-            return
+            return "refused"
         done = loader.state_dict()["consumed_samples"]
         assert done == json.loads(text)["consumed_samples"]
         if done < 64:  # then a random one begins another order
             assert torch.equal(torch.cat([b["k"] for b in loader]), torch.cat(order[done // 8 :]))
+        return "resumed"
 
     fuzz(case_of)
+
+
+# -- the arguments of the kernels ------------------------------------------------------------------
+
+WRITES = {  # how many of its first arguments a kernel writes
+    "build_sample_idx": 1,
+    "shuffle": 2,
+    "build_blending_indices": 2,
+    "build_exhaustive_blending_indices": 2,
+    "read_samples": 1,
+}
+OTHERS = "? i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 >i2 >i4 >u4 >i8 >f8 c16 M8[s] V4 S4 i4,i4".split()
+FORMS = [  # what else an array may be
+    read_only,
+    lambda a: a[::-1],
+    lambda a: a[..., ::-1],
+    lambda a: a[::2],
+    lambda a: np.repeat(a, 2, -1)[..., ::2],
+    lambda a: np.broadcast_to(a.reshape(-1)[:1], a.shape),
+    lambda a: np.broadcast_to(a.reshape(-1)[:1], (2**15,)),
+    np.asfortranarray,
+    np.transpose,
+    np.ravel,
+    lambda a: a[None],
+    lambda a: a[..., None],
+    lambda a: a.reshape(-1)[:1].reshape(()),
+    lambda a: a.reshape(-1)[0],
+    lambda a: np.empty((0, 2**40), a.dtype),
+    memoryview,
+    lambda a: memoryview(a).cast("B"),
+    np.ndarray.tobytes,
+    np.ndarray.tolist,
+    torch.from_numpy,
+    np.ma.masked_array,
+    str,
+    len,
+    lambda a: None,
+    *(lambda a, kind=kind: a.astype(kind) for kind in ("O", "i8", "f4", "f8", "M8[s]", "i4,i4")),
+    *(lambda a: a.astype(a.dtype.newbyteorder(">")),) * 2,
+]
+ODD = [*NUMBERS, *(sign * 2**bits - 1 for sign in (1, -1) for bits in (15, 31, 62, 63, 64, 99))]
+ODD += [True, 1.5, 2.0, math.nan, math.inf, -1j, None, "4", b"4", [4], (), {}]
+ODD += [np.int8(4), np.uint64(2**63), np.float64(4), np.array(4), np.array([4])]
+ODD += [lambda: np.random.default_rng(5), lambda: np.random.RandomState(np.random.PCG64(5))]
+
+
+def kernel_call(name, rng, scale=1):
+    """Arguments that a kernel takes."""
+    n, long = int(rng.integers(1, 40)), int(rng.choice([1, 1, 700, 5000]))
+    size, room = int(rng.integers(200 * scale)), int(rng.choice([0, 0, 9]))
+    if name == "read_samples":
+        return read_arguments(read_call(rng))
+    if name == "shuffle":
+        items = np.arange(rng.integers(900) * scale)
+        position = int(rng.choice([0, 1, 300, 623, 624]))
+        return items.astype(rng.choice(["i4", "u4", "i8"])), key(), position
+    if name != "build_sample_idx":
+        weights, counts = np.array(random_weights(rng)), rng.integers(0, 7 * scale, n)
+        full = name == "build_exhaustive_blending_indices"
+        places = room + (int(counts.sum()) if full else size)
+        outputs = np.full(places, 77, np.int16), np.full(places, 77)
+        return *outputs, *((counts, n) if full else (weights, len(weights), size))
+    sizes = (rng.integers(0, 20, 12) * long).astype(np.int32)
+    documents = rng.integers(0, 12, n * scale).astype(np.int32)
+    length, extra, before = int(rng.integers(1, 9)) * long, *rng.integers(0, [2, 3]).tolist()
+    low = (before - extra) // length + 1 if before else 0  # the first row of this part
+    high = (before + int(sizes[documents].sum()) - extra) // length + 1
+    rows = np.full((max(high - low, 0), 2), 77, rng.choice(["i4", "i8"]))
+    last = (high - 1) * length + extra
+    return rows, sizes, documents, length, extra, last, low, int(rng.integers(5)), before
+
+
+def public_call(name, rng):
+    """The same of the function that users call."""
+    call = kernel_call(name, rng)
+    if name == "shuffle":
+        return call[0], lambda: np.random.RandomState(5)
+    if name != "build_sample_idx":
+        return call
+    _, sizes, documents, length, *_ = call
+    return sizes, documents, length, 1, int(sizes[documents].sum()), *(rng.random(2) < 0.5).tolist()
+
+
+def laid_out(rng, call, memory):
+    """A call with, for each array, its place in memory, where 165 is in no array."""
+    if isinstance(call, tuple):
+        return tuple(laid_out(rng, part, memory) for part in call)
+    if not isinstance(call, np.ndarray):
+        return call
+    memory += b"\xa5" * (32 + -len(memory) % 8 + (rng.random() < 0.1))
+    place = {"dtype": call.dtype, "shape": call.shape, "offset": len(memory), "form": np.asarray}
+    memory += call.tobytes() + b"\xa5" * 32
+    return types.SimpleNamespace(**place)
+
+
+def damaged_call(rng, call, memory):
+    """One argument, one number in one array, or the number of arguments is another."""
+    if isinstance(call, tuple | list) and call and rng.random() < 0.98:
+        at = rng.integers(len(call))
+        return *call[:at], damaged_call(rng, call[at], memory), *call[at + 1 :]
+    if isinstance(call, tuple | list):
+        return [call[:-1], (*call, None), (), list(call)][rng.integers(4)]
+    if not isinstance(call, types.SimpleNamespace):
+        near = isinstance(call, int) and rng.random() < 0.5
+        return call + int(rng.choice([-1, 1])) if near else ODD[rng.integers(len(ODD))]
+    array = types.SimpleNamespace(**vars(call))
+    if (kind := rng.integers(8)) == 0:
+        array.dtype = np.dtype(OTHERS[rng.integers(len(OTHERS))])
+    elif kind == 1 and array.shape:
+        at, size = rng.integers(len(array.shape)), int(rng.choice([-1, 0, 1, 2, 3]))
+        size = size if size in (0, 2) else max(0, array.shape[at] + size - 2)
+        array.shape = (*array.shape[:at], size, *array.shape[at + 1 :])
+    elif kind == 2:
+        array.offset = int(rng.integers(len(memory)))
+    elif kind == 3:
+        array.form = FORMS[rng.integers(len(FORMS))]
+    else:
+        numbers = [*NUMBERS, -(2**31)] if array.dtype.kind in "iu" else [1e308, 5e-324, -1.0]
+        numbers += [math.nan, math.inf, -math.inf] * (array.dtype.kind == "f")
+        with contextlib.suppress(OverflowError, TypeError, ValueError, IndexError):
+            whole = np.ndarray(array.shape, array.dtype, memory, array.offset).reshape(-1)
+            at, number = rng.integers(whole.size), numbers[rng.integers(len(numbers))]
+            with np.errstate(over="ignore"):
+                whole[at] = whole[at] + rng.choice([-1, 1]) if kind < 6 else number
+    return array
+
+
+def given(call, memory, plain=False):
+    """The arguments themselves; plain: arrays where C takes what is none."""
+    if isinstance(call, tuple | list):
+        return type(call)(given(part, memory, plain) for part in call)
+    if not isinstance(call, types.SimpleNamespace):
+        return call() if callable(call) else call
+    made = call.form(np.ndarray(call.shape, call.dtype, memory, call.offset))
+    return np.asarray(memoryview(made)) if plain and isinstance(made, bytes | memoryview) else made
+
+
+def fuzzed_call(rng, name, call):
+    """Damaged or not -> (the call, the memory of its arrays); None: not even numpy makes them."""
+    memory = bytearray()
+    call = laid_out(rng, call, memory)
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
+        call = damaged_call(rng, call, memory)
+    try:
+        given(call, memory)
+    except (TypeError, ValueError, IndexError, BufferError):
+        return None
+    return call, memory
+
+
+def outcome(function, arguments):
+    """-> (what it returned, an array as its bytes; the type of its exception)."""
+    try:
+        found = quiet(function, *arguments)
+        return getattr(found, "tobytes", lambda: found)(), None
+    except Exception as error:
+        return None, type(error)
+
+
+def kept(call, memory):
+    """The memory that a call may not write."""
+    arrays, memory = [call], bytearray(memory)
+    for array in arrays:
+        if isinstance(array, tuple | list):
+            arrays += array
+        elif isinstance(array, types.SimpleNamespace):
+            end = array.offset + math.prod(array.shape) * array.dtype.itemsize
+            memory[array.offset : end] = bytes(len(memory[array.offset : end]))
+    return memory
+
+
+@linux
+@pytest.mark.parametrize("name", WRITES)
+def test_fuzzed_arguments_of_kernels(name):
+    """C, called directly: what its twin writes, and nothing beside; or an exception."""
+    if "c" not in IMPLEMENTATIONS:
+        pytest.skip("the C kernels are switched off")
+    one = copy_of_module("c")
+    ours, twin = getattr(one._kernels, name), getattr(one, f"_py_{name}")
+
+    def case_of(rng):
+        if (fuzzed := fuzzed_call(rng, name, kernel_call(name, rng))) is None:
+            return
+        call, memory = fuzzed
+        mine, theirs = memory[:], memory[:]
+        found, error = outcome(ours, given(call, mine))
+        assert error in (None, TypeError, ValueError, IndexError, OverflowError)
+        written = call[: WRITES[name]]
+        assert kept(written, mine) == kept(written, memory), "what it may not write"
+        if error is None and (name, found) != ("read_samples", -1):  # which is: refused
+            assert (found, None) == outcome(twin, given(call, theirs, plain=True))
+            assert mine == theirs
+
+    fuzz(case_of)
+
+
+@linux
+@pytest.mark.parametrize("name", [*WRITES][:4])
+def test_fuzzed_arguments_of_public_functions(name):
+    """The same from both implementations: what is written, or the type of the exception."""
+    if "c" not in IMPLEMENTATIONS:
+        pytest.skip("the C kernels are switched off")
+    ours, theirs = (getattr(copy_of_module(kind), name) for kind in ("c", "python"))
+
+    def with_state(function):  # what is left of a random state is compared, too
+        return lambda items, state: (function(items, state), str(state.get_state()))[1]
+
+    def case_of(rng):
+        if (fuzzed := fuzzed_call(rng, name, public_call(name, rng))) is None:
+            return
+        call, memory = fuzzed
+        with contextlib.suppress(ArithmeticError, IndexError, TypeError, ValueError):
+            if name == "build_sample_idx" and 2**24 < int(call[3]) * int(call[4]) < 2**40:
+                return  # rows for so many tokens are made before those that are there are counted
+        mine, other = memory[:], memory[:]
+        functions = map(with_state, (ours, theirs)) if name == "shuffle" else (ours, theirs)
+        found, due = map(outcome, functions, (given(call, mine), given(call, other)))
+        assert found == due
+        assert found[1] or mine == other
+        written = call[: WRITES[name]] if name != "build_sample_idx" else ()
+        assert kept(written, mine) == kept(written, memory) == kept(written, other)
+
+    fuzz(case_of)
+
+
+@linux
+@pytest.mark.parametrize("name", WRITES)
+def test_kernels_leak_nothing(name):
+    """20 calls a case, most of which fail: no reference, no view of a buffer, no memory is left."""
+    if "c" not in IMPLEMENTATIONS:
+        pytest.skip("the C kernels are switched off")
+    import tracemalloc
+
+    kernel, calls, grown = getattr(copy_of_module("c")._kernels, name), 0, 0
+
+    def case_of(rng):
+        nonlocal calls, grown
+        if (fuzzed := fuzzed_call(rng, name, kernel_call(name, rng))) is None:
+            return
+        parts = [given(call := fuzzed[0], memory := fuzzed[1])]
+        for part in parts:
+            parts += part if isinstance(part, tuple | list) else ()
+        counted = [part for part in parts if not isinstance(part, int | None)]
+        tracemalloc.start()
+        for again in range(21):
+            if again == 1:  # the first may fill a cache of Python
+                counts, before = [*map(sys.getrefcount, counted)], tracemalloc.get_traced_memory()
+            with contextlib.suppress(Exception):
+                kernel(*parts[0])
+        calls, grown = calls + 20, grown + tracemalloc.get_traced_memory()[0] - before[0]
+        tracemalloc.stop()
+        assert [*map(sys.getrefcount, counted)] == counts, call
+        assert grown < 8 * calls + 2000  # no object is as small
+        del part, parts, counted
+        memory.append(0)  # a BufferError while somebody has a view of it
+
+    fuzz(case_of)
+
+
+@linux
+@pytest.mark.parametrize("name", WRITES)
+def test_kernels_in_eight_threads(name):
+    """At once, on the same inputs, with outputs of their own, and with calls between that fail."""
+    if "c" not in IMPLEMENTATIONS:
+        pytest.skip("the C kernels are switched off")
+    kernel, written = getattr(copy_of_module("c")._kernels, name), WRITES[name]
+    good = [kernel_call(name, np.random.default_rng([14, case]), 100) for case in range(20)]
+    fresh, bad, rng = [pickle.dumps(call[:written]) for call in good], [], np.random.default_rng(14)
+
+    def run(order):
+        found = {}
+        for at in order:
+            outputs, (call, memory) = pickle.loads(fresh[at]), bad[at]
+            result = kernel(*outputs, *good[at][written:])
+            found[at] = pickle.dumps((result, outputs))
+            with pytest.raises((TypeError, ValueError, IndexError, OverflowError)):
+                kernel(*given(call, memory[:]))
+        return found
+
+    def threads():
+        while len(bad) < len(good):
+            fuzzed = fuzzed_call(rng, name, kernel_call(name, rng))
+            if fuzzed and outcome(kernel, given(*fuzzed))[1]:
+                bad.append(fuzzed)
+        wanted, orders = run(range(20)), [rng.permutation(20).tolist() for _ in range(8)]
+        sys.setswitchinterval(1e-5)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert all(found == wanted for found in pool.map(run, orders))
+
+    assert in_children(threads) == [0]
 
 
 def signalled(job, number, at, within=""):
@@ -6472,6 +7315,24 @@ def signalled(job, number, at, within=""):
     return next(calls)
 
 
+def small_disk(folder, free, files):
+    """Lay a tmpfs over folder, for this process alone: files, and so many free pages.  Exits with
+    77 where that is not allowed."""
+    libc, page = ctypes.CDLL(None), os.sysconf("SC_PAGE_SIZE")
+    size = page * (free + sum(len(data) // page + 1 for data in files.values()))
+    ids = {"setgroups": "deny", "uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
+    try:
+        if libc.unshare(0x10000000 | 0x20000):  # namespaces of users and of mounts
+            raise PermissionError
+        for name, text in ids.items():
+            pathlib.Path(f"/proc/self/{name}").write_text(text)
+        if libc.mount(b"none", folder.encode(), b"tmpfs", 0, b"size=%d" % size):
+            raise PermissionError
+    except OSError:
+        os._exit(77)
+    put({f"{folder}/{name}": data for name, data in files.items()})
+
+
 def writers(mm, generation):
     """{name: function that writes into the folder out}, of either of two generations of data."""
     docs = random_docs(np.random.default_rng([13, generation]), 40, 30)
@@ -6491,10 +7352,11 @@ def writers(mm, generation):
 
 @linux
 @pytest.mark.parametrize("job", ["finalize", "merge", "preprocess", "cache", "blend"])
-@pytest.mark.parametrize("how", ["killed", "interrupted", "full", "read-only"])
+@pytest.mark.parametrize("how", ["killed", "interrupted", "limited", "full", "read-only"])
 def test_writers_that_end_early(mm, tmp_path, monkeypatch, job, how):
     """Whatever has its name is whole, of one generation if its .idx or manifest is there; only
-    temporary files of a killed process stay; the next run is right.  A cache is never needed."""
+    temporary files of a killed process stay, until the next run, which is right.  A cache is never
+    needed."""
     monkeypatch.chdir(tmp_path)
     os.chmod(tmp_path, 0o755)  # for nobody
     within = mm.__file__ if how == "interrupted" else ""
@@ -6507,9 +7369,11 @@ def test_writers_that_end_early(mm, tmp_path, monkeypatch, job, how):
 
     def run():
         rng, limits = np.random.default_rng(moment), importlib.import_module("resource")
-        if how == "full":
+        if how == "limited":
             at = int(rng.integers(max(map(len, new.values()))))
             limits.setrlimit(limits.RLIMIT_FSIZE, (at, -1))
+        if how == "full":
+            small_disk("out", int(rng.integers(1, 2 * len(new))), before)
         if how == "read-only":
             os.chmod("out", 0o555)
             os.geteuid() or os.setuid(65534)
@@ -6518,14 +7382,20 @@ def test_writers_that_end_early(mm, tmp_path, monkeypatch, job, how):
         with contextlib.suppress(KeyboardInterrupt, allowed):
             signalled(write, number, int(rng.integers(calls * 1.05)), within)
         gc.collect()  # what the end of a process does, but not of one that was forked here
+        if how == "full":
+            shutil.copytree("out", f"seen{moment}")
 
     (_, _, old), (write, calls, new) = written(0), written(1)
     for moment in range(max(1, round(3 * CASES))):
         before = old if moment % 3 else {}
         put({f"out/{name}": before.get(name) for name in old | files_of("out")})
-        assert in_children(run) in ([0], [-signal.SIGKILL])
+        if (ended := in_children(run)) == [77] and how == "full":
+            pytest.skip("nothing can be mounted here")
+        assert ended in ([0], [-signal.SIGKILL])
         os.chmod("out", 0o755)
-        found = files_of("out")
+        found = files_of(f"seen{moment}" if how == "full" else "out")
+        if how == "full":
+            put({f"out/{name}": found.get(name) for name in before | found})
         left = {name for name in found if name.endswith(".tmp")}
         assert not left or how in ("killed", "interrupted"), left
         for name in found.keys() - left:
@@ -6536,7 +7406,150 @@ def test_writers_that_end_early(mm, tmp_path, monkeypatch, job, how):
                 now, *whole = [[f.get(n) for n in group] for f in (found, before, new)]
                 assert now in whole, (moment, name)
         write()
-        assert {n: data for n, data in files_of("out").items() if n not in left} == new, moment
+        assert files_of("out") == new, "and what a killed process left is gone"
+
+
+@linux
+def test_temporary_files_of_killed_processes_are_cleaned(one, tmp_path, monkeypatch):
+    """By the next that writes the same file; those of a living process, and other files, stay."""
+    path, ready = str(tmp_path / "pair[1].bin"), FORK.Event()
+
+    def write():
+        kept.append(one.IndexedDatasetBuilder(path))
+        ready.set()
+        time.sleep(100)
+
+    kept, child = [], FORK.Process(target=write)
+    others = [f"{path}.{'0' * 15}.tmp", f"{path}x.{'0' * 16}.tmp", f"{path}.{'x' * 16}.tmp"]
+    put(dict.fromkeys(others, b""))
+    quiet(child.start)
+    assert ready.wait(60)
+    with one.IndexedDatasetBuilder(path):
+        assert len(glob.glob(f"{tmp_path}/*")) == 5, "it lives"
+        child.kill()
+        child.join(60)
+    with one.IndexedDatasetBuilder(path):
+        assert len(glob.glob(f"{tmp_path}/*")) == 6, "its own, .idx, .bin"
+    assert {*glob.glob(f"{tmp_path}/*")} == {path, path[:-3] + "idx", *others}
+
+
+@linux
+def test_a_temporary_file_may_be_cleaned_before_it_is_locked(one, tmp_path, monkeypatch):
+    flock, seen = one.fcntl.flock, []
+
+    def late(file, how):
+        seen.append(file.name)
+        if len(seen) == 1:
+            os.unlink(file.name)
+        flock(file, how)
+
+    monkeypatch.setattr(one.fcntl, "flock", late)
+    mk(one, tmp_path / "p", [[1]])
+    assert len(seen) == 3 and set(files_of(tmp_path)) == {"p.bin", "p.idx"}
+
+
+@pytest.mark.parametrize("how", ["refused", "windows"])
+def test_writing_without_locks(one, tmp_path, monkeypatch, how):
+    """Where there are none all is as before: temporary files of others stay."""
+    refused = mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks"))
+    fcntl = types.SimpleNamespace(flock=refused, LOCK_EX=2, LOCK_NB=4) if how == "refused" else None
+    monkeypatch.setattr(one, "fcntl", fcntl)
+    put({f"{tmp_path}/p.bin.{'0' * 16}.tmp": b""})
+    prefix = mk(one, tmp_path / "p", [[1, 2]])
+    assert one.IndexedDataset(prefix)[0].tolist() == [1, 2] and len(files_of(tmp_path)) == 3
+
+
+# -- supply: what it may touch ---------------------------------------------------------------------
+
+
+def test_nothing_in_the_module_runs_data(one):
+    """No pickle, eval, exec or shell: files are data, never code; only import_module of a name."""
+    tree = ast.parse((HERE / "megatron_min.py").read_text())
+    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    bad = {"pickle", "marshal", "shelve", "subprocess", "socket", "urllib", "http", "ctypes", "ssl"}
+    assert not bad & {name.partition(".")[0] for name in imported}
+    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    assert not names & {"eval", "exec", "compile", "__import__", "pickle"}
+    attributes = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    assert not attributes & {"system", "popen", "all_gather_object", "broadcast_object_list"}
+    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
+        of = ast.unparse(call.func)
+        assert of not in ("torch.load", "torch.save")
+        if of == "np.load" or of == "np.save":
+            allowed = {k.arg: ast.unparse(k.value) for k in call.keywords}.get("allow_pickle")
+            assert allowed == "False" or of == "np.load" and allowed is None, "numpy's default"
+
+
+AUDITED = """
+import os, re, sys, warnings
+events, temporary = [], []
+def hook(event, arguments):
+    if event.startswith(("socket.", "subprocess.", "ctypes.dlopen", "pickle.find", "urllib.")):
+        events.append((event, str(arguments)[:100]))
+    if event == "open" and isinstance(arguments[0], str):
+        path, mode, flags = arguments
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            temporary.append(path)
+    if event in ("os.rename", "os.remove", "os.mkdir"):
+        temporary.append(os.fspath(arguments[0]))
+sys.dont_write_bytecode = True
+import torch.utils.data, torch.distributed, numpy  # what these do is theirs
+sys.addaudithook(hook)
+import megatron_min as mm
+folder = sys.argv[1]
+os.chdir(folder)
+text = os.path.join(folder, "in.jsonl")
+pairs = mm.preprocess(text, "pair", append_eod=True, checksum=True)
+mm.merge([pairs["text"]] * 2, "both")
+config = mm.GPTDatasetConfig(1, 8, blend=(["both", pairs["text"]], [1, 2]), split="1,1,0",
+    tokenizer=mm.ByteTokenizer(), path_to_cache=os.path.join(folder, "cache"), verify_reads=False)
+for _ in range(2):
+    train, valid, _ = mm.BlendedMegatronDatasetBuilder(
+        mm.GPTDataset, [20, 4, 0], lambda: True, config).build()
+list(mm.build_pretraining_data_loader(train, 0, micro_batch_size=4))
+mm.IndexedDataset("both").verify()
+print(events)
+print(*{os.path.realpath(path) for path in temporary}, sep="\\n")
+"""
+
+
+@linux
+def test_no_network_and_no_file_but_those_that_were_named(tmp_path):
+    """Import, preprocess, merge, build, load, under an audit hook: nothing is connected, started
+    or unpickled; what is written lies where it was asked for, under names nobody can guess."""
+    seen = []
+    for run in ("a", "b"):
+        (tmp_path / run).mkdir()
+        jsonl(tmp_path / run / "in.jsonl", ["some text", "and more of it"] * 9)
+        done = python(AUDITED, tmp_path / run)
+        assert not done.returncode, done.stderr
+        events, *paths = done.stdout.strip().split("\n")
+        assert events == "[]"
+        here = [os.path.relpath(path, tmp_path / run) for path in paths]
+        assert here and not [path for path in here if path.startswith("..")], here
+        hidden = {path for path in here if path.endswith(".tmp")}
+        assert all(re.fullmatch(r".+\.[0-9a-f]{16}\.tmp", path) for path in hidden)
+        assert {os.path.dirname(path) for path in hidden} == {"", "cache"}, "beside the target"
+        named = {path[: -len(".0123456789abcdef.tmp")] for path in hidden}
+        assert {*files_of(tmp_path / run)} == {*named, "in.jsonl"}, "nothing else is left"
+        seen.append(hidden)
+    assert len(seen[0]) > 10 and not seen[0] & seen[1], "64 random bits"
+
+
+@linux
+def test_permissions_of_a_replaced_file_are_kept(one, tmp_path):
+    prefix = mk(one, tmp_path / "p", [[1, 2]])
+    usual = os.stat(f"{prefix}.bin").st_mode & 0o777
+    os.chmod(f"{prefix}.bin", 0o600)
+    mk(one, prefix, [[1, 2, 3]])
+    assert os.stat(f"{prefix}.bin").st_mode & 0o777 == 0o600
+    assert os.stat(f"{prefix}.idx").st_mode & 0o777 == usual == 0o666 & ~umask()
+
+
+def umask():
+    """The process's, which can only be read by setting it."""
+    os.umask(now := os.umask(0))
+    return now
 
 
 @linux
@@ -6581,6 +7594,8 @@ def test_data_regenerated_under_a_reader(mm, tmp_path, mmap):
                 texts = [*map(list, (ds := mm.IndexedDataset(tmp_path / "p", mmap=mmap))[:])]
                 first, sizes = texts[0][0], ds.sequence_lengths.tolist()
                 assert texts == [[first + i] * n for i, n in enumerate(sizes)] and first % 16 == 0
+                made = quiet(gpt, mm, str(tmp_path / "p"), None, sequence_length=4)  # and its cache
+                assert len({token // 16 for sample in samples(made) for token in sample}) == 1
                 new += 1
 
     write([0])
@@ -6626,6 +7641,64 @@ def test_closed_pipe(tmp_path, one):
     demo.stdout.close()
     said = demo.stderr.read()
     assert demo.wait(100) == 1 and not os.listdir(tmp_path) and not said, said
+
+
+PREPROCESS = [sys.executable, str(HERE / "megatron_min.py"), "preprocess", "--output-prefix", "o"]
+
+
+@linux
+@pytest.mark.parametrize("tail, code", [("", 0), ('{"text": "a', 1)], ids=["whole", "half"])
+def test_pipe_whose_writer_is_killed(tmp_path, one, tail, code):
+    """Between two lines that is an end as any other; within one it is an error that names it."""
+    (tmp_path / "text").write_text('{"text": "abc"}\n' * 20_000 + tail)
+    killed = ["sh", "-c", "cat text; kill -9 $$"]
+    writer = subprocess.Popen(killed, stdout=subprocess.PIPE, cwd=tmp_path)
+    run = [*PREPROCESS, "--input", "-", "--workers", "2"]
+    ran = subprocess.run(run, stdin=writer.stdout, capture_output=True, text=True, cwd=tmp_path)
+    assert writer.wait() == -signal.SIGKILL and ran.returncode == code, ran.stderr
+    found = sorted(files_of(tmp_path).keys() - {"text"})
+    assert found == ([] if code else ["o_text_document.bin", "o_text_document.idx"])
+    assert "-: line 20001: " in ran.stderr or not code
+    assert code or len(texts_of(one, tmp_path / "o_text_document")) == 20_000
+
+
+@linux
+@pytest.mark.parametrize("out, code", [(">&-", 0), (">/dev/full", 1)])
+def test_nobody_takes_what_is_printed(tmp_path, one, out, code):
+    """The pair is whole all the same; a full disk is an error."""
+    jsonl(tmp_path / "text.jsonl", ["abc"])
+    run = ["sh", "-c", f'"$@" {out}', "sh", *PREPROCESS, "--input", "text.jsonl", "--no-verbose"]
+    ran = subprocess.run(run, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert ran.returncode == code and ("No space left" in ran.stderr if code else not ran.stderr)
+    assert [bytes(d) for d in texts_of(one, tmp_path / "o_text_document")] == [b"abc"]
+
+
+@linux
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_forked_and_spawned_workers_read_a_blend(one, tmp_path, method):
+    """Through a cache, in a pool and in a loader's worker processes: what this process reads."""
+    script = tmp_path / "script.py"
+    script.write_text("""if True:
+        import multiprocessing, sys, torch, megatron_min as mm
+        def tokens(ds): return [ds[k]["tokens"].tolist() for k in range(40)]
+        if __name__ == "__main__":
+            config = mm.GPTDatasetConfig(1, 4, (sys.argv[2:], [1, 2]), split="1",
+                tokenizer=mm.ByteTokenizer(), create_attention_mask=False, path_to_cache="cache")
+            builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [40, 0, 0], lambda: 1, config)
+            ds, how = builder.build()[0], multiprocessing.get_context(sys.argv[1])
+            wanted = tokens(ds)
+            with how.Pool(1) as pool:
+                assert pool.map(tokens, [ds, ds]) == [wanted, wanted] == [tokens(ds)] * 2
+            sampler = mm.MegatronPretrainingSampler(40, 0, 4, 0, 1)
+            workers = {"num_workers": 1, "multiprocessing_context": how}
+            loader = mm.PretrainingDataLoader(ds, sampler, **workers)
+            assert torch.cat([batch["tokens"] for batch in loader]).tolist() == wanted
+            print("equal")\n""")
+    pairs = [mk(one, tmp_path / name, [[i] * 9 for i in range(30)], np.uint16) for name in "ab"]
+    env = os.environ | {"PYTHONPATH": str(HERE)}
+    run, how = [sys.executable, script, method, *pairs], {"cwd": tmp_path, "env": env}
+    ran = subprocess.run(run, capture_output=True, text=True, timeout=300, **how)
+    assert ran.stdout == "equal\n", ran.stderr
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
