@@ -147,6 +147,7 @@ class _NewFile:
             self.file = file = open(self.temporary, "xb", buffering=1 << 20)
             with _NO_LOCKS:
                 fcntl.flock(file, fcntl.LOCK_EX)
+        os.path.exists(self.path) and shutil.copymode(self.path, self.temporary)  # not more open
         def discard():  # must not refer to self, which would then never be dropped
             file.raw.close()  # without writing the rest, which a full disk refuses
             if os.getpid() == pid:  # in a forked child file and rest are its parent's
@@ -158,7 +159,6 @@ class _NewFile:
         for new in (self, *others):
             new.file.flush()
             os.fsync(new.file.fileno())
-            os.path.exists(new.path) and shutil.copymode(new.path, new.file.name)
             fcntl or new.file.close()  # Windows renames no open file
         for old in others:
             pathlib.Path(old.path).unlink(missing_ok=True)
@@ -741,9 +741,9 @@ def _check_weights(weights, names):
     """ValueError that names the dataset whose weight is no weight."""
     _require(len(weights) == len(names), f"{len(weights)} weights for {len(names)} datasets")
     for weight, name in zip(weights, names):
-        _require(isinstance(weight, numbers.Real) and math.isfinite(weight) and weight >= 0,
+        _require(isinstance(weight, numbers.Real) and 0 <= weight <= sys.float_info.max,
                  f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
-    _require(sum(weights) > 0, f"all weights are 0: {', '.join(map(str, names))}")
+    _require(0 < sum(map(float, weights)) < math.inf, f"weights {weights}: wanted a finite sum > 0")
 
 def parse_and_normalize_split(split):
     """Shares of train, valid, test -> normalized, missing ones 0.  ValueError for anything but up
@@ -1519,9 +1519,10 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         direct = type(low) is IndexedDataset and low.mmap and not low.verify_reads
         if IMPLEMENTATION == "c" and gathered is None and direct:
             corpus = low._tokens, low.sequence_pointers, low.sequence_lengths
-            wanted = array.array("q", [0 if k is None else k for k in indices])
             documents, edges, order = self._index()
-            pads = read(wanted, corpus, (documents, edges, order[:len(self)]), self._settings)
+            with contextlib.suppress(OverflowError):  # an index beyond 2**63
+                wanted = array.array("q", [0 if k is None else k for k in indices])
+                pads = read(wanted, corpus, (documents, edges, order[:len(self)]), self._settings)
         if pads < 0:  # it is not mapped; or something is wrong, and _gather() can say what
             wanted, *both = gathered or self._gather(indices)
             pads = read(wanted, *map(tuple, both), self._settings)  # torch may make them lists
@@ -1779,7 +1780,6 @@ class BlendedMegatronDatasetBuilder:
         try:
             return BlendedDataset(datasets, weights, size, self.config)
         except BlendTooLarge as error:
-            log.warning("rebuilt larger, since %s", str(error))
             for ds, count in error.needed.items():  # only these: num_samples can change the order
                 datasets[datasets.index(ds)] = self.cls(
                     ds.dataset, ds.dataset_path, ds.indices, count, split, self.config)
@@ -1972,7 +1972,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
     def geometry(self, consumed_samples):
         """What must be equal for a run to go on exactly; of: the samples that are shuffled.  A pass
         begins at a whole number of global batches."""
-        whole = consumed_samples >= 0 and consumed_samples % self._group == 0
+        whole = 0 <= consumed_samples < 2**63 and consumed_samples % self._group == 0
         _require(whole and self.active_total_samples, f"consumed_samples {consumed_samples} of "
                  f"{self.total_samples}: wanted whole global batches of {self._group}, at least 1")
         epoch, done = divmod(consumed_samples, self.active_total_samples)

@@ -740,6 +740,99 @@ def test_views_outlive_the_dataset(one, pair):
     assert tokens.tolist() == [3] * 4 and lengths.tolist() == [3, 2, 0, 4] and pointers[-1] == 20
 
 
+def sparse_pair(prefix, lengths, marks, dtype=np.uint16):
+    """A pair of as many gigabytes as it likes: zeros, which take no room on a disk, but for marks,
+    {place in the stream: token}."""
+    code = {np.uint8: 1, np.uint16: 8, np.int32: 4}[dtype]
+    lengths, size = np.array(lengths, np.int32), np.dtype(dtype).itemsize
+    with open(f"{prefix}.bin", "wb") as file:
+        file.truncate(int(lengths.sum(dtype=np.int64)) * size)
+        for place, token in marks.items():
+            file.seek(place * size)
+            file.write(np.array(token, dtype))
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(lengths) + 1))
+        pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * size
+        file.writelines([lengths, pointers, np.arange(len(lengths) + 1)])
+    return str(prefix)
+
+
+@linux
+@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
+def test_a_file_of_more_than_2_32_tokens(mm, tmp_path, mmap):
+    """Two sequences of 2**31 - 1 and one of 5: what lies far behind is found, in samples too."""
+    most, length = 2**31 - 1, 2**20
+    marks = {0: 1, most - 1: 2, most: 3, 2 * most - 1: 4, 2 * most: 5, 2 * most + 4: 6}
+    prefix = sparse_pair(tmp_path / "p", [most, most, 5], marks)
+    ds = mm.IndexedDataset(prefix, mmap=mmap, check=True)
+    assert ds.num_tokens == 2**32 + 3 and ds[2].tolist() == [5, 0, 0, 0, 6]
+    assert [ds.get(0, at, 2).tolist() for at in (0, most - 2)] == [[1, 0], [0, 2]]
+    assert [ds.get(1, at, 2).tolist() for at in (0, most - 2)] == [[3, 0], [0, 4]]
+    for at in (most - 1, most, 2**31, 2**32):
+        with pytest.raises(IndexError, match=f"{most} tokens"):
+            ds.get(1, at, 2)
+    cfg = config(mm, ([prefix], None), sequence_length=length, mmap_bin_files=mmap)
+    train = build(mm, [None, 0, 0], cfg)[0]
+    assert len(train) == 2**12 and train.tokens_per_epoch() == 2**32 + 3
+    found, before = {}, 0  # the marks in the shuffled stream
+    for document in train.document_index.tolist():
+        start, size = document * most, int(ds.sequence_lengths[document])
+        for place, token in marks.items():
+            if start <= place < start + size:
+                found[before + place - start] = token
+        before += size
+    assert len(found) == 6
+    for row in {place // length for place in found} - {2**12}:
+        sample = train[int(np.flatnonzero(train.shuffle_index == row)[0])]
+        for key, shift in (("tokens", 0), ("labels", 1)):
+            inside = range(row * length + shift, (row + 1) * length + shift)
+            wanted = {place - inside[0]: found[place] for place in found if place in inside}
+            places = sample[key].nonzero().flatten().tolist()
+            assert {place: int(sample[key][place]) for place in places} == wanted, (row, key)
+
+
+@linux
+def test_a_file_of_2_31_sequences(mm, tmp_path):
+    """It is read to its end; a dataset, whose indices are int32, is refused before one wraps."""
+    prefix, n = sparse_pair(tmp_path / "p", [3], {0: 7, 1: 8, 2: 9}), 2**31
+    with open(f"{prefix}.idx", "wb") as file:  # 40 GiB of zeros: all but the last are empty
+        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, n, n + 1))
+        for place, data in ((34 + 4 * (n - 1), "<i"), (34 + 12 * n + 8 * n, "<q")):
+            file.seek(place)
+            file.write(struct.pack(data, 3 if data == "<i" else n))
+    ds = mm.IndexedDataset(prefix)
+    assert len(ds) == n and ds.document_indices[-1] == n
+    assert ds[n - 1].tolist() == ds[-1].tolist() == [7, 8, 9] and ds[n - 2].tolist() == []
+    assert [found.tolist() for found in ds[n - 2 : n + 5]] == [[], [7, 8, 9]]
+    for i in (n, -n - 1, 2**32, 2**63, -(2**63) - 1, 2**70):
+        with pytest.raises(IndexError, match=f"which has {n}"):
+            ds[i]
+    with pytest.raises(ValueError, match=f"{n} sequences, int32 names {n - 1}: split it"):
+        build(mm, [9, 0, 0], config(mm, ([prefix], None)))
+    with pytest.raises(IndexError, match=f"of {n}, and document_index, int32, can name {n - 1}"):
+        gpt(mm, prefix, 9, documents=np.arange(3, dtype=np.int32))
+
+
+FORGED = [2**63 - 1, 2**63 - 4, 2**63 - 2**31, 2**62, 2**32, -4, -(2**31), -(2**63)]
+
+
+@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
+@pytest.mark.parametrize("pointer", FORGED)
+def test_a_pointer_near_2_63(mm, corpus, cache, mmap, pointer):
+    """In an .idx that nobody has checked: no sum wraps on its way into the .bin file."""
+    fields = {"path_to_cache": cache, "fast_cache_load": True, "mmap_bin_files": mmap}
+    build(mm, [20, 0, 0], config(mm, ([corpus], None), **fields))
+    n = len(mm.IndexedDataset(corpus))
+    for i in range(n - 1):  # that of the last is looked at
+        patch(corpus + ".idx", 34 + 4 * n + 8 * i, struct.pack("<q", pointer))
+    ds = mm.IndexedDataset(corpus, mmap=mmap, check=False)
+    with pytest.raises(mm.DatasetFormatError, match=f"byte {pointer}"):
+        ds.get(1)
+    train = build(mm, [20, 0, 0], config(mm, ([corpus], None), **fields))[0]
+    with pytest.raises(mm.DatasetFormatError, match=f"byte {pointer}"):
+        train.__getitems__([*range(len(train))])
+
+
 # 4 sequences, 5 document indices; name: (extension, offset, bytes, word in the message)
 CORRUPT = {
     "magic": (".idx", 0, b"X", "magic"),
@@ -1856,6 +1949,30 @@ def test_errors_of_a_part_name_the_place_in_the_whole(mm, monkeypatch):
         mm.build_sample_idx(sizes, order, 5, 1, 46)
 
 
+@pytest.mark.parametrize("row", [2**31, 2**32, 2**60])
+@pytest.mark.parametrize("document", [0, 2**31, 2**40])
+def test_a_part_behind_2_31_of_anything(mm, row, document):
+    """The kernel on the toy corpus, with so many rows and documents, 4 tokens a row, before it."""
+    sizes, rows = np.array([4, 3, 6], np.int32), np.zeros((4, 2), np.int64)
+    given = sizes, np.arange(3, dtype=np.int32), 4, 1, 4 * row + 13, row, document, 4 * row
+    assert mm._kernels.build_sample_idx(rows, *given) == 4 * row + 13
+    same(rows - [document, 0], np.array([[0, 0], [1, 0], [2, 1], [2, 5]]))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("extra", [False, True])
+def test_samples_longer_than_anything(mm, keep, extra):
+    """One, and only if it may be partial; up to a length at which a sum could wrap."""
+    given = np.array([4, 3, 6], np.int32), np.arange(3, dtype=np.int32)
+    wanted = [[0, 0]] + [[2, 6 - extra]] * keep
+    for length in (2**31 - 1, 2**31, 2**32, 2**40, 2**62 - 1):
+        rows = mm.build_sample_idx(*given, length, 1, 13, not keep, extra)
+        same(rows, np.array(wanted, np.int32))
+    for length in (2**62, 2**63 - 1, 2**63, 2**64, 2**70):
+        with pytest.raises(ValueError, match="sequence_length"):
+            mm.build_sample_idx(*given, length, 1, 13, not keep, extra)
+
+
 def test_offsets_above_2_31_tokens(mm):
     """Three documents of 2**31 - 1 tokens: the running count passes int32."""
     sizes, documents = np.array([2**31 - 1, 1], np.int32), np.array([0, 1, 0, 0], np.int32)
@@ -1870,6 +1987,16 @@ def test_offsets_above_2_31_tokens(mm):
                 break
             before += int(sizes[document])
     same(rows, np.array(wanted, np.int32))
+
+
+@pytest.mark.parametrize("samples", [2**31, 2**43, 2**44 + 1, 2**62, 2**63, 2**70])
+def test_more_than_2_63_tokens_are_wanted(one, samples):
+    """Epochs of 13 tokens, samples of 2**20: exact, whatever the product."""
+    found, wanted = one.epoch_geometry(13, samples, 2**20), samples * 2**20 + 1
+    assert 13 * (found.num_epochs - 1) < wanted <= 13 * found.num_epochs
+    assert found.num_samples == (13 * found.num_epochs - 1) // 2**20 >= samples
+    assert one.count_samples(wanted, 2**20) == one.count_samples(wanted, 2**20, False) == samples
+    assert one.count_samples(wanted + 1, 2**20, False) == samples + 1
 
 
 @pytest.mark.parametrize("tokens, samples", [(2**25 + 2, 32769), (1024 * 2**30 + 70000, None)])
@@ -3680,6 +3807,63 @@ def test_exhaustive_blend_takes_everything(mm):
         ]
 
 
+@pytest.mark.parametrize("n", [2**31, 2**32, 2**63 - 1, 2**63, 2**64, 2**70])
+def test_samples_that_no_array_can_hold(mm, toy, n):
+    """Of a dataset, of a blend, alone, in a batch, from the front and from the end."""
+    ds = gpt(mm, toy, 3, sequence_length=4)
+    for data in (ds, mm.BlendedDataset([ds, ds], [1, 2], 3, ds.config)):
+        for k in (n, -n - 1):
+            with pytest.raises(IndexError, match=f"index {k} of the samples of"):
+                data[k]
+            with pytest.raises(IndexError, match=f"index {k} of the samples of"):
+                data.__getitems__([0, k, 1])
+
+
+@pytest.mark.parametrize("n", [2**52, 2**62, 2**63, 2**64, 2**70])
+def test_indices_that_no_memory_can_hold(mm, toy, n):
+    """Refused by numpy, whose words they are, before anything is written."""
+    ds = gpt(mm, toy, 3, sequence_length=4)
+    before = files_of(os.path.dirname(toy))
+    cfg = config(mm, ([toy, toy], [1, 1]), sequence_length=4)
+    for job in (
+        lambda: gpt(mm, toy, n, sequence_length=4),
+        lambda: build(mm, [n, 0, 0], cfg),
+        lambda: mm.BlendedDataset([ds, ds], [1, 2], n, ds.config),
+        lambda: mm.BlendedDataset([ds, ds], [n, n], None, ds.config),
+    ):
+        with pytest.raises((ValueError, MemoryError, OverflowError)):
+            job()
+    assert files_of(os.path.dirname(toy)) == before
+
+
+@pytest.mark.parametrize(
+    "weights, wanted",
+    [
+        ([2**70, 2**71], [1, 2]),
+        ([1e307, 2e307], [1, 2]),
+        ([1e-310, 2e-310], [1, 2]),
+        ([1e308, 1.7e308], "finite sum"),
+        ([10**308, 10**308], "finite sum"),
+        ([10**400, 1], "p0: wanted a finite number"),
+        ([1, 10**400], "p1: wanted a finite number"),
+    ],
+    ids=lambda v: str(v)[:20],
+)
+def test_weights_beyond_any_count(mm, toy, weights, wanted):
+    """They are shares; the sum must be a number, for what is divided by inf is 0 (upstream)."""
+    ds = gpt(mm, toy, 3, sequence_length=4)
+    if isinstance(wanted, list):
+        found, small = (
+            mm.BlendedDataset([ds, ds], w, 3, ds.config).dataset_index for w in (weights, wanted)
+        )
+        same(found, small)
+        return
+    with pytest.raises(ValueError, match=wanted):
+        config(mm, (["p0", "p1"], weights))
+    with pytest.raises(ValueError, match="wanted a finite"):
+        mm.BlendedDataset([ds, ds], weights, 3, ds.config)
+
+
 def test_weight_0_drops_the_dataset(mm, caplog):
     """DEFECTS 46."""
     ds = blended(mm, [9, 9, 9], [0.0, 1, 1], 4)
@@ -4221,6 +4405,27 @@ def test_nothing_left_is_an_empty_pass(one):
     """DEFECTS 53, 58: a finished run, and fewer samples than one global batch."""
     assert list(one.MegatronPretrainingSampler(8, 8, 2, 0, 1)) == []
     assert list(one.MegatronPretrainingSampler(3, 0, 2, 0, 2)) == []
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@pytest.mark.parametrize("consumed", [2**31, 2**32, 2**62, 2**63, 2**64, 2**70])
+def test_consumed_samples_beyond_all(one, kind, consumed):
+    """In order there are none so far on; shuffled, it is a place in a late epoch, up to 2**63."""
+    loader = one.build_pretraining_data_loader(
+        Numbers(8), 0, micro_batch_size=2, dataloader_type=kind, seed=3
+    )
+    state, fields = loader.state_dict(), {"micro_batch_size": 2, "dataloader_type": kind, "seed": 3}
+    if kind == "single" or consumed >= 2**63:
+        with pytest.raises(ValueError, match=f"consumed_samples.* {consumed} of 8"):
+            one.build_pretraining_data_loader(Numbers(8), consumed, **fields)
+        with pytest.raises(ValueError, match=str(consumed)):
+            loader.load_state_dict(state | {"consumed_samples": consumed}, strict=False)
+        assert loader.state_dict() == state
+        return
+    late = one.build_pretraining_data_loader(Numbers(8), consumed, **fields)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(3 + consumed // 8))
+    assert torch.cat([batch["k"] for batch in late]).tolist() == order.tolist()
+    assert late.state_dict()["consumed_samples"] == consumed + 8
 
 
 @pytest.mark.parametrize("consumed", [8, 10])
