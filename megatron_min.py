@@ -1807,7 +1807,7 @@ def _wait(call, *arguments, **how):
         gone = ", ".join(str(rank) for rank in range(count) if closed(str(_attempt(
             lambda: torch.distributed.irecv(torch.empty(1), rank))[1])))  # does not wait
         store = torch.distributed.distributed_c10d._get_default_store()
-        note, _ = _attempt(lambda: store.compare_set("megatron_min/gone", "", gone).decode())
+        note, _ = _attempt(lambda: store.compare_set("megatron_min/gone", "", gone).decode() or "?")
         time.sleep(3 * (_rank() == 0))  # it may hold the store
         raise RuntimeError(f"rank {note or 0}: its process has ended: see its log") from error
 
