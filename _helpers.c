@@ -991,7 +991,7 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT, .m_name = "_megatron_min", .m_methods = methods,
-};
+};      /* no Py_mod_gil: a free-threaded Python, on which this was never run, turns its GIL on */
 
 PyMODINIT_FUNC PyInit__megatron_min(void)
 {
