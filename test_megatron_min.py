@@ -11,6 +11,7 @@ take `mm` or `up` (ours or upstream's names in one namespace), so a parity test 
 twice.  "DEFECTS 17" is row 17 of the project's list of upstream's defects.
 """
 
+import array
 import ast
 import collections
 import concurrent.futures
@@ -1973,6 +1974,32 @@ def test_samples_longer_than_anything(mm, keep, extra):
             mm.build_sample_idx(*given, length, 1, 13, not keep, extra)
 
 
+def test_a_part_ends_with_its_last_row(mm):
+    """Where the documents go on: what lies behind its rows is another's."""
+    rows = np.full((6, 2), 77, np.int32)
+    sizes, documents = np.array([4, 3, 6], np.int32), np.tile(np.arange(3, dtype=np.int32), 9)
+    assert mm._kernels.build_sample_idx(rows[:4], sizes, documents, 4, 1, 13) >= 13
+    assert rows.tolist() == [[0, 0], [1, 0], [2, 1], [2, 5], [77, 77], [77, 77]]
+
+
+@pytest.mark.parametrize("length", [1, 3, 500, 600, 5000])
+def test_sample_index_far_into_a_stream(mm, length):
+    """Where a double does not hold the number of tokens: the rows are those of exact integers."""
+    for rng in cases(20):
+        sizes = rng.integers(0, 6 * length, 200).astype(np.int32)
+        ends = np.cumsum(sizes).tolist()
+        documents = np.arange(200, dtype=np.int32)
+        before = int(rng.integers(2**52, 2**60))
+        first = (before - 1) // length + 1  # of which more than before tokens are read
+        last = (before + ends[-1] - 1) // length
+        rows = np.zeros((last - first + 1, 2), np.int32)
+        arguments = length, 1, last * length + 1, first, 0, before
+        mm._kernels.build_sample_idx(rows, sizes, documents, *arguments)
+        for (d, offset), k in zip(rows.tolist(), range(first, last + 1)):
+            start = before + (ends[d - 1] if d else 0)
+            assert start + offset == k * length and start <= k * length < before + ends[d]
+
+
 def test_offsets_above_2_31_tokens(mm):
     """Three documents of 2**31 - 1 tokens: the running count passes int32."""
     sizes, documents = np.array([2**31 - 1, 1], np.int32), np.array([0, 1, 0, 0], np.int32)
@@ -2216,6 +2243,12 @@ def test_epochs_match_oracle(mm):
     assert mm.epoch_geometry(13, None, 4)[:2] == (1, 3)
 
 
+def test_document_index_is_int32_whatever_names_the_documents(mm):
+    for documents in ([2, 0, 1], range(3), np.arange(3)):
+        found = mm.build_document_index(documents, 2, np.random.RandomState(0), True)
+        assert found.dtype == np.int32 and sorted(found.tolist()) == [0, 0, 1, 1, 2, 2]
+
+
 # -- hostile arguments: the same exception type from both implementations, never a crash ----------
 
 I32, I64, F64 = (
@@ -2336,6 +2369,12 @@ def test_hostile_arguments_raise(mm, case):
         HOSTILE[case](mm)
 
 
+@pytest.mark.parametrize("case", ["sizes-int64", "documents-int64", "shuffle-float"])
+def test_another_dtype_is_a_type_error(mm, case):
+    with pytest.raises(TypeError, match="must be .*int32, got"):
+        HOSTILE[case](mm)
+
+
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_arguments_raise_the_same_from_both(case):
     if "c" not in IMPLEMENTATIONS:
@@ -2377,8 +2416,20 @@ C_HOSTILE = {
     "sample-last-token": lambda c: c.build_sample_idx(
         np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 1, 50
     ),
+    "sample-last-token-of-the-next-row": lambda c: c.build_sample_idx(
+        np.zeros((2, 2), np.int32), I32(90), I32(0), 4, 1, 9
+    ),
+    "sample-last-token-of-the-row-before": lambda c: c.build_sample_idx(
+        np.zeros((3, 2), np.int32), I32(90), I32(0), 4, 1, 5
+    ),
     "sample-last-token-negative": lambda c: c.build_sample_idx(
         np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 1, -5
+    ),
+    "sample-first-row-negative": lambda c: c.build_sample_idx(
+        np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 1, 5, -1
+    ),
+    "sample-first-row-large": lambda c: c.build_sample_idx(
+        np.zeros((2, 2), np.int32), I32(9), I32(0), 4, 1, 5, 2**63 - 1
     ),
     "sample-overlap": lambda c: (
         lambda m: c.build_sample_idx(m.reshape(-1, 2), m, I32(0), 1, 1, 3)
@@ -2417,6 +2468,12 @@ C_HOSTILE = {
     ),
     "exhaustive-size": lambda c: c.build_exhaustive_blending_indices(
         np.zeros(4, np.int16), np.zeros(4, np.int64), F64(0.5, 0.5), 2, 4
+    ),
+    "blend-which-short": lambda c: c.build_blending_indices(
+        np.zeros(4, np.int16)[:3], np.zeros(4, np.int64), F64(1), 1, 4
+    ),
+    "blend-sample-short": lambda c: c.build_blending_indices(
+        np.zeros(4, np.int16), np.zeros(4, np.int64)[:3], F64(1), 1, 4
     ),
     "exhaustive-negative": lambda c: c.build_exhaustive_blending_indices(
         np.zeros(4, np.int16), np.zeros(4, np.int64), I64(5, -1), 2
@@ -2605,6 +2662,70 @@ def test_c_functions_check_what_they_are_given(case):
     copy_of_module("c")
     with pytest.raises((TypeError, ValueError, IndexError, OverflowError)):
         C_HOSTILE[case](sys.modules["_megatron_min"])
+
+
+def test_c_gives_back_what_it_borrows():
+    """After a call, good or bad, an array may grow."""
+    if "c" not in IMPLEMENTATIONS:
+        pytest.skip("the C kernels are switched off")
+    copy_of_module("c")
+    c, rows, a = sys.modules["_megatron_min"], np.zeros((4, 2), np.int32), array.array
+    usual = read_call()
+    corpus = a("B", b"aaaabbbcccccc"), a("q", [0, 4, 7]), a("i", [4, 3, 6])
+    usual |= dict(zip(("items", "pointers", "lengths"), corpus))
+    for good, bad, kernel, arrays in (
+        (13, 50, lambda last, *given: c.build_sample_idx(rows, *given, 4, 1, last),
+         [a("i", [4, 3, 6]), a("i", [0, 1, 2])]),
+        (5, 625, lambda position, *given: c.shuffle(*given, position),
+         [a("i", range(9)), a("I", key().tolist())]),
+        (4, 9, lambda size, *given: c.build_blending_indices(*given, 2, size),
+         [a("h", [0] * 4), a("q", [0] * 4), a("d", [1, 3])]),
+        (2, 3, lambda count, *given: c.build_exhaustive_blending_indices(*given, count),
+         [a("h", [0] * 4), a("q", [0] * 4), a("q", [1, 3])]),
+        (1, 2, lambda extra, *_: read_samples(c, usual | {"extra": extra}), corpus),
+    ):  # fmt: skip
+        kernel(good, *arrays)
+        for values in arrays:
+            values.append(values.pop())
+        with pytest.raises(ValueError):
+            kernel(bad, *arrays)
+        for values in arrays:
+            values.append(values.pop())
+
+
+def test_neighbours_in_memory_do_not_overlap(mm):
+    memory = np.zeros(8, np.int64)
+    for which, sample in ((memory[:4], memory[4:]), (memory[4:], memory[:4])):
+        mm.build_blending_indices(which.view(np.int16)[:4], sample, F64(0.25, 0.75), 2, 4)
+        assert which.view(np.int16)[:4].tolist() == [1, 0, 1, 1] and sample.tolist() == [0, 0, 1, 2]
+        mm.build_blending_indices(which.view(np.int16)[12:], sample, F64(0.25, 0.75), 2, 4)
+        assert which.view(np.int16)[12:].tolist() == [1, 0, 1, 1]
+
+
+@pytest.mark.parametrize("row, offset", [(1, -1), (2, -1)], ids=["first", "last"])
+def test_c_reads_nothing_before_a_document(row, offset):
+    """A sample from an offset below 0 on, or up to one, is refused, though its tokens would fit."""
+    if "c" not in IMPLEMENTATIONS:
+        pytest.skip("the C kernels are switched off")
+    call = read_call(wanted=I64(1), places=I64(0))
+    call["rows"][2, 1] = 0
+    assert read_samples(copy_of_module("c")._kernels, call) == 0
+    call["rows"][row, 1] = offset
+    assert read_samples(copy_of_module("c")._kernels, call) == -1
+
+
+@pytest.mark.parametrize("name", ["documents", "rows", "shuffle", "wanted", "places"])
+def test_c_reads_nothing_behind_an_array(name):
+    """A place one behind the last is refused, though what lies there would do."""
+    if "c" not in IMPLEMENTATIONS:
+        pytest.skip("the C kernels are switched off")
+    call = read_call()
+    call[name][(2, 0) if name == "rows" else 1] = 3
+    for key in READ[:7] + READ[10:]:
+        if isinstance(call[key], np.ndarray) and key not in ("places", "wanted"):
+            more = np.concatenate([call[key], call[key][-1:]])
+            call[key] = more[: len(call[key])]
+    assert read_samples(copy_of_module("c")._kernels, call) == -1
 
 
 def test_kernels_release_the_gil():
@@ -3003,9 +3124,9 @@ def test_split_without_tokens_is_an_error_not_a_hang(mm, tmp_path):
 
 
 def test_wrong_documents_are_refused(mm, toy):
-    for documents in ([0, 3], [-1, 0]):
-        with pytest.raises((IndexError, ValueError)):
-            gpt(mm, toy, 1, documents=np.array(documents, np.int32))
+    for low, high in ((0, 3), (-1, 0), (-1, 3)):
+        with pytest.raises(IndexError, match=f"documents {low} .. {high} of 3"):
+            gpt(mm, toy, 1, documents=np.array([low, high], np.int32))
 
 
 def test_indices_of_a_dataset(mm, toy):
@@ -3086,6 +3207,18 @@ def test_damaged_indices_are_an_error(mm, toy, name, at, value):
         ds.__getitems__([k])
 
 
+def test_a_sample_of_one_token_too_many_is_an_error(mm, toy):
+    """With x = 0, where a kernel has room for it."""
+    ds = gpt(mm, toy, 3, sequence_length=4, add_extra_token_to_sequence=False)
+    rows = ds.sample_index.copy()
+    assert rows.tolist() == [[0, 0], [0, 4], [2, 1], [2, 5]]
+    rows[2, 1] = 2
+    ds._arrays = [ds.document_index, rows, ds.shuffle_index]
+    k = ds.shuffle_index.tolist().index(1)
+    with pytest.raises(ValueError, match="wanted 4 tokens, got 5"):
+        ds[k]
+
+
 def test_damaged_idx_is_an_error(mm, toy):
     """As an .idx that was not checked: a length, or a pointer that leads out of the .bin."""
     damages = [("sequence_lengths", 9), ("sequence_lengths", -1)]
@@ -3154,6 +3287,15 @@ def test_real_tokens_that_equal_the_pad_id(mm, tmp_path):
         sample = ds[0]
     assert sample["tokens"].tolist() == [36, 37, 0, 0, 40, 41, 42, 43]
     assert sample["loss_mask"].tolist() == [1, 0, 0, 1, 1, 1, 1, 1]
+
+
+def test_a_tokenizer_without_eod_resets_nothing(mm, toy):
+    """No token equals its None, nor does the padding of a short sample."""
+    fields = {"reset_position_ids": True, "drop_last_partial_validation_sequence": False}
+    ds = quiet(gpt, mm, toy, None, "valid", sequence_length=5, tokenizer=Tok(None), **fields)
+    assert len(ds) == 3
+    for k in range(3):
+        assert ds[k]["position_ids"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path):
@@ -3315,6 +3457,21 @@ def test_user_datasets_can_be_built(mm, tmp_path):
     )
 
 
+@pytest.mark.parametrize("method", ["__len__", "__getitem__"])
+def test_a_dataset_without_its_methods_is_abstract(one, method):
+    both = {"__len__": lambda self: 1, "__getitem__": lambda self, k: k}
+    hooks = {
+        "numel_low_level_dataset": staticmethod(len),
+        "build_low_level_dataset": staticmethod(lambda path, config: [0]),
+    }
+    whole = type("Whole", (one.MegatronDataset,), hooks | both)
+    arguments = [0], "x", [0], None, one.Split.train, config(one, (["x"], None))
+    assert len(whole(*arguments)) == 1
+    del both[method]
+    with pytest.raises(TypeError, match=f"abstract.*{method}"):
+        type("Part", (one.MegatronDataset,), hooks | both)(*arguments)
+
+
 # -- the cache -----------------------------------------------------------------------------------
 
 
@@ -3392,6 +3549,47 @@ def test_cache_files(mm, corpus, cache):
         arrays(ds),
     )
     json.loads(one_file(cache, "manifest.json").read_text())
+
+
+def test_manifest_by_hand(mm, tmp_path, cache):
+    """A later version must read it: whoever changes it makes all caches of users stale."""
+    corpus = mk(mm, tmp_path / "p", [[1] * 3] * 9000)  # an .idx of 180,042 bytes
+    gpt(mm, corpus, 50, path_to_cache=cache)
+    index, stat = pathlib.Path(f"{corpus}.idx").read_bytes(), os.stat(f"{corpus}.idx")
+    files = {
+        f"{name}_index.npy": one_file(cache, f"{name}_index.npy").read_bytes()
+        for name in ("document", "sample", "shuffle")
+    }
+    assert json.loads(one_file(cache, "manifest.json").read_text()) == {
+        "source": {
+            "format": 1,
+            "documents": [0, 9000, None],
+            "keep_partial": False,
+            "extra_token": True,
+            "idx_size": stat.st_size,
+            "idx_ends": hashlib.md5(index[: 1 << 16] + index[-1 << 16 :]).hexdigest(),
+        },
+        "mtime_ns": stat.st_mtime_ns,
+        "files": {n: {"size": len(b), "crc32": zlib.crc32(b)} for n, b in files.items()},
+    }
+
+
+def test_key_of_a_whole_corpus_of_one_split(mm, corpora, tmp_path):
+    """With blend_per_split, whose config has no split: nothing is added to upstream's key."""
+    blends = [([corpora[0]], None), ([corpora[1]], None), None]
+    cfg = config(mm, blend_per_split=blends, path_to_cache=str(tmp_path / "cache"))
+    for ds in build(mm, [20, 5, 0], cfg)[:2]:
+        assert [*ds.unique_identifiers] == [
+            "class",
+            "dataset_path",
+            "num_samples",
+            "index_split",
+            "random_seed",
+            "sequence_length",
+            "split",
+            "split_matrix",
+            "tokenizer",
+        ]
 
 
 def test_default_cache_folder_is_beside_the_data(mm, corpus):
@@ -3631,6 +3829,16 @@ def test_defer_npy_index_mmap(mm, corpus, cache, fast):
     assert len(ds[0]["tokens"]) == 8 and len(ds) == len(wanted[2])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_deferred_blend_maps_nothing(mm, corpus, cache):
+    """Not even to see that its datasets suffice."""
+    cfg = config(mm, ([corpus, corpus], [1, 2]), path_to_cache=cache, defer_npy_index_mmap=True)
+    build(mm, [40, 0, 0], cfg)
+    blend = build(mm, [40, 0, 0], cfg)[0]
+    assert cache not in pathlib.Path("/proc/self/maps").read_text()
+    assert blend[39]["dataset_id"] in (0, 1)
+
+
 @pytest.mark.parametrize("blend", [False, True], ids=["gpt", "blend"])
 def test_pickled_dataset_is_small_and_works(mm, tmp_path, cache, blend):
     """DEFECTS 28: the arrays stay in their files."""
@@ -3706,6 +3914,13 @@ def test_empty_range_has_a_key_of_its_own(mm, corpus, cache):
     assert len(gpt(mm, corpus, None, path_to_cache=str(cache), fast_cache_load=True)) > 0
 
 
+def test_key_of_a_split_without_documents(mm, corpus):
+    """Where the shares of a small corpus leave none, nothing is added to upstream's key."""
+    cfg = config(mm, ([corpus], None), split="9999,1,0")
+    valid = build(mm, [10, 0, 0], cfg)[1]
+    assert len(valid) == 0 and "documents" not in valid.unique_identifiers
+
+
 def test_cache_that_another_process_is_writing_is_no_reason_to_warn(mm, corpus, cache):
     """Arrays come first, then the description, then the manifest."""
     cached(mm, corpus, cache)
@@ -3736,6 +3951,17 @@ def test_blend_by_hand(mm):
     assert len(ds) == 8 and ds[-1] == {"dataset_id": 1, "sample": 5}
     for i in (8, -9):
         with pytest.raises(IndexError):
+            ds[i]
+
+
+def test_only_places_of_a_blend_are_indices(mm):
+    ds = blended(mm, [9, 9], [1, 1], 4)
+    assert ds[-1] == ds[3]
+    for i in (4, -5):
+        with pytest.raises(IndexError, match=f"index {i} of the samples of a blend, which has 4"):
+            ds[i]
+    for i in (1.0, "1", [1]):
+        with pytest.raises(TypeError):
             ds[i]
 
 
@@ -3868,6 +4094,9 @@ def test_weight_0_drops_the_dataset(mm, caplog):
     """DEFECTS 46."""
     ds = blended(mm, [9, 9, 9], [0.0, 1, 1], 4)
     assert len(ds.datasets) == 2 and {int(ds[i]["dataset_id"]) for i in range(4)} == {0, 1}
+    assert caplog.messages == ["dropped from the blend, weight 0: bare"]
+    blended(mm, [9, 9], [1, 1], 4)
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize(
@@ -3901,6 +4130,12 @@ def test_blend_that_asks_for_too_much_says_so_at_once(mm):
         blended(mm, [9, 2], [1, 1], 8)
     with pytest.raises(ValueError):
         blended(mm, [9, 2], [9, 3], None)
+
+
+def test_blend_that_asks_for_one_too_many(mm):
+    assert len(blended(mm, [5, 9], [1, 1], 10)) == 10
+    with pytest.raises(mm.BlendTooLarge, match="5 samples of bare, which has 4"):
+        blended(mm, [4, 9], [1, 1], 10)
 
 
 def test_blend_cache(mm, cache):
