@@ -6465,6 +6465,7 @@ def built_on(job, dying, at):
     def build_slowly():
         building.set()
         died.wait(LIMIT)
+        time.sleep(1)  # until it is really dead
         return type(builder)._build(builder)
 
     cfg = config(job.mm, ([prefix], None), path_to_cache=str(job.folder / "cache"))
@@ -6539,6 +6540,14 @@ def test_a_rank_that_dies(one, tmp_path, dying):
     codes = np.reshape(in_children(*lives, timeout=100), (len(DEATHS), 4)).tolist()
     for when, (dead, *others) in zip(DEATHS, ([c.pop(dying), *c] for c in codes)):
         assert dead in (7, -signal.SIGKILL) and others == [0, 0, 0], (when, codes)
+
+
+def test_other_errors_of_a_collective_are_passed_on(one, group):
+    def fails():
+        raise RuntimeError("another reason")
+
+    with pytest.raises(RuntimeError, match="^another reason$"):
+        one._wait(fails)
 
 
 # -- gradients: any number of ranks gives those of one process -------------------------------------
