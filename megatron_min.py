@@ -1344,6 +1344,7 @@ def _samples(batch):
     return [{key: values[row] if key == "dataset_id" else torch.from_numpy(values[row, ...])
              for key, values in batch.items()} for row in range(len(batch["tokens"]))]
 
+@functools.cache
 def _layout(rows, length, masked, packed):
     """{key: (shape, name of the dtype in numpy and torch)} of a batch."""
     keys, row = ("tokens", "labels", "position_ids"), (rows, length)
@@ -1484,15 +1485,16 @@ class GPTDataset(_CachedIndices, MegatronDataset):
         return int(self.dataset.sequence_lengths[which].sum(dtype=np.int64))
 
     def _build_arrays(self):
-        """One generator draws everything: documents first, then samples, as upstream."""
-        getattr(self.dataset, "verify", bool)()  # before any of its numbers is believed
-        tokens, wanted, config = self.tokens_per_epoch(), self.num_samples, self.config
-        _require(tokens or not wanted, f"{_name(self)}: {self.index_split.name} of split "
-                 f"{config.split!r} holds no tokens for {wanted} samples: enlarge it")
-        length, *how = config.sequence_length, not self._keep_partial, self._extra
-        epochs, total, apart, sans_final = epoch_geometry(tokens, wanted, length, *how)
-        random_state = np.random.RandomState(config.random_seed)
-        document_index = build_document_index(self.indices, epochs, random_state, apart)
+        """One generator draws documents, then samples, as upstream, while verify() has a thread."""
+        with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
+            stack.callback(thread.submit(getattr(self.dataset, "verify", bool)).result)
+            tokens, wanted, config = self.tokens_per_epoch(), self.num_samples, self.config
+            _require(tokens or not wanted, f"{_name(self)}: {self.index_split.name} of split "
+                     f"{config.split!r} holds no tokens for {wanted} samples: enlarge it")
+            length, *how = config.sequence_length, not self._keep_partial, self._extra
+            epochs, total, apart, sans_final = epoch_geometry(tokens, wanted, length, *how)
+            random_state = np.random.RandomState(config.random_seed)
+            document_index = build_document_index(self.indices, epochs, random_state, apart)
         sample_index = build_sample_idx(
             self.dataset.sequence_lengths, document_index, length, epochs, tokens, *how)
         edge = sans_final if apart else total
@@ -2706,8 +2708,7 @@ def _command_demo(*, keep=None):
         docs = ["".join(re.findall('"""(.+?)"""', text, re.DOTALL)) for text in code]
         rows = [json.dumps({"code": text, "docs": strings}) for text, strings in zip(code, docs)]
         pathlib.Path(folder, "demo.jsonl").write_text("\n".join(rows))
-        counts = [f"{len(''.join(key).encode())} + {sum(map(bool, key))}" for key in (code, docs)]
-        print("1. Text to pairs: Python's modules and docstrings; bytes + ends:", ", ".join(counts))
+        print("1. Text to pairs: Python's modules and docstrings; a token is a byte, or an end")
         pairs = _command_preprocess(input=f"{folder}/demo.jsonl", output_prefix=f"{folder}/demo",
                                     json_keys=["code", "docs"], append_eod=True, verbose=False)
         config = GPTDatasetConfig(1234, 256, (pairs, [70, 30]), split="90,5,5",
@@ -2768,8 +2769,7 @@ def _stop(main, *_):
 def main(argv=None):
     """Run a command -> exit code; what a user can get wrong is one sentence on stderr, and 1."""
     parser = argparse.ArgumentParser("megatron-min", description=__doc__.partition("\n")[0])
-    parser.add_argument("--version", action="version",
-                        version=f"megatron-min {__version__} (kernels: {IMPLEMENTATION})")
+    parser.add_argument("--version", action="version", version=f"{__version__} ({IMPLEMENTATION})")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for function in [value for name, value in globals().items() if name.startswith("_command_")]:
         text = function.__doc__.partition("\n")[0]
