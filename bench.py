@@ -1,29 +1,26 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""How fast is it?  A Markdown table: megatron-core 0.16.1 ("upstream"), our Python, our C.
+"""How fast is it?  A table of megatron-core 0.16.1 ("upstream"), our Python and our C.
 
-    python bench.py                   every case, in some minutes; --quick: smaller, in under one
-    python bench.py --billion         cost against size, up to a billion documents: table and plot
-    python bench.py --only blend      the cases whose name or size matches a regular expression
-    python bench.py --json FILE       every single time too; "-" is stdout, the table goes to stderr
-    pytest bench.py                   the quick sizes in pytest-benchmark, to compare and keep
-    torchrun --nproc-per-node 4 bench.py --train
-                                      a tiny GPT on several layouts of ranks: equal to one process?
+    python bench.py                 the rows that tell most, on one screen, in under a minute
+    python bench.py --full          all rows, in some minutes
+    python bench.py --only blend    those of all rows whose case matches a regular expression
+    python bench.py --json FILE     every single time too; "-" is stdout, the table goes to stderr
+    python bench.py --billion       time and memory against size, up to a billion documents
+    pytest bench.py                 the rows of the screen in pytest-benchmark, to compare and keep
 
-Inputs come from fixed seeds.  All competitors' outcomes are compared first; one that differs gets
-no time.  Then each runs once untimed, which warms files and memory, and then they take turns, A B C
-A B C ..., so that a slow minute of the machine hits all alike.  Shown are medians.  Files go to a
-temporary folder (TMPDIR).  "~": measured on fewer items and scaled up in proportion, as some Python
-twins are definitions that would take minutes.  "-": not installed, not built, or no such part.
-"(...)": not upstream's, but of the peer that the size names; it does less, and only tokenizers' ids
-are compared.  Several numbers in a size are those of upstream, Python and C.  "C / memcpy": how
-much longer than numpy's copy of the result, of the memory or of the file that it is.
+Inputs come from fixed seeds, and lie in a temporary folder (TMPDIR).  For each row the competitors
+run once without a clock, which warms up files and memory, and their results are compared; one that
+differs gets no time.  Then they take turns, A B C A B C ..., so that a slow moment of the machine
+hits all alike.  Shown are the medians, in milliseconds.
 
-To add a row, write a case (section 3) and name it in all_cases(); to add a column, see COLUMNS.
+To add a row, write a case (section 3) and add it to a list of section 4.
 """
 
 import argparse
 import atexit
+import concurrent.futures
+import dataclasses
 import datetime
 import functools
 import gc
@@ -35,6 +32,7 @@ import logging
 import math
 import multiprocessing
 import os
+import pathlib
 import platform
 import re
 import shutil
@@ -46,38 +44,39 @@ import tempfile
 import threading
 import time
 import types
+import typing
+import unittest.mock
 import warnings
-from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed
 import torch.utils.data
-from torch.nn import functional
 
 NAMES = ("upstream", "Python", "C")
-SEED, EOD = 1234, 50256
+WITHOUT_C = ("upstream", "Python")  # of rows in which no C kernel runs
+SEED = 1234
+EOD = 50256
+
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)  # torchrun does so too; the threads of a busy machine wait long
 
 # ==============================================================================
-# 1. The competitors, and their files
+# 1. The competitors
 # ==============================================================================
 # Each is a module with upstream's public names, so that a case runs the same lines on all three.
 
 
 @functools.cache
 def load(name):
-    """One of NAMES -> its module (ours: a private copy), or None where it is missing; a peer ->
-    the package that it needs."""
-    if name in PEERS:
-        package = PEERS[name][0]
-        return importlib.util.find_spec(package) and importlib.import_module(package)
+    """The module of a competitor, ours as a private copy; None where it is missing."""
     if name == "upstream":
         return load_upstream()
-    source = Path(__file__).resolve().parent / "megatron_min.py"
-    spec = importlib.util.spec_from_file_location(f"megatron_min_{name}", source)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(os.environ, MEGATRON_MIN_C="1" if name == "C" else "0"):
+    path = pathlib.Path(__file__).resolve().parent / "megatron_min.py"
+    spec = importlib.util.spec_from_file_location(f"megatron_min_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    with unittest.mock.patch.dict(os.environ, MEGATRON_MIN_C="1" if name == "C" else "0"):
         try:
             spec.loader.exec_module(module)
         except ImportError:
@@ -86,91 +85,134 @@ def load(name):
 
 
 def load_upstream():
-    """The data path of megatron-core, and what it leaves to numpy or to scripts."""
+    """The data path of megatron-core, and our re-creations of what only its scripts have."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from megatron.core.datasets import blended_megatron_dataset_builder as builder
             from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
-            from megatron.core.utils import get_batch_on_this_cp_rank
     except ImportError:
         return None
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    module = types.ModuleType("upstream")
-    for source in (utils, helpers, indexed_dataset, gpt_dataset, builder):
-        vars(module).update((key, value) for key, value in vars(source).items() if key[0] != "_")
-
-    def merge(prefixes, output_prefix):
-        """What tools/merge_datasets.py does, which is not in the wheel."""
-        dtype = indexed_dataset.IndexedDataset(prefixes[0]).index.dtype
-        pair = indexed_dataset.IndexedDatasetBuilder(f"{output_prefix}.bin", dtype)
-        for prefix in prefixes:
-            pair.add_index(prefix)
-        pair.finalize(f"{output_prefix}.idx")
-
-    module.merge, module.shuffle = merge, lambda items, random_state: random_state.shuffle(items)
-    module.build_pretraining_data_loader = lambda dataset, consumed_samples, **sizes: (
-        torch.utils.data.DataLoader(dataset, sizes.pop("micro_batch_size"), **sizes))
-    module.ParallelGroups = lambda **sizes: None
-    module.get_batch_on_this_tp_rank, module.DistributedDataParallel = five_broadcasts, TorchDDP
-    module.get_batch_on_this_cp_rank = lambda batch, rank, size: get_batch_on_this_cp_rank(
-        dict(batch), types.SimpleNamespace(rank=lambda: rank, size=lambda: size))
-    return module
+    upstream = types.ModuleType("upstream")  # all names of these modules in one
+    for part in (utils, helpers, indexed_dataset, gpt_dataset, builder):
+        upstream.__dict__.update(part.__dict__)
+    upstream.__name__ = "upstream"
+    upstream.shuffle = shuffle_with_numpy
+    upstream.get_batch_on_this_cp_rank = upstream_cp_batch
+    upstream.build_pretraining_data_loader = recreated_data_loader
+    upstream.merge = recreated_merge
+    upstream.ParallelGroups = no_groups
+    upstream.get_batch_on_this_tp_rank = recreated_tp_batch
+    return upstream
 
 
-def five_broadcasts(data_iterator, groups, *, micro_batch_size, sequence_length,
-                    create_attention_mask=False):
-    """How upstream's training script hands a batch to the tp ranks; it is not in the wheel."""
-    batch, row = next(data_iterator) if data_iterator else {}, (micro_batch_size, sequence_length)
-    layout = {"tokens": (row, torch.int64), "labels": (row, torch.int64),
-              "loss_mask": (row, torch.float32), "position_ids": (row, torch.int64)}
-    if create_attention_mask:
-        layout["attention_mask"] = (row[0], 1, row[1], row[1]), torch.bool
-    for key, (shape, dtype) in layout.items():
-        batch.setdefault(key, torch.empty(shape, dtype=dtype) if not data_iterator else None)
+def shuffle_with_numpy(items, random_state):
+    """What upstream calls to shuffle."""
+    random_state.shuffle(items)
+
+
+def upstream_cp_batch(batch, rank, size):
+    """Upstream's function, which changes its batch, and asks a process group for rank and size."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    return get_batch_on_this_cp_rank(dict(batch), torch.distributed.group.WORLD)
+
+
+def recreated_data_loader(dataset, consumed_samples, *, micro_batch_size, num_workers):
+    """The loader of the training script: torch's, whose worker processes stay."""
+    workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    return torch.utils.data.DataLoader(dataset, batch_size=micro_batch_size, **workers)
+
+
+def recreated_merge(prefixes, output_prefix):
+    """The script that merges pairs."""
+    upstream = load("upstream")
+    dtype = upstream.IndexedDataset(prefixes[0]).index.dtype
+    builder = upstream.IndexedDatasetBuilder(f"{output_prefix}.bin", dtype)
+    for prefix in prefixes:
+        builder.add_index(prefix)
+    builder.finalize(f"{output_prefix}.idx")
+
+
+def no_groups(**sizes):
+    """In place of ParallelGroups: the next function broadcasts over all ranks."""
+    return None
+
+
+def recreated_tp_batch(data_iterator, groups, *, micro_batch_size, sequence_length, **options):
+    """How the training script hands a batch to the tensor-parallel ranks: five broadcasts."""
+    row = (micro_batch_size, sequence_length)
+    layout = {
+        "tokens": (row, torch.int64),
+        "labels": (row, torch.int64),
+        "loss_mask": (row, torch.float32),
+        "attention_mask": ((micro_batch_size, 1, sequence_length, sequence_length), torch.bool),
+        "position_ids": (row, torch.int64),
+    }
+    if data_iterator is not None:
+        batch = next(data_iterator)
+    else:
+        batch = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in layout.items()}
+    for key in layout:
         torch.distributed.broadcast(batch[key], 0)
-    return {"attention_mask": None, **batch}
+    return batch
 
 
-class TorchDDP(torch.nn.parallel.DistributedDataParallel):
-    """torch's, with the names of ours; a single bucket is sent at the end: no overlap."""
-
-    def __init__(self, module, *, bucket_size, overlap_grad_reduce):
-        size = 4 * bucket_size / 2**20 if overlap_grad_reduce else 1e6
-        super().__init__(module, bucket_cap_mb=size, gradient_as_bucket_view=True)
-
-    zero_grad_buffer = torch.nn.Module.zero_grad
-
-    def finish_grad_sync(self):
-        """Backward has waited."""
+# ==============================================================================
+# 2. Clock, files, datasets, processes
+# ==============================================================================
 
 
-class Tokenizer:
-    """As much of a tokenizer as a dataset asks for."""
+class Clock:
+    """A stopwatch that runs only inside its with block; ranks start and stop it together."""
 
-    vocab_size, eod = EOD + 1, EOD
-    unique_identifiers = {"class": "bench.Tokenizer"}
+    def __init__(self):
+        self.seconds = 0.0
+        self._started = None
+
+    def __enter__(self):
+        wait_for_all_ranks()
+        self._started = time.perf_counter()
+
+    def __exit__(self, kind, error, traceback):
+        wait_for_all_ranks()
+        self.seconds += time.perf_counter() - self._started
+
+    def read(self):
+        """The seconds so far.  For pytest-benchmark this is the time of day."""
+        return self.seconds
+
+
+def wait_for_all_ranks():
+    """Return when all ranks are here; at once where this process is alone."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
 
 
 @functools.cache
 def home():
-    """A temporary folder that lives as long as the process."""
-    home.keep = tempfile.TemporaryDirectory(prefix="megatron-min-bench-")
-    return home.keep.name
+    """The temporary folder of this process."""
+    folder = tempfile.mkdtemp(prefix="megatron-min-bench-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def fresh_folder():
     """The folder that a single run writes to, empty again."""
-    path = os.path.join(home(), "fresh")
-    shutil.rmtree(path, ignore_errors=True)
-    os.mkdir(path)
-    return path
+    folder = os.path.join(home(), "fresh")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.mkdir(folder)
+    return folder
 
 
 def written_files():
-    """name -> bytes of what the last run left in its folder; the manifest is ours alone."""
-    return {path.name: path.read_bytes() for path in Path(home(), "fresh").iterdir()
-            if not path.name.endswith("-manifest.json")}
+    """{name: bytes} of what the last run left in its folder; the manifest is ours alone."""
+    files = {}
+    for path in pathlib.Path(home(), "fresh").iterdir():
+        if not path.name.endswith("-manifest.json"):
+            files[path.name] = path.read_bytes()
+    return files
 
 
 @functools.lru_cache(maxsize=2)
@@ -179,1211 +221,822 @@ def lengths_of(documents):
     return np.random.default_rng(SEED).integers(1, 1000, documents, dtype=np.int32)
 
 
+@functools.lru_cache(maxsize=1)
+def order_of(documents):
+    """The documents in random order, int32."""
+    return np.random.default_rng(SEED).permutation(documents).astype(np.int32)
+
+
 @functools.cache
 def corpus(documents, seed=SEED):
-    """Write a pair of random uint16 tokens -> its prefix.  Without a seed .bin is one big hole.
+    """Write a pair of random uint16 tokens -> its prefix.  Without a seed the .bin is one big hole.
 
-    The lengths repeat after a million, so that a billion documents need little memory here.
+    The lengths repeat after a million documents, so that a billion of them need little memory here.
     """
     prefix = os.path.join(home(), f"corpus-{documents}-{seed}")
     lengths = lengths_of(min(documents, 10**6))
     ends = np.cumsum(lengths, dtype=np.int64)
-    firsts = range(0, documents, len(lengths))
-    parts = [(first, min(len(lengths), documents - first)) for first in firsts]
+    firsts = range(0, documents, len(lengths))  # the first document of each repetition
+    num_tokens = 0
     with open(f"{prefix}.idx", "wb") as file:
         file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, documents + 1))
-        for _, count in parts:
-            lengths[:count].tofile(file)
-        for first, count in parts:
-            (2 * (ends - lengths + first // len(lengths) * ends[-1]))[:count].tofile(file)
-        for first, count in parts:
-            np.arange(first, first + count, dtype=np.int64).tofile(file)
+        for first in firsts:
+            lengths[: documents - first].tofile(file)
+        for first in firsts:
+            pointers = 2 * (num_tokens + ends - lengths)
+            pointers[: documents - first].tofile(file)
+            num_tokens += int(lengths[: documents - first].sum(dtype=np.int64))
+        for first in firsts:
+            np.arange(first, min(first + len(lengths), documents)).tofile(file)
         file.write(struct.pack("<q", documents))
-    first, count = parts[-1]
     with open(f"{prefix}.bin", "wb") as file:
-        file.truncate(2 * (first // len(lengths) * int(ends[-1]) + int(ends[count - 1])))
-        if seed is not None:
-            tokens = np.random.default_rng(seed).integers(0, EOD, ends[-1], dtype=np.uint16)
+        if seed is None:
+            file.truncate(2 * num_tokens)
+        else:
+            tokens = np.random.default_rng(seed).integers(0, EOD, num_tokens, dtype=np.uint16)
             tokens[ends - 1] = EOD
             tokens.tofile(file)
     return prefix
 
 
-FLAGS = {  # what a dataset may be asked for, by the name that the table shows
-    "none": {},
-    "fast_cache_load": {"fast_cache_load": True},
-    "resets": {"reset_position_ids": True, "eod_mask_loss": True},
-    "cu_seqlens, upstream: resets": {"reset_position_ids": True, "eod_mask_loss": True,
-                                     "inter_document_masking": True},
-    "dense resets": {"reset_position_ids": True, "eod_mask_loss": True,
-                     "reset_attention_mask": True, "create_attention_mask": True},
-    "verify_reads": {"verify_reads": True},
-}
+class Tokenizer:
+    """As much of a tokenizer as a dataset asks for."""
+
+    vocab_size = EOD + 1
+    eod = EOD
+    unique_identifiers: typing.ClassVar = {"class": "bench.Tokenizer"}
 
 
-def config_of(mm, prefixes, length, cache, flags="none", **more):
-    """All of some corpora to train on; without a dense mask, and what upstream 0.16.1 lacks."""
-    given = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False,
-             "create_attention_mask": False, **FLAGS[flags], **more}
-    given = {key: value for key, value in given.items() if hasattr(mm.GPTDatasetConfig, key)}
-    return mm.GPTDatasetConfig(SEED, length, blend_per_split=[(prefixes, None), None, None],
-                               path_to_cache=cache, tokenizer=Tokenizer(), **given)
+def config_of(mm, prefixes, S, cache, **options):
+    """The config of a job that trains on all of these corpora; options override these here."""
+    plain = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
+    return mm.GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=S,
+        blend_per_split=[(prefixes, None), None, None],
+        path_to_cache=cache,
+        tokenizer=Tokenizer(),
+        **(dict.fromkeys(plain, False) | options),
+    )
 
 
-def built(mm, config, samples):
-    """What the builder makes of a config to train on."""
-    sizes = [samples, None, None]
-    return mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
-
-
-def gpt_dataset(mm, prefix, length, cache, flags="none"):
+def gpt_dataset(mm, prefix, S, cache, **options):
     """One epoch of a whole corpus as a GPTDataset."""
-    config = config_of(mm, [prefix], length, cache, flags)
+    config = config_of(mm, [prefix], S, cache, **options)
     low = mm.GPTDataset.build_low_level_dataset(prefix, config)
-    indices = np.arange(len(low), dtype=np.int32)
-    return mm.GPTDataset(low, prefix, indices, None, mm.Split.train, config)
+    documents = np.arange(len(low), dtype=np.int32)
+    return mm.GPTDataset(low, prefix, documents, None, mm.Split.train, config)
 
 
 @functools.lru_cache(maxsize=3)
-def opened(mm, documents, length, flags):
-    """A dataset to read from; all competitors share one cache, which the first of them writes."""
-    cache, prefix = os.path.join(home(), "cache"), corpus(documents)
-    if flags == "verify_reads" and not os.path.exists(f"{prefix}.sum"):
-        load("Python").write_checksums(prefix)
-    return gpt_dataset(mm, prefix, length, cache, flags)
+def dataset_to_read(mm, S, **options):
+    """100,000 documents to read from; the competitors share the cache, which the first writes."""
+    return gpt_dataset(mm, corpus(100_000), S, os.path.join(home(), "cache"), **options)
 
 
-# ==============================================================================
-# 2. Other processes
-# ==============================================================================
-# Peaks and starts are measured in fresh processes.
-#
-# Some cases need ranks.  Two processes, forked once, run such a case as the parent would, each its
-# side of it, and stop where it stops; the parent's clock runs until both have answered.
+def indices_of(dataset):
+    """The three index arrays of a GPTDataset."""
+    return [dataset.document_index[:], dataset.sample_index[:], dataset.shuffle_index[:]]
 
 
-def child(*command, **environment):
-    """Run Python with these arguments to its end -> what it prints."""
-    environment["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))
-    return subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True,
-                          env={**os.environ, "PYTHONWARNINGS": "ignore", **environment}).stdout
+def build_blend(mm, config, samples):
+    """The training part that the builder makes of a config."""
+    sizes = [samples, None, None]
+    builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, is_built_here, config)
+    return builder.build()[0]
 
 
-def in_a_child(function, *arguments):
-    """Call a function of this file, by its name, in a fresh process -> what it returns."""
-    return json.loads(child("-c", f"import bench, json\nbench.home = lambda: {home()!r}\n"
-                                  f"print(json.dumps(bench.{function}(*{arguments!r})))"))
+def is_built_here():
+    """For the builder: this process builds the datasets."""
+    return True
 
 
-def memory(key, file="self/status"):
-    """A line of a file in /proc, in bytes; nan where there is none.
-
-    VmHWM is the most that was resident; ru_maxrss would begin with what the parent had.
-    """
-    path = Path("/proc", file)
-    found = re.search(rf"{key}:\s+(\d+) kB", path.read_text() if path.exists() else "")
-    return 1024 * int(found[1]) if found else math.nan
-
-
-def peak_of(function, name, n, sizes):
-    """For a child: how far the timed part of a case raises memory, without and with mapped files.
-    """
-    steps = globals()[function](load(name), n, **sizes)
-    next(steps)
-    before, clock = memory("VmHWM"), Stopwatch()
-    next(steps)
-    return clock.most, memory("VmHWM") - before
-
-
-def on_two_ranks(function):
-    """Make of a case one that runs on both ranks of a gloo group; its outcome is both ranks'."""
-    @functools.wraps(function)
-    def case(mm, n, **sizes):
-        ask("start", function.__name__, mm.__name__.removeprefix("megatron_min_"), n, sizes)
-        yield
-        ask("go")
-        yield
-        return ask("go")
-    return case
-
-
-@functools.cache
-def pair():
-    """Start the two processes -> our ends of their pipes."""
-    context, ends, store = multiprocessing.get_context("fork"), [], f"file://{home()}/pair"
+def run_on_two_ranks(function, mm, clock, n, sizes):
+    """Run a case in two processes of one job -> what each returned; the slower one counts."""
+    context = multiprocessing.get_context("fork")  # a fork need not import anything
+    store = f"file://{fresh_folder()}/store"
+    receivers = []
     for rank in range(2):
-        mine, theirs = context.Pipe()
-        ends.append(mine)
-        context.Process(target=serve, args=(rank, store, theirs, ends), daemon=True).start()
-        theirs.close()
-    atexit.register(lambda: [end.send(("stop",)) for end in ends])
-    return ends
+        receiver, sender = context.Pipe(duplex=False)
+        arguments = rank, store, sender, function, mm, n, sizes
+        context.Process(target=run_rank, args=arguments, daemon=True).start()
+        sender.close()
+        receivers.append(receiver)
+    answers = [receiver.recv() for receiver in receivers]
+    clock.seconds += max(seconds for seconds, _ in answers)
+    return [result for _, result in answers]
 
 
-def ask(*request):
-    """Have both ranks do something -> their answers."""
-    for end in pair():
-        end.send(request)
-    return [end.recv() for end in pair()]
-
-
-def serve(rank, store, pipe, others):
+def run_rank(rank, store, sender, function, mm, n, sizes):
     """One of the two processes."""
-    for end in others:  # so that it ends when the parent does
-        end.close()
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2)
-    send, sent = torch.distributed.broadcast, []
-    torch.distributed.broadcast = lambda tensor, *arguments, **more: (
-        sent.append(tensor.nbytes), send(tensor, *arguments, **more))[1]
-    for kind, *request in iter(pipe.recv, ("stop",)):
-        answer = sum(sent)
-        if kind == "start":
-            function, name, n, sizes = request
-            steps = globals()[function].__wrapped__(load(name), n, **sizes)
-        if kind != "sent":
-            sent.clear()
-            try:
-                answer = next(steps)
-            except StopIteration as stop:
-                answer = stop.value
-        pipe.send(answer)
+    torch.set_num_threads(1)  # also because the threads of torch do not survive a fork
+    minute = datetime.timedelta(minutes=1)
+    torch.distributed.init_process_group("gloo", store, minute, world_size=2, rank=rank)
+    clock = Clock()
+    result = function(mm, clock, n, **sizes)
+    sender.send((clock.seconds, result))
     torch.distributed.destroy_process_group()
 
 
 # ==============================================================================
 # 3. The cases
 # ==============================================================================
-# A case is a function of a competitor and of sizes, n of some item first, that stops three times:
+# A case is a function of a competitor, a clock, a number of items, and sizes:
 #
-#     def case(mm, n):
-#         ...          untimed: inputs, an empty folder, an open file
-#         yield
-#         ...          timed
-#         yield
-#         return ...   what must be equal: arrays, tensors, bytes; nested as one likes
+#     def case(mm, clock, n, S):
+#         ...              untimed: inputs, an empty folder, an open file
+#         with clock:
+#             ...          timed
+#         return ...       what must be equal: arrays, tensors, bytes, nested in lists and dicts
 
 
-def sample_index(mm, n, S):
-    """build_sample_idx: one epoch of documents in random order."""
-    sizes, order = lengths_of(n), np.random.default_rng(SEED).permutation(n).astype(np.int32)
-    tokens = int(sizes.sum(dtype=np.int64))
-    yield
-    index = mm.build_sample_idx(sizes, order, S, 1, tokens)
-    yield
-    return index
+def samples(mm, clock, n, S):
+    """dataset[i] in order, which reads all over the file."""
+    dataset = dataset_to_read(mm, S)
+    with clock:
+        for i in range(n):
+            dataset[i]
+    return [dataset[i] for i in range(64)]
 
 
-def shuffle(mm, n):
-    """shuffle; upstream and the twin call numpy.random.RandomState.shuffle."""
-    items, random_state = np.arange(n, dtype=np.int32), np.random.RandomState(SEED)
-    yield
-    mm.shuffle(items, random_state)
-    yield
-    return items, random_state.get_state()
+def loader(mm, clock, n, num_workers=0, **options):
+    """Batches of 8 samples from the second on: the first one waits until workers have started."""
+    dataset = dataset_to_read(mm, 2048, **options)
+    sizes = {"micro_batch_size": 8, "num_workers": num_workers}
+    batches = iter(mm.build_pretraining_data_loader(dataset, 0, **sizes))
+    first = next(batches)
+    with clock:
+        for _ in range(n // 8):
+            batch = next(batches)
+    return [first, batch]
 
 
-def blend(mm, n, datasets, weights):
-    """build_blending_indices; weights uniform at random, equal, or 1/k for the k-th dataset."""
-    shares = shares_of(datasets, weights)
-    which, sample = np.zeros(n, np.int16), np.zeros(n, np.int64)
-    yield
-    mm.build_blending_indices(which, sample, shares, datasets, n, False)
-    yield
-    return which, sample
-
-
-def exhaustive_blend(mm, n, datasets, weights):
-    """build_exhaustive_blending_indices; n samples in all, at least one of each dataset."""
-    counts = 1 + (shares_of(datasets, weights) * (n - datasets)).astype(np.int64)
-    counts[0] += n - counts.sum()
-    which, sample = np.zeros(n, np.int16), np.zeros(n, np.int64)
-    yield
-    mm.build_exhaustive_blending_indices(which, sample, counts, datasets)
-    yield
-    return which, sample
-
-
-def shares_of(datasets, weights):
-    """Normalized weights, float64."""
-    shares = {"random": np.random.default_rng(SEED).random(datasets), "equal": np.ones(datasets),
-              "1/k": 1 / np.arange(1, datasets + 1)}[weights]
-    return shares / shares.sum()
-
-
-def build(mm, n, S):
-    """GPTDataset of one epoch, with its cache written to an empty folder."""
-    prefix, cache = corpus(n, None), fresh_folder()
-    yield
-    ds = gpt_dataset(mm, prefix, S, cache)
-    yield
-    return ds.document_index[:], ds.sample_index[:], ds.shuffle_index[:], written_files()
-
-
-def cache_hit(mm, n, S, flags):
-    """GPTDataset with its cache there: all open one and the same, which our Python has written."""
-    prefix, cache = corpus(n, None), os.path.join(home(), "hit")
-    gpt_dataset(load("Python"), prefix, S, cache, "fast_cache_load")
-    yield
-    ds = gpt_dataset(mm, prefix, S, cache, flags)
-    yield
-    return ds.document_index[:], ds.sample_index[:], ds.shuffle_index[:]
-
-
-def build_four(mm, n, threads):
-    """The builder: 90 % of an epoch of four corpora, blended, their caches beside them."""
-    folder, low = fresh_folder(), corpus(n // 4, None)
-    for name, suffix in itertools.product("abcd", (".bin", ".idx")):
-        os.symlink(low + suffix, os.path.join(folder, name + suffix))
-    prefixes = [os.path.join(folder, name) for name in "abcd"]
-    config = config_of(mm, prefixes, 2048, None, num_dataset_builder_threads=threads)
-    yield
-    ds = built(mm, config, int(0.9 * n * 500 / 2048))
-    yield
-    return ds.dataset_index, ds.dataset_sample_index, [
-        (part.document_index, part.sample_index, part.shuffle_index) for part in ds.datasets]
-
-
-def samples(mm, n, S, flags):
-    """dataset[i] in order, which reads all over a file of 100,000 documents."""
-    ds = opened(mm, 100_000, S, flags)
-    yield
-    for i in range(n):
-        ds[i]
-    yield
-    return [ds[i] for i in range(64)]
-
-
-def batches(mm, n, S, flags="none", workers=0):
-    """The DataLoader, micro-batches of 8, from the first to be made; worker processes run."""
-    ds = opened(mm, 100_000, S, flags)
-    loader = mm.build_pretraining_data_loader(ds, 0, micro_batch_size=8, num_workers=workers)
-    first = next(iterator := iter(loader)) if workers else None
-    yield
-    for batch in itertools.islice(iterator if workers else loader, n // 8):
-        pass
-    yield
-    first = first or batch
-    return [with_cu_seqlens(each) if "cu_seqlens" in flags else each for each in (first, batch)]
-
-
-def with_cu_seqlens(batch):
-    """A batch, with what upstream does not tell: where each document begins, and the longest."""
-    rows, length = batch["position_ids"].shape
-    edges = torch.full((rows, length + 1), length, dtype=torch.int32)
-    for row, positions in zip(edges, batch["position_ids"]):
-        starts = (positions == 0).nonzero().flatten()
-        row[:len(starts)] = starts
-    return {"cu_seqlens": edges, "max_seqlen": edges.diff().amax(1), **batch}
-
-
-def crops(_, n, S):
-    """nanoGPT's get_batch: tokens and labels from anywhere in the file."""
+def nanogpt_crops(mm, clock, n):
+    """As nanoGPT makes a batch: tokens and labels from anywhere in the file."""
     data = np.memmap(f"{corpus(100_000)}.bin", np.uint16, "r")
-    yield
-    for _ in range(n // 8):
-        places = torch.randint(len(data) - S, (8,))
-        for shift in (0, 1):
-            torch.stack([torch.from_numpy(data[i + shift:i + shift + S].astype(np.int64))
-                         for i in places])
-    yield
+    with clock:
+        for _ in range(n // 8):
+            places = torch.randint(len(data) - 2048, (8,)).tolist()
+            tokens = [torch.from_numpy(data[i : i + 2048].astype(np.int64)) for i in places]
+            labels = [torch.from_numpy(data[i + 1 : i + 2049].astype(np.int64)) for i in places]
+            torch.stack(tokens)
+            torch.stack(labels)
 
 
-def ready_tensors(_, n, S, workers=0):
-    """torch's DataLoader over a list of ready samples, of a single tensor each."""
-    ready = list(torch.ones(n + 8, S, dtype=torch.int64))
-    loader = iter(torch.utils.data.DataLoader(ready, 8, num_workers=workers))
-    next(loader)
-    yield
-    for _ in loader:
-        pass
-    yield
+def sample_index(mm, clock, n, S):
+    """build_sample_idx: one epoch of documents in random order."""
+    sizes = lengths_of(n)
+    order = order_of(n)
+    num_tokens = int(sizes.sum(dtype=np.int64))
+    with clock:
+        rows = mm.build_sample_idx(sizes, order, S, 1, num_tokens)
+    return rows
 
 
-def write(mm, n, kind, part):
-    """A new pair of documents as lists (what tokenizers give) or int32 arrays."""
-    rng, prefix = np.random.default_rng(SEED), os.path.join(fresh_folder(), "pair")
-    few = [rng.integers(0, EOD, length, dtype=np.int32) for length in lengths_of(1000)]
-    few = [tokens.tolist() for tokens in few] if kind == "lists" else few
+def shuffle(mm, clock, n):
+    """shuffle, of int32."""
+    items = np.arange(n, dtype=np.int32)
+    random_state = np.random.RandomState(SEED)
+    with clock:
+        mm.shuffle(items, random_state)
+    return [items, random_state.get_state()]
+
+
+def blend(mm, clock, n, datasets):
+    """build_blending_indices, with random weights."""
+    weights = np.random.default_rng(SEED).random(datasets)
+    weights /= weights.sum()
+    which = np.zeros(n, np.int16)
+    sample = np.zeros(n, np.int64)
+    with clock:
+        mm.build_blending_indices(which, sample, weights, datasets, n, False)
+    return [which, sample]
+
+
+def build(mm, clock, n):
+    """GPTDataset of one epoch, whose cache is written to an empty folder."""
+    prefix = corpus(n, None)
+    cache = fresh_folder()
+    with clock:
+        dataset = gpt_dataset(mm, prefix, 2048, cache)
+    return [indices_of(dataset), written_files()]
+
+
+def cache_hit(mm, clock, n, **options):
+    """GPTDataset whose cache is there: all open the same one, which our Python has written."""
+    prefix = corpus(n, None)
+    cache = os.path.join(home(), "hit")
+    gpt_dataset(load("Python"), prefix, 2048, cache, fast_cache_load=True)
+    with clock:
+        dataset = gpt_dataset(mm, prefix, 2048, cache, **options)
+    return indices_of(dataset)
+
+
+def build_four(mm, clock, n):
+    """The builder, in four threads: 90 % of an epoch of four corpora, their caches beside them."""
+    folder = fresh_folder()
+    low = corpus(n // 4, None)
+    prefixes = [os.path.join(folder, name) for name in "abcd"]
+    for prefix in prefixes:
+        os.symlink(f"{low}.bin", f"{prefix}.bin")
+        os.symlink(f"{low}.idx", f"{prefix}.idx")
+    config = config_of(mm, prefixes, 2048, None, num_dataset_builder_threads=4)
+    with clock:
+        dataset = build_blend(mm, config, int(0.9 * n * 500 / 2048))
+    parts = [indices_of(part) for part in dataset.datasets]
+    return [dataset.dataset_index, dataset.dataset_sample_index, parts]
+
+
+def add_documents(mm, clock, n, add, convert):
+    """Documents that are added one by one, as lists (what tokenizers give), arrays or tensors."""
+    rng = np.random.default_rng(SEED)
+    documents = []
+    for length in lengths_of(1000):
+        documents.append(convert(rng.integers(0, EOD, length, dtype=np.int32)))
+    prefix = os.path.join(fresh_folder(), "pair")
     builder = mm.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-
-    def add_document():
-        for tokens in itertools.islice(itertools.cycle(few), n):
-            builder.add_document(tokens, [len(tokens)])
-
-    steps = [add_document, lambda: builder.finalize(f"{prefix}.idx")]
-    now = part == "finalize"
-    if now:
-        add_document()
-    yield
-    steps[now]()
-    yield
-    if not now:
-        steps[1]()
-    return written_files()["pair.idx" if now else "pair.bin"]
-
-
-def merge(mm, n):
-    """merge of two pairs of n / 2 documents each; for each upstream collects garbage: 0.2 s."""
-    inputs = [corpus(n // 2, seed) for seed in (1, 2)]
-    output = os.path.join(fresh_folder(), "pair")
-    yield
-    mm.merge(inputs, output)
-    yield
+    with clock:
+        for tokens in itertools.islice(itertools.cycle(documents), n):
+            add(builder, tokens)
+    builder.finalize(f"{prefix}.idx")
     return written_files()
 
 
-@functools.cache
-def texts():
-    """Modules of Python's library, as the demo reads them, in pieces of 2,000 characters."""
-    modules = sorted(Path(os.__file__).parent.glob("*.py"))[:150]
+def add_document(builder, tokens):
+    """A document by one call."""
+    builder.add_document(tokens, [len(tokens)])
+
+
+def add_item(builder, tokens):
+    """A document by two."""
+    builder.add_item(tokens)
+    builder.end_document()
+
+
+def merge(mm, clock, n):
+    """merge, of two pairs of n / 2 documents each."""
+    prefixes = [corpus(n // 2, seed) for seed in (1, 2)]
+    output = os.path.join(fresh_folder(), "pair")
+    with clock:
+        mm.merge(prefixes, output)
+    return written_files()
+
+
+def preprocess(mm, clock, n):
+    """preprocess in one process, into bytes, of pieces of Python's own library."""
+    modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]
     code = "".join(path.read_text("utf-8", "replace") for path in modules)
-    return [code[i:i + 2000] for i in range(0, len(code), 2000)]
+    pieces = [code[i : i + 2000] for i in range(0, len(code), 2000)]
+    folder = fresh_folder()
+    with open(f"{folder}/text.jsonl", "w", encoding="utf-8") as file:
+        for text in itertools.islice(itertools.cycle(pieces), n):
+            file.write(json.dumps({"text": text}) + "\n")
+    with clock:
+        mm.preprocess(f"{folder}/text.jsonl", f"{folder}/pair", append_eod=True)
+    return written_files()
 
 
-@functools.cache
-def tokenizer_json():
-    """Train a BPE of 4,096 tokens on them -> its path."""
-    tokenizers, path = load("tokenizers alone"), os.path.join(home(), "tokenizer.json")
-    bytewise = tokenizers.pre_tokenizers.ByteLevel
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = bytewise(add_prefix_space=False)
-    bpe.train_from_iterator(texts()[::8], tokenizers.trainers.BpeTrainer(
-        vocab_size=4096, show_progress=False, special_tokens=["<|endoftext|>"],
-        initial_alphabet=bytewise.alphabet()))
-    bpe.save(path)
-    return path
+def first_batch(mm, clock, n):
+    """A script, from start to end, that builds a dataset of n documents and reads a batch."""
+    name = mm.__name__.removeprefix("megatron_min_")
+    script = f"import bench; bench.print_first_batch({name!r}, {corpus(n)!r}, {fresh_folder()!r})"
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    folder = os.path.dirname(os.path.abspath(__file__))
+    with clock:
+        finished = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE)
+    return finished.stdout
 
 
-def verify(mm, n, part):
-    """The checksums of a pair of 1 kB documents: made, or compared with all of its bytes."""
-    prefix = corpus(n)
-    mm.write_checksums(prefix)
-    ds = mm.IndexedDataset(prefix)
-    yield
-    ds.verify_bin() if part == "verify_bin" else mm.write_checksums(prefix)
-    yield
+def print_first_batch(name, prefix, cache):
+    """What the script does."""
+    mm = load(name)
+    dataset = build_blend(mm, config_of(mm, [prefix], 2048, cache), 1000)
+    loader = mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=8, num_workers=0)
+    print(next(iter(loader))["tokens"].tolist())
 
 
-def preprocess(mm, n, tokenizer):
-    """preprocess in one process, where tokenizers has threads; upstream's is but a script."""
-    path, output = os.path.join(home(), f"text-{n}.jsonl"), os.path.join(fresh_folder(), "pair")
-    rows = (json.dumps({"text": text}) + "\n" for text in itertools.cycle(texts()))
-    Path(path).write_text("".join(itertools.islice(rows, n)), encoding="utf-8")
-    made = mm.build_tokenizer(tokenizer_json() if tokenizer == "BPE" else tokenizer)
-    yield
-    prefix = mm.preprocess([path], output, made, append_eod=True)["text"]
-    yield
-    return np.fromfile(f"{prefix}.bin", np.uint16)
-
-
-def tokenizers_alone(tokenizers, n, tokenizer):
-    """The same texts from memory to ids in the memory of the library."""
-    given = list(itertools.islice(itertools.cycle(texts()), n))
-    made = tokenizers.Tokenizer.from_file(tokenizer_json())
-    yield
-    encodings = made.encode_batch_fast(given)
-    yield
-    return np.concatenate([[*each.ids, 0] for each in encodings]).astype(np.uint16)
-
-
-IMPORTS = {"upstream": """
-import logging, torch
-logging.disable()
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-def load(dataset):
-    return torch.utils.data.DataLoader(dataset, 8)
-""", "ours": """
-from megatron_min import *
-def load(dataset):
-    return build_pretraining_data_loader(dataset, 0, micro_batch_size=8)
-"""}
-START = """
-class Tokenizer:
-    vocab_size, eod, unique_identifiers = 50257, 50256, {}
-config = GPTDatasetConfig(
-    1234, 2048, blend_per_split=[([PREFIX], None), None, None], path_to_cache=CACHE,
-    tokenizer=Tokenizer(), reset_position_ids=False, reset_attention_mask=False,
-    eod_mask_loss=False, create_attention_mask=False)
-train = BlendedMegatronDatasetBuilder(
-    GPTDataset, [1000, None, None], lambda: True, config).build()[0]
-print(next(iter(load(train)))["tokens"].tolist())
-"""
-
-
-def first_batch(mm, n, documents):
-    """A script that builds a dataset and reads a batch, from the start of Python to its end."""
-    ours, name = mm.__name__ != "upstream", mm.__name__.removeprefix("megatron_min_")
-    where = f"PREFIX, CACHE = {corpus(documents)!r}, {fresh_folder()!r}"
-    script = IMPORTS["ours" if ours else name] + where + START
-    yield
-    tokens = child("-c", script, MEGATRON_MIN_C=str(int(name == "C")))
-    yield
-    return tokens
-
-
-def inspect(mm, n, documents):
-    """megatron-min inspect."""
-    prefix = corpus(documents, None)
-    yield
-    shown = child("-m", "megatron_min", "inspect", prefix)
-    yield
-    return shown
-
-
-PEERS = {  # beside upstream: name -> the package that it needs, and a case that does a like job
-    "nanoGPT's crop": ("numpy", crops),
-    "ready tensors": ("torch", ready_tensors),
-    "tokenizers alone": ("tokenizers", tokenizers_alone),
-}
-
-
-@functools.cache
-def parallel_batch(S, masked):
+def parallel_batch(S):
     """A micro-batch of 8 rows, as a loader gives it."""
     words = torch.from_numpy(np.random.default_rng(SEED).integers(0, EOD, (8, S + 1)))
-    batch = {"tokens": words[:, :-1].contiguous(), "labels": words[:, 1:].contiguous(),
-             "loss_mask": torch.ones(8, S), "position_ids": torch.arange(S).repeat(8, 1)}
-    mask = torch.ones(S, S, dtype=torch.bool).triu(1).repeat(8, 1, 1, 1)
-    return batch | ({"attention_mask": mask} if masked else {})
+    return {
+        "tokens": words[:, :-1].contiguous(),
+        "labels": words[:, 1:].contiguous(),
+        "loss_mask": torch.ones(8, S),
+        "position_ids": torch.arange(S).repeat(8, 1),
+    }
 
 
-@functools.cache
-def two_tensor_ranks(mm):
-    """The layout tp=2 of the two processes."""
-    return mm.ParallelGroups(tensor=2)
-
-
-def as_arrays(batch):
-    """Its tensors, as what travels through a pipe."""
-    return {key: value.numpy() for key, value in batch.items() if value is not None}
-
-
-@on_two_ranks
-def tp_batch(mm, n, S, mask):
+def tp_batch(mm, clock, n, S):
     """get_batch_on_this_tp_rank: rank 0 has batches, and gives them to rank 1."""
-    how = {"micro_batch_size": 8, "sequence_length": S, "create_attention_mask": mask}
-    groups, mine = two_tensor_ranks(mm), torch.distributed.get_rank() == 0
-    batches = (dict(parallel_batch(S, mask)) for _ in range(n)) if mine else None
-    yield
-    for _ in range(n):
-        batch = mm.get_batch_on_this_tp_rank(batches, groups, **how)
-    yield
-    return as_arrays(batch)
+    groups = mm.ParallelGroups(tensor=2)
+    batches = None
+    if torch.distributed.get_rank() == 0:
+        batch = parallel_batch(S)
+        batch["attention_mask"] = torch.ones(S, S, dtype=torch.bool).triu(1).repeat(8, 1, 1, 1)
+        batches = itertools.repeat(batch)
+    options = {"micro_batch_size": 8, "sequence_length": S, "create_attention_mask": True}
+    with clock:
+        for _ in range(n):
+            batch = mm.get_batch_on_this_tp_rank(batches, groups, **options)
+    return {key: tensor.numpy() for key, tensor in batch.items()}
 
 
-@on_two_ranks
-def cp_batch(mm, n, S, cp):
-    """get_batch_on_this_cp_rank: nothing is sent, but upstream wants torch.distributed."""
-    batch, rank = parallel_batch(S, False), torch.distributed.get_rank()
-    yield
-    for _ in range(n):
-        part = mm.get_batch_on_this_cp_rank(batch, rank, cp)
-    yield
-    return as_arrays(part)
+def cp_batch(mm, clock, n, S):
+    """get_batch_on_this_cp_rank: nothing is sent, but upstream wants a process group."""
+    batch = parallel_batch(S)
+    rank = torch.distributed.get_rank()
+    with clock:
+        for _ in range(n):
+            part = mm.get_batch_on_this_cp_rank(batch, rank, 2)
+    return {key: tensor.numpy() for key, tensor in part.items()}
 
 
-@on_two_ranks
-def ddp_step(mm, n, parameters, overlap):
-    """DistributedDataParallel: forward and backward of 8 layers; upstream stands for torch's."""
+def ddp_steps(mm, clock, n):
+    """DistributedDataParallel: forward and backward of 8 layers, 2**21 parameters in 4 buckets."""
+    layers, inputs = ddp_model()
+    model = mm.DistributedDataParallel(layers, bucket_size=2**19, overlap_grad_reduce=True)
+    return run_steps(clock, n, model, inputs)
+
+
+def torch_ddp_steps(mm, clock, n):
+    """The same with torch's."""
+    layers, inputs = ddp_model()
+    return run_steps(clock, n, TorchDDP(layers, bucket_cap_mb=2), inputs)
+
+
+class TorchDDP(torch.nn.parallel.DistributedDataParallel):
+    """torch's, with the names of ours."""
+
+    def zero_grad_buffer(self):
+        self.zero_grad()
+
+    def finish_grad_sync(self):
+        """Nothing is left to do: backward() has waited."""
+
+
+def ddp_model():
+    """Layers, the same on all ranks, and inputs that differ."""
     torch.manual_seed(SEED)
-    width = math.isqrt(parameters // 8)
-    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(8)]
-    model = mm.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_size=parameters // 4,
-                                       overlap_grad_reduce=overlap)
-    inputs = torch.randn(64, width) + torch.distributed.get_rank()
-
-    def step():
-        model.zero_grad_buffer()
-        model(inputs).square().sum().backward()
-        model.finish_grad_sync()
-
-    step()  # torch's settles its buckets in it
-    yield
-    for _ in range(n):
-        step()
-    yield
-    return [layer.weight.grad.numpy() for layer in layers]
+    layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(8)]
+    inputs = torch.randn(64, 512) + torch.distributed.get_rank()
+    return torch.nn.Sequential(*layers), inputs
 
 
+def run_steps(clock, n, model, inputs):
+    """A step without the clock, in which torch's settles its buckets; n steps; the gradients."""
+    run_step(model, inputs)
+    with clock:
+        for _ in range(n):
+            run_step(model, inputs)
+    return [parameter.grad.numpy() for parameter in model.parameters()]
+
+
+def run_step(model, inputs):
+    """Forward, backward, and the sum over the ranks."""
+    model.zero_grad_buffer()
+    model(inputs).square().sum().backward()
+    model.finish_grad_sync()
+
+
+# ==============================================================================
+# 4. The rows
+# ==============================================================================
+
+
+@dataclasses.dataclass
 class Case:
-    """A row: a function above, its name, what its n items are, and its other sizes.
+    """A row of the table."""
 
-    names    the competitors; the first may be a peer instead of upstream
-    twin_n   items for the Python twin, where it is far slower than the others
-    kept     items in the outcome, if not all n; 0: it makes no sense to copy them
-    once     the run that is compared is the one that is timed, too
-    note     (case, names) -> what else to say in the table
-    """
+    title: str  # ends in "*" where upstream's side is a script that is re-created here
+    function: typing.Callable  # of section 3
+    n: int
+    unit: str  # what the n items are
+    sizes: dict = dataclasses.field(default_factory=dict)  # more arguments of the function
+    names: tuple = NAMES  # the competitors
+    python_n: int | None = None  # items for our Python, where it is far slower than the others
+    peer: typing.Callable | None = None  # a function that runs in upstream's place, and is not its
+    ranks: int = 1
 
-    def __init__(self, function, title, unit, n, twin_n=None, names=NAMES, kept=None, once=False,
-                 note=None, **sizes):
-        self.function, self.title, self.names, self.note = function, title, names, note
-        self.n, self.twin_n, self.sizes, self.once = n, twin_n or n, sizes, once
-        self.kept = n if kept is None else kept
-        self.size = ", ".join([f"{n:,} {unit}", *(f"{key}={sizes[key]}" for key in sizes)])
-        if names[0] in PEERS:
-            self.size += f" (against {names[0]})"
-        if once:
-            self.run = functools.cache(self.run)
+    def competitors(self):
+        """The names of those that are there."""
+        names = []
+        for name in self.names:
+            is_peer = name == "upstream" and self.peer is not None
+            if is_peer or load(name) is not None:
+                names.append(name)
+        return names
 
     def items(self, name):
-        """How many items this competitor is given."""
-        return self.twin_n if name == "Python" else self.n
+        """How many items a competitor is given."""
+        if name == "Python" and self.python_n is not None:
+            return self.python_n
+        return self.n
 
-    def start(self, name, n=None):
-        """The case up to where the clock starts."""
-        function = PEERS[name][1] if name in PEERS else self.function
-        steps = function(load(name), n or self.items(name), **self.sizes)
-        next(steps)
-        return steps
-
-    def run(self, name, n, wanted):
-        """A run of n items -> milliseconds, and the outcome if it is wanted."""
-        steps = self.start(name, n)
-        start = time.perf_counter()
-        next(steps)
-        seconds = time.perf_counter() - start
-        try:
-            return 1e3 * seconds, next(steps) if wanted else None
-        except StopIteration as stop:
-            return 1e3 * seconds, stop.value
+    def run(self, name, n, clock):
+        """Run a competitor on n items -> its result; the clock counts the seconds."""
+        function = self.function
+        if name == "upstream" and self.peer is not None:
+            function = self.peer
+        if self.ranks == 2:
+            return run_on_two_ranks(function, load(name), clock, n, self.sizes)
+        return function(load(name), clock, n, **self.sizes)
 
     def milliseconds(self, name):
         """One timed run, scaled to n items."""
+        clock = Clock()
         items = self.items(name)
-        return self.run(name, items, self.once)[0] * self.n / items
-
-    def outcome(self, name, n):
-        """What a run of n items gives."""
-        return self.run(name, n, True)[1]
-
-    def copy_milliseconds(self, arrays):
-        """numpy's copy of an outcome into fresh memory, scaled to n items."""
-        start = time.perf_counter()
-        for array in arrays:
-            array.copy()
-        return 1e3 * (time.perf_counter() - start) * self.n / self.kept
-
-    def bytes_a_token(self, names):
-        """A note: what a run on two ranks has broadcast."""
-        tokens, sent = self.n * 8 * self.sizes["S"], []
-        for name in names:
-            self.milliseconds(name)
-            sent.append(f"{ask('sent')[0] / tokens:.1f}")
-        return f"bytes a token {' '.join(sent)}"
-
-    def peaks(self, names):
-        """A note: how much memory the first and the last take, in a fresh process each."""
-        peaks = {name: in_a_child("peak_of", self.function.__name__, name, self.n, self.sizes)
-                 for name in (names[0], names[-1])}
-        return "peak MiB (with mapped files) " + ", ".join(
-            f"{name} {own / 2**20:,.0f} ({all_of_it / 2**20:,.0f})"
-            for name, (own, all_of_it) in peaks.items())
-
-    def bare(self, names):
-        """A note: the least that a start with torch takes."""
-        start = time.perf_counter()
-        child("-c", "import torch")
-        return f"import torch alone {1e3 * (time.perf_counter() - start):,.0f} ms"
-
-    def different(self, names):
-        """The names whose outcome is not that of the first, compared at the size that both run."""
-        if len(names) < 2:
-            return []
-        wanted = functools.cache(functools.partial(self.outcome, names[0]))
-        sizes = {name: min(self.items(name), self.items(names[0])) for name in names[1:]}
-        if names[0] in PEERS and wanted(self.n) is None:  # some have nothing to compare
-            return self.different(names[1:])
-        return [name for name, n in sizes.items() if not same(wanted(n), self.outcome(name, n))]
+        self.run(name, items, clock)
+        return 1e3 * clock.seconds * self.n / items
 
 
-def all_cases(quick):
-    """The rows of the table, from top to bottom."""
-    big, drawn, reads, docs, dense = (500_000, 50_000, 512, 2_000, 32) if quick else (
-        10**7, 10**6, 4_000, 10**5, 128)
-    build_n, twin, steps = (200_000, 2_000, 2) if quick else (10**7, 10_000, 16)
-    ours = "C" if load("C") else "Python"  # where no kernel runs, or a twin is no match
-    both, (crop, ready, alone) = (NAMES[0], ours), ((peer, ours) for peer in PEERS)
-    mixed = functools.partial(Case, unit="samples", n=drawn, twin_n=twin)
-    start = functools.partial(Case, unit="start", n=1, kept=0, once=quick)
-    loader = functools.partial(Case, batches, "DataLoader", "samples", kept=16, S=2048)
+RESETS = {"reset_position_ids": True, "eod_mask_loss": True}
+DENSE = {"reset_attention_mask": True, "create_attention_mask": True, **RESETS}
+PACKED = {"inter_document_masking": True, "eod_mask_loss": True}  # not in upstream 0.16.1
+TRUST = {"fast_cache_load": True}
+
+
+def screen_cases():
+    """The rows that tell most."""
     return [
-        *(Case(sample_index, "sample index", "documents", big, S=S) for S in (128, 2048, 8192)),
-        Case(shuffle, "shuffle", "int32", big),
-        *(mixed(blend, "blend", datasets=count, weights=weights)
-          for weights in ("random", "equal", "1/k")[:1 if quick else 3]
-          for count in (2, 4, 16, 64, 256, 1024, 4096)),
-        *(mixed(exhaustive_blend, "exhaustive blend", datasets=count, weights="random")
-          for count in (16, 1024)),
-        Case(build, "GPTDataset, new cache", "documents", build_n, S=2048,
-             note=None if quick else Case.peaks),
-        *(Case(cache_hit, "GPTDataset, cache hit", "documents", build_n, S=2048, flags=flags)
-          for flags in ("none", "fast_cache_load")),
-        *(Case(build_four, "builder, 4 corpora", "documents", build_n, names=both, threads=threads)
-          for threads in (1, 4)),
-        *(Case(samples, "dataset[i]", "samples", reads, kept=64, S=S, flags="none")
-          for S in (512, 2048, 8192)),
-        *(loader(n=n, flags=flags) for n, flags in (
-            (reads, "none"), (reads, "resets"), (reads, "cu_seqlens, upstream: resets"),
-            (dense, "dense resets"), (reads, "verify_reads"))),
-        loader(n=2 * reads, names=both, workers=2),
-        *(loader(n=reads, names=names) for names in (crop, ready)),
-        loader(n=2 * reads, names=ready, workers=2),
-        *(Case(write, "write a pair", "documents", docs, kind=kind, part=part)
-          for kind, part in (("lists", "add_document"), ("arrays", "add_document"),
-                             ("arrays", "finalize"))),
-        Case(merge, "merge two pairs", "documents", docs),
-        *(Case(verify, "checksums", "documents of 1 kB", docs, names=[ours], kept=0, part=part)
-          for part in ("write_checksums", "verify_bin")),
-        *(Case(preprocess, "preprocess", "documents of 2 kB", docs // 10, names=names,
-               tokenizer=tokenizer) for names, tokenizer in ((NAMES[1:], "bytes"), (alone, "BPE"))),
-        start(first_batch, "import to first batch", names=both, documents=100_000, note=Case.bare),
-        start(inspect, "megatron-min inspect", names=[ours], documents=big),
-        *(Case(tp_batch, "parallel, tp batch", "batches of 8", n, kept=1, S=S, mask=mask,
-               note=Case.bytes_a_token)
-          for n, S, mask in ((reads // 40, 2048, False), (reads // 100, 512, True))),
-        Case(cp_batch, "parallel, cp batch", "batches of 8", reads // 20, kept=1, S=8192, cp=2),
-        *(Case(ddp_step, "parallel, DDP step", "steps", steps, kept=0, parameters=2**21,
-               overlap=overlap) for overlap in (False, True)),
+        Case("dataset[i], S=512", samples, 4000, "samples", {"S": 512}),
+        Case("dataset[i], S=2048", samples, 4000, "samples", {"S": 2048}),
+        Case("dataset[i], S=8192", samples, 4000, "samples", {"S": 8192}),
+        Case("loader, S=2048 *", loader, 4000, "samples"),
+        Case("loader, num_workers=2 *", loader, 2000, "samples", {"num_workers": 2}),
+        Case("loader, resets *", loader, 4000, "samples", RESETS),
+        Case("loader, resets, dense mask *", loader, 64, "samples", DENSE),
+        Case("sample index, S=2048", sample_index, 10**7, "documents", {"S": 2048}),
+        Case("shuffle", shuffle, 10**7, "int32"),
+        blend_case(16),
+        blend_case(1024),
+        Case("build, new cache, S=2048", build, 2 * 10**6, "documents"),
+        add_case("add_document, arrays", add_document, np.asarray),
+        Case("tp batch, S=512, mask *", tp_batch, 100, "batches", {"S": 512}, WITHOUT_C, ranks=2),
     ]
 
 
+def more_cases():
+    """The other rows."""
+    return [
+        Case("loader, cu_seqlens", loader, 4000, "samples", PACKED, ("Python", "C")),
+        Case("loader (nanoGPT's crops)", loader, 4000, "samples", peer=nanogpt_crops),
+        Case("sample index, S=128", sample_index, 10**7, "documents", {"S": 128}),
+        Case("sample index, S=8192", sample_index, 10**7, "documents", {"S": 8192}),
+        blend_case(4),
+        blend_case(64),
+        blend_case(256),
+        blend_case(4096),
+        Case("cache hit, S=2048", cache_hit, 10**7, "documents", {}, WITHOUT_C),
+        Case("cache hit, fast_cache_load", cache_hit, 10**7, "documents", TRUST, WITHOUT_C),
+        Case("builder, 4 corpora, threads", build_four, 10**6, "documents"),
+        add_case("add_document, lists", add_document, np.ndarray.tolist),
+        add_case("add_item, tensors", add_item, torch.from_numpy),
+        add_case("add_item, lists", add_item, np.ndarray.tolist, ("Python",)),
+        Case("merge two pairs *", merge, 100_000, "documents", {}, WITHOUT_C),
+        Case("preprocess, bytes", preprocess, 10_000, "pages of 2 kB", {}, ("Python",)),
+        Case("import to first batch", first_batch, 100_000, "documents", {}, WITHOUT_C),
+        Case("cp batch, S=8192", cp_batch, 200, "batches", {"S": 8192}, WITHOUT_C, ranks=2),
+        Case("DDP (torch's)", ddp_steps, 16, "steps", {}, WITHOUT_C, peer=torch_ddp_steps, ranks=2),
+    ]
+
+
+def blend_case(datasets):
+    """A blend; the definition would take minutes for as many samples as the others."""
+    title = f"blend, {datasets:,} datasets"
+    return Case(title, blend, 400_000, "samples", {"datasets": datasets}, python_n=10_000)
+
+
+def add_case(title, add, convert, names=WITHOUT_C):
+    """Documents that are added one by one; upstream's add_item takes tensors only."""
+    sizes = {"add": add, "convert": convert}
+    return Case(title, add_documents, 20_000, "documents", sizes, names)
+
+
 # ==============================================================================
-# 4. Measuring, and the table
+# 5. Measuring, and the table
 # ==============================================================================
 
 
-def same(a, b):
-    """Equal in every value, dtype and shape, in nested lists and dicts too."""
+def measure(case, rounds, seconds):
+    """Compare and time the competitors of a case -> its row.
+
+    There are at least so many rounds, and more, up to 50, until the seconds are over.
+    """
+    names = case.competitors()
+    different = find_different(case, names)
+    times = {name: [] for name in names if name not in different}
+    gc.collect()
+    started = time.perf_counter()
+    for number in range(1, 51):
+        for name in times:
+            times[name].append(case.milliseconds(name))
+        if number >= rounds and time.perf_counter() - started > seconds:
+            break
+    return {
+        "case": case.title,
+        "size": f"{case.n:,} {case.unit}",
+        "scaled": case.items("Python") < case.n,
+        "peer": case.peer is not None,
+        "different": different,
+        "runs_ms": times,
+        "median_ms": {name: statistics.median(times[name]) for name in times},
+    }
+
+
+def find_different(case, names):
+    """Run all without a clock -> the names of those whose result is not that of the first.
+
+    A competitor that is given fewer items is compared with the first on as many.  A peer may have
+    no result.
+    """
+    first = names[0]
+    expected = {case.items(first): case.run(first, case.items(first), Clock())}
+    different = []
+    for name in names[1:]:
+        n = min(case.items(name), case.items(first))
+        if n not in expected:
+            expected[n] = case.run(first, n, Clock())
+        result = case.run(name, n, Clock())
+        if expected[n] is not None and not is_same(expected[n], result):
+            different.append(name)
+    return different
+
+
+def is_same(a, b):
+    """Are they equal in every value, dtype and shape, in nested lists and dicts too?"""
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, (np.ndarray, torch.Tensor)):
         return a.dtype == b.dtype and np.array_equal(a, b)
     return a == b
 
 
-def arrays_in(outcome):
-    """All its arrays, tensors and bytes, as arrays."""
-    if isinstance(outcome, (dict, list, tuple)):
-        parts = outcome.values() if isinstance(outcome, dict) else outcome
-        return [array for part in parts for array in arrays_in(part)]
-    if isinstance(outcome, bytes):
-        return [np.frombuffer(outcome, np.uint8)]
-    return [np.asarray(outcome)] if isinstance(outcome, (np.ndarray, torch.Tensor)) else []
+TITLES = ("case", "size", *NAMES, "Python x", "C x")
+WIDTHS = (28, 20, 8, 8, 8, 8, 8)
 
 
-def measure(case, rounds, seconds):
-    """-> the row of a case: so many rounds, and more, up to 50, until the seconds are over; but
-    two where they take ten seconds."""
-    names = [name for name in case.names if load(name)]
-    differs = case.different(names)
-    clocks = {name: functools.partial(case.milliseconds, name)
-              for name in names if name not in differs}
-    if case.kept:
-        outcome = case.outcome(names[-1], case.items(names[-1]))
-        clocks["memcpy"] = functools.partial(case.copy_milliseconds, arrays_in(outcome))
-    runs = {name: [] for name in clocks}
-    gc.collect()
-    start = time.perf_counter()
-    for number in range(51):  # number 0 warms up
-        for name, clock in clocks.items():
-            runs[name].append(clock())
-        taken = time.perf_counter() - start
-        if case.once or number >= rounds and taken > seconds or number >= 2 and taken > 10:
-            break
-    runs = {name: times[1:] or times for name, times in runs.items()}
-    return {"case": case.title, "n": case.n, "twin_n": case.twin_n,
-            "size": case.size + (f"; {case.note(case, names)}" if case.note else ""),
-            "other": next(iter({*case.names} & {*PEERS}), NAMES[0]),
-            "differs": differs, "runs_ms": runs,
-            "median_ms": {name: statistics.median(times) for name, times in runs.items()}}
-
-
-def milliseconds(row, name):
-    """A cell: the median of one competitor."""
-    if name not in row["median_ms"]:
-        return "differs" if name in row["differs"] else "-"
-    median, scaled = row["median_ms"][name], name == "Python" and row["twin_n"] < row["n"]
-    return f"{'~' * scaled}{median:,.{2 if median < 10 else 1 if median < 1000 else 0}f}"
-
-
-def ratio(row, name, other):
-    """A cell: how many times faster name is than other."""
-    medians = row["median_ms"]
-    if name not in medians or other not in medians:
-        return "-"
-    times = medians[other] / medians[name]
-    return f"{times:,.{2 if times < 10 else 1 if times < 100 else 0}f}x"
-
-
-def beside(text, row, *names):
-    """A cell about upstream; in brackets about a peer instead, which the size names."""
-    cell = text(row, *names, row["other"])
-    return f"({cell})" if row["other"] in PEERS and cell != "-" else cell
-
-
-def ours(row):
-    """The least median of ours, or None."""
-    return min((row["median_ms"][name] for name in NAMES[1:] if name in row["median_ms"]),
-               default=None)
-
-
-def rate(row):
-    """A cell: items that our fastest does in a second."""
-    return f"{1e3 * row['n'] / ours(row):,.{0 if row['n'] > 1 else 2}f}" if ours(row) else "-"
-
-
-def against_copy(row):
-    """A cell: how much longer than copying the result ours takes."""
-    copied = row["median_ms"].get("memcpy")
-    return f"{ours(row) / copied:,.1f}" if ours(row) and copied else "-"
-
-
-#: title, width (negative: to the left), row -> text.
-COLUMNS = [
-    ("case", -21, lambda row: row["case"]),
-    ("size", -66, lambda row: row["size"]),
-    ("upstream ms", 11, lambda row: beside(milliseconds, row)),
-    ("Python ms", 9, lambda row: milliseconds(row, "Python")),
-    ("C ms", 7, lambda row: milliseconds(row, "C")),
-    ("C against upstream", 18, lambda row: beside(ratio, row, "C")),
-    ("C against Python", 16, lambda row: ratio(row, "C", "Python")),
-    ("ours, items/s", 13, rate),
-    ("C / memcpy", 10, against_copy),
-]
-
-
-def line(cells):
+def format_line(cells):
     """A line of the table, padded so that it reads well as text too."""
-    padded = [cell.ljust(-width) if width < 0 else cell.rjust(width)
-              for cell, (_, width, _) in zip(cells, COLUMNS)]
+    padded = []
+    for cell, width in zip(cells, WIDTHS, strict=True):
+        padded.append(cell.ljust(width) if width > 8 else cell.rjust(width))
     return f"| {' | '.join(padded)} |"
+
+
+def format_row(row):
+    """The cells of a row."""
+    times = [format_time(row, name) for name in NAMES]
+    return [row["case"], row["size"], *times, format_ratio(row, "Python"), format_ratio(row, "C")]
+
+
+def format_time(row, name):
+    """A cell: the median of a competitor."""
+    if name in row["different"]:
+        return "differs"
+    if name not in row["median_ms"]:
+        return "-"
+    text = format_number(row["median_ms"][name])
+    if name == "Python" and row["scaled"]:
+        return f"~{text}"
+    if name == "upstream" and row["peer"]:
+        return f"({text})"
+    return text
+
+
+def format_ratio(row, name):
+    """A cell: how many times faster than upstream a competitor is."""
+    medians = row["median_ms"]
+    if name not in medians or "upstream" not in medians:
+        return "-"
+    text = f"{format_number(medians['upstream'] / medians[name])}x"
+    if row["peer"]:
+        return f"({text})"
+    return text
+
+
+def format_number(value):
+    """A number with two digits after the point, one, or none."""
+    if value < 10:
+        return f"{value:.2f}"
+    if value < 1000:
+        return f"{value:.1f}"
+    return f"{value:,.0f}"
 
 
 def machine():
     """What the numbers depend on, as a dict of strings."""
     cpu = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next((text.split(": ")[1] for text in lines if text.startswith("model name")), cpu)
-    upstream = importlib.metadata.version("megatron-core") if load("upstream") else "not installed"
-    return {"machine": f"{cpu}, {os.cpu_count()} cores", "Python": platform.python_version(),
-            "numpy": np.__version__, "torch": torch.__version__, "upstream": upstream,
-            "megatron-min": load("Python").__version__,
-            "kernels": "Python and C" if load("C") else "Python (C is not built)",
-            "date": str(datetime.date.today())}
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8"))
+        if found:
+            cpu = found[1]
+    upstream = "not installed"
+    if load("upstream"):
+        upstream = importlib.metadata.version("megatron-core")
+    return {
+        "machine": f"{cpu}, {os.cpu_count()} cores",
+        "Python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": f"{torch.__version__}, threads {torch.get_num_threads()}",
+        "megatron-core": upstream,
+        "megatron-min": load("Python").__version__,
+        "C": "built" if load("C") else "not built",
+        "date": str(datetime.date.today()),
+    }
+
+
+def print_machine(facts, out):
+    """The head of a table, in two lines."""
+    parts = [f"{key} {value}" for key, value in facts.items()]
+    print("; ".join(parts[:3]), file=out)
+    print("; ".join(parts[3:]), file=out)
 
 
 def main(argv=None):
-    """Print the table -> 0, or 1 if a competitor differs."""
+    """Print the table -> 0, or 1 if a result differs."""
+    options = parse_options(argv)
+    if options.billion:
+        return billion(options.documents)
+    out = sys.stderr if options.json == "-" else sys.stdout
+    facts = machine()
+    print_machine(facts, out)
+    rules = ["-" * width if width > 8 else "-" * (width - 1) + ":" for width in WIDTHS]
+    print(f"\n{format_line(TITLES)}\n{format_line(rules)}", file=out, flush=True)
+    rows = []
+    cases = chosen_cases(options)
+    for number, case in enumerate(cases, 1):
+        show_progress(f"row {number} of {len(cases)}: {case.title}")
+        row = measure(case, options.rounds, seconds=3 if options.full else 1)
+        show_progress("")
+        print(format_line(format_row(row)), file=out, flush=True)
+        rows.append(row)
+    print_notes(rows, out)
+    if options.json:
+        write_json({**facts, "rows": rows}, options.json)
+    return int(any(row["different"] for row in rows))
+
+
+def parse_options(argv):
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, in under a minute")
-    parser.add_argument("--rounds", type=int, help="timed runs, at least (default 5; quick: 3)")
-    parser.add_argument("--only", default="", metavar="REGEX", help="search in case and size")
-    parser.add_argument("--json", metavar="FILE", help="every time as JSON; -: on stdout")
-    parser.add_argument("--billion", action="store_true", help="cost against size")
-    parser.add_argument("--documents", type=int, default=10**9, help="with --billion: the most")
-    parser.add_argument("--plot", default="billion.png", help="with --billion: a PNG (%(default)s)")
-    parser.add_argument("--train", action="store_true", help="train instead; under torchrun or not")
-    for name, default, text in (
-            ("steps", 10, "steps with each layout"), ("tensor", None, "tp ranks, of the first"),
-            ("context", None, "cp ranks, of the second"), ("length", 128, "tokens in a sample"),
-            ("width", 64, "of the model"), ("global-batch", 8, "samples a step"),
-            ("micro-batch", 2, "samples at once on a rank"), ("rate", 3e-3, "learning rate")):
-        parser.add_argument(f"--{name}", type=type(default or 1), default=default,
-                            help=f"with --train: {text} ({default or 'default 2, odd worlds 1'})")
-    arguments = parser.parse_args(argv)
-    if arguments.train:
-        return train(arguments)
-    if arguments.billion:
-        return billion(arguments)
-    rounds, seconds = (3, 0.1) if arguments.quick else (5, 2)
-    rounds = arguments.rounds or rounds
-    out = sys.stderr if arguments.json == "-" else sys.stdout
-    show, head, rows = functools.partial(print, file=out, flush=True), machine(), []
-    show("; ".join(f"{key} {value}" for key, value in head.items()), end="; ")
-    show(f"medians of {rounds} rounds or more, or 2 of slow cases\n")
-    show(line([title for title, _, _ in COLUMNS]))
-    show(line(["-" * -width if width < 0 else "-" * (width - 1) + ":" for _, width, _ in COLUMNS]))
-    for case in all_cases(arguments.quick):
-        if re.search(arguments.only, f"{case.title} {case.size}"):
-            rows.append(measure(case, rounds, seconds))
-            show(line([text(rows[-1]) for _, _, text in COLUMNS]))
-    if arguments.json:
-        text = json.dumps({**head, "rows": rows}, indent=1) + "\n"
-        print(text, end="") if arguments.json == "-" else Path(arguments.json).write_text(text)
-    return int(any(row["differs"] for row in rows))
+    parser.add_argument("--full", action="store_true", help="all rows, in some minutes")
+    parser.add_argument("--only", metavar="REGEX", help="those of all rows whose case matches")
+    parser.add_argument("--json", metavar="FILE", help="write every time as JSON; -: to stdout")
+    parser.add_argument("--rounds", type=int, default=3, help="timed runs, at least (%(default)s)")
+    parser.add_argument("--billion", action="store_true", help="time and memory against size")
+    parser.add_argument("--documents", type=int, default=10**9, help="with --billion: at most")
+    return parser.parse_args(argv)
+
+
+def chosen_cases(options):
+    """The rows that the command line asks for."""
+    if options.only:
+        cases = screen_cases() + more_cases()
+        return [case for case in cases if re.search(options.only, case.title)]
+    if options.full:
+        return screen_cases() + more_cases()
+    return screen_cases()
+
+
+def show_progress(text):
+    """Write over the last line of stderr; an empty text wipes it."""
+    print(f"\r{'':<70}\r{text}", end="", file=sys.stderr, flush=True)
+
+
+def print_notes(rows, out):
+    """What the marks of these rows mean, and how a missing column is had."""
+    print("\nmilliseconds; x: times faster than upstream; -: no such part, or no C in it", file=out)
+    if any(row["case"].endswith("*") for row in rows):
+        print("*  upstream's side is a script that its package lacks, re-created here", file=out)
+    if any(row["scaled"] for row in rows):
+        print("~  measured on fewer items, and scaled", file=out)
+    if any(row["peer"] for row in rows):
+        print("() not upstream's, but of the peer that the case names", file=out)
+    if load("C") is None:
+        print("To fill the column C: python setup.py build_ext --inplace", file=out)
+    if load("upstream") is None:
+        print("To fill the column upstream: python -m pip install megatron-core==0.16.1", file=out)
+
+
+def write_json(values, path):
+    """To a file, or to stdout."""
+    text = json.dumps(values, indent=1) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        pathlib.Path(path).write_text(text, encoding="utf-8")
 
 
 # ==============================================================================
-# 5. A billion documents
+# 6. A billion documents
 # ==============================================================================
-# Cost against size, of ours alone: upstream holds several int64 for each document, and runs out of
-# memory.  A size is made, indexed in a fresh process for each number of epochs, and removed.
+# Time and memory against size, of ours alone: upstream holds several int64 for each document, and
+# runs out of memory.  A corpus is made, indexed in a fresh process for each number of epochs, and
+# removed.
 
-SCALE = [  # title, key, digits after the point
-    ("documents", "documents", 0), ("epochs", "epochs", 0), ("samples", "samples", 0),
-    ("open s", "open", 2), ("build s", "build", 2), ("cache hit s", "hit", 2),
-    ("first batch s", "batch", 2), ("inspect s", "inspect", 1), ("build ns/document", "each", 1),
-    ("own GiB", "own", 2), ("GiB with mapped files", "peak", 2),
+SCALE_COLUMNS = [  # title, width, digits after the point
+    ("documents", 13, 0),
+    ("epochs", 6, 0),
+    ("samples", 13, 0),
+    ("open s", 6, 2),
+    ("build s", 7, 2),
+    ("ns/document", 11, 1),  # of each epoch
+    ("batch s", 7, 2),  # the first one
+    ("hit s", 6, 2),  # to build once more, with the cache
+    ("own GiB", 7, 2),  # without the pages of mapped files, which the system can take back
+    ("peak GiB", 8, 2),  # with them
 ]
 
 
-def billion(options):
-    """Print the table of sizes, plot it -> 0."""
-    show = functools.partial(print, flush=True)
-    show("; ".join(f"{key} {value}" for key, value in machine().items()), "S=2048", sep="; ")
-    show(f"\n| {' | '.join(title for title, _, _ in SCALE)} |\n|{' --: |' * len(SCALE)}")
-    rows, left_out, name = [], [], "C" if load("C") else "Python"
-    sizes = [10**power for power in range(6, 10) if 10**power < options.documents]
-    for documents in [*sizes, options.documents]:
+def billion(most):
+    """Print the table of sizes -> 0."""
+    print_machine(machine(), sys.stdout)
+    titles = [title.rjust(width) for title, width, _ in SCALE_COLUMNS]
+    rules = ["-" * (width - 1) + ":" for _, width, _ in SCALE_COLUMNS]
+    print(f"\n| {' | '.join(titles)} |\n| {' | '.join(rules)} |")
+    sizes = [size for size in (10**6, 10**7, 10**8, 10**9) if size < most]
+    for documents in [*sizes, most]:
+        prefix = corpus(documents, None)
         for epochs in (1, 3, 10):
-            needed, free = 8 * documents * (epochs + 1), memory("MemAvailable", "meminfo")
-            if needed > free:
-                left_out.append(f"{documents:,} documents x {epochs} epochs: about "
-                                f"{needed / 2**30:,.0f} GiB wanted, {free / 2**30:,.0f} there")
-                continue
-            rows.append(in_a_child("indexed", name, corpus(documents, None), epochs))
-            cells = [f"{rows[-1][key]:,.{digits}f}" for _, key, digits in SCALE]
-            show(f"| {' | '.join(cells)} |")
-        for suffix in (".bin", ".idx"):
-            Path(corpus(documents, None) + suffix).unlink()
-    show(*["\nleft out, too large for the memory of this machine:"] * bool(left_out), *left_out,
-         sep="\n")
-    show("not run: upstream, which runs out of memory at a billion documents")
-    if importlib.util.find_spec("matplotlib"):
-        plot(rows, options.plot)
-        show(f"plot: {options.plot}")
+            show_progress(f"{documents:,} documents, {epochs} epochs")
+            needed = 8 * documents * (epochs + 1)
+            if needed > memory("MemAvailable", "meminfo"):
+                cells = [f"{documents:13,}", f"{epochs:6}", f"too large: {needed / 2**30:,.0f} GiB"]
+            else:
+                row = run_in_fresh_process(measure_scale, prefix, epochs)
+                cells = [f"{row[title]:{width},.{n}f}" for title, width, n in SCALE_COLUMNS]
+            show_progress("")
+            print(f"| {' | '.join(cells)} |", flush=True)
+        os.unlink(f"{prefix}.bin")
+        os.unlink(f"{prefix}.idx")
     return 0
 
 
-def indexed(name, prefix, epochs):
-    """For a child: build a corpus's dataset with its cache, and use it -> seconds and bytes."""
-    mm, cache, clock = load(name), fresh_folder(), Stopwatch()
+def run_in_fresh_process(function, prefix, epochs):
+    """Call it in a process that has not used any memory yet."""
+    name = "C" if load("C") else "Python"
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(function, name, prefix, epochs, fresh_folder()).result()
+
+
+def measure_scale(name, prefix, epochs, cache):
+    """Build the dataset of a corpus, with its cache, and use it -> {title of a column: value}."""
+    mm = load(name)
+    watch = MemoryWatch()
+    row = {"epochs": epochs}
+    start = time.perf_counter()
     low = mm.IndexedDataset(prefix)
-    seconds, documents = {"open": clock.lap()}, len(low)
-    tokens = low.num_tokens
-    del low
-    config, samples = config_of(mm, [prefix], 2048, cache), (tokens * epochs - 1) // 2048
-    clock.lap()
-    ds = built(mm, config, samples)
-    seconds["build"] = clock.lap()
-    own, peak = clock.most / 2**30, memory("VmHWM") / 2**30
-    next(iter(mm.build_pretraining_data_loader(ds, 0, micro_batch_size=8)))
-    seconds["batch"] = clock.lap()
-    built(mm, config, samples)
-    seconds["hit"] = clock.lap()
-    child("-m", "megatron_min", "inspect", prefix)
-    seconds["inspect"] = clock.lap()
-    return {"documents": documents, "epochs": epochs, "samples": len(ds), "own": own, "peak": peak,
-            "each": 1e9 * seconds["build"] / documents / epochs, **seconds}
+    row["open s"] = time.perf_counter() - start
+    row["documents"] = len(low)
+    num_tokens = int(low.sequence_lengths.sum(dtype=np.int64))
+    row["samples"] = (num_tokens * epochs - 1) // 2048
+    config = config_of(mm, [prefix], 2048, cache)
+
+    start = time.perf_counter()
+    dataset = build_blend(mm, config, row["samples"])
+    row["build s"] = time.perf_counter() - start
+    row["ns/document"] = 1e9 * row["build s"] / row["documents"] / epochs
+    row["own GiB"] = watch.most / 2**30
+    row["peak GiB"] = memory("VmHWM") / 2**30
+
+    start = time.perf_counter()
+    next(iter(mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=8)))
+    row["batch s"] = time.perf_counter() - start
+
+    start = time.perf_counter()
+    build_blend(mm, config, row["samples"])
+    row["hit s"] = time.perf_counter() - start
+    return row
 
 
-class Stopwatch:
-    """Seconds since the last look; in the background, the most memory that is no mapped file."""
+def memory(key, file="self/status"):
+    """A line of a file in /proc, in bytes; nan where there is none.
+
+    VmHWM is the most that was resident, RssAnon what is resident now and is no mapped file.
+    """
+    path = pathlib.Path("/proc", file)
+    if not path.exists():
+        return math.nan
+    found = re.search(rf"{key}:\s+(\d+) kB", path.read_text(encoding="utf-8"))
+    return 1024 * int(found[1]) if found else math.nan
+
+
+class MemoryWatch:
+    """Looks at RssAnon again and again, of which Linux keeps no maximum."""
 
     def __init__(self):
-        self.start, self.first, self.most = time.perf_counter(), memory("RssAnon"), 0
-        threading.Thread(target=self.watch, daemon=True).start()
+        self.most = 0  # bytes more than at the beginning
+        self._first = memory("RssAnon")
+        threading.Thread(target=self._watch, daemon=True).start()
 
-    def watch(self):
-        """Look, again and again: no high-water mark of Linux leaves mapped files out."""
+    def _watch(self):
         while True:
-            self.most = max(self.most, memory("RssAnon") - self.first)
+            self.most = max(self.most, memory("RssAnon") - self._first)
             time.sleep(0.01)
-
-    def lap(self):
-        """-> seconds."""
-        start, self.start = self.start, time.perf_counter()
-        return self.start - start
-
-
-def plot(rows, path):
-    """Seconds and memory against documents: as straight as the dotted lines, if all is well."""
-    import matplotlib
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, both = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    keys = ("build", "hit", "inspect", "batch", "open"), ("own", "peak")
-    for axes, shown, what in zip(both, keys, ("seconds", "peak memory, GiB")):
-        for key, epochs in itertools.product(shown, sorted({row["epochs"] for row in rows})):
-            if key == shown[0] or epochs == 1:
-                part = [row for row in rows if row["epochs"] == epochs]
-                sizes, values = ([row[of] for row in part] for of in ("documents", key))
-                title = next(title for title, of, _ in SCALE if of == key).removesuffix(" s")
-                axes.loglog(sizes, values, "o-", label=f"{title}, epochs: {epochs}")
-                if key == shown[0]:
-                    axes.loglog(sizes, [values[0] * n / sizes[0] for n in sizes], "k:")
-        axes.set_xlabel("documents (dotted: in proportion)")
-        axes.set_ylabel(what)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small", loc="upper left")
-    figure.savefig(path, dpi=120)
-
-
-# ==============================================================================
-# 6. Training on any layout
-# ==============================================================================
-# A run that stops and goes on with another layout, four times, against plain training in one
-# process, which uses no sampler, no loader, no groups and no DistributedDataParallel.
-#
-#   tensor parallel     x --AllReduce backward--> some heads, or columns --AllReduce forward--> + x
-#   context parallel    keys and values of all tokens, but queries of this rank's alone
-
-
-class AllReduce(torch.autograd.Function):
-    """The sum over a group, of what goes forward or of the gradient that comes back."""
-
-    @staticmethod
-    def forward(ctx, x, group, now):
-        """x, summed now or later."""
-        ctx.group, ctx.now = group, now
-        return total(x, group) if now else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        """The other way round."""
-        return grad if ctx.now else total(grad, ctx.group), None, None
-
-
-def total(x, group):
-    """The sum of x over a group, as a new tensor; None is a group of one."""
-    x = x.clone(memory_format=torch.contiguous_format)
-    if group is not None:
-        torch.distributed.all_reduce(x, group=group)
-    return x
-
-
-def gathered(x, groups, kind, axis):
-    """The parts of all ranks of a group, one after the other, with a gradient."""
-    parts = [torch.zeros_like(x)] * groups.size(kind)
-    parts[groups.rank(kind)] = x
-    whole = AllReduce.apply(torch.cat(parts, axis), groups.group(kind), True)
-    return AllReduce.apply(whole, groups.group(kind), False)
-
-
-class GPT(torch.nn.Module):
-    """As plain as can be; a tp rank holds some of the heads and of the MLP's columns.
-
-    In float64: the order of sums differs between layouts, and AdamW makes steps of noise.
-    """
-
-    AXES = {"qkv": 1, "out": 0, "up": 1, "down": 0}  # which the tp ranks share
-
-    def __init__(self, groups, length, width, layers=2, heads=4, vocabulary=257):
-        super().__init__()
-        shapes = {"embed": (vocabulary, width), "place": (length, width)}
-        for i in range(layers):
-            shapes |= {f"qkv{i}": (3, heads, width // heads, width),
-                       f"out{i}": (heads, width // heads, width),
-                       f"up{i}": (width, 4 * width), f"down{i}": (4 * width, width)}
-        random = torch.Generator().manual_seed(SEED)
-        self.groups, self.layers = groups, layers
-        self.weights = torch.nn.ParameterDict({
-            name: self.mine(name, 0.02 * torch.randn(shape, generator=random, dtype=torch.float64))
-            for name, shape in shapes.items()})
-
-    def forward(self, tokens, places):
-        """Tokens and their places in the sample -> logits."""
-        w, groups = self.weights, self.groups
-        norm = lambda x: functional.layer_norm(x, x.shape[-1:])  # noqa: E731
-        enter, leave = (lambda x, now=now: AllReduce.apply(x, groups.group("tp"), now)
-                        for now in (False, True))
-        mask = gathered(places, groups, "cp", 1)[:, None, None, :] <= places[:, None, :, None]
-        x = w["embed"][tokens] + w["place"][places]
-        for i in range(self.layers):
-            qkv = torch.einsum("bsw,chdw->cbhsd", enter(norm(x)), w[f"qkv{i}"])
-            keys, values = gathered(qkv[1:], groups, "cp", 3)
-            seen = functional.scaled_dot_product_attention(qkv[0], keys, values, mask)
-            x = x + leave(torch.einsum("bhsd,hdw->bsw", seen, w[f"out{i}"]))
-            x = x + leave(functional.gelu(enter(norm(x)) @ w[f"up{i}"]) @ w[f"down{i}"])
-        return norm(x) @ w["embed"].T
-
-    def mine(self, name, whole):
-        """This tp rank's part of a weight, or of what the optimizer has for it."""
-        axis = self.AXES.get(name.rstrip("0123456789"))
-        if axis is None or not whole.ndim:
-            return whole.clone()
-        return whole.chunk(self.groups.size("tp"), axis)[self.groups.rank("tp")].clone()
-
-    def whole(self, name, mine):
-        """The same, put together."""
-        axis = self.AXES.get(name.rstrip("0123456789"))
-        return mine if axis is None or not mine.ndim else gathered(mine, self.groups, "tp", axis)
-
-
-def summed_loss(model, batch):
-    """The loss, summed over the tokens that count."""
-    logits = model(batch["tokens"], batch["position_ids"])
-    losses = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(),
-                                      reduction="none")
-    return (losses * batch["loss_mask"].flatten()).sum()
-
-
-def global_batch(seen, groups):
-    """All ranks' tokens of a step, in the order of the samples: (samples, S)."""
-    mine = torch.stack([torch.stack([batch["tokens"], batch["position_ids"]]) for batch in seen])
-    parts = [mine] * groups.size("dp-cp")
-    if groups.group("dp-cp") is not None:
-        parts = [torch.empty_like(mine) for _ in parts]
-        torch.distributed.all_gather(parts, mine, group=groups.group("dp-cp"))
-    parts = torch.stack(parts).unflatten(0, (groups.size("dp"), -1))  # dp cp micro 2 rows tokens
-    tokens, places = parts.permute(3, 2, 0, 4, 1, 5).flatten(4).flatten(1, 3)
-    return tokens.gather(1, places.argsort(1))
-
-
-def is_first():
-    """Is this the only process, or rank 0?"""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def report(step, layout, loss, seconds, options):
-    """The line of a step."""
-    rate = options.global_batch * options.length / seconds
-    print(f"step {step:3}  {layout:14} loss {loss:.4f} {rate:9,.0f} tokens/s", flush=True)
-
-
-def train_in_one_process(mm, dataset, options, steps):
-    """What must come out -> losses, batches of tokens."""
-    model, losses, batches = GPT(mm.ParallelGroups(), options.length, options.width), [], []
-    optimizer = torch.optim.AdamW(model.parameters(), options.rate)
-    for step in range(steps):
-        start, first = time.perf_counter(), step * options.global_batch
-        batch = torch.utils.data.default_collate(
-            [dataset[i] for i in range(first, first + options.global_batch)])
-        loss = summed_loss(model, batch) / batch["loss_mask"].sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        batches.append(batch["tokens"])
-        if (step + 1) % options.steps == 0:
-            report(step, "one process", losses[-1], time.perf_counter() - start, options)
-    return losses, batches
-
-
-def train_layout(mm, dataset, options, steps, groups, checkpoint):
-    """Resume from a checkpoint if there is one, train, leave another -> losses, batches."""
-    sizes = {"micro_batch_size": options.micro_batch, "sequence_length": options.length}
-    ranks = {"data_parallel_rank": groups.rank("dp"), "data_parallel_size": groups.size("dp")}
-    count = mm.NumMicroBatches(options.global_batch, options.micro_batch, groups.size("dp")).get()
-    gpt, losses, batches, lead = GPT(groups, options.length, options.width), [], [], is_first()
-    optimizer = torch.optim.AdamW(gpt.parameters(), options.rate)
-    loader = mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=options.micro_batch,
-                                              **ranks)
-    if steps[0]:
-        load_checkpoint(gpt, optimizer, loader, checkpoint)
-    model = mm.DistributedDataParallel(gpt, groups.group("dp-cp"), bucket_size=10_000,
-                                       overlap_grad_reduce=True)
-    batch_iterator = iter(loader) if groups.rank("tp") == 0 else None
-
-    def forward_step(iterator, model):
-        seen.append(mm.get_batch(iterator, groups, **sizes))
-        return summed_loss(model, seen[-1]), lambda loss: (
-            loss, seen[-1]["loss_mask"].sum(), loss.detach())
-
-    for step in steps:
-        start, seen = time.perf_counter(), []
-        reports = mm.forward_backward_no_pipelining(
-            forward_step_func=forward_step, data_iterator=batch_iterator, model=model,
-            num_microbatches=count)
-        optimizer.step()
-        model.zero_grad_buffer()
-        sums = torch.stack([sum(reports), sum(batch["loss_mask"].sum() for batch in seen)])
-        loss, tokens = total(sums, groups.group("dp-cp")).tolist()
-        losses.append(loss / tokens)
-        seconds = time.perf_counter() - start
-        batches.append(global_batch(seen, groups))
-        if lead and (step == steps[0] or step == steps[-1] or step % 5 == 0):
-            report(step, layout_name(groups), losses[-1], seconds, options)
-    save_checkpoint(gpt, optimizer, loader, checkpoint)
-    return losses, batches
-
-
-def layout_name(groups):
-    """Such as "dp=2 tp=2"."""
-    sizes = {kind: groups.size(kind) for kind in ("dp", "tp", "cp")}
-    return " ".join(f"{kind}={size}" for kind, size in sizes.items() if size > 1) or "dp=1"
-
-
-@torch.no_grad()
-def save_checkpoint(gpt, optimizer, loader, path):
-    """Write whole tensors, which fit every layout, and where the loader is; return when written."""
-    moments = {name: {key: gpt.whole(name, value) for key, value in optimizer.state[param].items()}
-               for name, param in gpt.weights.items()}
-    weights = {name: gpt.whole(name, param.data) for name, param in gpt.weights.items()}
-    if is_first():
-        torch.save({"weights": weights, "moments": moments, "loader": loader.state_dict()}, path)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-
-
-@torch.no_grad()
-def load_checkpoint(gpt, optimizer, loader, path):
-    """Take this rank's part of everything."""
-    state = torch.load(path)
-    loader.load_state_dict(state["loader"])
-    for name, param in gpt.weights.items():
-        param.copy_(gpt.mine(name, state["weights"][name]))
-        optimizer.state[param] = {key: gpt.mine(name, value)
-                                  for key, value in state["moments"][name].items()}
-
-
-def demo_blend(mm, folder, samples, length):
-    """The blend of the pairs that the demo has left in a folder, to train on."""
-    prefixes = sorted(str(path)[:-4] for path in Path(folder).glob("*_document.idx"))
-    config = mm.GPTDatasetConfig(SEED, length, (prefixes, [70, 30]), split="90,5,5",
-                                 tokenizer=mm.ByteTokenizer(), create_attention_mask=False,
-                                 path_to_cache=f"{folder}/cache")
-    sizes = [samples, 0, 0]
-    return mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
-
-
-def train(options):
-    """Train with each layout in turn, print what came out -> 0, or 1 if not equal."""
-    mm, world = load("C") or load("Python"), int(os.environ.get("WORLD_SIZE", "1"))
-    torch.set_num_threads(1)
-    tensor, context = (given or 2 - world % 2 for given in (options.tensor, options.context))
-    layouts = [(tensor, 1), (1, context), (1, 1)]
-    layouts += [(tensor, context)] * (world % (tensor * context) == 0)
-    steps = options.steps * len(layouts)
-    shared = [None] * 2
-    if is_first():  # the others wait for it in the next collective
-        mm.main(["demo", "--keep", home()])
-        print()
-        dataset = demo_blend(mm, home(), steps * options.global_batch, options.length)
-        shared = home(), train_in_one_process(mm, dataset, options, steps)
-    if world > 1:
-        torch.distributed.init_process_group("gloo")
-        shared = list(shared)
-        torch.distributed.broadcast_object_list(shared)
-    folder, wanted = shared
-    dataset = demo_blend(mm, folder, steps * options.global_batch, options.length)
-    rows = []
-    for number, (tensor, context) in enumerate(layouts):
-        groups = mm.ParallelGroups(tensor=tensor, context=context)
-        part = range(number * options.steps, (number + 1) * options.steps)
-        found = train_layout(mm, dataset, options, part, groups, f"{folder}/checkpoint.pt")
-        off = np.abs(np.subtract(found[0], wanted[0][part[0]:part[-1] + 1])).max()
-        good = off < 1e-6 and all(map(torch.equal, found[1], wanted[1][part[0]:]))
-        good = total(torch.tensor(int(good)), None if world == 1 else torch.distributed.group.WORLD)
-        rows.append((layout_name(groups), part, found[0][-1], off, good.item() == world))
-    equal = all(good for *_, good in rows)
-    if is_first():
-        print("\n| layout         |   steps | loss   | off by, at most | equal to one process |\n"
-              "| -------------- | ------: | -----: | --------------: | -------------------- |")
-        for name, part, loss, off, good in rows:
-            print(f"| {name:14} | {f'{part[0]}-{part[-1]}':>7} | {loss:.4f} | {off:15.1e} | "
-                  f"{good!s:20} |")
-        print(f"\nlosses and batches equal to one process: {equal}")
-    if world > 1:
-        torch.distributed.destroy_process_group()
-    return int(not equal)
 
 
 # ==============================================================================
@@ -1392,20 +1045,26 @@ def train(options):
 
 
 def pytest_generate_tests(metafunc):
-    """One test for each case and each competitor that is there."""
-    pairs = [(case, name) for case in all_cases(quick=True) for name in case.names if load(name)]
-    ids = [f"{case.title}, {case.size}, {name}" for case, name in pairs]
-    metafunc.parametrize("case, name", pairs, ids=ids)
+    """One test for each row of the screen and each competitor that is there."""
+    import pytest
+
+    tests = []
+    for case in screen_cases():
+        for name in case.competitors():
+            clock = Clock()
+            mark = pytest.mark.benchmark(group=case.title, timer=clock.read)
+            label = f"{case.title}, {name}"
+            tests.append(pytest.param(case, name, clock, id=label, marks=mark))
+    metafunc.parametrize("case, name, clock", tests)
 
 
-def test_case(case, name, benchmark):
-    """Equal to the first competitor that is there; then timed, in a group for each case."""
-    first = next(other for other in case.names if load(other))
-    assert not case.different([first, name])
-    benchmark.group = f"{case.title}, {case.size}"
-    benchmark.extra_info["items"] = case.items(name)
-    benchmark.pedantic(next, setup=lambda: ((case.start(name),), {}),
-                       rounds=1 if case.once else 5, warmup_rounds=not case.once)
+def test_case(case, name, clock, benchmark):
+    """Equal to the first competitor that is there; then timed, by the clock of the case."""
+    first = case.competitors()[0]
+    assert find_different(case, [first, name]) == []
+    items = case.items(name)
+    benchmark.extra_info["items"] = items
+    benchmark.pedantic(case.run, args=(name, items, clock), rounds=3)
 
 
 if __name__ == "__main__":

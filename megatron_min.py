@@ -1,204 +1,316 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
+# megatron_min: https://pypi.org/project/megatron-min, under the MIT licence.  Keep this notice.
 """Megatron-LM's GPT data path in one file: text to files to indices to resumable batches.
 
-For every input on which megatron-core 0.16.1 ("upstream") works as intended, this module yields the
-same bytes: the same .bin/.idx files, index arrays, cache files, samples and order of batches.  Read
-it from top to bottom: each section needs only those above it, and helpers follow what they serve.
-Copied alone into a project it does everything: _helpers.c only makes it faster, and each C kernel
-has its definition here, in Python.
+This module writes and reads the files that Megatron-LM trains on, and makes training batches of
+them.  Its measure is the package megatron-core 0.16.1, called "upstream" here: for every input on
+which upstream works as intended, this module makes the same bytes, that is the same .bin and .idx
+files, index arrays, cache files, samples and batches, in the same order.
 
-Notation    S  tokens in a sample (sequence_length)     D  documents (sequences) in a split
+Part I is the text book.  Each of its sections opens with a question and a drawing, and its code is
+the definition of what happens: plain, complete, and fast enough for many uses.  Part II is the
+workshop: how files appear whole, how arrays are cached, how errors reach every rank, and how C
+makes the loops of part I faster.  Part III is what people run from a shell.  The file needs nothing
+but numpy and torch; _helpers.c is an optional accelerator with identical results.
+
+Words       token        an integer that stands for a piece of text
+            document     one text of the corpus, such as one line of JSON
+            sequence     a run of tokens that the .idx file lists as one entry.  A document is
+                         stored as one sequence, or as several, one for each of its sentences.
+            corpus       a pair of files, .bin and .idx, that holds many sequences
+            split        the part of a corpus that is for training, validation or testing
+            epoch        one pass over all sequences of a split
+            sample       S tokens that the model reads in one row, with labels and masks
+            micro-batch  the samples that one rank reads at once
+            blend        several corpora mixed by weights
+            rank         one process of a training job; usually each rank has one GPU
+Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             T  tokens in one epoch of a split           E  epochs over the split
-            N  samples in a split                       x  1 if a sample carries one extra token
-Contents    1. The file pair                  text becomes two files: tokens, and where each starts
-            2. Text to tokens                 JSONL and a tokenizer become a file pair
-            3. Split, blend, config           which documents, from which corpora, cut how
-            4. Kernels                        the four loops that matter, and the switch to C
-            5. GPTDataset and its cache       a file pair becomes samples of S tokens
-            6. BlendedDataset                 several datasets become one, by weights
-            7. The builder                    a config becomes train, valid and test, on every rank
-            8. Samplers, loader, resume       samples become batches, on any number of ranks
-            9. Parallel batches               a batch becomes each rank's part of it
-            10. Gradients                     the ranks' gradients become one
-            11. The command line              megatron-min, and the demo
-Examples    read toy_corpus(), the three documents aaaa bbb cccccc, with S = 4
+            N  samples in a dataset                     x  1 if a sample has one token more, so that
+                                                           its last input has a label, else 0
+            "list -> tuple" in a docstring: the function takes a list and returns a tuple
+Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
+
+Contents
+Part I, the path of a token
+    1. The file pair              where on disk are the tokens of sequence i?
+    2. Text to tokens             how do lines of JSON become a pair?
+    3. Split, blend, config       which documents of which corpora, cut how?
+    4. Three orders               in which order do documents and samples come?
+    5. GPTDataset                 what are the tokens, labels and masks of sample k?
+    6. BlendedDataset             which dataset, and which of its samples, is sample i of the blend?
+    7. The builder                which datasets does a config mean, and who builds them first?
+    8. Samplers and resume        which samples does rank r get at step t, and after a stop?
+    9. Parallel batches           which part of a batch does each rank get?
+    10. Gradients                 how do the data-parallel ranks come to have the same gradients?
+Part II, the workshop
+    11. Whole files               how does a file appear whole, or not at all?
+    12. The index cache           when may arrays made earlier be used again?
+    13. Token sources             how are tokens read from a mapping or from a file?
+    14. Batches ahead             how is the next batch ready before it is asked for?
+    15. One error for every rank  what do the others do when one rank fails?
+    16. The C kernels             where is each loop made fast, and how is C switched on and off?
+Part III, the tools
+    17. Tokenizers                which tokenizers can a command use?
+    18. Preprocessing             how is a big corpus tokenized, on all cores?
+    19. The command line          how is all this run from a shell?
 """
 
-# ruff: noqa: E401
-import abc, argparse, array, collections, concurrent.futures, contextlib, dataclasses, datetime
-import enum, errno, functools, glob, gzip, hashlib, importlib, inspect, itertools, json, logging
-import math, multiprocessing, numbers, operator, os, pathlib, pkgutil, re, secrets, shutil, signal
-import struct, sys, tempfile, threading, time, types, warnings, weakref, zlib
+import abc
+import argparse
+import array
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+import enum
+import functools
+import glob
+import gzip
+import hashlib
+import itertools
+import json
+import logging
+import math
+import multiprocessing
+import numbers
+import operator
+import os
+import pathlib
+import pkgutil
+import re
+import secrets
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import threading
+import time
+import typing
+import warnings
+import weakref
+import zlib
+
 import numpy as np
-import torch, torch.distributed, torch.utils.data
+import torch
+import torch.distributed
+import torch.utils.data
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BlendTooLarge",
+    "BlendedDataset",
+    "BlendedMegatronDatasetBuilder",
+    "BlendedMegatronDatasetConfig",
+    "Bucket",
+    "ByteTokenizer",
+    "DType",
+    "DatasetFormatError",
+    "DistributedDataParallel",
+    "EpochPlan",
+    "FileTokens",
+    "GPTDataset",
+    "GPTDatasetConfig",
+    "HuggingFaceTokenizer",
+    "IMPLEMENTATION",
+    "IndexCache",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "MappedTokens",
+    "MegatronDataset",
+    "MegatronFullValidationSampler",
+    "MegatronPretrainingRandomSampler",
+    "MegatronPretrainingSampler",
+    "MockGPTDataset",
+    "MockGPTLowLevelDataset",
+    "NewFile",
+    "NullTokenizer",
+    "NumMicroBatches",
+    "ParallelGroups",
+    "PretrainingDataLoader",
+    "RerunDataIterator",
+    "Split",
+    "TokenSource",
+    "__version__",
+    "build_blending_indices",
+    "build_document_index",
+    "build_exhaustive_blending_indices",
+    "build_pretraining_data_loader",
+    "build_sample_idx",
+    "build_shuffle_index",
+    "build_tokenizer",
+    "causal_mask",
+    "check_data_consistency",
+    "check_position",
+    "commit_pair",
+    "convert_split_vector_to_split_matrix",
+    "count_samples",
+    "cyclic_iter",
+    "describe",
+    "encode_document",
+    "encode_jsonl",
+    "finalize_model_grads",
+    "fingerprint",
+    "forward_backward_no_pipelining",
+    "get_batch",
+    "get_batch_on_this_cp_rank",
+    "get_batch_on_this_tp_rank",
+    "get_bin_path",
+    "get_blend_from_list",
+    "get_idx_path",
+    "get_train_valid_test_num_samples",
+    "main",
+    "map_ahead",
+    "map_file",
+    "merge",
+    "normalize",
+    "on_every_rank",
+    "parse_and_normalize_split",
+    "plan_epochs",
+    "positions_from",
+    "preprocess",
+    "releases_the_gil",
+    "save_position",
+    "shuffle",
+    "split_range",
+    "toy_corpus",
+]
+
 log = logging.getLogger("megatron_min")
 
+
 class DatasetFormatError(ValueError):
-    """A file does not hold what its format promises; the message names file, field, wanted, got."""
+    """A file does not hold what its format promises.
 
-def _require(condition, sentence, kind=ValueError):
-    """Raise kind(sentence) unless condition: for what a user can cause, under python -O too."""
-    if not condition:
-        raise kind(sentence)
+    The message names the file, the field, what was wanted and what was found.
+    """
 
+
+# ==============================================================================
+# PART I: THE PATH OF A TOKEN
+# ==============================================================================
+#
 # ==============================================================================
 # 1. The file pair
 # ==============================================================================
 # Question answered here: where on disk are the tokens of sequence i?
 #
-#   corpus.bin   a a a a b b b c c c c c c      the tokens of all sequences, back to back, one dtype
+# A corpus is two files.  The .bin file holds the tokens of all sequences, one after the other.  The
+# .idx file says where each sequence begins, how long it is, and which sequences form a document.
+#
+#   corpus.bin   a a a a b b b c c c c c c      the tokens of all sequences, here of one byte each
 #                ^       ^     ^
-#   corpus.idx   0       4     7 (x item size)  sequence_pointers, in bytes
-#                4       3     6                sequence_lengths, in tokens
-#                0       1     2     3          document_indices: document d is the sequences
+#   corpus.idx   0       4     7                sequence_pointers: where each begins, in bytes
+#                4       3     6                sequence_lengths: how many tokens each has
+#                0       1     2           3    document_indices: document d is the sequences
 #                                               document_indices[d] .. document_indices[d + 1] - 1
 #
-# .idx file, all integers little-endian         n sequences, m = documents + 1
+# The .idx file describes n sequences.  Its document_indices have m entries: one for each document,
+# and one more.  All integers are little-endian.
+#
 #   OFFSET      SIZE   FIELD
 #   0           9      magic b"MMIDIDX\0\0"
 #   9           8      version, uint64, always 1
-#   17          1      dtype code of the .bin file, uint8 (class DType)
+#   17          1      dtype code of the .bin file, uint8 (see DType)
 #   18          8      n, uint64
-#   26          8      m, uint64                <- counts the leading 0 of document_indices
+#   26          8      m, uint64
 #   34          4n     sequence_lengths, int32
 #   34+4n       8n     sequence_pointers, int64
 #   34+12n      8m     document_indices, int64
-#   34+12n+8m   n      sequence_modes, int8     <- only in multimodal files
+#   34+12n+8m   n      sequence_modes, int8, only in multimodal files
 #
-# corpus.sum, if asked for: CRC-32, uint32 little-endian, of the .idx, then of each MiB of the .bin.
+# A mode is a small number that says what kind of data a sequence holds, such as text or image.
+# This module stores modes and gives them back.
 #
-# Nothing is half there: files are synced under other names, then renamed, .idx last.  Nothing is
-# used after it is gone: an array owns the mapping that it views.  Nothing is believed:
+# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
 #
-#   checked           when                       against
-#   header, sizes     every open, O(1)           the table above, and the size of the .bin
-#   first, last entry every open, O(1)           documents from 0 to n, the last sequence ends .bin
-#   all entries       .idx below 64 MiB,         lengths >= 0, each pointer the sum of the lengths
-#                     verify(), add_index()      before it, documents never going back
-#   a place           every access               the sequence for the caller, the .bin for the .idx
-#   every byte        verify_bin(), verify_reads the .sum
+#   what              when                              against
+#   header and sizes  at every open, in O(1)            the table above, and the size of the .bin
+#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
+#   entries                                             sequence ends where the .bin ends
+#   all entries       at the open of an .idx below      lengths are >= 0, each pointer is the sum
+#                     64 MiB, in verify(), and before   of the lengths before it, and documents
+#                     section 4 orders its sequences    never go back
+#   one place         at every access                   the bounds of the sequence and of the .bin
 
-_MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
-_SUM_BLOCK = 1 << 20  # bytes of a .bin that share a checksum
-_CHUNK = 1 << 16  # items handled at a time where an array may be large: they fit a cache
-_PART = 1 << 22  # items that are worth a thread of their own
-_TRANSIENT = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
-fcntl = importlib.import_module("fcntl") if os.name == "posix" else None
-_NO_LOCKS = contextlib.suppress(OSError, AttributeError)  # in this file system, on Windows
-_identity = operator.attrgetter("st_ino", "st_size", "st_mtime_ns")  # of a stat: is it the file?
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, n, m: the first 34 bytes
+_SMALL_INDEX_BYTES = 64 << 20  # a larger .idx takes too long to check at every open on every rank
+_CHUNK = 1 << 16  # how many entries are checked at a time, so that temporary arrays stay small
+
 
 class DType(enum.Enum):
-    """The dtype code in an .idx header <-> the numpy dtype of the .bin file.  Upstream: DType.
+    """The dtype code in an .idx header, and the numpy dtype of the .bin file.  Upstream: DType.
 
     >>> DType.code_from_dtype(np.uint16), DType.dtype_from_code(4), DType.size(8)
     (8, <class 'numpy.int32'>, 2)
     """
-    uint8, int8, int16, int32, int64, float64, float32, uint16 = range(1, 9)
+
+    uint8 = 1
+    int8 = 2
+    int16 = 3
+    int32 = 4
+    int64 = 5
+    float64 = 6
+    float32 = 7
+    uint16 = 8
 
     @classmethod
-    def code_from_dtype(cls, value):
-        """numpy dtype -> code; ValueError if the format has no code for it."""
-        name, known = np.dtype(value).name, cls.__members__
-        _require(name in known, f"no dtype code for {name}: use one of {', '.join(known)}")
-        return known[name].value
+    def code_from_dtype(cls, value: type) -> int:
+        """Return the code of a numpy dtype; ValueError if the format has no code for it."""
+        name = np.dtype(value).name
+        if name not in cls.__members__:
+            raise ValueError(f"no dtype code for {name}: use one of {', '.join(cls.__members__)}")
+        return cls[name].value
 
     @classmethod
-    def dtype_from_code(cls, value):
-        """code -> numpy type; ValueError if the code is not in the table."""
-        _require(value in range(1, 9), f"unknown dtype code {value}: wanted 1 to 8")
+    def dtype_from_code(cls, value: int) -> type:
+        """Return the numpy type of a code; ValueError if the code is not in the table."""
+        if value not in range(1, 9):
+            raise ValueError(f"unknown dtype code {value}: wanted 1 to 8")
         return getattr(np, cls(value).name)
 
     @staticmethod
-    def size(key):
-        """Bytes of one token; key is a code or a dtype."""
-        return np.dtype(DType.dtype_from_code(key) if isinstance(key, int) else key).itemsize
+    def size(key: int | type) -> int:
+        """Return the bytes of one token; key is a code or a dtype."""
+        if isinstance(key, int):
+            key = DType.dtype_from_code(key)
+        return np.dtype(key).itemsize
 
     @staticmethod
-    def optimal_dtype(cardinality):
-        """What upstream takes for a vocabulary of this size: uint16 below 65500, else int32."""
-        return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
+    def optimal_dtype(cardinality: int | None) -> type:
+        """Return upstream's choice for a vocabulary size: uint16 below 65500, else int32."""
+        if cardinality is not None and cardinality < 65500:
+            return np.uint16
+        return np.int32
 
-def get_idx_path(path_prefix):
-    """"corpus" -> "corpus.idx"."""
+
+def get_idx_path(path_prefix: str | os.PathLike) -> str:
+    """Return the path of the index file: "corpus" -> "corpus.idx"."""
     return f"{os.fspath(path_prefix)}.idx"
 
-def get_bin_path(path_prefix):
-    """"corpus" -> "corpus.bin"."""
+
+def get_bin_path(path_prefix: str | os.PathLike) -> str:
+    """Return the path of the token file: "corpus" -> "corpus.bin"."""
     return f"{os.fspath(path_prefix)}.bin"
 
-class _NewFile:
-    """A file that appears under its name whole, at commit(), or not at all; dropped, it goes."""
-    unfinished = weakref.WeakSet()  # what SIGTERM has to remove
-
-    def __init__(self, path):
-        self.path, folder, pid = os.fspath(path), os.path.dirname(path) or ".", os.getpid()
-        _require(os.path.isdir(folder), f"{folder}: no such folder", FileNotFoundError)
-        for old in glob.glob(f"{glob.escape(self.path)}.{'[0-9a-f]' * 16}.tmp"):
-            with _NO_LOCKS, open(old, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # if its process was killed
-                os.unlink(old)
-        self.temporary = ""
-        while not os.path.exists(self.temporary):  # or cleaned by another before it was locked
-            self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
-            self.unfinished.add(self)
-            self.file = file = open(self.temporary, "xb", buffering=1 << 20)
-            with _NO_LOCKS:
-                fcntl.flock(file, fcntl.LOCK_EX)
-        os.path.exists(self.path) and shutil.copymode(self.path, self.temporary)  # not more open
-        def discard():  # must not refer to self, which would then never be dropped
-            file.raw.close()  # without writing the rest, which a full disk refuses
-            if os.getpid() == pid:  # in a forked child file and rest are its parent's
-                pathlib.Path(file.name).unlink(missing_ok=True)
-        self.discard = weakref.finalize(self, discard)
-
-    def commit(self, *others):
-        """Sync all, then rename this, over an older one, then others: these vanish in between."""
-        for new in (self, *others):
-            new.file.flush()
-            os.fsync(new.file.fileno())
-            fcntl or new.file.close()  # Windows renames no open file
-        for old in others:
-            pathlib.Path(old.path).unlink(missing_ok=True)
-        for new in (self, *others):
-            os.replace(new.file.name, new.path)
-            new.file.close()
-
-    def __enter__(self):
-        return self.file
-
-    def __exit__(self, kind, *_):
-        self.discard() if kind else self.commit()
-
-def _as_tokens(tensor, dtype):
-    """Tensor, array or list -> 1-D array of dtype; ValueError at the first id that does not fit."""
-    dtype = np.dtype(dtype)
-    try:  # twice as fast as numpy, and checks ranges too
-        if type(tensor) is list and dtype.kind in "iu":
-            return np.frombuffer(struct.pack(f"{len(tensor)}{dtype.char}", *tensor), dtype)
-    except (struct.error, TypeError):
-        pass  # numpy finds out where
-    tokens = (tensor.numpy() if type(tensor) is torch.Tensor else np.asarray(tensor)).reshape(-1)
-    if tokens.dtype == dtype or dtype.kind not in "iu" or not tokens.size:
-        return np.ascontiguousarray(tokens, dtype)
-    if tokens.dtype.kind not in "biu":  # no _require(): its sentence costs more than the rest
-        raise ValueError(f"{dtype} tokens must be integers, got {tokens.dtype}")
-    fit = tokens.astype(dtype)
-    if (at := (fit != tokens).tobytes().find(1)) >= 0:  # the first that would wrap
-        raise ValueError(f"token {tokens[at]} at {at} does not fit {dtype}: choose a larger dtype")
-    return fit
 
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     """Write a .bin/.idx pair.  Upstream: IndexedDatasetBuilder; the files are equal byte for byte.
 
-    bin_path     of the tokens, which have a temporary name until finalize()
-    dtype        of the stored tokens; an id that does not fit is refused, never wrapped
-    multimodal   also store a mode (int8) for each sequence
+    bin_path     path of the token file, which has a temporary name until finalize()
+    dtype        dtype of the stored tokens; an id that does not fit is refused, never wrapped
+    multimodal   store a mode (int8) for each sequence too
 
-    A with block ends in finalize(), the .idx beside the .bin, or, on an exception, without files.
-    ValueError, before anything is written, on misfits.  Memory: 4 bytes a sequence, 8 a document.
+    Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
+    if an exception ends it, without any file.  Without a with block, call finalize() yourself.
+    Wrong input is a ValueError before anything of it is written.  Memory: 4 bytes for each sequence
+    and 8 for each document; finalize() takes 16 more for each sequence.
 
     >>> prefix = os.path.join(tempfile.mkdtemp(), "pair")
     >>> with IndexedDatasetBuilder(get_bin_path(prefix), np.uint16) as builder:
@@ -206,114 +318,192 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     >>> IndexedDataset(prefix)[:], os.path.getsize(get_bin_path(prefix))
     ([array([97, 97], dtype=uint16), array([98], dtype=uint16)], 6)
     """
-    def __init__(self, bin_path, dtype=np.int32, multimodal=False):
+
+    def __init__(
+        self, bin_path: str | os.PathLike, dtype: type = np.int32, multimodal: bool = False
+    ) -> None:
         self.dtype = DType.dtype_from_code(DType.code_from_dtype(dtype))
-        self._bin, self.multimodal = _NewFile(bin_path), multimodal
-        self.sequence_lengths, self.sequence_modes = array.array("i"), array.array("b")
-        self.document_indices = array.array("q", [0])
+        self.multimodal = multimodal
+        self.sequence_lengths = array.array("i")  # int32
+        self.sequence_modes = array.array("b")  # int8
+        self.document_indices = array.array("q", [0])  # int64
+        self._bin = NewFile(bin_path)
 
-    def add_item(self, tensor, mode=0):
-        """Append one sequence (integers, any shape, flattened); end_document() closes documents."""
+    def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
+        """Append one sequence of token ids (tensor, array or list; it is flattened).
+
+        The sequence belongs to the document that the next end_document() ends.
+        """
         tokens = _as_tokens(tensor, self.dtype)
-        self.add_sequences(tokens, [len(tokens)], [mode] if self.multimodal else None, ())
+        self.add_sequences(tokens, [len(tokens)], [mode])
 
-    def add_document(self, tensor, lengths, modes=None):
-        """Append a document: its tokens, and the lengths of its sequences, which must add up."""
-        self.add_sequences(tensor, counts := [*lengths], modes, (len(counts),))
+    def add_document(
+        self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
+    ) -> None:
+        """Append a document: its tokens, and the lengths of its sequences, which must add up.
 
-    def add_sequences(self, tensor, lengths, modes, ends):
-        """Append many sequences at once; a document ends after each ends[i]-th of them."""
-        if self._bin.file.closed:
-            raise ValueError(f"{self._bin.path} is finalized: nothing can be added")
-        tokens, first = _as_tokens(tensor, self.dtype), len(self.sequence_lengths)
-        try:
-            counts = array.array("i", lengths)
-            modes = array.array("b", bytes(len(counts)) if modes is None else modes)
-            good = sum(counts) == len(tokens) and len(modes) == len(counts)
-        except OverflowError:
-            good = False
-        if not good or min(counts, default=0) < 0:
-            raise ValueError(f"wanted lengths, 0 to {2**31 - 1}, which sum to {len(tokens)} tokens,"
-                             f" as many modes, -128 to 127; got {lengths!s:.60}, {modes!s:.60}")
+        Sequences that add_item() added since the last end belong to the document too.
+        """
+        lengths = list(lengths)
+        self.add_sequences(tensor, lengths, modes, [len(lengths)])
+
+    def add_sequences(
+        self,
+        tensor: typing.Any,
+        lengths: typing.Iterable[int],
+        modes: typing.Any = None,
+        ends: typing.Iterable[int] = (),
+    ) -> None:
+        """Append many sequences at once.
+
+        tensor    the tokens of all of them, one after the other
+        lengths   the number of tokens of each sequence; their sum is the number of tokens
+        modes     one int8 for each sequence; None: all 0
+        ends      one number for each document that ends in this call: how many sequences of this
+                  call come before its end.  With lengths [2, 1, 3] and ends [2, 3], the first two
+                  sequences are a document, and the third is one.
+        """
+        self._check_open()
+        tokens = _as_tokens(tensor, self.dtype)
+        lengths = _as_compact_array(lengths, "i", "lengths of sequences")
+        if modes is None:
+            modes = bytes(len(lengths))
+        modes = _as_compact_array(modes, "b", "modes of sequences")
+        if sum(lengths) != len(tokens) or (lengths and min(lengths) < 0):
+            raise ValueError(
+                f"{self._bin.path}: wanted lengths >= 0 that sum to the {len(tokens)} tokens, "
+                f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
+            )
+        if len(modes) != len(lengths):
+            raise ValueError(
+                f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
+                f"got {len(modes)} modes"
+            )
+        ends = _as_compact_array(ends, "q", "ends of documents")
+        in_order = [0, *ends, len(lengths)]
+        if in_order != sorted(in_order):
+            raise ValueError(
+                f"{self._bin.path}: wanted ends of documents in order, from 0 to the "
+                f"{len(lengths)} sequences, got {ends.tolist()!s:.60}"
+            )
+        first = len(self.sequence_lengths)
         self._bin.file.write(tokens)
-        self.sequence_lengths.extend(counts)
-        self.sequence_modes.extend(modes if self.multimodal else ())
+        self.sequence_lengths.extend(lengths)
+        if self.multimodal:
+            self.sequence_modes.extend(modes)
         self.document_indices.extend([first + end for end in ends])
 
-    def end_document(self):
-        """End the document that the sequences added since the last end belong to."""
+    def end_document(self) -> None:
+        """End the document of the sequences that were added since the last end."""
         self.document_indices.append(len(self.sequence_lengths))
 
-    def add_index(self, path_prefix):
-        """Append a whole pair of the same dtype: its bytes are streamed, its indices shifted."""
-        source, target, n = get_bin_path(path_prefix), self._bin.path, len(self.sequence_lengths)
-        _require(os.path.realpath(source) != os.path.realpath(target),
-                 f"{source} is both input and output: choose another output prefix")
+    def add_index(self, path_prefix: str | os.PathLike) -> None:
+        """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered."""
+        self._check_open()
+        source = get_bin_path(path_prefix)
+        if os.path.realpath(source) == os.path.realpath(self._bin.path):
+            raise ValueError(f"{source} is both input and output: choose another output prefix")
         other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
-        _require(other.dtype == self.dtype, f"{source} holds {other.dtype.__name__} tokens, wanted "
-                 f"{self.dtype.__name__} as in {target}")
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"{source} holds {other.dtype.__name__} tokens, wanted {self.dtype.__name__} as "
+                f"in {self._bin.path}"
+            )
+        before = len(self.sequence_lengths)
         with open(source, "rb") as file:
             shutil.copyfileobj(file, self._bin.file, 16 << 20)
         self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
-        self.document_indices.frombytes((other.document_indices[1:] + n).tobytes())
-        self.sequence_modes.frombytes(other.sequence_modes.tobytes() if self.multimodal else b"")
+        self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
+        if self.multimodal:
+            self.sequence_modes.frombytes(other.sequence_modes.tobytes())
 
-    def finalize(self, idx_path):
-        """Write .idx, name both files; ValueError if sequences follow the last end_document()."""
-        _require(not self._bin.file.closed, f"{self._bin.path} is finalized: nothing can be added")
-        _require(len(self.sequence_lengths) == self.document_indices[-1], f"{self._bin.path}: no "
-                 f"document ends after sequence {self.document_indices[-1]}: call end_document()")
+    def finalize(self, idx_path: str | os.PathLike) -> None:
+        """Write the .idx file and give both files their names.
+
+        ValueError if sequences were added after the last document ended.
+        """
+        self._check_open()
+        if len(self.sequence_lengths) != self.document_indices[-1]:
+            raise ValueError(
+                f"{self._bin.path}: no document ends after sequence {self.document_indices[-1]}: "
+                "call end_document() before finalize()"
+            )
+        n = len(self.sequence_lengths)
+        m = len(self.document_indices)
         lengths = np.frombuffer(self.sequence_lengths, np.int32)
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * DType.size(self.dtype)
-        index, code = _NewFile(idx_path), DType.code_from_dtype(self.dtype)
-        index.file.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(self.document_indices)))
-        index.file.writelines((lengths, pointers, self.document_indices, self.sequence_modes))
-        pathlib.Path(idx_path).with_suffix(".sum").unlink(missing_ok=True)  # of an older pair
-        self._bin.commit(index)
+        index = NewFile(idx_path)
+        try:
+            code = DType.code_from_dtype(self.dtype)
+            index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
+            index.file.write(lengths)
+            index.file.write(pointers)
+            index.file.write(self.document_indices)
+            index.file.write(self.sequence_modes)
+            commit_pair(self._bin, index)
+        finally:
+            index.discard()  # does nothing once the file has its name
 
-    def __exit__(self, kind, *_):
+    def _check_open(self):
+        """ValueError once the pair is finished."""
+        if self._bin.file.closed:
+            raise ValueError(f"{self._bin.path} is finalized: nothing can be added")
+
+    def __exit__(self, kind, error, traceback):
         try:
             if kind is None and not self._bin.file.closed:
                 self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
         finally:
-            self._bin.discard()  # which finds nothing of a finalized file
+            self._bin.discard()  # does nothing once the file has its name
 
-def _want(condition, path, field, wanted, got):
-    """DatasetFormatError with the four things its message always names."""
-    _require(condition, f"{path}: {field}: wanted {wanted}, got {got}", DatasetFormatError)
 
-def _map_file(path):
-    """A file as a read-only uint8 array that owns its mapping, which an empty file cannot have."""
-    return np.asarray(np.memmap(path, "u1", "r")) if os.path.getsize(path) else np.empty(0, "u1")
+def _as_tokens(values, dtype):
+    """Tensor, array or list -> 1-D array of dtype; ValueError at the first id that does not fit.
 
-def _position(idx, n, of):
-    """A Python index, negative ones from the end -> 0 .. n - 1; IndexError outside."""
-    if not -n <= (i := operator.index(idx)) < n:
-        raise IndexError(f"index {i} of {of}, which has {n}")
-    return i % n
+    Tokens of a floating-point dtype, which the format knows too, are converted as numpy does.
+    """
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    tokens = np.asarray(values).reshape(-1)
+    dtype = np.dtype(dtype)
+    if tokens.dtype == dtype or dtype.kind == "f" or len(tokens) == 0:
+        return np.ascontiguousarray(tokens, dtype)
+    if tokens.dtype.kind not in "biu":  # bool, signed, unsigned
+        raise ValueError(f"{dtype} tokens must be integers, got {tokens.dtype}")
+    converted = tokens.astype(dtype)
+    misfits = np.flatnonzero(converted != tokens)
+    if len(misfits):
+        at = misfits[0]
+        raise ValueError(f"token {tokens[at]} at {at} does not fit {dtype}: choose a larger dtype")
+    return converted
 
-def _retry(function):
-    """function(), again after a transient OSError; any other passes at once."""
-    for delay in (0.5, 1.0, 2.0, None):
-        try:
-            return function()
-        except OSError as error:
-            if error.errno not in _TRANSIENT or delay is None:
-                raise
-            time.sleep(delay)
+
+def _as_compact_array(values, typecode, name):
+    """Integers -> array.array, a few bytes each.
+
+    ValueError if one does not fit the typecode, TypeError if one is no integer.
+    """
+    try:
+        return array.array(typecode, values)
+    except OverflowError:
+        bits = 8 * array.array(typecode).itemsize
+        raise ValueError(f"{name}: {values!s:.60} does not fit {bits} bits") from None
+
 
 class IndexedDataset(torch.utils.data.Dataset):
     """Read a .bin/.idx pair.  Upstream: IndexedDataset.
 
-    path_prefix   the pair's path without .bin and .idx
-    multimodal    return (tokens, mode); the file must hold modes
-    mmap          True: views of the mapped file.  False: each access opens and reads the file.
-    check         check the whole .idx (verify(), as builders of indices do); None: if below 64 MiB
-    verify_reads  compare each MiB of .bin, when first read, with the .sum of write_checksums()
+    path_prefix            path of the pair without .bin and .idx
+    multimodal             return (tokens, mode); the file must hold modes
+    mmap                   True: arrays are views of the mapped file; False: each access reads the
+                           file into a new array
+    object_storage_config  accepted as upstream's; local files do not need it
+    check                  True: check the whole .idx when it is opened, as verify() does;
+                           False: only what takes O(1); None: the whole if it is below 64 MiB
 
-    ds[i] is sequence i as a 1-D array of ds.dtype, ds[a:b] a list of them.  Opening costs O(1), or
-    O(n) with the check.  DatasetFormatError (a ValueError) where a file is not what it says,
-    IndexError for a place outside of it.
+    ds[i] is sequence i, a 1-D array of ds.dtype, and ds[a:b] a list of such arrays.  Opening costs
+    O(1), or O(n) with the whole check.  A file that is not what its format says is a
+    DatasetFormatError (a ValueError); a place outside of the dataset is an IndexError.
 
     >>> ds = IndexedDataset(toy_corpus())
     >>> len(ds), ds.sequence_lengths.tolist(), ds.sequence_pointers.tolist()
@@ -321,398 +511,376 @@ class IndexedDataset(torch.utils.data.Dataset):
     >>> ds.document_indices.tolist(), bytes(ds.get(2, offset=1, length=2))
     ([0, 1, 2, 3], b'cc')
     """
-    def __init__(self, path_prefix, multimodal=False, mmap=True, object_storage_config=None,
-                 check=None, verify_reads=False):
-        self.verify_reads = verify_reads
-        self.path_prefix, self.multimodal, self.mmap = os.fspath(path_prefix), multimodal, mmap
-        self.check, self.object_storage_config, self._checked = check, object_storage_config, False
-        path, self._bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
-        self._stat, self._index = os.stat(path), (index := _map_file(path))
-        *kind, code, n, m = _HEADER.unpack(index[:34].tobytes().ljust(34, b"\0"))
-        _want(kind == [_MAGIC, 1], path, "magic, version", [_MAGIC, 1], kind)
-        _want(1 <= code <= 8, path, "dtype code", "1 to 8", code)
-        self.dtype, self._item = DType.dtype_from_code(code), DType.size(code)
-        plain, full = 34 + 12 * n + 8 * m, 34 + 13 * n + 8 * m
-        _want(len(index) == full or (len(index) == plain and not multimodal), path, "file size",
-              f"{full} bytes with modes" + (not multimodal) * f" or {plain} without", len(index))
-        at = functools.partial(np.frombuffer, index)  # (dtype, count, offset) of the table above
-        self.sequence_lengths = at(np.int32, n, 34)  # in tokens
-        self.sequence_pointers = at(np.int64, n, 34 + 4 * n)  # in bytes
-        self.document_indices = at(np.int64, m, 34 + 12 * n)  # in sequences
-        self.sequence_modes = at(np.int8, n, plain) if multimodal else None
-        ends = self.document_indices[[0, -1]].tolist() if m else []
-        _want(ends == [0, n], path, "document_indices", f"from 0 to {n}", ends)
-        end = n and int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self._item
-        stat = _retry(lambda: os.stat(self._bin_path))
-        _want(end == stat.st_size, self._bin_path, f"file size ({self.dtype.__name__} tokens)",
-              f"{end} bytes, as {path} says", f"{stat.st_size}: truncated, or of another pair")
-        self.num_tokens, self._size, self._bin_identity = end // self._item, end, _identity(stat)
-        if check or (check is None and len(index) < 64 << 20):  # more is slow to read on every rank
+
+    def __init__(
+        self,
+        path_prefix: str | os.PathLike,
+        multimodal: bool = False,
+        mmap: bool = True,
+        object_storage_config: typing.Any = None,
+        check: bool | None = None,
+    ) -> None:
+        self.path_prefix = os.fspath(path_prefix)
+        self.multimodal = multimodal
+        self.mmap = mmap
+        self.object_storage_config = object_storage_config
+        self.check = check
+        self._verified = False
+        self._open_index()
+        self._open_tokens()
+        if check or (check is None and len(self._idx_content) < _SMALL_INDEX_BYTES):
             self.verify()
-        self._tokens = _map_file(self._bin_path).view(self.dtype) if mmap else None
-        _want(_identity(os.stat(path)) == _identity(self._stat), path, "file", "kept", "rewritten")
-        if verify_reads:
-            self.verify_bin(0, 0)
 
-    def verify(self):
-        """The O(n) part, done once: no negative length, pointers their sum, documents in order."""
-        path, start = get_idx_path(self.path_prefix), 0
-        if self._checked:
+    def _open_index(self):
+        """Map the .idx file, check its header and size, and find its arrays."""
+        path = get_idx_path(self.path_prefix)
+        self._idx_stat = os.stat(path)
+        self._idx_content = content = map_file(path)
+        if len(content) < _HEADER.size:
+            raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", len(content))
+        magic, version, code, n, m = _HEADER.unpack(content[: _HEADER.size].tobytes())
+        if magic != _MAGIC or version != _VERSION:
+            raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
+        if not 1 <= code <= 8:
+            raise _format_error(path, "dtype code", "1 to 8", code)
+        self._check_idx_size(path, n, m)
+        self.dtype = DType.dtype_from_code(code)
+        self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
+        self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
+        self.document_indices = np.frombuffer(content, np.int64, m, 34 + 12 * n)
+        self.sequence_modes = None
+        if self.multimodal:
+            self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
+        ends = [int(self.document_indices[0]), int(self.document_indices[-1])] if m else []
+        if ends != [0, n]:
+            raise _format_error(path, "document_indices", f"from 0 to {n}", ends)
+
+    def _check_idx_size(self, path, n, m):
+        """The .idx has exactly the bytes that its header implies."""
+        without_modes = 34 + 12 * n + 8 * m
+        with_modes = without_modes + n
+        found = len(self._idx_content)
+        if self.multimodal and found != with_modes:
+            raise _format_error(path, "file size", f"{with_modes} bytes with modes", found)
+        if found not in (without_modes, with_modes):
+            wanted = f"{with_modes} bytes with modes or {without_modes} without"
+            raise _format_error(path, "file size", wanted, found)
+
+    def _open_tokens(self):
+        """Open the .bin file, whose size the last sequence of the .idx must reach exactly."""
+        path = get_bin_path(self.path_prefix)
+        idx_path = get_idx_path(self.path_prefix)
+        self._token_bytes = DType.size(self.dtype)
+        end = 0
+        if len(self):
+            size = int(self.sequence_lengths[-1]) * self._token_bytes
+            end = int(self.sequence_pointers[-1]) + size
+        found = os.path.getsize(path)
+        if end % self._token_bytes:
+            field = f"end of the last sequence ({self.dtype.__name__} tokens)"
+            raise _format_error(idx_path, field, f"a multiple of {self._token_bytes}", end)
+        if found != end:
+            raise _format_error(
+                path,
+                f"file size ({self.dtype.__name__} tokens)",
+                f"{end} bytes, as {idx_path} says",
+                f"{found}: the file is truncated, or belongs to another .idx",
+            )
+        self.num_tokens = end // self._token_bytes
+        if self.mmap:
+            self._tokens = MappedTokens(path, self.dtype)
+        else:
+            self._tokens = FileTokens(path, self.dtype)
+        # Another process may have replaced the pair after the .idx was opened and before the .bin
+        # was: then the two belong to different pairs.  commit_pair() removes the old .idx first.
+        if not _is_same_file(os.stat(idx_path), self._idx_stat):
+            raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
+
+    def verify(self) -> None:
+        """Check every entry of the .idx, once, in O(n).
+
+        Lengths are >= 0, each pointer is the sum of the lengths before it, documents never go back.
+        """
+        if self._verified:
             return
-        for low in range(0, len(self), _CHUNK):
-            chunk = slice(low, low + _CHUNK)
-            lengths, found = self.sequence_lengths[chunk], self.sequence_pointers[chunk]
-            ends = start + np.cumsum(lengths, dtype=np.int64) * self._item
-            due = ends - lengths * np.int64(self._item)
-            at = int(np.argmax((lengths < 0) | (found != due)))
-            _want(lengths[at] >= 0, path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
-            _want(found[at] == due[at], path, f"sequence_pointers[{low + at}]", due[at], found[at])
-            start = ends[-1]
-        for low in range(0, len(self.document_indices) - 1, _CHUNK):
-            found = self.document_indices[low:low + _CHUNK + 1]
-            at = int(np.argmax(found[1:] < found[:-1]))
-            _want(found[at] <= found[at + 1], path, f"document_indices[{low + at + 1}]",
-                  f">= {found[at]}", found[at + 1])
-        self._checked = True
+        self._verify_sequences()
+        self._verify_documents()
+        self._verified = True
 
-    def __len__(self):
+    def _verify_sequences(self):
+        """Each sequence begins where the one before it ends."""
+        path = get_idx_path(self.path_prefix)
+        start = 0
+        for low in range(0, len(self), _CHUNK):
+            lengths = self.sequence_lengths[low : low + _CHUNK]
+            pointers = self.sequence_pointers[low : low + _CHUNK]
+            sizes = lengths.astype(np.int64) * self._token_bytes
+            ends = start + np.cumsum(sizes)
+            wanted = ends - sizes
+            wrong = np.flatnonzero((lengths < 0) | (pointers != wanted))
+            if len(wrong):
+                at = wrong[0]
+                if lengths[at] < 0:
+                    raise _format_error(path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
+                field = f"sequence_pointers[{low + at}]"
+                raise _format_error(path, field, wanted[at], pointers[at])
+            start = ends[-1]
+
+    def _verify_documents(self):
+        """Each document begins where, or after, the one before it begins."""
+        path = get_idx_path(self.path_prefix)
+        for low in range(0, len(self.document_indices) - 1, _CHUNK):
+            found = self.document_indices[low : low + _CHUNK + 1]
+            wrong = np.flatnonzero(found[1:] < found[:-1])
+            if len(wrong):
+                at = wrong[0]
+                field = f"document_indices[{low + at + 1}]"
+                raise _format_error(path, field, f">= {found[at]}", found[at + 1])
+
+    def __len__(self) -> int:
         return len(self.sequence_lengths)
 
-    def __getitem__(self, idx):
+    def __getitem__(self, idx: int | slice) -> typing.Any:
         if not isinstance(idx, slice):
             return self.get(idx)
-        _require(idx.step in (None, 1), f"slices of a dataset are contiguous, got step {idx.step}")
-        found = [self.get(i) for i in range(len(self))[idx]]
-        return ([item[0] for item in found], self.sequence_modes[idx]) if self.multimodal else found
+        if idx.step not in (None, 1):
+            raise ValueError(f"slices of a dataset are contiguous, got step {idx.step}")
+        spans = [self._span(i, 0, None) for i in range(len(self))[idx]]
+        sequences = self._tokens.read_many(spans)
+        if self.multimodal:
+            return sequences, self.sequence_modes[idx]
+        return sequences
 
-    def get(self, idx, offset=0, length=None):
-        """Tokens offset .. offset + length of sequence idx (default: to its end), 1-D, ds.dtype."""
-        i, path = _position(idx, len(self), self.path_prefix), self.path_prefix
-        pointer, size = int(self.sequence_pointers[i]), int(self.sequence_lengths[i])
-        first, odd = divmod(pointer, self._item)
-        if odd or first < 0 or size < 0 or first + size > self.num_tokens:  # an .idx not checked
-            _want(False, path, f"sequence {i}", "a place in .bin", f"byte {pointer}, {size} tokens")
-        offset, length = int(offset), size - int(offset) if length is None else int(length)
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> typing.Any:
+        """Return length tokens of sequence idx from offset on (default: to its end), 1-D."""
+        i = _position(idx, len(self), self.path_prefix)
+        first, count = self._span(i, offset, length)
+        tokens = self._tokens.read(first, count)
+        if self.multimodal:
+            return tokens, self.sequence_modes[i]
+        return tokens
+
+    def _span(self, i, offset, length):
+        """Where a part of sequence i lies: (tokens of the .bin before the part, tokens of it)."""
+        pointer = int(self.sequence_pointers[i])
+        size = int(self.sequence_lengths[i])
+        start, rest = divmod(pointer, self._token_bytes)
+        if rest or start < 0 or size < 0 or start + size > self.num_tokens:
+            # only an .idx that was not checked as a whole can be wrong in this way
+            found = f"byte {pointer}, {size} tokens"
+            path = get_idx_path(self.path_prefix)
+            raise _format_error(path, f"sequence {i}", "a place in .bin", found)
+        offset = int(offset)
+        length = size - offset if length is None else int(length)
         if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(f"{path}[{i}] has {size} tokens, wanted {offset} to {offset + length}")
-        first, last, item = first + offset, first + offset + length, self._item
-        if self.verify_reads and length:
-            self.verify_bin(first * item, last * item)
-        tokens = (self._bytes(first * item, last * item).view(self.dtype) if self._tokens is None
-                  else self._tokens[first:last])
-        return (tokens, self.sequence_modes[i]) if self.multimodal else tokens
+            raise IndexError(
+                f"{self.path_prefix}[{i}] has {size} tokens, wanted {offset} to {offset + length}"
+            )
+        return start + offset, length
 
-    def _bytes(self, start, end):
-        """Bytes start .. end - 1 of the .bin, uint8: a view of the mapped file, or read anew."""
-        if self._tokens is not None:
-            return self._tokens.view(np.uint8)[start:end]
-        def read():
-            data, done = np.empty(min(end, self._size) - start, np.uint8), 0
-            with open(self._bin_path, "rb", buffering=0) as file:
-                now, old = _identity(os.fstat(file.fileno())), self._bin_identity
-                _want(now == old, self._bin_path, "inode, size, time", old, f"{now}: rewritten")
-                while got := os.pread(file.fileno(), len(data) - done, start + done):
-                    data[done:done + len(got)] = np.frombuffer(got, np.uint8)
-                    done += len(got)
-            _want(done == len(data), self._bin_path, f"bytes at {start}", len(data), done)
-            return data
-        return _retry(read)
+    def identity(self) -> dict:
+        """Return what tells this .idx from one that was written later.
 
-    @functools.cached_property
-    def _sums(self):
-        """CRC-32 of each MiB, as the .sum has it, or -1 once it was right; the .idx is right."""
-        path, blocks = f"{self.path_prefix}.sum", -(-self._size // _SUM_BLOCK)
-        sums, found = np.fromfile(path, "<u4").astype(np.int64), zlib.crc32(self._index)
-        _want(len(sums) == blocks + 1, path, "CRCs", blocks + 1, len(sums))
-        _want(found == sums[0], get_idx_path(self.path_prefix), "CRC-32", sums[0], found)
-        return sums[1:]
+        That is its size, the time of its last change, and a digest of its first and last 64 KiB.
+        """
+        first = self._idx_content[:65536].tobytes()
+        last = self._idx_content[-65536:].tobytes()
+        return {
+            "idx_size": self._idx_stat.st_size,
+            "idx_mtime_ns": self._idx_stat.st_mtime_ns,
+            "idx_ends": _md5(first + last),
+        }
 
-    def verify_bin(self, start=0, end=None):
-        """Compare each MiB that holds one of the bytes start .. end - 1 of the .bin with the .sum,
-        once; DatasetFormatError names the bytes and the documents that are damaged."""
-        sums, end = self._sums, self._size if end is None else end
-        for block in range(start // _SUM_BLOCK, -(-end // _SUM_BLOCK)):
-            low, high = block * _SUM_BLOCK, (block + 1) * _SUM_BLOCK
-            if (due := sums[block]) >= 0 and due != (found := zlib.crc32(self._bytes(low, high))):
-                some = np.searchsorted(self.sequence_pointers, [low, high - 1], "right") - 1
-                some = np.searchsorted(self.document_indices, some, "right") - 1
-                _want(False, self._bin_path, f"CRC-32 of bytes {low} to {min(high, self._size)}, "
-                      f"of documents {some[0]} to {some[1]}", f"{due} (its .sum)", found)
-            sums[block] = -1
+    @property
+    def index(self) -> "IndexedDataset":
+        """The object that has the arrays of the .idx, as in upstream: the dataset itself."""
+        return self
 
-    def __reduce__(self):  # pickled as its path: a worker process opens the files again
-        return type(self), (self.path_prefix, self.multimodal, self.mmap,
-                            self.object_storage_config, self.check, self.verify_reads)
+    def __reduce__(self):
+        """Pickle the path alone: the process that unpickles it opens the files again."""
+        arguments = self.path_prefix, self.multimodal, self.mmap
+        return type(self), (*arguments, self.object_storage_config, self.check)
 
     @staticmethod
-    def exists(path_prefix):
-        """True if both files of the pair are there."""
-        return all(map(os.path.exists, (get_idx_path(path_prefix), get_bin_path(path_prefix))))
+    def exists(path_prefix: str | os.PathLike) -> bool:
+        """Return True if both files of the pair exist."""
+        idx_exists = os.path.exists(get_idx_path(path_prefix))
+        return idx_exists and os.path.exists(get_bin_path(path_prefix))
 
-def merge(prefixes, output_prefix, multimodal=False):
-    """Append whole pairs, in the given order, into one new pair of the same dtype, as if one
-    builder had written all; not into an input.  Cost: streamed.  Upstream: tools/merge_datasets.py.
+
+def _format_error(path, field, wanted, got):
+    """The error that names the four things a reader of the message needs."""
+    return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
+
+
+def _is_same_file(stat, other):
+    """Do two results of os.stat() describe one unchanged file?"""
+    names = ("st_ino", "st_size", "st_mtime_ns")
+    return all(getattr(stat, name) == getattr(other, name) for name in names)
+
+
+def _position(idx, n, name):
+    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
+    i = operator.index(idx)
+    if not -n <= i < n:
+        raise IndexError(f"index {i} of {name}, which has {n} entries")
+    return i % n
+
+
+def merge(
+    prefixes: typing.Iterable[str | os.PathLike],
+    output_prefix: str | os.PathLike,
+    multimodal: bool = False,
+) -> None:
+    """Append whole pairs, in the given order, into one new pair of the same dtype.
+
+    The new pair equals the one that a single builder would have written.  The output may not be one
+    of the inputs.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
 
     >>> prefix = toy_corpus()
     >>> merge([prefix, prefix], prefix + "2")
     >>> IndexedDataset(prefix + "2").document_indices.tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
-    prefixes = [prefixes] if isinstance(prefixes, (str, os.PathLike)) else list(prefixes)
-    _require(prefixes, "merge wants at least one input prefix")
+    if isinstance(prefixes, (str, os.PathLike)):
+        prefixes = [prefixes]
+    prefixes = list(prefixes)
+    if not prefixes:
+        raise ValueError("merge wants at least one input prefix")
     dtype = IndexedDataset(prefixes[0], check=False).dtype
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
         for prefix in prefixes:
             builder.add_index(prefix)
 
-def write_checksums(path_prefix):
-    """Write <path_prefix>.sum: the CRC-32 of the .idx and of each MiB of the .bin, by which
-    verify_bin() and verify_reads find what a disk or a copy has changed.  Not upstream's.
 
-    >>> write_checksums(prefix := toy_corpus())
-    >>> IndexedDataset(prefix).verify_bin()
-    """
-    ds = IndexedDataset(path_prefix, check=True)
-    sums = [zlib.crc32(ds._bytes(at, at + _SUM_BLOCK)) for at in range(0, ds._size, _SUM_BLOCK)]
-    with _NewFile(f"{path_prefix}.sum") as file:
-        file.write(np.array([zlib.crc32(ds._index), *sums], "<u4"))
-
-def toy_corpus(folder=None):
-    """Write the documents of every example, aaaa bbb cccccc, in ASCII -> their path prefix."""
-    prefix = os.path.join(folder or tempfile.mkdtemp(), "toy")
+def toy_corpus(folder: str | os.PathLike | None = None) -> str:
+    """Write the documents of every example, aaaa bbb cccccc, in ASCII, and return their prefix."""
+    if folder is None:
+        folder = tempfile.mkdtemp()
+    prefix = os.path.join(folder, "toy")
     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint8) as builder:
-        builder.add_sequences(list(b"aaaabbbcccccc"), [4, 3, 6], None, [1, 2, 3])
+        for text in (b"aaaa", b"bbb", b"cccccc"):
+            builder.add_document(list(text), [len(text)])
     return prefix
+
 
 # ==============================================================================
 # 2. Text to tokens
 # ==============================================================================
-# Question answered here: how does a JSONL file become a file pair, fast, in its own order?
+# Question answered here: how do lines of JSON become a pair?
 #
-#   this process reads  ->  blocks of lines  ->  N workers: JSON, tokenizer  ->  this process writes
+#   a line of corpus.jsonl        its tokens         what the pair gets      document_indices
+#                                 ($ is eod)         tokens       length     so far: 0
 #
-# Blocks are written in the order in which they were read.  An empty text is a document without
-# tokens: it adds no sequence and no eod, only a repeated entry in document_indices (as upstream).
+#   {"text": "aaaa"}       ->     a a a a $      ->  a a a a $    5          0 1
+#   {"text": ""}           ->     (no tokens)    ->                          0 1 1
+#   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
+#
+# A line is a document, and a document becomes one sequence.  The end-of-document token, eod, tells
+# a model where one text stops and an unrelated one begins.  A document without tokens becomes no
+# sequence and gets no eod: the number of sequences is repeated in document_indices, so that
+# document d is still line d.  Upstream does the same.
+#
+# A tokenizer is any object with these attributes; there is no class to inherit from:
+#
+#   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
+#   eod                  the id that ends a document
+#   pad                  the id that fills up a sample which is too short; it may be missing, and a
+#                        tokenizer may have eos and special_tokens_dict: see _pad_token_id()
+#   tokenize(text)       str -> list of ids
+#   detokenize(ids)      ids -> str
+#   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
+#                        that indices made with one tokenizer are not used again with another
 
-_BLOCK = 1 << 20  # bytes of text handed to a worker at a time
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens 0 to 255, eod 256: no files, no loss, about 4 tokens for a trained one.
+    """The UTF-8 bytes of a text are its tokens, 0 to 255; eod is 256.
 
-    >>> ByteTokenizer().tokenize("aaaa"), ByteTokenizer().detokenize([98, 256])
-    ([97, 97, 97, 97], 'b')
+    Needs no files and loses nothing, but makes about four times as many tokens of English text as a
+    trained tokenizer.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.tokenize("aaaa")
+    [97, 97, 97, 97]
+    >>> tokenizer.detokenize([98, 256])
+    'b'
     """
-    vocab_size, eod = 257, 256
+
+    vocab_size = 257
+    eod = 256
     unique_identifiers = {"class": "ByteTokenizer"}
 
-    def tokenize(self, text):
-        """str -> list of ids."""
-        return list(text.encode())
+    def tokenize(self, text: str) -> list[int]:
+        """Return the bytes of a text in UTF-8."""
+        return list(text.encode("utf-8"))
 
-    def detokenize(self, ids):
-        """ids -> str; eods are left out, broken UTF-8 becomes the replacement character."""
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+    def detokenize(self, ids: typing.Iterable[int]) -> str:
+        """Return the text of some ids, without eods; broken UTF-8 becomes U+FFFD."""
+        text_bytes = bytes(token for token in ids if token < 256)
+        return text_bytes.decode("utf-8", errors="replace")
 
-class NullTokenizer:
-    """Numbers separated by spaces; eod is the number after the last.  Upstream: NullTokenizer.
 
-    >>> NullTokenizer(100).tokenize("7 0 99"), NullTokenizer(100).eod
-    ([7, 0, 99], 100)
+def encode_document(text: str, tokenizer: typing.Any, append_eod: bool = False) -> list[int]:
+    """Return the token ids of one document.
+
+    append_eod   put tokenizer.eod after the last token, if there is any token
+
+    >>> encode_document("bbb", ByteTokenizer(), append_eod=True)
+    [98, 98, 98, 256]
+    >>> encode_document("", ByteTokenizer(), append_eod=True)
+    []
     """
-    def __init__(self, vocab_size):
-        _require(str(vocab_size).isdecimal(), f"null:VOCAB wants a number, got {vocab_size!r}")
-        self.eod, self.vocab_size = int(vocab_size), int(vocab_size) + 1
-        self.unique_identifiers = {"class": "NullTokenizer", "vocab_size": self.vocab_size}
+    tokens = list(tokenizer.tokenize(text))
+    if append_eod and len(tokens) > 0:
+        tokens.append(tokenizer.eod)
+    return tokens
 
-    def tokenize(self, text):
-        """str -> list of ids."""
-        return [int(number) for number in text.split()]
 
-    def detokenize(self, ids):
-        """ids -> str."""
-        return " ".join(map(str, ids))
+def encode_jsonl(
+    input_path: str | os.PathLike,
+    output_prefix: str | os.PathLike,
+    tokenizer: typing.Any = None,
+    *,
+    json_key: str = "text",
+    append_eod: bool = False,
+) -> None:
+    """Write the texts of a file of JSON lines as the pair output_prefix.bin and output_prefix.idx.
 
-class HuggingFaceTokenizer:
-    """A tokenizer.json, run by the tokenizers library (extra "tools"); eod_token is the text of the
-    end-of-document token, by default <|endoftext|>, else </s>."""
-    def __init__(self, path, eod_token=None):
-        _require(os.path.isfile(path), f"{path}: no such file", FileNotFoundError)
-        _require(importlib.util.find_spec("tokenizers"), f"{path} needs the package tokenizers: "
-                 "pip install 'megatron-min[tools]'", ImportError)
-        self._tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(path)
-        self.vocab_size = self._tokenizer.get_vocab_size()
-        wanted = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
-        found = [i for i in map(self._tokenizer.token_to_id, wanted) if i is not None]
-        _require(found, f"{path}: no token {' or '.join(wanted)}: name another with --eod-token")
-        self.eod, digest = found[0], _md5(self._tokenizer.to_str())
-        self.unique_identifiers = {
-            "class": "HuggingFaceTokenizer", "tokenizer.json": digest, "eod": self.eod}
+    input_path    a file with one JSON object a line, in UTF-8
+    tokenizer     an object as described above; default ByteTokenizer()
+    json_key      the text of a document is found in its object under this key
+    append_eod    put tokenizer.eod after each document that has tokens
+    Raises        an error at a line that holds no such object; then no pair appears
 
-    def tokenize(self, text):
-        """str -> list of ids."""
-        return self._tokenizer.encode(text).ids
+    This is the definition of preprocess() in section 18, which writes the same bytes, uses all
+    cores of a machine, and names the file and the line of an error.
 
-    def tokenize_batch(self, texts):
-        """list of str -> list of lists of ids, in parallel inside the library."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
-
-    def detokenize(self, ids):
-        """ids -> str."""
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-def _md5(data):
-    """Hex digest of bytes or str: names things, protects nothing."""
-    data = data.encode() if isinstance(data, str) else data
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-def build_tokenizer(name="bytes", eod_token=None):
-    """"bytes", "null:VOCAB", a tokenizer.json, or module:attribute (an object or its class)."""
-    if name == "bytes":
-        return ByteTokenizer()
-    if name.startswith("null:"):
-        return NullTokenizer(name[5:])
-    if name.endswith(".json"):
-        return HuggingFaceTokenizer(name, eod_token)
-    _require(":" in name, f"unknown tokenizer {name!r}: use bytes, null:VOCAB, *.json, module:name")
-    with contextlib.ExitStack() as stack:
-        sys.path.insert(0, os.getcwd())  # as python -m does: the module may lie beside the data
-        stack.callback(sys.path.pop, 0)
-        found = pkgutil.resolve_name(name)
-    is_one = hasattr(found, "tokenize") and not isinstance(found, type)
-    _require(is_one or callable(found), f"{name} is no tokenizer, and makes none")
-    return found if is_one else found()
-
-class _Encoder:
-    """A worker's job: a block of JSON lines -> tokens, sequence lengths, document ends, by key.
-
-    lines                          tokens                 lengths   ends
-    {"text": "aaaa"}               a a a a $ b b b $      5 4       1  the first ends after one
-    {"text": ""}       -- eod -->  (here $ is eod)                  1  sequence, so does the empty
-    {"text": "bbb"}                                                 2  one
-    """
-    def __init__(self, tokenizer, json_keys, append_eod, skip_errors):
-        self.keys, self.skip_errors = json_keys, skip_errors
-        self.tokenize = (getattr(tokenizer, "tokenize_batch", None)
-                         or functools.partial(map, tokenizer.tokenize))
-        self.dtype = DType.optimal_dtype(tokenizer.vocab_size)
-        self.eod = _as_tokens([tokenizer.eod] if append_eod else [], self.dtype)
-
-    def __call__(self, source, first, lines):
-        """-> (tokens, sequence lengths, document ends) of each key, documents, skipped lines"""
-        rows, columns = self._rows(source, first, lines), []
-        for documents in zip(*rows):
-            ends = list(itertools.accumulate(len(tokens) > 0 for tokens in documents))
-            pieces = [(tokens, self.eod) for tokens in documents if len(tokens)]
-            flat = np.concatenate([self.eod[:0], *itertools.chain(*pieces)])
-            columns.append((flat, [len(tokens) + len(self.eod) for tokens, _ in pieces], ends))
-        return columns, len(rows), len(lines) - len(rows)
-
-    def _rows(self, source, first, lines):
-        """Lines -> for each the tokens under each key; a bad one is named, or left out."""
-        try:
-            rows = [json.loads(line) if line.strip() else None for line in lines]
-            texts = [[isinstance(row, dict) and row.get(key) for row in rows] for key in self.keys]
-            if not all(isinstance(text, str) for text in itertools.chain(*texts)):
-                raise ValueError(f"wanted JSON with text under {self.keys}, got {lines[0][:60]!r}")
-            return list(zip(*([_as_tokens(ids, self.dtype) for ids in self.tokenize(column)]
-                              for column in texts)))
-        except Exception as error:
-            if len(lines) == 1 and not self.skip_errors:
-                raise ValueError(f"{source}: line {first}: {error} (or --on-error skip)") from None
-            again = enumerate(lines, first) if len(lines) > 1 else ()  # to find the bad one
-            return [row for number, line in again for row in self._rows(source, number, [line])]
-
-def _start_worker(encoder):
-    """What a worker process runs first; it then keeps its tokenizer."""
-    parent = multiprocessing.parent_process()  # an orphan would wait for ever
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the parent ends it
-    _work.encoder, os.environ["TOKENIZERS_PARALLELISM"] = encoder, "false"  # processes are enough
-
-def _work(block):
-    """What a worker process runs for each block."""
-    return _work.encoder(*block)
-
-def _in_order(workers, encoder, blocks):
-    """itertools.starmap(encoder, blocks), but in worker processes."""
-    # "fork" where there is one: the others would import torch again in each worker
-    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, [encoder])
-    return _ahead(pool, 2 * workers, _work, blocks)
-
-def _ahead(pool, limit, function, items):
-    """map(function, items) in a pool, few ahead: memory stays flat however many there are."""
-    futures = (pool.submit(function, item) for item in items)  # each when it is asked for
-    pending = collections.deque(itertools.islice(futures, limit))
-    try:
-        while pending:
-            pending.extend(itertools.islice(futures, 1))
-            yield pending.popleft().result()
-    finally:  # no join: a garbage collection may close this, even in a thread that is starting
-        pool.shutdown(wait=False, cancel_futures=True)
-
-def _blocks(files, read):
-    """Yield (file, number of its first line, lines); read[n]: bytes of file n, as they are."""
-    for n, path in enumerate(files):
-        with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as raw:
-            text, number = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw, 1
-            while lines := text.readlines(_BLOCK):
-                read[n] = read[n] + sum(map(len, lines)) if text is raw else raw.tell()
-                yield path, number, lines
-                number += len(lines)
-
-def _report(done, read, total, start, every):
-    """A line about progress on stderr, unless the last one is not so many seconds old."""
-    seconds = time.perf_counter() - start
-    if seconds - done["reported"] >= every:
-        done["reported"] = seconds
-        left = max(total / max(read.total(), 1) - 1, 0) * seconds
-        print(f"{done['documents']:,} documents, {done['documents'] / seconds:,.0f} docs/s, "
-              f"{read.total() / seconds / 1e6:,.1f} MB/s, {done['skipped']:,} bad lines skipped, "
-              f"ETA {datetime.timedelta(seconds=round(left))}", file=sys.stderr, flush=True)
-
-def preprocess(input: list[str] | str, output_prefix, tokenizer=None, *, append_eod=False,
-               json_keys: list[str] | str = ("text",), workers=1, on_error="stop", verbose=False,
-               checksum=False):
-    """JSONL -> <output_prefix>_<key>_document.bin/.idx.  Upstream: tools/preprocess_data.py.
-
-    input        files and globs of .jsonl or .jsonl.gz ("-" is stdin), read in this order
-    tokenizer    an object as described in section 3; default ByteTokenizer()
-    append_eod   put tokenizer.eod after each document that has tokens
-    workers      processes; the files are the same for any number
-    on_error     "stop": ValueError with file, line and reason; "skip": count bad lines, go on
-    verbose      progress on stderr: docs/s, MB/s and the time left
-    checksum     then also write_checksums() of the pairs
-    Returns      {key: path prefix of its pair}; nothing appears before all of it is complete
-
-    >>> path = pathlib.Path(tempfile.mkdtemp(), "toy.jsonl")
-    >>> _ = path.write_text('{"text": "aaaa"}\\n{"text": "bbb"}')
-    >>> IndexedDataset(preprocess(path, path.with_suffix(""), append_eod=True)["text"])[:]
+    >>> folder = tempfile.mkdtemp()
+    >>> path = os.path.join(folder, "corpus.jsonl")
+    >>> with open(path, "w") as file:
+    ...     _ = file.write('{"text": "aaaa"}\\n{"text": ""}\\n{"text": "bbb"}\\n')
+    >>> prefix = os.path.join(folder, "corpus")
+    >>> encode_jsonl(path, prefix, append_eod=True)
+    >>> pair = IndexedDataset(prefix)
+    >>> pair[:]
     [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
+    >>> pair.document_indices.tolist()
+    [0, 1, 1, 2]
     """
-    _require(on_error in ("stop", "skip"), f"on_error must be stop or skip, got {on_error!r}")
-    _require(workers >= 1, f"workers must be >= 1, got {workers}")
-    _require(input and json_keys, "preprocess wants at least one input and one key")
-    keys = [json_keys] if isinstance(json_keys, str) else json_keys
-    files = []  # a name that exists is no pattern
-    for path in map(os.fspath, [input] if isinstance(input, (str, os.PathLike)) else input):
-        files += os.path.exists(path) * [path] or sorted(glob.glob(path, recursive=True)) or [path]
-    prefixes = {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
-    encoder = _Encoder(tokenizer or ByteTokenizer(), [*prefixes], append_eod, on_error == "skip")
-    total = sum(os.path.getsize(path) for path in files if path != "-")
-    done, read, start = collections.Counter(), collections.Counter(), time.perf_counter()
-    starmap = itertools.starmap if workers == 1 else functools.partial(_in_order, workers)
-    with contextlib.ExitStack() as stack:
-        builders = [stack.enter_context(IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype))
-                    for prefix in prefixes.values()]
-        for columns, documents, skipped in starmap(encoder, _blocks(files, read)):
-            for builder, (tokens, lengths, ends) in zip(builders, columns):
-                builder.add_sequences(tokens, lengths, None, ends)
-            done.update(documents=documents, skipped=skipped)
-    _report(done, read, total, start, 0 if verbose else math.inf)
-    for prefix in prefixes.values() if checksum else ():
-        write_checksums(prefix)
-    return prefixes
+    if tokenizer is None:
+        tokenizer = ByteTokenizer()
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype) as builder:
+        # Lines are read as bytes: in text mode Python would also end a line at a lone "\r".
+        with open(input_path, "rb") as file:
+            for line in file:
+                text = json.loads(line)[json_key]
+                tokens = encode_document(text, tokenizer, append_eod)
+                if len(tokens) > 0:
+                    builder.add_document(tokens, [len(tokens)])
+                else:
+                    builder.add_document([], [])  # a document of no sequences
+
 
 # ==============================================================================
 # 3. Split, blend, config
@@ -722,103 +890,176 @@ def preprocess(input: list[str] | str, output_prefix, tokenizer=None, *, append_
 #   split "98,1,1" of a corpus of 1000 sequences      |<------- train 0..979 ------->|valid|test|
 #   blend (["p1", "p2"], [30, 70])                    of 10 samples 3 come from p1 and 7 from p2
 #
-# A tokenizer is any object with vocab_size, eod, perhaps pad, tokenize(text) -> ids,
-# detokenize(ids) -> text, and unique_identifiers, a dict that enters the cache's key.
+# A split cuts one corpus into parts that have no sequence in common.  A blend mixes corpora.  A
+# config holds both, with everything else that decides what a sample looks like.
+#
+# What is split here, and ordered in section 4, are the sequences of the .idx file.  Upstream calls
+# them documents there, as nearly always a document is one sequence, and so do the names below.  The
+# array document_indices of the .idx file is not used for training.
+
 
 class Split(enum.Enum):
-    """The three parts of a corpus: train is 0, valid 1, test 2.  Upstream: Split."""
-    train, valid, test = range(3)
+    """The three parts of a corpus.  Upstream: Split."""
 
-def normalize(weights):
-    """w / sum(w) in float64, as a list.
+    train = 0
+    valid = 1
+    test = 2
+
+
+def normalize(weights: typing.Sequence[float]) -> list[float]:
+    """Divide weights by their sum, in float64.
 
     >>> normalize([30, 70])
     [0.3, 0.7]
     """
     return np.divide(weights, np.sum(weights, dtype=np.float64)).tolist()
 
-def _check_weights(weights, names):
-    """ValueError that names the dataset whose weight is no weight."""
-    _require(len(weights) == len(names), f"{len(weights)} weights for {len(names)} datasets")
-    for weight, name in zip(weights, names):
-        _require(isinstance(weight, numbers.Real) and 0 <= weight <= sys.float_info.max,
-                 f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
-    _require(0 < sum(map(float, weights)) < math.inf, f"weights {weights}: wanted a finite sum > 0")
 
-def parse_and_normalize_split(split):
-    """Shares of train, valid, test -> normalized, missing ones 0.  ValueError for anything but up
-    to three numbers >= 0, not all 0 (upstream drops signs, exponents and empty fields).
+def parse_and_normalize_split(split: str) -> list[float]:
+    """Read the shares of train, valid and test from a string, and normalize them.
+
+    The shares stand between commas, semicolons, slashes or spaces, with or without brackets around
+    all of them.  Wanted are one to three numbers, none negative, not all 0; missing shares are 0.
+    Anything else is a ValueError (upstream drops signs, exponents and empty fields).
 
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
-    parts = [_number(text) for text in re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))]
-    good = None not in parts and len(parts) <= 3 and min(parts) >= 0 and 0 < sum(parts) < math.inf
-    _require(good, f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"')
-    return normalize(parts + [0.0] * (len(Split) - len(parts)))
+    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
+    shares = [_number(field) for field in fields]
+    is_numbers = None not in shares and len(shares) <= len(Split)
+    if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
+        raise ValueError(
+            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
+        )
+    missing = len(Split) - len(shares)
+    return normalize(shares + [0.0] * missing)
+
 
 def _number(text):
-    """What float() reads in it, or None."""
-    with contextlib.suppress(ValueError):
-        return float(text)
+    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
+    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
+        return None
+    number = float(text)
+    return number if math.isfinite(number) else None
 
-def convert_split_vector_to_split_matrix(vector_a, vector_b=None):
-    """Shares -> (begin, end) of each split as fractions, None where empty.  With two vectors, the
-    part of each split of b that lies in the same split of a.
+
+def convert_split_vector_to_split_matrix(
+    vector_a: typing.Sequence[float], vector_b: typing.Sequence[float] | None = None
+) -> list[tuple[float, float] | None]:
+    """Turn shares into the (begin, end) of each split, as fractions of a corpus; None where empty.
+
+    With two vectors, each entry is the overlap of the same split of both: what is left of it for a
+    corpus that was cut by b before.  Upstream has this; the builder of section 7 does not use it.
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
     """
-    a = [*itertools.accumulate(vector_a, initial=0)]
-    b = a if vector_b is None else [*itertools.accumulate(vector_b, initial=0)]
-    overlaps = zip(map(max, a, b), map(min, a[1:], b[1:]))
-    return [(low, high) if low < high else None for low, high in overlaps]
+    edges_a = list(itertools.accumulate(vector_a, initial=0))
+    edges_b = edges_a
+    if vector_b is not None:
+        edges_b = list(itertools.accumulate(vector_b, initial=0))
+    matrix = []
+    for k in range(len(edges_a) - 1):
+        begin = max(edges_a[k], edges_b[k])
+        end = min(edges_a[k + 1], edges_b[k + 1])
+        matrix.append((begin, end) if begin < end else None)
+    return matrix
 
-def split_range(bounds, num_sequences):
-    """(begin, end) fractions of a corpus -> (first, end) sequence; Python's round, as upstream.
+
+def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
+    """Turn fractions of a corpus into (first sequence, end); halves are rounded to even numbers.
 
     >>> split_range((0, 0.75), 3), split_range((0.75, 1.0), 3)
     ((0, 2), (2, 3))
     """
-    return tuple(int(round(bound * float(num_sequences))) for bound in bounds)
+    begin, end = bounds
+    return round(begin * float(num_sequences)), round(end * float(num_sequences))
 
-def get_blend_from_list(blend):
-    """["30", "p1", "70", "p2"] or ["p1", "p2"] -> (prefixes, weights or None); None -> None.
-    ValueError for a list that is neither (upstream guesses); a folder named 2023 is ./2023.
+
+def get_blend_from_list(
+    blend: typing.Sequence[str] | None,
+) -> tuple[list[str], list[float] | None] | None:
+    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
+
+    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
+    looks like a number would be taken for a weight: write ./2023 for a folder 2023.
 
     >>> get_blend_from_list(["30", "p1", "70", "p2"])
     (['p1', 'p2'], [30.0, 70.0])
+    >>> get_blend_from_list(["2023_01", "wiki"])
+    (['2023_01', 'wiki'], None)
     """
     if blend is None:
         return None
-    blend = [str(entry).strip() for entry in blend]
-    numeric = [_number(entry) is not None for entry in blend]
-    if blend and not any(numeric):
-        return blend, None
-    _require(blend and numeric == [True, False] * (len(blend) // 2),
-             f"blend {blend}: wanted prefixes, or weights and prefixes in turn (2023 is ./2023)")
-    return blend[1::2], [float(weight) for weight in blend[0::2]]
+    entries = [str(entry).strip() for entry in blend]
+    is_number = [_number(entry) is not None for entry in entries]
+    if entries and not any(is_number):
+        return entries, None
+    pairs = len(entries) // 2
+    if not entries or is_number != [True, False] * pairs:
+        raise ValueError(
+            f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
+            "(write a prefix that is a number with its folder: ./2023)"
+        )
+    return entries[1::2], [float(weight) for weight in entries[0::2]]
+
+
+def _check_weights(weights, names):
+    """ValueError that names the dataset whose weight is not a finite number >= 0."""
+    if len(weights) != len(names):
+        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
+    for weight, name in zip(weights, names, strict=True):
+        # float(weight) would fail for a very large integer: compare with the largest float instead
+        if not isinstance(weight, numbers.Real) or not 0 <= weight <= sys.float_info.max:
+            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
+    total = sum(float(weight) for weight in weights)
+    if not 0 < total < math.inf:
+        raise ValueError(f"weights {list(weights)}: wanted a finite sum > 0")
+
+
+def _drop_zero_weights(datasets, weights, names):
+    """The datasets whose weights are not 0, and these weights; a note names the dropped ones."""
+    kept = []
+    dropped = []
+    for dataset, weight, name in zip(datasets, weights, names, strict=True):
+        if weight:
+            kept.append((dataset, weight))
+        else:
+            dropped.append(str(name))
+    if dropped:
+        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
+    return [dataset for dataset, _ in kept], [weight for _, weight in kept]
+
 
 @dataclasses.dataclass
 class BlendedMegatronDatasetConfig:
     """What to build.  Field names and defaults are upstream's; ValueError for bad combinations.
 
-    random_seed                 of every shuffle of documents and samples
+    random_seed                 seed of every shuffle of documents and samples
     sequence_length             S, in tokens
-    blend                       ([prefix, ...], [weight, ...] or None), each corpus cut by split
-    blend_per_split             for each split such a blend of whole corpora, or None; neither: mock
-    multiple_validation_sets    valid is a list of datasets, one for each of its corpora
-    full_validation             valid is one epoch of each: its size must be None
+    blend                       ([prefix, ...], [weight, ...] or None); each corpus is cut by split
+    blend_per_split             a list of three: for each split a blend of whole corpora, or None
+    multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
+                                of its corpora, where it has several
+    full_validation             with multiple_validation_sets: each validation dataset is one epoch,
+                                so the builder must be given None as the size of valid
     split                       shares of train, valid, test, such as "98,1,1"
-    num_dataset_builder_threads corpora that are built side by side
-    path_to_cache               folder of index files; None: beside each corpus, of blends none
-    mmap_bin_files              False: read the tokens with os.pread
-    mid_level_dataset_surplus   how much more of each corpus is built than a blend asks for
-    allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where it is also its eod
-    fast_cache_load             trust a cache that is there; look at nothing else
+    num_dataset_builder_threads how many corpora are built side by side
+    path_to_cache               folder of the index files of section 12; None: those of a corpus lie
+                                in the folder <prefix>/cache, and those of a blend are not kept
+    mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
+    tokenizer                   an object as in section 2: its eod and its pad are used
+    mid_level_dataset_surplus   in a blend with weights, each corpus is built for this share of
+                                samples more than its weight asks for: 0.005 is half a percent
+    allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
+                                token has the same id; if False, padding is -1 in this case
+    fast_cache_load             trust a cache that exists, without any check
     defer_npy_index_mmap        open the index files at the first access
-    verify_reads                compare each MiB with the corpus's .sum when it is first read
+
+    Without blend and blend_per_split the data are mock data, see MockGPTDataset.
     """
+
     random_seed: int
     sequence_length: int
     blend: tuple | None = None
@@ -836,49 +1077,92 @@ class BlendedMegatronDatasetConfig:
     allow_ambiguous_pad_tokens: bool | None = False
     fast_cache_load: bool = False
     defer_npy_index_mmap: bool = False
-    verify_reads: bool = dataclasses.field(default=False, kw_only=True)  # not upstream's
 
-    def __post_init__(self):
-        for name in ("sequence_length", "random_seed", "num_dataset_builder_threads"):
-            value, low = getattr(self, name), 0 if name == "random_seed" else 1
-            _require(hasattr(value, "__index__") and low <= value < 2**32,
-                     f"{name} must be a whole number from {low} to 2**32 - 1, got {value!r}")
-            setattr(self, name, int(value))  # numpy's are no JSON
-        surplus, per_split = self.mid_level_dataset_surplus, self.blend_per_split or ()
-        _require(surplus >= 0, f"mid_level_dataset_surplus must be >= 0, got {surplus}")
-        if any(per_split):
-            whole = self.blend is None and self.split is None and len(per_split) == len(Split)
-            _require(whole, f"blend_per_split wants {len(Split)} entries, got {len(per_split)}; "
-                     f"blend and split None, got {self.blend} and {self.split}")
+    def __post_init__(self) -> None:
+        self._check_whole_number("random_seed", 0)
+        self._check_whole_number("sequence_length", 1)
+        self._check_whole_number("num_dataset_builder_threads", 1)
+        surplus = self.mid_level_dataset_surplus
+        if not surplus >= 0:  # nan is not
+            raise ValueError(f"mid_level_dataset_surplus must be >= 0, got {surplus}")
+        if self.blend_per_split is not None and any(self.blend_per_split):
+            self._check_blend_per_split()
         else:
-            self.mock = self.blend is None
-            self.split = "1,1,1" if self.mock else self.split
-            _require(self.split is not None and not self.multiple_validation_sets, "a blend needs "
-                     'a split, such as "98,1,1", and multiple_validation_sets blend_per_split')
-            self.split_matrix = convert_split_vector_to_split_matrix(
-                parse_and_normalize_split(self.split))
-        for blend in filter(None, [self.blend, *per_split]):
-            _require(len(blend) == 2 and not isinstance(blend[0], str) and len(blend[0])
-                     and all(isinstance(prefix, (str, os.PathLike)) for prefix in blend[0]),
-                     f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
-            _check_weights([1] * len(blend[0]) if blend[1] is None else blend[1], blend[0])
+            self._set_split()
+            self._check_blend(self.blend)
+
+    def _check_whole_number(self, name, lowest):
+        """The field is a whole number from lowest to 2**32 - 1; numpy's become int, for JSON."""
+        value = getattr(self, name)
+        if not hasattr(value, "__index__") or not lowest <= value < 2**32:
+            raise ValueError(
+                f"{name} must be a whole number from {lowest} to 2**32 - 1, got {value!r}"
+            )
+        setattr(self, name, int(value))
+
+    def _check_blend_per_split(self):
+        """Each split has corpora of its own: there is nothing to cut."""
+        if self.blend is not None or self.split is not None:
+            raise ValueError(
+                "blend_per_split wants blend and split to be None, "
+                f"got {self.blend} and {self.split}"
+            )
+        if len(self.blend_per_split) != len(Split):
+            raise ValueError(
+                f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
+            )
+        for blend in self.blend_per_split:
+            self._check_blend(blend)
+
+    def _set_split(self):
+        """Derive mock, split and split_matrix from the blend and the split."""
+        self.mock = self.blend is None
+        if self.mock:
+            self.split = "1,1,1"
+        if self.split is None:
+            raise ValueError('a blend needs a split, such as "98,1,1"')
+        if self.multiple_validation_sets:
+            raise ValueError("multiple_validation_sets needs blend_per_split")
+        shares = parse_and_normalize_split(self.split)
+        self.split_matrix = convert_split_vector_to_split_matrix(shares)
+
+    def _check_blend(self, blend):
+        """A blend is ([prefix, ...], [weight, ...] or None), or None."""
+        if blend is None:
+            return
+        if len(blend) != 2 or isinstance(blend[0], str) or not _are_paths(blend[0]):
+            raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
+        prefixes, weights = blend
+        if weights is not None:
+            _check_weights(weights, prefixes)
+
+
+def _are_paths(prefixes):
+    """Is this at least one path, and nothing else?"""
+    return len(prefixes) > 0 and all(isinstance(path, (str, os.PathLike)) for path in prefixes)
+
 
 @dataclasses.dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """The config of GPTDataset; on top of the base class:
+    """The config of GPTDataset.  These fields come on top of those of the base class:
 
-    reset_position_ids       positions restart after every eod token
-    reset_attention_mask     no attention across an eod token
+    reset_position_ids       positions restart after every eod token (None is False)
+    reset_attention_mask     no token attends across an eod token
     eod_mask_loss            no loss where the input token is eod
-    create_attention_mask    return the dense (1, S, S) mask
+    create_attention_mask    return the dense (1, S, S) mask, which says what may attend to what
     drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
-    add_extra_token_to_sequence             x = 1: labels are the next tokens, to the last one
-    inter_document_masking   instead of a mask: cu_seqlens, max_seqlen, positions by document
+    add_extra_token_to_sequence             x = 1: the last input token has a label too
+    object_storage_cache_path               accepted as upstream's; local files do not need it
+    inter_document_masking   instead of a mask, return where the documents of a sample start, as
+                             attention kernels for packed sequences want it: cu_seqlens has these
+                             places and then S in all entries that are left, max_seqlen is the
+                             length of the longest; positions restart at each start
 
     >>> GPTDatasetConfig(1234, 4, blend=(["p1", "p2"], [1, -1]), split="98,1,1")
     Traceback (most recent call last):
     ValueError: weight of p2: wanted a finite number >= 0, got -1
     """
+
     reset_position_ids: bool | None = None
     reset_attention_mask: bool | None = None
     eod_mask_loss: bool | None = None
@@ -888,1211 +1172,1681 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     object_storage_cache_path: str | None = None
     inter_document_masking: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.tokenizer is not None, "a GPTDatasetConfig needs a tokenizer, for its eod")
-        dense = self.create_attention_mask and not self.inter_document_masking
-        _require(dense or not self.reset_attention_mask, "reset_attention_mask has no effect "
-                 "without a dense mask: set create_attention_mask, or inter_document_masking alone")
+        if self.tokenizer is None:
+            raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
+        if self.reset_attention_mask and not self.has_dense_mask:
+            raise ValueError(
+                "reset_attention_mask has no effect without a dense mask: set "
+                "create_attention_mask, or use inter_document_masking alone"
+            )
+
+    @property
+    def has_dense_mask(self) -> bool:
+        """Does a sample hold a (1, S, S) attention mask?"""
+        return bool(self.create_attention_mask and not self.inter_document_masking)
+
 
 # ==============================================================================
-# 4. Kernels
+# 4. Three orders
 # ==============================================================================
 # Question answered here: in which order do documents and samples come, and where does each start?
 #
-#   position  0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
-#   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    row 1 -> (document 1, offset 0)
+# (1) document_index: the documents of the split (sequences of the pair, see section 3), once for
+#     each epoch, shuffled.  Laid end to end in this order they are the stream.
+# (2) sample_index: the stream is cut into samples of S tokens; row j says where sample j starts.
+# (3) shuffle_index: the samples are shuffled too: sample k of the dataset is sample
+#     shuffle_index[k] of the stream.
 #
-# Each _py_ function is the definition of its kernel; the C function of the same name is equal and
-# faster, and is swapped in below.  The public functions check, allocate and call one or the other.
+# The second order, for a stream of the documents as they are, unshuffled:
+#
+#   position  0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
+#   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    inputs b b b c   labels b b c c
+#                                          sample 2 = c c c c c    inputs c c c c   labels c c c c
+#
+# With S = 4 and x = 1 a sample is five tokens: four inputs, and one token more, so that the last
+# input has a label too.  The next sample begins with that token, so no token is a label twice, and
+# of the tokens in samples only the first one of the stream is never a label.
 
-def _py_build_sample_idx(rows, sizes, document_index, sequence_length, extra, last_token,
-                         first_row=0, first_document=0, before=0):
-    """Fill rows, a part of sample_index that begins at first_row, and whose last row has the target
-    last_token; extra is x; before tokens precede this part of document_index, which begins at
-    first_document -> the tokens up to its end.  Whatever is wrong first in it is said."""
-    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))[:1]
-    lengths = sizes[document_index[:min(wrong, default=None)]]
-    _require((lengths >= 0).all(), "a size is negative: no sequence has less than 0 tokens")
-    for d, i in zip(wrong, document_index[wrong]):
-        raise IndexError(f"document_index[{first_document + d}] is {i} of {len(sizes)} sequences")
-    ends = before + np.cumsum(lengths, dtype=np.int64)
-    found = int(ends[-1]) if len(ends) else before
-    if first_row == 0:
-        rows[:1], rows, first_row = 0, rows[1:], 1
-    if len(rows):
-        _require(found >= last_token, f"the samples need {last_token} tokens, there are {found}")
-        targets = (first_row + np.arange(len(rows))) * sequence_length + extra
-        targets[-1] = last_token
-        at = np.searchsorted(ends, targets)  # the first document whose end reaches the target
-        rows[:, 0] = first_document + at
-        rows[:, 1] = targets - extra - (ends[at] - lengths[at])
-    return found
 
-def _py_shuffle(items, key, position):
-    """items are shuffled; key, uint32 (624,), and the result are the generator's new state."""
-    random_state = np.random.RandomState()
-    random_state.set_state(("MT19937", key, position))
-    random_state.shuffle(items)
-    _, key[:], position, *_ = random_state.get_state()
-    return position
-
-def _py_build_blending_indices(dataset_index, dataset_sample_index, weights, num_datasets,
-                               size=None):
-    """Fill int16 and int64 (size,); weights float64 (num_datasets,).  Without a size, exhaustive:
-    weights are int64, and dataset d gives weights[d] samples."""
-    taken, most = np.zeros(int(num_datasets)), np.inf
-    if size is None:
-        most, size = weights, weights.sum()
-        weights = most / np.float64(max(size, 1))
-    for i in range(size):
-        d = np.argmax(np.where(taken < most, weights * max(i, 1) - taken, -np.inf))  # the lowest
-        dataset_index[i], dataset_sample_index[i] = d, taken[d]
-        taken[d] += 1
-
-_py_build_exhaustive_blending_indices = _py_build_blending_indices  # called without a size
-
-def _py_read_samples(outputs, places, wanted, corpus, indices, settings):
-    """Write sample wanted[r] into row places[r] of the outputs, arrays (B, ...) or None.
-
-    text            a $ b b $ c          S = 5, x = 1, $ is eod; a pad id becomes 0, without loss
-    tokens, labels  a $ b b $, $ b b $ c
-    position_ids    0 1 2 3 4            by_eod, or by documents if cu_seqlens is there: 0 1 0 1 2
-    cu_seqlens      0 2 5 5 5 5          where documents begin, from 0 to S without a pause, then S;
-                                         the last has the padding, none has the extra token
-    max_seqlen      3                    the longest of them
-    attention_mask  0 1 1 1 1            1: may not attend, to the future
-                    0 0 1 1 1
-                    1 1 0 1 1            and, with reset_mask, to what lies before an eod
-                    1 1 0 0 1
-                    1 1 0 0 0
-
-    corpus          items, the tokens of a .bin file; pointers and lengths, as in its .idx
-    indices         document_index, sample_index, shuffle_index
-    settings        extra (x), pad and eod (ids), by_eod, mask_loss and reset_mask
-    Returns         how many tokens equal pad, and are taken for padding; C, which checks each
-                    number before it goes there: -1 where one leads out of its array
-    """
-    tokens, labels, loss_mask, position_ids, cu_seqlens, max_seqlen, attention_mask = outputs
-    (items, pointers, lengths), (extra, pad, eod, by_eod, mask_loss, reset_mask) = corpus, settings
-    length, pads = tokens.shape[1], 0
-    for row, k in zip(places, wanted):
-        text, size, starts = np.full(length + 1, pad, np.int64), 0, [0]
-        for i, offset, n in _pieces(k, lengths, *indices, extra):
-            text[size:size + n] = items[pointers[i] // items.itemsize + offset:][:n]
-            starts += [size] * (n > 0 and 0 < size < length)
-            size += n
-        is_pad, is_eod = text == pad, text[:-1] == eod
-        pads, after_eod = pads + int(is_pad[:size].sum()), (np.flatnonzero(is_eod) + 1).tolist()
-        text[is_pad] = 0  # the embedding must be able to look it up
-        tokens[row], labels[row] = text[:-1], text[1:]
-        loss_mask[row] = ~(is_pad[1:] | is_eod & bool(mask_loss))
-        if attention_mask is not None:
-            attention_mask[row] = np.triu(np.ones((length, length), bool), 1)
-            for at in after_eod if reset_mask else ():
-                attention_mask[row, 0, at:, :at] = True
-        if cu_seqlens is None:
-            starts = [0] + after_eod * bool(by_eod)
-        else:
-            cu_seqlens[row], cu_seqlens[row, :len(starts)] = length, starts
-            max_seqlen[row] = np.diff([*starts, length]).max()
-        for start, end in itertools.pairwise([*starts, length]):
-            position_ids[row, start:end] = np.arange(end - start)
-    return pads
-
-def _pieces(k, lengths, document_index, sample_index, shuffle_index, extra):
-    """Sample k -> [(sequence, offset, length), ...], as they follow each other; or IndexError."""
-    j = int(shuffle_index[k])
-    edges = first, begin, last, end = (*sample_index[j:j + 2].ravel().tolist(), -1, -1, -1, -1)[:4]
-    sequences = document_index[max(first, 0):last + 1].tolist()
-    if min(edges) < 0 or len(sequences) != last + 1 - first or min(sequences, default=-1) < 0:
-        raise IndexError(f"sample {k} is row {j} of sample_index, {edges}, and sequences "
-                         f"{sequences[:9]}, of {len(document_index)} documents: rebuild the cache")
-    ends = [int(lengths[i]) for i in sequences[:-1]] + [end + extra]
-    begins = itertools.chain([begin], itertools.repeat(0))
-    return [(i, low, high - low) for i, low, high in zip(sequences, begins, ends)]
-
-IMPLEMENTATION = "python"  # or "c": which kernels are in use
-_kernels = types.SimpleNamespace(
-    **{name[4:]: value for name, value in globals().items() if name.startswith("_py_")})
-if os.environ.get("MEGATRON_MIN_C") != "0":
-    try:
-        import _megatron_min as _kernels
-        IMPLEMENTATION = "c"
-    except ImportError:
-        if os.environ.get("MEGATRON_MIN_C") == "1":
-            raise  # asked for C: never fall back silently
-
-def count_samples(tokens, sequence_length, drop_last_partial_sequence=True,
-                  add_extra_token_to_sequence=True):
-    """Samples in a stream of so many tokens, in exact integers.
+def count_samples(
+    tokens: int,
+    sequence_length: int,
+    drop_last_partial_sequence: bool = True,
+    add_extra_token_to_sequence: bool = True,
+) -> int:
+    """Count the samples in a stream of so many tokens, in exact integers.
 
     >>> count_samples(13, 4), count_samples(14, 4, drop_last_partial_sequence=False)
     (3, 4)
     """
-    whole, rest = divmod(max(0, tokens - bool(add_extra_token_to_sequence)), sequence_length)
-    return whole + (rest > 0 and not drop_last_partial_sequence)
+    inputs = max(0, tokens - int(add_extra_token_to_sequence))
+    whole, rest = divmod(inputs, sequence_length)
+    if rest and not drop_last_partial_sequence:
+        return whole + 1
+    return whole
 
-def build_sample_idx(sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch,
-                     drop_last_partial_sequence=True, add_extra_token_to_sequence=True):
-    """Where every sample starts in the stream: the documents of document_indices, laid end to end.
-    Sample k is tokens [k*S, k*S + S + x): with x = 1 its last label is read again by sample k+1.
 
-    sizes             int32 (sequences of the file,)  tokens in each
-    document_indices  int32 (E*D,)                    which sequence comes d-th in the stream
-    sequence_length   int >= 1                        S, without the extra token
-    tokens_per_epoch  int                             the stream holds num_epochs times as many
-    Returns           int32 (N+1, 2)                  row k: d and offset in it of sample k's first
-                      (int64 from E*D = 2**31 on)     token; row N is where sample N-1 stops
-    Raises            ValueError                      S < 1, or a stream too short for its samples
-                      IndexError                      an entry of document_indices is no sequence
-    Cost              O(N + E*D) time, 8 bytes a row
-    Upstream          helpers.build_sample_idx, whose number of samples with a partial last one is
-                      rounded to float32.  x = 0: a row may point one past a document's end, too.
+class EpochPlan(typing.NamedTuple):
+    """How often a dataset goes over its documents; see plan_epochs()."""
 
-    >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
-    >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
-    [[0, 0], [1, 0], [2, 1], [2, 5]]
+    num_epochs: int  # E
+    num_samples: int  # N, all that these epochs hold: at least as many as were wanted
+    separate_final_epoch: bool  # is the last epoch shuffled by itself?
+    samples_before_final_epoch: int  # samples that end before the last epoch begins
+
+
+def plan_epochs(
+    tokens_per_epoch: int,
+    num_samples: int | None,
+    sequence_length: int,
+    drop_last_partial_sequence: bool = True,
+    add_extra_token_to_sequence: bool = True,
+) -> EpochPlan:
+    """Find how many epochs give the wanted num_samples (None: the samples of one epoch).
+
+    The number of epochs E is the least from 1 on with E*T >= num_samples*S + x.
+
+    A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
+    together with the others, its samples would take the places of samples of earlier epochs, which
+    the run then would not read at all.  So where fewer than 80 % of the samples of the last epoch
+    are wanted (80 % rounded down to whole samples, as upstream has it), that epoch is shuffled by
+    itself and comes last.
+
+    ValueError for samples of a split without tokens (upstream never returns).
+
+    >>> plan = plan_epochs(13, 4, 4)                # 13 tokens hold 3 samples of 4 + 1 tokens
+    >>> plan.num_epochs, plan.num_samples, plan.separate_final_epoch
+    (2, 6, True)
     """
-    sizes = _checked(sizes, "sizes", np.int32)
-    documents = _checked(document_indices, "document_indices", np.int32)
-    extra, tokens = int(bool(add_extra_token_to_sequence)), int(num_epochs) * int(tokens_per_epoch)
-    _require(1 <= (sequence_length := operator.index(sequence_length)) < 2**32,
-             f"sequence_length must be 1 to 2**32 - 1, got {sequence_length}")
-    _require(0 <= tokens <= len(documents) * 2**31 and num_epochs >= 0,
-             f"{len(documents)} documents cannot hold {tokens} tokens")
-    num_samples = count_samples(tokens, sequence_length, drop_last_partial_sequence, extra)
-    # upstream asks for int64 where a size needs it too; sizes are int32, so none can
-    sample_index = np.empty((num_samples + 1, 2), np.int32 if len(documents) < 2**31 else np.int64)
-    last_token = min(tokens, num_samples * sequence_length + extra)
-    # the kernel, on as many parts of documents as there are cores, each of less than 2**31
-    parts = max(1 + (len(documents) >> 31), min(os.cpu_count() or 1, len(documents) // _PART))
-    edges = [len(documents) * half // (2 * parts) for half in range(2 * parts + 1)]
-    def fill(begin, end, low, high, before):  # the rows low .. high - 1
-        last = min(last_token, (high - 1) * sequence_length + extra)
-        return _kernels.build_sample_idx(sample_index[low:high], sizes, documents[begin:end],
-                                         sequence_length, extra, last, low, begin, before)
-    with concurrent.futures.ThreadPoolExecutor(parts) as pool:
-        # no rows: to count the tokens, of all parts but the last
-        counts = pool.map(fill, edges[:-3], edges[1:], *[itertools.repeat(0)] * 3)
-        before = [*itertools.accumulate(counts, initial=0)][::2]
-        lows = [(tokens - extra) // sequence_length + 1 if tokens < last_token else
-                len(sample_index) for tokens in before[1:]]  # of the first target behind so many
-        [*pool.map(fill, edges[::2], edges[2::2], [0, *lows], [*lows, len(sample_index)], before)]
-    if last_token < num_samples * sequence_length and not extra:  # UPSTREAM: a last, partial sample
-        sample_index[-1] = len(documents) - 1, sizes[documents[-1]]  # takes the empty documents
-    return sample_index
+    S = sequence_length
+    x = int(add_extra_token_to_sequence)
+    if num_samples is not None and num_samples < 0:
+        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
+    if num_samples and not tokens_per_epoch:
+        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+    num_epochs = 1
+    if num_samples:
+        num_epochs = _ceil_div(num_samples * S + x, tokens_per_epoch)
+    all_tokens = num_epochs * tokens_per_epoch
+    all_samples = count_samples(all_tokens, S, drop_last_partial_sequence, x)
+    if num_epochs == 1:
+        return EpochPlan(1, all_samples, False, 0)
+    before_final = count_samples(all_tokens - tokens_per_epoch, S, True, x)
+    wanted_of_final = num_samples - before_final
+    samples_per_epoch = (tokens_per_epoch - x) // S
+    separate = wanted_of_final < int(0.80 * samples_per_epoch)
+    return EpochPlan(num_epochs, all_samples, separate, before_final)
 
-def _checked(values, name, *dtypes, out=False):
-    """A 1-D array of one of dtypes, contiguous, and writable if out; TypeError or ValueError."""
-    kind = getattr(values, "dtype", type(values).__name__)
-    _require(kind in dtypes, f"{name} must be {np.dtype(dtypes[0])}, got {kind}", TypeError)
-    fit = values.ndim == 1 and (not out or values.flags.carray)
-    _require(fit, f"{name} must be 1-D{', contiguous, writable' * out}, got shape {values.shape}, "
-             f"strides {values.strides}")
-    return np.ascontiguousarray(values)
 
-def shuffle(items, random_state):
-    """Shuffle a 1-D array in place, exactly as random_state.shuffle(items), several times faster.
+def _ceil_div(a, b):
+    """The least whole number that is at least a / b, without the rounding of a float."""
+    return -(-a // b)
 
-    items int32, uint32 or int64, contiguous (TypeError, ValueError for others); random_state a
-    numpy.random.RandomState, left as by its own shuffle.  O(n): for i = n-1 .. 1, items[i] and
-    items[j] are swapped, j uniform in [0, i] by masked rejection of 32-bit draws.
+
+def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
+    """Shuffle a 1-D array in place, as numpy does.
+
+    This is a function of its own so that section 16 can put a faster one with the same result in
+    its place.  For i = n-1 down to 1, items i and j change places, where j is uniform in 0 .. i.
 
     >>> items = np.arange(6, dtype=np.int32)
     >>> shuffle(items, np.random.RandomState(1234)); items.tolist()
     [2, 1, 5, 0, 4, 3]
     """
-    _checked(items, "items", np.int32, np.uint32, np.int64, out=True)
-    name, key, position, *normal = random_state.get_state()  # key is a copy
-    random_state.set_state((name, key, _kernels.shuffle(items, key, position), *normal))
+    random_state.shuffle(items)
 
-def build_blending_indices(dataset_index, dataset_sample_index, weights, num_datasets, size,
-                           verbose=False):
-    """Fill in, for each sample of a blend, its dataset and its place in that dataset.
 
-    Sample i comes from the dataset furthest behind: the largest weights[d] * max(i, 1) - taken[d]
-    in IEEE doubles, the lowest d among equals.  With weights 0.25 and 0.75 sample 0 comes from
-    dataset 1; sample 1 from dataset 0, since 0.25 > 0.75 - 1; sample 2 from 1, 2 * 0.75 - 1 ahead.
+def build_document_index(
+    documents: typing.Any,
+    num_epochs: int,
+    random_state: np.random.RandomState,
+    separate_final_epoch: bool,
+) -> np.ndarray:
+    """Repeat the documents for each epoch and shuffle them, the last epoch by itself if asked.
 
-    Fills int16 and int64 (size,); weights float64 (num_datasets,), normalized; verbose is unused.
-    Upstream: helpers.build_blending_indices.
-
-    >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
-    >>> build_blending_indices(which, sample, [0.25, 0.75], 2, 4); which.tolist(), sample.tolist()
-    ([1, 0, 1, 1], [0, 0, 1, 2])
-    """
-    shares = np.array(weights[:num_datasets], np.float64)  # a copy, which no output overlaps
-    outputs = dataset_index, dataset_sample_index
-    _fill_blend(_kernels.build_blending_indices, outputs, shares, num_datasets, size)
-
-def build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
-    """The same with weights sizes[d] / sum(sizes), until each dataset has given sizes[d] samples.
-    Fills int16 and int64 (sum(sizes),).  Upstream: helpers.build_exhaustive_blending_indices.
-
-    >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
-    >>> build_exhaustive_blending_indices(which, sample, [1, 3], 2); which.tolist()
-    [1, 0, 1, 1]
-    """
-    counts, outputs = np.array(sizes[:num_datasets], "i8"), (dataset_index, dataset_sample_index)
-    _require(np.array_equal(counts, sizes[:num_datasets]), f"sizes: no whole numbers: {sizes}")
-    _fill_blend(_kernels.build_exhaustive_blending_indices, outputs, counts, num_datasets)
-
-def _fill_blend(kernel, outputs, weights, num_datasets, *sizes):
-    """Check what a blending kernel must be able to trust, and call it; exhaustive without size."""
-    size = sizes[0] if sizes else sum(weights.tolist())  # Python's integers: int64 may overflow
-    for out, name, dtype in zip(outputs, ("dataset_index", "dataset_sample_index"), ("i2", "i8")):
-        _checked(out, name, dtype, out=True)
-        _require(0 <= size <= len(out), f"{name} has {len(out)} places for {size} samples")
-    _require(not np.may_share_memory(*outputs), "the outputs overlap")
-    _require(0 < num_datasets < 32767 and len(weights) == num_datasets,
-             f"num_datasets must be 1 to 32766, each with a weight, got {num_datasets}")
-    for d, weight in enumerate(weights.tolist()):
-        _require(0 <= weight < math.inf, f"weight of dataset {d}: wanted >= 0, got {weight}")
-    kernel(*outputs, weights, num_datasets, *sizes)
-
-# ==============================================================================
-# 5. GPTDataset and its cache
-# ==============================================================================
-# Question answered here: what are the tokens of sample k?
-#
-#   k --shuffle_index--> j --sample_index[j], [j + 1]--> (d, offset) .. (d', offset')
-#     --document_index[d .. d']--> sequences of the file pair --> S + x tokens
-#
-#   positions              0 1 2 3 4 5 6 7 8 9 . . .       S = 4, x = 1: 13 tokens hold 3 samples
-#   stream                 a a a a b b b c c c c c c
-#   sample 0               a a a a b                      inputs are all but the last token, labels
-#   sample 1                       b b b c c              all but the first; so neighbours share one
-#   sample 2                               c c c c c      token, and no label is lost between them
-#
-# The three arrays depend on lengths, split, number of samples, S and seed alone: built once, they
-# are cached, and every rank and later job maps the same files.  A manifest, which upstream has not,
-# is written last and says what they were made from:
-#
-#   <hash>-GPTDataset-train-description.txt      what was asked for; hash is its md5
-#                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
-#                          -manifest.json        the .idx, the settings, size and CRC-32 of arrays
-#
-#   found                                          then
-#   nothing                                        built
-#   all, manifest matches                          used (the CRCs are read by rank 0)
-#   all, no manifest (upstream's), or a .idx       every array is compared with one made anew; used,
-#     of another time (a copied corpus)              and given a manifest
-#   anything else: torn, altered, other data       built anew, with a warning that says why
-
-_SAMPLE_KEYS = "tokens labels loss_mask position_ids cu_seqlens max_seqlen attention_mask".split()
-Geometry = collections.namedtuple(
-    "Geometry", "num_epochs num_samples separate_final_epoch num_samples_sans_final_epoch")
-
-def epoch_geometry(tokens_per_epoch, num_samples, sequence_length, drop_last_partial_sequence=True,
-                   add_extra_token_to_sequence=True):
-    """How many epochs give num_samples samples (None: one epoch), and is the last shuffled apart?
-
-    E is the least with E*T >= num_samples*S + x; the last is apart when fewer than 80 % of its
-    samples are wanted: shuffled with the others, it would displace some of theirs.  ValueError
-    for samples of no tokens (upstream never returns).
-
-    >>> epoch_geometry(13, 4, 4)  # 13 tokens hold 3 samples of 4 + 1
-    Geometry(num_epochs=2, num_samples=6, separate_final_epoch=True, num_samples_sans_final_epoch=3)
-    """
-    tokens, length, extra = tokens_per_epoch, sequence_length, int(add_extra_token_to_sequence)
-    _require((num_samples or 0) >= 0, f"wanted num_samples >= 0, got {num_samples}")
-    _require(tokens or not num_samples, f"{num_samples} samples of a split that holds no tokens")
-    epochs = max(1, -(-(num_samples * length + extra) // tokens)) if num_samples else 1
-    total = count_samples(epochs * tokens, length, drop_last_partial_sequence, extra)
-    sans_final = count_samples((epochs - 1) * tokens, length, True, extra)
-    apart = epochs > 1 and num_samples - sans_final < int(0.80 * ((tokens - extra) // length))
-    return Geometry(epochs, total, apart, sans_final)
-
-def build_document_index(documents, num_epochs, random_state, separate_final_epoch):
-    """documents repeated num_epochs times and shuffled, the last epoch apart if so asked.
-
-    int32 (D,) -> int32 (E*D,), and no more memory.  Upstream: _build_document_index.  All epochs
-    but the last are one pile: a document may come twice before another comes once.
+    documents   int32 (D,)   numbers of the split's documents
+    Returns     int32 (E*D,)
+    Upstream    _build_document_index.  Epochs that are shuffled together are one pile: a document
+                may come twice before another one comes once.
 
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
     """
     document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
-    edge = len(document_index) - (len(documents) if separate_final_epoch else 0)
+    if not separate_final_epoch:
+        shuffle(document_index, random_state)
+        return document_index
+    edge = len(document_index) - len(documents)
     shuffle(document_index[:edge], random_state)
-    shuffle(document_index[edge:], random_state)  # draws nothing if there is no rest
+    shuffle(document_index[edge:], random_state)
     return document_index
 
-def build_shuffle_index(num_samples, total_size, random_state):
-    """arange(total_size), the first num_samples shuffled, then the rest; uint32, int64 from
-    2**32 - 2 up.  Upstream: _build_shuffle_index.
+
+def build_sample_idx(
+    sizes: np.ndarray,
+    document_indices: np.ndarray,
+    sequence_length: int,
+    num_epochs: int,
+    tokens_per_epoch: int,
+    drop_last_partial_sequence: bool = True,
+    add_extra_token_to_sequence: bool = True,
+) -> np.ndarray:
+    """Find where every sample starts in the stream: the documents laid end to end.
+
+    Sample k is the tokens [k*S, k*S + S + x) of the stream.  With x = 1 its last token is a label
+    only, and the first input of sample k+1.
+
+    sizes             int32 (sequences of the file,)  tokens in each
+    document_indices  int32 (E*D,)                    document_index, under upstream's name here;
+                                                      not the document_indices of the .idx file.
+                                                      Entry d is the sequence of the file that
+                                                      comes d-th in the stream
+    sequence_length   int >= 1                        S, without the extra token
+    tokens_per_epoch  int                             the stream has num_epochs times as many
+    drop_last_partial_sequence                        False: the stream ends in a short sample if
+                                                      its tokens fill no whole one
+    Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row k is (d, offset): sample k
+                      starts at place offset of the d-th document.  Row N is where sample N
+                      would start.
+    Raises            ValueError                      S < 1, or a stream too short for its samples
+                      IndexError                      an entry of document_indices is no sequence
+                      TypeError                       an array of another dtype
+    Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
+    Upstream          helpers.build_sample_idx.  One thing differs: where a last, short sample is
+                      kept, upstream computes N in float32.  One thing is kept: with x = 0, a sample
+                      that starts where a document starts may get the row (d, length of d) of the
+                      document before.
+
+    >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
+    >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
+    [[0, 0], [1, 0], [2, 1], [2, 5]]
+    """
+    S = sequence_length
+    x = int(add_extra_token_to_sequence)
+    num_samples, tokens_needed = _check_stream(
+        sizes, document_indices, S, num_epochs, tokens_per_epoch, drop_last_partial_sequence, x
+    )
+    lengths = _lengths_of_documents(sizes, document_indices)
+    ends = np.cumsum(lengths, dtype=np.int64)  # tokens up to the end of each document
+    starts = ends - lengths
+    if len(ends) and ends[-1] < tokens_needed:
+        raise ValueError(f"the samples need {tokens_needed} tokens, the documents hold {ends[-1]}")
+
+    # Row 0 is (0, 0).  Row k > 0 comes from the end of sample k - 1: when that sample is complete,
+    # tokens_read[k - 1] tokens of the stream have been read, and the last of them is in document d.
+    tokens_read = np.arange(1, num_samples + 1) * S + x
+    if num_samples:
+        tokens_read[-1] = tokens_needed  # the last sample may be short
+    d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
+    rows = np.zeros((num_samples + 1, 2), _sample_index_dtype(document_indices))
+    rows[1:, 0] = d
+    # Sample k begins x tokens before that point: with x = 1 at the last token of sample k - 1, with
+    # x = 0 right behind it, and that may be the place behind the last token of document d.
+    rows[1:, 1] = tokens_read - x - starts[d]
+    if tokens_needed < num_samples * S and not x:  # x = 0, and the last sample is short
+        rows[-1] = _end_of_stream(sizes, document_indices)
+    return rows
+
+
+def _check_stream(sizes, documents, S, num_epochs, tokens_per_epoch, drop_last, x):
+    """Check the arguments; return N, and how many tokens of the stream N samples need."""
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(documents, "document_indices", np.int32)
+    if not 1 <= operator.index(S) < 2**32:
+        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
+    tokens = int(num_epochs) * int(tokens_per_epoch)
+    if num_epochs < 0 or not 0 <= tokens <= len(documents) * 2**31:
+        raise ValueError(f"{len(documents)} documents cannot hold {tokens} tokens")
+    num_samples = count_samples(tokens, S, drop_last, x)
+    return num_samples, min(tokens, num_samples * S + x)
+
+
+def _check_array(values, name, dtype):
+    """A 1-D array of this dtype; TypeError or ValueError."""
+    found = getattr(values, "dtype", type(values).__name__)
+    if found != dtype:
+        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
+
+
+def _lengths_of_documents(sizes, documents):
+    """sizes[documents]; IndexError for an entry that is no sequence: numpy would take a -1."""
+    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
+    if len(wrong):
+        d = wrong[0]
+        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
+    lengths = sizes[documents]
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError("a size is negative: no sequence has less than 0 tokens")
+    return lengths
+
+
+def _sample_index_dtype(documents):
+    """int32, or int64 where d does not fit.  Sizes are int32, so the offsets always fit."""
+    return np.int32 if len(documents) < 2**31 else np.int64
+
+
+def _end_of_stream(sizes, documents):
+    """The last row where x = 0 and the last sample is short.
+
+    As upstream has it, that row is the end of the last document, even where the last documents are
+    empty.
+    """
+    return len(documents) - 1, sizes[documents[-1]]
+
+
+def build_shuffle_index(
+    num_samples: int, total_size: int, random_state: np.random.RandomState
+) -> np.ndarray:
+    """Return 0 .. total_size - 1, the first num_samples of these shuffled, then the rest shuffled.
+
+    uint32, or int64 from total_size = 2**32 - 2 on.  Upstream: _build_shuffle_index.
 
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
     """
-    index = np.arange(total_size, dtype=np.uint32 if total_size < 2**32 - 2 else np.int64)
-    shuffle(index[:num_samples], random_state)
-    shuffle(index[num_samples:], random_state)
-    return index
+    dtype = np.uint32 if total_size < 2**32 - 2 else np.int64
+    shuffle_index = np.arange(total_size, dtype=dtype)
+    shuffle(shuffle_index[:num_samples], random_state)
+    shuffle(shuffle_index[num_samples:], random_state)
+    return shuffle_index
 
-class _CachedIndices:
-    """Mixin: index arrays, built or loaded and pickled as paths, of a class that has index_files,
-    source() -> what they are made of, and a time or None, and _build_arrays(); and batches, if it
-    has _parts(indices) -> [(d, rows of a batch, their indices in sources[d]), ...]."""
-    def _prepare_indices(self, folder, split, identifiers):
-        """Describe, then load, or build and keep; without a folder the arrays stay in memory."""
-        _describe(self, identifiers)
-        stem = f"{self.unique_description_hash}-{type(self).__name__}-{split.name}-"
-        self._base, self._arrays = folder and os.path.join(folder, stem), None
-        read = operator.attrgetter("__getitem__", "__getitems__")
-        self._is_plain = read(type(self)) == read(_CachedIndices)  # no subclass changes the samples
-        if not folder:
-            self._arrays = self._build_arrays()
-        elif not self.config.fast_cache_load or not self._is_cached():
-            self._arrays = self._load() or self._save(self._build_arrays())
-            if self.config.defer_npy_index_mmap and self._is_cached():
-                self._arrays = None
 
-    def _is_cached(self):
-        """Are the files there without which upstream sees no cache?"""
-        files = *self.index_files, "description.txt"
-        return self._base and all(os.path.isfile(self._base + file) for file in files)
+# ==============================================================================
+# 5. GPTDataset
+# ==============================================================================
+# Question answered here: what are the tokens, labels and masks of sample k?
+#
+#   k --shuffle_index--> j --sample_index[j], [j + 1]--> (d, offset) .. (d', offset')
+#     --document_index[d .. d']--> pieces of sequences in the file pair --joined--> S + x tokens
+#
+# With the toy corpus, its documents in file order, and sample_index (0, 0) (1, 0) (2, 1) (2, 5):
+#
+#   positions              0 1 2 3 4 5 6 7 8 9 . . .       j = 1: rows (1, 0) and (2, 1)
+#   stream                 a a a a b b b c c c c c c
+#   pieces of j = 1                b b b c c               (sequence 1, offset 0, 3 tokens) and
+#                                                          (sequence 2, offset 0, 1 + x tokens)
+#   tokens                         b b b c                 all but the last of the five
+#   labels                           b b c c               all but the first
+#
+# Where a document ends inside of a sample, the config may ask for positions that count from 0
+# again, for a mask that keeps the documents apart, or for the places where documents start.
+#
+# The three arrays depend on the lengths of the documents, the split, the number of samples, S, x,
+# the seed, and whether a last short sample is kept, and on nothing else.  So they are built once
+# and cached in files (section 12); every rank and every later job maps the same files into memory.
 
-    def _index(self, at=slice(None)):
-        """Array number at, or all: mapped at first use, read-only; nothing is ever unpickled."""
-        self._arrays = self._arrays or [np.load(self._base + file, "r").view(np.ndarray)
-                                        for file in self.index_files]
-        return self._arrays[at]
-
-    def _load(self):
-        """The cached arrays; None if there are none or, with a warning why, none that are right."""
-        names = "manifest.json", "description.txt"  # whoever is at it writes these two last
-        manifest, text = (pathlib.Path(self._base + name) for name in names)
-        try:
-            if not manifest.exists() and not text.exists():
-                return None
-            _require(text.read_text("utf-8") == self.unique_description, "another's description")
-            found = json.loads(manifest.read_text("utf-8")) if manifest.exists() else {}
-            now = self._manifest(found.get("files") if _rank() else None)
-            for key in found.keys() - {"mtime_ns"}:
-                _require(found[key] == now[key], f"{key}: noted {found[key]}, now {now[key]}")
-            if found != now:  # upstream's cache, or a copy: only the time differs
-                for file, old, new in zip(self.index_files, self._index(), self._build_arrays()):
-                    _require(old.dtype == new.dtype and np.array_equal(old, new),
-                             f"{file} is not what the data and the settings make")
-                self._vouch()
-            return self._index()
-        except Exception as error:  # a cache is never needed: whatever is wrong, build it anew
-            warnings.warn(f"the cache {self._base} is rebuilt: {type(error).__name__}: {error}")
-
-    def _manifest(self, known=None):
-        """What vouches for the files as they are; known CRCs are not read (a second a GiB)."""
-        data = {file: _map_file(self._base + file) for file in self.index_files}
-        return dict(zip(("source", "mtime_ns"), self.source())) | {"files": {
-            file: {"size": len(data), "crc32": known[file]["crc32"] if known else zlib.crc32(data)}
-            for file, data in data.items()}}
-
-    def _save(self, arrays):
-        """Write all, the manifest last -> the arrays, mapped; as they are if the folder refuses."""
-        try:
-            os.makedirs(os.path.dirname(self._base), exist_ok=True)
-            pathlib.Path(self._base + "manifest.json").unlink(missing_ok=True)
-            for name, values in zip(self.index_files, arrays):
-                with _NewFile(self._base + name) as file:  # tofile() would miss a full disk
-                    np.save(types.SimpleNamespace(write=file.write), values, allow_pickle=False)
-            with _NewFile(self._base + "description.txt") as file:
-                file.write(self.unique_description.encode())
-            self._vouch()
-            self._arrays = None  # those of an older cache
-            return self._index()
-        except OSError as error:
-            warnings.warn(f"the index cache {self._base} cannot be written ({error}): the indices "
-                          "stay in memory; set path_to_cache to a folder that can")
-            return arrays
-
-    def _vouch(self):
-        """Write the manifest; a folder that is read-only stays without."""
-        with contextlib.suppress(OSError), _NewFile(self._base + "manifest.json") as file:
-            file.write(json.dumps(self._manifest(), indent=4).encode())
-
-    def __getitem__(self, idx):
-        return _samples(self._batch(self._parts([idx])))[0]
-
-    def __getitems__(self, indices):
-        """Samples of indices (None: padding), a list of dicts, made as one batch; none overlap."""
-        if type(self).__getitem__ is not _CachedIndices.__getitem__ or not len(indices):
-            return [self[i] for i in indices]
-        parts = self._parts([*indices])
-        return ([(d, rows, wanted, self.sources[d]._gather(wanted)) for d, rows, wanted in parts]
-                if self._ships is not None else _samples(self._batch(parts)))
-    _ships = None  # number of a worker of our own loader: its batches leave as _gather() made them
-
-    def _batch(self, parts):
-        """Parts of a batch, made by _parts() here or in a worker -> {key: array (B, ...)}."""
-        config, count = self.config, sum([len(part[1]) for part in parts])
-        masked = config.create_attention_mask and not config.inter_document_masking
-        layout = _layout(count, config.sequence_length, masked, config.inter_document_masking)
-        columns = {key: np.empty(shape, dtype) for key, (shape, dtype) in layout.items()}
-        for d, *part in parts:
-            self.sources[d]._fill(columns, *part)
-        return columns
-
-    def __getstate__(self):
-        """Without arrays that the other process can map."""
-        return self.__dict__ | ({"_arrays": None} if self._is_cached() else {})
-
-def _samples(batch):
-    """{key: array (B, ...)} -> B dicts, whose tensors are its rows."""
-    if isinstance(batch, list):  # of samples that came one by one
-        return batch
-    return [{key: values[row] if key == "dataset_id" else torch.from_numpy(values[row, ...])
-             for key, values in batch.items()} for row in range(len(batch["tokens"]))]
-
-@functools.cache
-def _layout(rows, length, masked, packed):
-    """{key: (shape, name of the dtype in numpy and torch)} of a batch."""
-    keys, row = ("tokens", "labels", "position_ids"), (rows, length)
-    mask = {"attention_mask": ((rows, 1, length, length), "bool")} if masked else {}
-    packing = [((rows, length + 1), "int32"), ((rows,), "int32")] if packed else []
-    return (dict.fromkeys(keys, (row, "int64")) | {"loss_mask": (row, "float32")} | mask
-            | dict(zip(("cu_seqlens", "max_seqlen"), packing)))
-
-def _is_distributed():
-    """Is this one of several processes of a job?"""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-def _rank(group=None):
-    """This process's rank in a group, by default of all; 0 without torch.distributed."""
-    return torch.distributed.get_rank(group) if _is_distributed() else 0
-
-def _describe(dataset, identifiers):
-    """Set unique_identifiers, the text of them that upstream writes, and the md5 of the text."""
-    dataset.unique_identifiers = collections.OrderedDict(identifiers)
-    dataset.unique_description = json.dumps(
-        dataset.unique_identifiers, indent=4, default=lambda obj: obj.unique_identifiers)
-    dataset.unique_description_hash = _md5(dataset.unique_description)
 
 class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     """The base of datasets that the builder can build.  Upstream: MegatronDataset.
 
-    dataset and dataset_path   what build_low_level_dataset made of what; path may be None
-    indices                    int32: the elements of dataset that belong to this split
-    num_samples                how many are wanted; None: one epoch
-    A subclass opens the data, build_low_level_dataset(dataset_path, config), and counts the
-    elements that the split matrix cuts, numel_low_level_dataset(opened).
+    dataset        what build_low_level_dataset() returned
+    dataset_path   the path it was opened from; may be None
+    indices        int32: which elements of dataset belong to this split
+    num_samples    how many samples are wanted; None: those of one epoch
+    index_split    Split
+    config         BlendedMegatronDatasetConfig
+
+    A subclass defines
+      build_low_level_dataset(dataset_path, config)   opens the data
+      numel_low_level_dataset(opened)                 how many elements there are for the split
+      __len__() and __getitem__(k)                    the samples
     """
-    def __init__(self, dataset, dataset_path, indices, num_samples, index_split, config):
-        dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        num_samples = None if num_samples is None else int(num_samples)
-        self.dataset, self.dataset_path, self.indices = dataset, dataset_path, np.asarray(indices)
-        self.num_samples, self.index_split, self.config = num_samples, index_split, config
-        key = {"class": type(self).__name__, "dataset_path": dataset_path,
-               "num_samples": num_samples, "index_split": index_split.name}
-        _describe(self, key | {key: getattr(config, key) for key in self._key_config_attributes()})
+
+    def __init__(
+        self,
+        dataset: typing.Any,
+        dataset_path: str | os.PathLike | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        self.dataset = dataset
+        self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
+        self.indices = np.asarray(indices)
+        self.num_samples = None if num_samples is None else int(num_samples)
+        self.index_split = index_split
+        self.config = config
+        # what tells this dataset from others: the name of its cache files is made from it
+        self.unique_identifiers = collections.OrderedDict()
+        self.unique_identifiers["class"] = type(self).__name__
+        self.unique_identifiers["dataset_path"] = self.dataset_path
+        self.unique_identifiers["num_samples"] = self.num_samples
+        self.unique_identifiers["index_split"] = index_split.name
+        for name in self._key_config_attributes():
+            self.unique_identifiers[name] = getattr(config, name)
+        self._describe()
+
+    def _describe(self):
+        """Set the text of the identifiers, which upstream keeps with a cache, and its md5."""
+        self.unique_description = describe(self.unique_identifiers)
+        self.unique_description_hash = _md5(self.unique_description)
 
     @staticmethod
-    def _key_config_attributes():
-        """The fields of the config that change the arrays; a subclass may add some."""
+    def _key_config_attributes() -> list[str]:
+        """Return the fields of the config that change the samples; a subclass may add some."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
-    build_low_level_dataset = staticmethod(abc.abstractmethod(lambda dataset_path, config: None))
-    numel_low_level_dataset = staticmethod(abc.abstractmethod(lambda low_level_dataset: None))
-    __len__ = __getitem__ = abc.abstractmethod(lambda self, *idx: None)
 
-class GPTDataset(_CachedIndices, MegatronDataset):
+    @staticmethod
+    @abc.abstractmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> typing.Any:
+        """Open the data at dataset_path."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
+        """Return how many elements the opened data have for the split to cut."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abc.abstractmethod
+    def __getitem__(self, idx: int | None) -> dict:
+        """Return sample idx; None stands for a sample that fills up a batch and has no loss."""
+
+    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
+        """Return several samples; torch.utils.data.DataLoader calls this for each batch."""
+        return [self[idx] for idx in indices]
+
+    def batch(self, indices: typing.Sequence[int | None]) -> dict:
+        """Return several samples as one: {key: tensor (B, ...)}."""
+        return torch.utils.data.default_collate(self.__getitems__(indices))
+
+
+class GPTDataset(MegatronDataset):
     """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
 
-    indexed_dataset   IndexedDataset; its path prefix, dataset_path, enters the cache's key
-    indexed_indices   int32 (D,)  the sequences of this split
+    indexed_dataset   IndexedDataset
+    dataset_path      its path prefix, which is part of the name of the cache files
+    indexed_indices   int32 (D,), the sequences of this split
     num_samples       at least so many; None: those of one epoch
-    ds[k] is a dict   tokens, labels, position_ids int64 (S,), loss_mask float32 (S,);
-                      attention_mask bool (1, S, S), True = may not attend, if the config wants it;
-                      cu_seqlens int32 (S+1,), max_seqlen int32 () with inter_document_masking
-    ds[None]          sample 0 with no loss: the padding of a batch
-    Cost              to build: O(E*D + N); a sample: one read for each document it touches
 
-    >>> prefix, config = toy_corpus(), GPTDatasetConfig(1234, 4, blend=(["toy"], None), split="1",
-    ...     tokenizer=ByteTokenizer(), create_attention_mask=False)
-    >>> all_documents = np.arange(3, dtype=np.int32)
-    >>> ds = GPTDataset(IndexedDataset(prefix), prefix, all_documents, 3, Split.train, config)
-    >>> ds.document_index.tolist(), ds.sample_index.tolist(), ds.shuffle_index.tolist()
-    ([0, 1, 2], [[0, 0], [1, 0], [2, 1], [2, 5]], [1, 2, 0])
+    ds[k] is a dict of new tensors:
+      tokens, labels           int64 (S,)
+      attention_mask           bool (1, S, S), True where a token may not attend; if the config
+                               wants a mask
+      loss_mask                float32 (S,), 0 where a label does not count
+      position_ids             int64 (S,)
+      cu_seqlens, max_seqlen   int32 (S+1,) and (), only with inter_document_masking
+    ds[None] is sample 0 without any loss: it fills up a batch.  Cost: that of build_sample_idx() to
+    build; for a sample, one read for each document that it touches.
+
+    >>> prefix = toy_corpus()
+    >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
+    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> documents = np.arange(3, dtype=np.int32)
+    >>> ds = GPTDataset(IndexedDataset(prefix), prefix, documents, 3, Split.train, config)
+    >>> ds.document_index.tolist()  # with this seed the documents happen to stay in order
+    [0, 1, 2]
+    >>> ds.sample_index.tolist(), ds.shuffle_index.tolist()
+    ([[0, 0], [1, 0], [2, 1], [2, 5]], [1, 2, 0])
+    >>> ds.pieces(0)                # all of sequence 1, then two tokens of sequence 2
+    [(1, 0, 3), (2, 0, 2)]
     >>> ByteTokenizer().detokenize(ds[0]["tokens"]), ByteTokenizer().detokenize(ds[0]["labels"])
     ('bbbc', 'bbcc')
     """
-    index_files = "document_index.npy", "sample_index.npy", "shuffle_index.npy"
-    numel_low_level_dataset = staticmethod(len)  # sequences in the file
 
-    def __init__(self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split,
-                 config):
-        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split,
-                         config)
-        n, dtype = len(indexed_dataset), np.dtype(getattr(indexed_dataset, "dtype", np.int64))
-        low, high = (int(self.indices[0]), int(self.indices[-1])) if len(self.indices) else (0, -1)
-        least, most = self.indices.min(initial=low), self.indices.max(initial=high)
-        _require(0 <= least and most < n < 2**31, f"{_name(self)}: documents {least} .. {most} of "
-                 f"{n}, and document_index, int32, can name {2**31 - 1}", IndexError)
-        is_run = high - low < len(self.indices) and np.all(self.indices[1:] > self.indices[:-1])
-        # one run of documents, first .. end - 1, or with a digest of them
-        self._documents = [low, high + 1, None if is_run else _md5(str(self.indices.tolist()))]
-        _require(dtype.kind in "iu", f"{_name(self)} holds {dtype}: token ids must be integers")
+    index_names = ("document_index", "sample_index", "shuffle_index")
+
+    def __init__(
+        self,
+        indexed_dataset: IndexedDataset,
+        dataset_path: str | os.PathLike | None,
+        indexed_indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(
+            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
+        )
+        self._check_low_level_dataset()
+        self._extra = int(config.add_extra_token_to_sequence)
+        self._keep_partial = (
+            index_split is Split.valid and not config.drop_last_partial_validation_sequence
+        )
+        # [first, end, None] if the documents are all of first .. end - 1, else a digest of them
+        self._documents = _describe_documents(self.indices)
         self._pad_token_id = _pad_token_id(config)
-        self._extra = bool(config.add_extra_token_to_sequence)
-        drop = config.drop_last_partial_validation_sequence
-        self._keep_partial = index_split is Split.valid and not drop  # the last, short sample
-        folder = config.path_to_cache or dataset_path is not None and (
-            f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices")
-        self._prepare_indices(folder, index_split, self.unique_identifiers | self._unusual())
-        flags = config.reset_position_ids, config.eod_mask_loss, config.reset_attention_mask
-        eod = config.tokenizer.eod if any(flags) else None  # None becomes one that no token equals
-        self._settings = (int(self._extra), self._pad_token_id, -2**63 if eod is None else eod,
-                          *map(bool, flags))
-        last = [indexed_dataset.get(i)[-1:] for i in self.indices[:16].tolist() if any(flags)]
-        if any(map(len, last)) and not any(eod in token for token in last):
-            warnings.warn(f"{_name(self)}: none of the first {len(last)} documents ends in eod, so "
-                          "resets and eod_mask_loss find nothing: tokenize with --append-eod?")
+        self._eod_token_id = None
+        if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
+            self._eod_token_id = _attribute(config.tokenizer, "eod")
+            self._warn_if_no_eod()
+        self.unique_identifiers.update(self._key_corrections())
+        self._describe()
+        self._open_indices()
 
-    def __getstate__(self):
-        """Without the arrays that the other process can map, or make from a first and a last."""
-        low, high, scattered = self._documents
-        return super().__getstate__() | ({} if scattered else {"indices": range(low, high)})
+    def _check_low_level_dataset(self):
+        """The documents exist, document_index can name them, and their tokens are integers."""
+        n = len(self.dataset)
+        lowest = int(self.indices.min(initial=0))
+        highest = int(self.indices.max(initial=-1))
+        if lowest < 0 or highest >= n or n >= 2**31:
+            raise IndexError(
+                f"{_name(self)}: documents {lowest} .. {highest} of {n}, and document_index, "
+                f"int32, can name {2**31 - 1}"
+            )
+        dtype = np.dtype(getattr(self.dataset, "dtype", np.int64))
+        if dtype.kind not in "iu":
+            raise ValueError(f"{_name(self)} holds {dtype}: token ids must be integers")
 
-    @staticmethod
-    def build_low_level_dataset(dataset_path, config):
-        """Open the pair at dataset_path."""
-        _require(dataset_path is not None, "no blend is given: give one, or build MockGPTDataset")
-        check = False if config.fast_cache_load else None
-        return IndexedDataset(dataset_path, mmap=config.mmap_bin_files, check=check,
-                              verify_reads=config.verify_reads)
+    def _warn_if_no_eod(self):
+        """Resets find nothing in a corpus that was tokenized without --append-eod."""
+        last_tokens = []
+        for i in self.indices[:16].tolist():
+            last_tokens.extend(self.dataset.get(i)[-1:].tolist())
+        if last_tokens and self._eod_token_id not in last_tokens:
+            warnings.warn(
+                f"{_name(self)}: none of the first {len(last_tokens)} documents ends in eod, so "
+                "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
+                stacklevel=2,
+            )
 
-    def _unusual(self):
-        """What else the arrays depend on, where upstream's key is wrong; {} where it is right."""
-        bounds = (self.config.split_matrix or [None] * 3)[self.index_split.value] or (0, 1)
-        low, high = split_range(bounds, len(self.dataset))
-        found = [("add_extra_token_to_sequence", self._extra, True),
-                 ("drop_last_partial_validation_sequence", not self._keep_partial, True),
-                 ("documents", self._documents, [low, high, None] if low < high else [0, 0, None])]
-        return {key: value for key, value, usual in found if value != usual}
+    # ---- the indices
 
-    def source(self):
-        """What the arrays are made of: {documents, settings, identity of the .idx}, its time."""
-        source = {"format": 1, "documents": self._documents, "keep_partial": self._keep_partial,
-                  "extra_token": self._extra}
-        if not isinstance(self.dataset, IndexedDataset):
-            return source, None
-        stat, index = self.dataset._stat, self.dataset._index  # of what was opened
-        ends = _md5(index[:1 << 16].tobytes() + index[-1 << 16:].tobytes())  # regenerated?
-        return source | {"idx_size": stat.st_size, "idx_ends": ends}, stat.st_mtime_ns
+    def _open_indices(self):
+        """Load the three arrays from the cache, or build them."""
+        config = self.config
+        folder = config.path_to_cache
+        if not folder and self.dataset_path is not None:
+            folder = f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices"
+        name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        self._cache = IndexCache(
+            folder, name, self.index_names, self.unique_description, self.made_from()
+        )
+        self._cache.load_or_build(
+            self._build_indices,
+            trust=config.fast_cache_load,
+            defer=config.defer_npy_index_mmap,
+        )
 
-    def tokens_per_epoch(self):
-        """T: the tokens of the split's documents."""
-        which = self.indices if self._documents[2] else slice(*self._documents[:2])  # not a copy
-        return int(self.dataset.sequence_lengths[which].sum(dtype=np.int64))
-
-    def _build_arrays(self):
-        """One generator draws documents, then samples, as upstream, while verify() has a thread."""
-        with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
-            stack.callback(thread.submit(getattr(self.dataset, "verify", bool)).result)
-            tokens, wanted, config = self.tokens_per_epoch(), self.num_samples, self.config
-            _require(tokens or not wanted, f"{_name(self)}: {self.index_split.name} of split "
-                     f"{config.split!r} holds no tokens for {wanted} samples: enlarge it")
-            length, *how = config.sequence_length, not self._keep_partial, self._extra
-            epochs, total, apart, sans_final = epoch_geometry(tokens, wanted, length, *how)
-            random_state = np.random.RandomState(config.random_seed)
-            document_index = build_document_index(self.indices, epochs, random_state, apart)
+    def _build_indices(self):
+        """One random generator draws the order of documents, then the order of samples."""
+        config = self.config
+        if isinstance(self.dataset, IndexedDataset):
+            self.dataset.verify()
+        S = config.sequence_length
+        drop_last = not self._keep_partial
+        tokens_per_epoch = self.tokens_per_epoch()
+        if self.num_samples and not tokens_per_epoch:
+            raise ValueError(
+                f"{_name(self)}: {self.index_split.name} of split {config.split!r} holds no tokens "
+                f"for {self.num_samples} samples: enlarge it"
+            )
+        plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
+        random_state = np.random.RandomState(config.random_seed)
+        document_index = build_document_index(
+            self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
+        )
         sample_index = build_sample_idx(
-            self.dataset.sequence_lengths, document_index, length, epochs, tokens, *how)
-        edge = sans_final if apart else total
-        return [document_index, sample_index, build_shuffle_index(edge, total, random_state)]
+            self.dataset.sequence_lengths,
+            document_index,
+            S,
+            plan.num_epochs,
+            tokens_per_epoch,
+            drop_last,
+            self._extra,
+        )
+        first_part = plan.num_samples
+        if plan.separate_final_epoch:
+            first_part = plan.samples_before_final_epoch
+        shuffle_index = build_shuffle_index(first_part, plan.num_samples, random_state)
+        return [document_index, sample_index, shuffle_index]
 
-    document_index = property(lambda self: self._index(0), doc="int32 (E*D,): order of documents")
-    sample_index = property(lambda self: self._index(1), doc="(N+1, 2): where each sample starts")
-    shuffle_index = property(lambda self: self._index(2), doc="uint32 (N,): order of samples")
+    def tokens_per_epoch(self) -> int:
+        """Return T: how many tokens the documents of this split have."""
+        first, end, digest = self._documents
+        lengths = self.dataset.sequence_lengths
+        lengths = lengths[first:end] if digest is None else lengths[self.indices]
+        return int(lengths.sum(dtype=np.int64))
 
-    def __len__(self):
+    @property
+    def document_index(self) -> np.ndarray:
+        """int32 (E*D,): the order of the documents."""
+        return self._cache["document_index"]
+
+    @property
+    def sample_index(self) -> np.ndarray:
+        """int32 or int64 (N+1, 2): where each sample of the stream starts."""
+        return self._cache["sample_index"]
+
+    @property
+    def shuffle_index(self) -> np.ndarray:
+        """uint32 or int64 (N,): the order of the samples."""
+        return self._cache["shuffle_index"]
+
+    # ---- the samples
+
+    def __len__(self) -> int:
         return len(self.sample_index) - 1
 
-    sources = property(lambda self: [self], doc="the datasets of which batches are made")
+    def pieces(self, k: int) -> list[tuple[int, int, int]]:
+        """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order."""
+        k = _position(k, len(self), f"the samples of {_name(self)}")
+        j = int(self.shuffle_index[k])
+        (first_d, first_offset), (last_d, last_offset) = self._rows(k, j)
+        pieces = []
+        for d in range(first_d, last_d + 1):
+            i = int(self.document_index[d])
+            if not 0 <= i < len(self.dataset):
+                raise self._damaged(k, f"document_index[{d}] is {i}")
+            begin = first_offset if d == first_d else 0
+            if d < last_d:
+                end = int(self.dataset.sequence_lengths[i])
+            else:
+                end = last_offset + self._extra  # with x = 1 the next sample's first token too
+            pieces.append((i, begin, end - begin))
+        return pieces
 
-    def _parts(self, indices):
-        """A batch of this dataset alone has one part."""
-        return [(0, range(len(indices)), indices)]
+    def _rows(self, k, j):
+        """Rows j and j + 1 of sample_index; IndexError where they are not the ends of a sample."""
+        most = len(self.sample_index) - 1  # a subclass may have a smaller len()
+        if not 0 <= j < most:
+            raise self._damaged(k, f"shuffle_index[{k}] is {j}, of {most} samples")
+        rows = self.sample_index[j : j + 2].tolist()
+        (first_d, first_offset), (last_d, last_offset) = rows
+        is_in_order = 0 <= first_d <= last_d < len(self.document_index)
+        if not is_in_order or first_offset < 0 or last_offset < 0:
+            found = f"rows {j} and {j + 1} of sample_index are {rows}"
+            raise self._damaged(k, f"{found}, of {len(self.document_index)} documents")
+        return rows
 
-    def _fill(self, columns, rows, indices, gathered=None):
-        """Write the samples of indices (None: padding) into these rows of columns: from the mapped
-        .bin file, or from the little corpus that _gather() made of them, here or in a worker."""
-        low, outputs, pads = self.dataset, tuple(map(columns.get, _SAMPLE_KEYS)), -1
-        read = functools.partial(_kernels.read_samples, outputs, array.array("q", rows))
-        direct = type(low) is IndexedDataset and low.mmap and not low.verify_reads
-        if IMPLEMENTATION == "c" and gathered is None and direct:
-            corpus = low._tokens, low.sequence_pointers, low.sequence_lengths
-            documents, edges, order = self._index()
-            with contextlib.suppress(OverflowError):  # an index beyond 2**63
-                wanted = array.array("q", [0 if k is None else k for k in indices])
-                pads = read(wanted, corpus, (documents, edges, order[:len(self)]), self._settings)
-        if pads < 0:  # it is not mapped; or something is wrong, and _gather() can say what
-            wanted, *both = gathered or self._gather(indices)
-            pads = read(wanted, *map(tuple, both), self._settings)  # torch may make them lists
-            _require(pads >= 0, f"{_name(self)}: samples {indices[:9]} have pieces that do not fit")
-        if pads:  # said once, as Python does with equal warnings; upstream is silent
-            warnings.warn(f"{_name(self)}: real tokens equal the pad id {self._pad_token_id}: they "
-                          "become 0 without loss, as in Megatron-LM")
-        if None in indices:
-            columns["loss_mask"][[row for row, k in zip(rows, indices) if k is None]] = 0
+    def _damaged(self, k, found):
+        """The error for indices that no builder has made."""
+        return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the cache")
 
-    def _gather(self, indices):
-        """Samples, read piece by piece: a corpus of them alone, whose sample_index has two rows for
-        each -> wanted, corpus, indices of _py_read_samples."""
-        low, name, extra = self.dataset, f"the samples of {_name(self)}", self._extra
-        most, rows, found = self.config.sequence_length + extra, [], []
-        source = low.sequence_lengths, *self._index(), extra
-        for k in indices:
-            pieces = _pieces(_position(k, len(self), name) if k else 0, *source)
-            if (size := sum(n for _, _, n in pieces)) > most:
-                raise ValueError(f"{name}: wanted {most} tokens, got {size}: rebuild the cache")
-            rows += (len(found), 0), (len(found) + len(pieces) - 1, pieces[-1][2] - extra)
-            found += pieces
-        texts, wanted = [low.get(*piece) for piece in found], np.arange(len(indices))
-        tokens, sizes = np.concatenate(texts), np.array([*map(len, texts)], np.int32)
-        tokens = tokens if type(low) is IndexedDataset else tokens.astype(np.int64)
-        pointers = (np.cumsum(sizes, dtype=np.int64) - sizes) * tokens.itemsize
-        order = np.arange(len(found), dtype=np.int32)
-        return wanted, (tokens, pointers, sizes), (order, np.array(rows), 2 * wanted)
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of sample idx before padding, int64, and the sequences they are from.
+
+        A subclass may override this method, which has upstream's name, to change the tokens.
+        """
+        pieces = self.pieces(idx)
+        parts = [self.dataset.get(i, offset, length) for i, offset, length in pieces]
+        token_ids = np.concatenate(parts, dtype=np.int64)
+        wanted = sum(length for _, _, length in pieces)
+        if len(token_ids) != wanted:  # a reader of the user's own may be wrong
+            raise ValueError(
+                f"{_name(self)}: wanted {wanted} tokens of {pieces}, got {len(token_ids)}"
+            )
+        return token_ids, np.array([i for i, _, _ in pieces], np.int64)
+
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        if idx is None:
+            sample = self[0]
+            sample["loss_mask"].zero_()
+            return sample
+        config = self.config
+        S = config.sequence_length
+        token_ids, _ = self._query_document_sample_shuffle_indices(idx)
+        padded = self._pad(idx, token_ids)
+        tokens = padded[:-1].copy()
+        labels = padded[1:].copy()
+
+        # the places of the sample where positions count from 0 again
+        after_eod = self._starts_after_eod(tokens)
+        starts = [0]
+        if config.inter_document_masking:
+            starts = self._starts_of_pieces(idx)
+        elif config.reset_position_ids:
+            starts = after_eod
+
+        sample = {"tokens": tokens, "labels": labels}
+        if config.has_dense_mask:
+            mask_starts = after_eod if config.reset_attention_mask else [0]
+            sample["attention_mask"] = causal_mask(mask_starts, S)
+        sample["loss_mask"] = self._loss_mask(tokens, labels)
+        sample["position_ids"] = positions_from(starts, S)
+        if config.inter_document_masking:
+            # the places, then S: the end, and documents of no tokens behind it
+            sample["cu_seqlens"] = np.full(S + 1, S, np.int32)
+            sample["cu_seqlens"][: len(starts)] = starts
+            sample["max_seqlen"] = np.array(np.diff([*starts, S]).max(), np.int32)
+        tokens[tokens == self._pad_token_id] = 0  # the model must be able to look the ids up
+        labels[labels == self._pad_token_id] = 0
+        return {key: torch.from_numpy(values) for key, values in sample.items()}
+
+    def _pad(self, idx, token_ids):
+        """The tokens of a sample, filled up to S + 1: with x = 0 the last label is padding too."""
+        most = self.config.sequence_length + self._extra
+        if len(token_ids) > most:
+            raise self._damaged(idx, f"wanted {most} tokens, got {len(token_ids)}")
+        padded = np.full(self.config.sequence_length + 1, self._pad_token_id, np.int64)
+        padded[: len(token_ids)] = token_ids
+        if (token_ids == self._pad_token_id).any():
+            self._warn_of_real_pads()
+        return padded
+
+    def _warn_of_real_pads(self):
+        """Upstream is silent; Python shows equal warnings once."""
+        warnings.warn(
+            f"{_name(self)}: real tokens equal the pad id {self._pad_token_id}: they become 0 "
+            "without loss, as in Megatron-LM",
+            stacklevel=2,
+        )
+
+    def _loss_mask(self, tokens, labels):
+        """1 for each label that is no padding, and, if the config says so, does not follow eod."""
+        loss_mask = (labels != self._pad_token_id).astype(np.float32)
+        if self.config.eod_mask_loss:
+            loss_mask[tokens == self._eod_token_id] = 0
+        return loss_mask
+
+    def _starts_after_eod(self, tokens):
+        """The places among the inputs where a document starts: 0, and behind each eod token."""
+        if self._eod_token_id is None:
+            return [0]
+        eods = np.flatnonzero(tokens[:-1] == self._eod_token_id)
+        return [0, *(eods + 1).tolist()]
+
+    def _starts_of_pieces(self, idx):
+        """The places among the inputs where a piece starts; empty pieces have no place."""
+        starts = [0]
+        size = 0
+        for _, _, length in self.pieces(idx):
+            if length and 0 < size < self.config.sequence_length:
+                starts.append(size)
+            size += length
+        return starts
+
+    # ---- what the arrays are made from, for the cache and for resuming
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: GPTDatasetConfig
+    ) -> IndexedDataset:
+        """Open the pair at dataset_path."""
+        if dataset_path is None:
+            raise ValueError("no blend is given: give one, or build MockGPTDataset")
+        check = False if config.fast_cache_load else None
+        return IndexedDataset(dataset_path, mmap=config.mmap_bin_files, check=check)
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
+        """Return the number of sequences of the file."""
+        return len(low_level_dataset)
+
+    def _key_corrections(self):
+        """What the arrays depend on and upstream's identifiers leave out; usually nothing.
+
+        The name of the cache files is the md5 of the identifiers.  Upstream leaves some settings
+        out, so that datasets that differ share their files.  Where such a setting is not the usual
+        one it is added here; where it is, the name is upstream's.
+        """
+        corrections = {}
+        if not self._extra:
+            corrections["add_extra_token_to_sequence"] = False
+        if self._keep_partial:
+            corrections["drop_last_partial_validation_sequence"] = False
+        if self._documents != self._documents_of_split():
+            corrections["documents"] = self._documents
+        return corrections
+
+    def _documents_of_split(self):
+        """What _documents is if this dataset has just the documents of its split."""
+        bounds = None
+        if self.config.split_matrix:
+            bounds = self.config.split_matrix[self.index_split.value]
+        first, end = split_range(bounds or (0, 1), len(self.dataset))
+        if first == end:
+            return [0, 0, None]
+        return [first, end, None]
+
+    def made_from(self) -> dict:
+        """Return what the arrays are made from, for the manifest of the cache (section 12)."""
+        found = {
+            "documents": self._documents,
+            "keep_partial": self._keep_partial,
+            "extra_token": self._extra,
+        }
+        if isinstance(self.dataset, IndexedDataset):
+            found |= self.dataset.identity()
+        return found
+
+    def __getstate__(self):
+        """Leave the numbers of the documents out of a pickle where first and end say them all."""
+        state = self.__dict__.copy()
+        _, _, digest = self._documents
+        if digest is None:
+            state["indices"] = None
+        return state
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if self.indices is None:
+            first, end, _ = self._documents
+            self.indices = np.arange(first, end, dtype=np.int32)
+
+
+def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
+    """Return the mask of one sample, bool (1, S, S): True where row i may not attend to column j.
+
+    A token attends to itself and to what comes before it in its own document; starts are the places
+    where documents begin.
+
+    >>> causal_mask([0, 2], 4)[0].astype(int)          # two documents of two tokens
+    array([[0, 1, 1, 1],
+           [0, 0, 1, 1],
+           [1, 1, 0, 1],
+           [1, 1, 0, 0]])
+    """
+    mask = np.triu(np.ones((sequence_length, sequence_length), bool), 1)  # the future
+    if len(starts) > 1:
+        lengths = np.diff([*starts, sequence_length])
+        document = np.repeat(np.arange(len(starts)), lengths)
+        mask |= document[:, None] != document[None, :]
+    return mask[None]
+
+
+def positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
+    """Return the position of each token in its document, int64 (S,).
+
+    >>> positions_from([0, 2], 5).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    positions = np.arange(sequence_length)
+    if len(starts) > 1:
+        lengths = np.diff([*starts, sequence_length])
+        positions -= np.repeat(starts, lengths)
+    return positions
+
+
+def _describe_documents(indices):
+    """Numbers of documents -> [first, end, None] if they are all of first .. end - 1, in order.
+
+    Otherwise the third entry is a digest of the numbers.
+    """
+    if len(indices) == 0:
+        return [0, 0, None]
+    first = int(indices[0])
+    end = int(indices[-1]) + 1
+    if end - first == len(indices) and np.all(indices[1:] > indices[:-1]):
+        return [first, end, None]
+    return [first, end, _md5(str(indices.tolist()))]
+
 
 def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
     return str(getattr(dataset, "dataset_path", None) or type(dataset).__name__)
 
+
+def _attribute(tokenizer, name):
+    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:
+        return None
+
+
 def _pad_token_id(config):
-    """The id that fills short samples: the tokenizer's pad; -1 if none, or if it is ambiguous."""
+    """The id that fills short samples: the tokenizer's pad, or -1.
+
+    It is -1 if there is no pad, or if another special token has the same id: padding has no loss,
+    so real tokens of that id would have no loss either.  The special tokens are those of the
+    tokenizer's special_tokens_dict; if it has none, they are eos and eod.
+    """
     tokenizer = config.tokenizer
-    pad, special = (getattr(tokenizer, name, None) for name in ("pad", "special_tokens_dict"))
-    special = {name: token for name, token in (special or {}).items() if name != "pad_token"}
-    special = special or {name: getattr(tokenizer, name, None) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if pad is not None and same and not config.allow_ambiguous_pad_tokens:
-        warnings.warn(f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is "
-                      "-1, so that real tokens keep their loss (see allow_ambiguous_pad_tokens)")
+    pad = _attribute(tokenizer, "pad")
+    if pad is None:
         return -1
-    return -1 if pad is None else int(pad)
+    special = _attribute(tokenizer, "special_tokens_dict") or {}
+    special = {name: token for name, token in special.items() if name != "pad_token"}
+    if not special:
+        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        warnings.warn(
+            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
+            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
+            stacklevel=2,
+        )
+        return -1
+    return int(pad)
+
 
 class MockGPTLowLevelDataset:
     """Sequence i is 1, 2, ..., length - 1 (mod vocabulary), then eod.  Upstream: the same name."""
-    def __init__(self, tokenizer):
-        self.tokenizer, generator = tokenizer, np.random.default_rng(0)
+
+    def __init__(self, tokenizer: typing.Any) -> None:
+        self.tokenizer = tokenizer
+        generator = np.random.default_rng(0)
         self.sequence_lengths = generator.integers(1, 4096, size=100_000, dtype=np.int32)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.sequence_lengths)
 
-    def __getitem__(self, idx):
-        length, vocab_size = self.sequence_lengths[idx], self.tokenizer.vocab_size
-        return np.append(np.arange(1, length, dtype=np.int64) % vocab_size, self.tokenizer.eod)
+    def __getitem__(self, idx: int) -> np.ndarray:
+        numbers_up = np.arange(1, self.sequence_lengths[idx], dtype=np.int64)
+        return np.append(numbers_up % self.tokenizer.vocab_size, self.tokenizer.eod)
 
-    def get(self, idx, offset=0, length=None):
-        """As IndexedDataset.get."""
-        return self[idx][offset:None if length is None else offset + length]
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Return a part of sequence idx, as IndexedDataset.get() does."""
+        end = None if length is None else offset + length
+        return self[idx][offset:end]
+
 
 class MockGPTDataset(GPTDataset):
-    """Samples of numbers counted up, for speed runs without data.  Upstream: MockGPTDataset."""
+    """Samples of numbers that count up, for speed runs without data.  Upstream: MockGPTDataset."""
+
     @staticmethod
-    def build_low_level_dataset(dataset_path, config):
-        """100,000 sequences of 1 to 4,095 tokens; dataset_path is not used."""
+    def build_low_level_dataset(
+        dataset_path: str | None, config: GPTDatasetConfig
+    ) -> MockGPTLowLevelDataset:
+        """Return 100,000 sequences of 1 to 4,095 tokens; dataset_path is not used."""
         return MockGPTLowLevelDataset(config.tokenizer)
+
 
 # ==============================================================================
 # 6. BlendedDataset
 # ==============================================================================
 # Question answered here: which dataset, and which of its samples, is sample i of the blend?
 #
-#   weights 0.25, 0.75     i                      0  1  2  3    the dataset that is furthest behind
-#                          dataset_index          1  0  1  1    its weight comes next, so after any
-#                          dataset_sample_index   0  0  1  2    number of samples all are near it
+# Each sample comes from the dataset that is furthest behind its share.
+#
+#   weights 0.25, 0.75    sample i of the blend    0     1     2     3
+#                         lag of dataset 0         .25   .25  -.5   -.25
+#                         lag of dataset 1         .75  -.25   .5    .25
+#                         dataset_index            1     0     1     1       the largest lag
+#                         dataset_sample_index     0     0     1     2       the next of its samples
+#
+# The lag of a dataset is weight * max(i, 1), minus the samples that it has given before sample i.
+# So at any point of the run, each dataset has given nearly its share.
+
+
+def build_blending_indices(
+    dataset_index: np.ndarray,
+    dataset_sample_index: np.ndarray,
+    weights: typing.Sequence[float],
+    num_datasets: int,
+    size: int,
+    verbose: bool = False,
+) -> None:
+    """Fill in, for each sample of a blend, its dataset and its place in that dataset.
+
+    Sample i comes from the dataset with the largest lag, weights[d] * max(i, 1) - taken[d], in IEEE
+    doubles; taken[d] is how many of the samples 0 .. i-1 come from dataset d.  Of equals the lowest
+    d is taken.  max(i, 1) lets sample 0 come from the dataset of the largest weight.
+
+    dataset_index         int16 (size,)             filled in: which dataset
+    dataset_sample_index  int64 (size,)             filled in: which of its samples
+    weights               float64 (num_datasets,)   shares, whose sum is 1
+    verbose               accepted as upstream's; nothing is printed
+    Raises                ValueError, TypeError     for arrays and weights that do not fit
+    Cost                  O(size * num_datasets); less in C
+    Upstream              helpers.build_blending_indices
+
+    >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
+    >>> build_blending_indices(which, sample, [0.25, 0.75], 2, 4)
+    >>> which.tolist(), sample.tolist()
+    ([1, 0, 1, 1], [0, 0, 1, 2])
+    """
+    weights = np.array(weights[:num_datasets], np.float64)
+    _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size)
+    taken = np.zeros(num_datasets)  # float64, as the lag is computed in doubles
+    for i in range(size):
+        d = np.argmax(weights * max(i, 1) - taken)
+        dataset_index[i] = d
+        dataset_sample_index[i] = taken[d]
+        taken[d] += 1
+
+
+def build_exhaustive_blending_indices(
+    dataset_index: np.ndarray,
+    dataset_sample_index: np.ndarray,
+    sizes: typing.Sequence[int],
+    num_datasets: int,
+) -> None:
+    """Fill in a blend that takes sizes[d] samples of each dataset d, mixed evenly.
+
+    The rule is that of build_blending_indices() with the weights sizes[d] / sum(sizes); a dataset
+    that has given all its samples does not compete any more.
+
+    dataset_index, dataset_sample_index   int16 and int64, (sum(sizes),): filled in
+    sizes                                 int64 (num_datasets,)
+    Upstream                              helpers.build_exhaustive_blending_indices
+
+    >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
+    >>> build_exhaustive_blending_indices(which, sample, [1, 3], 2); which.tolist()
+    [1, 0, 1, 1]
+    """
+    sizes = _as_counts(sizes, num_datasets)
+    size = sum(sizes.tolist())  # of Python's integers: a sum in int64 might overflow
+    _check_blending(dataset_index, dataset_sample_index, sizes, num_datasets, size)
+    weights = sizes / np.float64(max(size, 1))
+    taken = np.zeros(num_datasets)
+    for i in range(size):
+        lag = weights * max(i, 1) - taken
+        d = np.argmax(np.where(taken < sizes, lag, -np.inf))
+        dataset_index[i] = d
+        dataset_sample_index[i] = taken[d]
+        taken[d] += 1
+
+
+def _as_counts(sizes, num_datasets):
+    """Numbers of samples -> int64 array; ValueError if one is not a whole number."""
+    counts = np.array(sizes[:num_datasets], np.int64)
+    if not np.array_equal(counts, sizes[:num_datasets]):
+        raise ValueError(f"sizes must be whole numbers, got {sizes}")
+    return counts
+
+
+def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size):
+    """TypeError or ValueError for arguments that the loops above would misread."""
+    _check_array(dataset_index, "dataset_index", np.int16)
+    _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
+    room = min(len(dataset_index), len(dataset_sample_index))
+    if not 0 <= size <= room:
+        raise ValueError(f"the outputs have {room} places for {size} samples")
+    if np.may_share_memory(dataset_index, dataset_sample_index):
+        raise ValueError("dataset_index and dataset_sample_index overlap in memory")
+    if not 0 < num_datasets < 2**15 - 1 or len(weights) != num_datasets:
+        raise ValueError(
+            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
+            f"{len(weights)} weights"
+        )
+    for d, weight in enumerate(weights.tolist()):
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight of dataset {d}: wanted a finite number >= 0, got {weight}")
+
 
 class BlendTooLarge(ValueError):
-    """A blend asks a dataset for more samples than it holds; needed is {dataset: samples}."""
-    def __init__(self, message, needed=None):
-        super().__init__(message)
-        self.needed = needed
+    """A blend asks a dataset for more samples than it has.
 
-class BlendedDataset(_CachedIndices, torch.utils.data.Dataset):
-    """Several datasets as one, mixed by weight.  Upstream: BlendedDataset.
+    needed is {dataset: samples that the blend takes of it}.
+    """
+
+    def __init__(
+        self, message: str, needed: dict[torch.utils.data.Dataset, int] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.needed = needed or {}
+
+
+class BlendedDataset(torch.utils.data.Dataset):
+    """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
 
     datasets   MegatronDatasets of one split, fewer than 32767
     weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a note
-    size       samples; None: weights are counts, and dataset d gives exactly weights[d] samples
-    ds[i]      {"dataset_id": int16, **the sample}; ds[None] is padding, as of its first dataset
-    Raises     BlendTooLarge where upstream would fail in the middle of a run
+    size       number of samples; None: weights are counts, and dataset d gives exactly weights[d]
+    config     BlendedMegatronDatasetConfig
+
+    ds[i] is {"dataset_id": int16, **the sample}; ds[None] fills up a batch, without loss.
+    BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a run; with
+    fast_cache_load or defer_npy_index_mmap nobody looks.
     """
-    index_files = "dataset_index.npy", "dataset_sample_index.npy"
-    dataset_index = property(lambda self: self._index(0), doc="int16 (size,): whose sample it is")
-    dataset_sample_index = property(lambda self: self._index(1), doc="int64 (size,): which of them")
 
-    def __init__(self, datasets, weights, size, config):
-        _check_weights(weights, names := [_name(dataset) for dataset in datasets])
-        _require(all(w == int(w) for w in weights) if size is None else size >= 0, "wanted size "
-                 f">= 0, or None and numbers of samples as weights, got {size} and {list(weights)}")
-        self.datasets, weights = _drop_zeros(datasets, weights, names)
-        self.weights = [int(w) for w in weights] if size is None else normalize(weights)
-        self.sources, self.config = self.datasets, config
-        self.split, self.size = self.datasets[0].index_split, None if size is None else int(size)
-        key = {"class": type(self).__name__,
-               "datasets": [dataset.unique_identifiers for dataset in self.datasets],
-               "split": self.split.name, "weights": self.weights, "size": self.size}
-        self._prepare_indices(config.path_to_cache, self.split, key)
-        self._is_plain &= all(isinstance(ds, GPTDataset) and ds._is_plain and ds.config is config
-                              for ds in self.datasets)
-        if config.fast_cache_load or config.defer_npy_index_mmap:
-            return
-        taken = sum(np.bincount(self.dataset_index[at:at + _CHUNK], minlength=len(self.datasets))
-                    for at in range(0, len(self) or 1, _CHUNK))  # one chunk at least
-        if over := {ds: n for ds, n in zip(self.datasets, taken) if n > len(ds)}:
-            # not kept in a local: the traceback would be a cycle that holds all the files
-            raise BlendTooLarge("; ".join(f"the blend takes {n} samples of {_name(ds)}, which has "
-                                          f"{len(ds)}" for ds, n in over.items()), over)
+    index_names = ("dataset_index", "dataset_sample_index")
 
-    def source(self):
-        """Nothing: all that a blend is made of is in its description."""
-        return {"format": 1}, None
+    def __init__(
+        self,
+        datasets: typing.Sequence[MegatronDataset],
+        weights: typing.Sequence[float],
+        size: int | None,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        names = [_name(dataset) for dataset in datasets]
+        _check_weights(weights, names)
+        if size is None and any(weight != int(weight) for weight in weights):
+            raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
+        if size is not None and size < 0:
+            raise ValueError(f"wanted a size >= 0, got {size}")
+        self.datasets, weights = _drop_zero_weights(datasets, weights, names)
+        self.config = config
+        self.split = self.datasets[0].index_split
+        if size is None:
+            self.size = None
+            self.weights = [int(weight) for weight in weights]
+        else:
+            self.size = int(size)
+            self.weights = normalize(weights)
+        self._open_indices()
+        if not config.fast_cache_load and not config.defer_npy_index_mmap:
+            self._check_counts()
 
-    def _build_arrays(self):
-        arrays = [np.zeros(len(self), np.int16), np.zeros(len(self), np.int64)]
+    def _open_indices(self):
+        """Load the two arrays from the cache, or build them."""
+        identifiers = collections.OrderedDict()
+        identifiers["class"] = type(self).__name__
+        identifiers["datasets"] = [dataset.unique_identifiers for dataset in self.datasets]
+        identifiers["split"] = self.split.name
+        identifiers["weights"] = self.weights
+        identifiers["size"] = self.size
+        self.unique_identifiers = identifiers
+        self.unique_description = describe(identifiers)
+        self.unique_description_hash = _md5(self.unique_description)
+        name = f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}"
+        self._cache = IndexCache(
+            self.config.path_to_cache, name, self.index_names, self.unique_description
+        )
+        self._cache.load_or_build(
+            self._build_indices,
+            trust=self.config.fast_cache_load,
+            defer=self.config.defer_npy_index_mmap,
+        )
+
+    def _build_indices(self):
+        """Both arrays, filled in by one of the two rules above."""
+        dataset_index = np.zeros(len(self), np.int16)
+        dataset_sample_index = np.zeros(len(self), np.int64)
+        arrays = [dataset_index, dataset_sample_index]
         if self.size is None:
             build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
         return arrays
 
-    def __len__(self):
+    def _check_counts(self):
+        """BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
+        taken = np.zeros(len(self.datasets), np.int64)
+        for low in range(0, len(self), _CHUNK):
+            part = self.dataset_index[low : low + _CHUNK]
+            taken += np.bincount(part, minlength=len(self.datasets))
+        needed = {}
+        sentences = []
+        for d, dataset in enumerate(self.datasets):
+            if taken[d] > len(dataset):
+                needed[dataset] = int(taken[d])
+                sentences.append(
+                    f"the blend takes {taken[d]} samples of {_name(dataset)}, "
+                    f"which has {len(dataset)}"
+                )
+        if needed:
+            raise BlendTooLarge("; ".join(sentences), needed)
+
+    @property
+    def dataset_index(self) -> np.ndarray:
+        """int16 (size,): which dataset a sample comes from."""
+        return self._cache["dataset_index"]
+
+    @property
+    def dataset_sample_index(self) -> np.ndarray:
+        """int64 (size,): which sample of that dataset a sample is."""
+        return self._cache["dataset_sample_index"]
+
+    def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
 
-    def _parts(self, indices):
-        """The rows of a batch, by the dataset that they come from; padding is of the first."""
-        parts = collections.defaultdict(lambda: ([], []))  # d -> rows, indices
-        for row, i in enumerate(indices):
-            at = None if i is None else _position(i, len(self), "the samples of a blend")
-            d, k = (0, None) if i is None else [int(array[at]) for array in self._index()]
-            parts[d][0].append(row), parts[d][1].append(k)
-        return [(d, *part) for d, part in parts.items()]
+    def _place(self, idx: int | None) -> tuple[int, int | None]:
+        """Sample idx is sample k of dataset d: return (d, k).  None is padding, of dataset 0."""
+        if idx is None:
+            return 0, None
+        i = _position(idx, len(self), "the samples of a blend")
+        return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
-    def _batch(self, parts):
-        """Each dataset is asked once: for its rows of the batch, or for samples of its own."""
-        ids = dict(sorted((row, np.int16(d)) for d, rows, *_ in parts for row in rows))
-        if self._is_plain:
-            return {"dataset_id": np.array([*ids.values()]), **super()._batch(parts)}
-        samples = {}
-        for d, rows, wanted in parts:
-            many = getattr(ds := self.datasets[d], "__getitems__", None)
-            samples |= zip(rows, many(wanted) if many else [ds[k] for k in wanted])
-        return [{"dataset_id": d, **samples[row]} for row, d in ids.items()]
+    def __getitem__(self, idx: int | None) -> dict:
+        d, k = self._place(idx)
+        return {"dataset_id": np.int16(d), **self.datasets[d][k]}
 
-def _drop_zeros(items, weights, names):
-    """The items whose weights are not 0, and these weights, with a note that names the others."""
-    if dropped := [str(name) for name, weight in zip(names, weights) if not weight]:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-    return [item for item, weight in zip(items, weights) if weight], [*filter(None, weights)]
+    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
+        """Return several samples; each dataset is asked once, for all of its own."""
+        if type(self).__getitem__ is not BlendedDataset.__getitem__:
+            return [self[idx] for idx in indices]  # a subclass has samples of its own
+        batch = [None] * len(indices)
+        for d, (rows, wanted) in self._rows_by_dataset(indices).items():
+            dataset = self.datasets[d]
+            if hasattr(dataset, "__getitems__"):
+                samples = dataset.__getitems__(wanted)
+            else:
+                samples = [dataset[k] for k in wanted]
+            for row, sample in zip(rows, samples, strict=True):
+                batch[row] = {"dataset_id": np.int16(d), **sample}
+        return batch
+
+    def _rows_by_dataset(self, indices):
+        """The samples of a batch by dataset: {d: (rows of the batch, samples of dataset d)}."""
+        rows_by_dataset = {}
+        for row, idx in enumerate(indices):
+            d, k = self._place(idx)
+            rows, wanted = rows_by_dataset.setdefault(d, ([], []))
+            rows.append(row)
+            wanted.append(k)
+        return rows_by_dataset
+
+    def batch(self, indices: typing.Sequence[int | None]) -> dict:
+        """Return several samples as one: {key: tensor (B, ...)}."""
+        return torch.utils.data.default_collate(self.__getitems__(indices))
+
 
 # ==============================================================================
 # 7. The builder
 # ==============================================================================
 # Question answered here: which datasets does a config mean, and who builds them first?
 #
-#   config: blend + split           every corpus is cut by the split matrix, then blended by split
-#           blend_per_split         each split has corpora of its own, whole
+#   config: blend + split           each corpus is cut by the split, and each split is a blend
+#           blend_per_split         each split is a blend of whole corpora of its own
 #           neither                 mock data
-#   rank 0: build, write the cache  ->  did it fail?  ->  others: load (or build)  ->  did one fail?
-#   weights   each corpus is built for                          the blend has
-#   given     ceil(ceil(size * w) * (1 + surplus)) samples      sum of ceil(size * w) samples
-#   None      one epoch                                         min(size, all of them); all if None
 #
-# The build is deterministic, so a rank that sees no cache builds its own; nobody waits for a file.
-# Within a run a corpus may be ahead of its share: the surplus is for that.  Where it does not
-# suffice (upstream then fails), that corpus alone is built again for as many as are drawn.
+# size is the number of samples wanted of a split, w the share of a corpus in the weights:
+#
+#   weights   size     each corpus is built for                   the blend has
+#   given     given    its share, ceil(size * w) samples, and     the sum of all shares
+#                      a surplus, rounded up again
+#   none      given    one epoch                                  size samples, or all if these are
+#                                                                 fewer
+#   none      none     one epoch                                  all samples of all corpora
+#
+# The surplus is for this: at some point of the run a corpus may be ahead of its share.  Where the
+# surplus is not enough (there upstream fails), that corpus alone is built again, larger.
+#
+#   rank 0: build and write the cache  ->  other ranks: load the cache, or build where they see none
+
 
 class BlendedMegatronDatasetBuilder:
     """Build train, valid and test from a config.  Upstream: BlendedMegatronDatasetBuilder.
 
     cls               a MegatronDataset class, such as GPTDataset
-    sizes             samples wanted of train, valid, test; None: one epoch
+    sizes             samples wanted of train, valid and test; None: one epoch
     is_built_on_rank  () -> bool; ranks where it is False get None three times
+    config            the config of cls
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
     >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, [4, 0, 0], lambda: True, config)
-    >>> [(s["dataset_id"].item(), bytes(s["tokens"].tolist())) for s in builder.build()[0]]
+    >>> train, valid, test = builder.build()
+    >>> [(sample["dataset_id"].item(), bytes(sample["tokens"].tolist())) for sample in train]
     [(1, b'cccc'), (0, b'bbbc'), (1, b'bbbc'), (1, b'aaaa')]
     """
-    def __init__(self, cls, sizes, is_built_on_rank, config):
-        _require(len(sizes) == len(Split), f"sizes: wanted {len(Split)} entries, got {list(sizes)}")
-        self.cls, self.sizes, self.config = cls, list(sizes), config
+
+    def __init__(
+        self,
+        cls: type[MegatronDataset],
+        sizes: typing.Sequence[int | None],
+        is_built_on_rank: typing.Callable[[], bool],
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        if len(sizes) != len(Split):
+            raise ValueError(f"sizes: wanted {len(Split)} entries, got {list(sizes)}")
+        if config.multiple_validation_sets and config.full_validation:
+            if sizes[Split.valid.value] is not None:
+                raise ValueError("full_validation: the size of valid must be None")
+        self.cls = cls
+        self.sizes = list(sizes)
         self.is_built_on_rank = is_built_on_rank
-        _require(not (config.multiple_validation_sets and config.full_validation)
-                 or sizes[Split.valid.value] is None, "full_validation: valid's size must be None")
+        self.config = config
 
-    def build(self):
-        """-> [train, valid, test]: None, a dataset, or (multiple_validation_sets) a list of them.
-        With torch.distributed every rank must call it.  A failure on any rank is raised on all."""
+    def build(self) -> list:
+        """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
+
+        With torch.distributed every rank must call this method.  Rank 0 builds first, so that the
+        others find its cache; a failure on any rank is raised on every rank.
+        """
         if not _is_distributed():
-            return self._build()
-        _wire(None) == "cpu" and _together(bool, None)  # new_group() waits for who has ended
-        # a group of our own: a build may outlast the job's timeout, and gloo sees a dead process
-        group = torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(hours=24))
-        try:
-            wanted, first = _together(self.is_built_on_rank, group), _rank() == 0
-            mine = _together(lambda: self._build() if first else None, group)
-            others = _together(lambda: self._build() if wanted and not first else None, group)
-        finally:
-            torch.distributed.destroy_process_group(group)
-        return (mine or others) if wanted else [None] * len(Split)
+            return self._build_splits()
+        # on_every_rank() runs a function here, waits for the other ranks, and raises an error that
+        # one of them met on all of them (section 15)
+        is_wanted = on_every_rank(self.is_built_on_rank)
+        if _rank() == 0:
+            datasets = on_every_rank(self._build_splits)
+            on_every_rank(self._do_nothing)  # while the others build
+        else:
+            on_every_rank(self._do_nothing)  # while rank 0 builds
+            datasets = on_every_rank(self._build_splits if is_wanted else self._do_nothing)
+        return datasets if is_wanted else [None] * len(Split)
 
-    def _build(self):
-        if self.config.split_matrix:
-            return self._blend(*(self.config.blend or ([None], None)), self.config.split_matrix)
-        return [blend and self._build_split(split, *blend)
-                for split, blend in zip(Split, self.config.blend_per_split)]
+    def _do_nothing(self):
+        """The part of a rank that only waits for the others."""
 
-    def _build_split(self, split, prefixes, weights):
-        """blend_per_split: the whole of its corpora belongs to this split; one is no blend."""
-        matrix = [(0.0, 1.0) if other is split else None for other in Split]
-        if split is Split.valid and self.config.multiple_validation_sets and len(prefixes) > 1:
-            return [self._blend([prefix], None, matrix)[split.value] for prefix in prefixes]
-        return self._blend(prefixes, weights if len(prefixes) > 1 else None, matrix)[split.value]
+    def _build_splits(self):
+        """All splits, on this rank."""
+        config = self.config
+        if config.mock:
+            return self._build_blend([None], None, config.split_matrix)
+        if config.blend is not None:
+            prefixes, weights = config.blend
+            return self._build_blend(prefixes, weights, config.split_matrix)
+        datasets = []
+        for split in Split:
+            blend = config.blend_per_split[split.value]
+            datasets.append(None if blend is None else self._build_split(split, blend))
+        return datasets
 
-    def _blend(self, prefixes, weights, matrix):
-        """-> for each split with a place in matrix, the blend of its parts of the corpora."""
-        sizes, asked = self.sizes, itertools.repeat([None] * len(Split))
+    def _build_split(self, split, blend):
+        """blend_per_split: one split, to which its corpora belong as a whole."""
+        prefixes, weights = blend
+        matrix = [None] * len(Split)
+        matrix[split.value] = (0.0, 1.0)
+        several = split is Split.valid and self.config.multiple_validation_sets
+        if several and len(prefixes) > 1:
+            datasets = []
+            for prefix in prefixes:
+                datasets.append(self._build_blend([prefix], None, matrix)[split.value])
+            return datasets
+        if len(prefixes) == 1:
+            weights = None  # as upstream: one corpus is no blend here, whatever its weight
+        return self._build_blend(prefixes, weights, matrix)[split.value]
+
+    def _build_blend(self, prefixes, weights, matrix):
+        """[train, valid, test]: for each split, the blend of its parts of all corpora.
+
+        The matrix has the bounds of each split, or None for a split that is not wanted.  One corpus
+        without weights is no blend, but the dataset itself.
+        """
         if weights is None and len(prefixes) == 1:
-            return self._cut(prefixes[0], matrix, sizes)
-        if weights is not None:
-            _require(None not in itertools.compress(sizes, matrix),
-                     f"a blend with weights needs a size for each split, got {sizes}")
-            prefixes, weights = _drop_zeros(prefixes, weights, prefixes)
-            weights, surplus = normalize(weights), 1 + self.config.mid_level_dataset_surplus
-            asked = [[math.ceil(math.ceil((n or 0) * w) * surplus) for n in sizes] for w in weights]
-        with concurrent.futures.ThreadPoolExecutor(self.config.num_dataset_builder_threads) as pool:
-            cut = list(pool.map(self._cut, prefixes, itertools.repeat(matrix), asked))
-        return [bounds and self._blend_split(split, list(parts), weights, size)
-                for split, bounds, size, *parts in zip(Split, matrix, sizes, *cut)]
+            return self._split_corpus(prefixes[0], matrix, self.sizes)
+        if weights is None:
+            sizes_of_corpora = [[None] * len(Split) for _ in prefixes]
+        else:
+            prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
+            weights = normalize(weights)
+            sizes_of_corpora = self._sizes_of_corpora(weights, matrix)
+        threads = self.config.num_dataset_builder_threads
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            futures = []
+            for prefix, sizes in zip(prefixes, sizes_of_corpora, strict=True):
+                futures.append(pool.submit(self._split_corpus, prefix, matrix, sizes))
+            corpora = [future.result() for future in futures]
+        blends = []
+        for split in Split:
+            if matrix[split.value] is None:
+                blends.append(None)
+                continue
+            parts = [corpus[split.value] for corpus in corpora]
+            blends.append(self._blend_parts(split, parts, weights, self.sizes[split.value]))
+        return blends
 
-    def _blend_split(self, split, datasets, weights, size):
-        """The blend of one split; a corpus that it would exhaust is built again, larger."""
+    def _sizes_of_corpora(self, weights, matrix):
+        """For each corpus, the samples that it is built for in each split, with the surplus."""
+        for split in Split:
+            if matrix[split.value] is not None and self.sizes[split.value] is None:
+                raise ValueError(
+                    f"a blend with weights needs a size for each split, got {self.sizes}"
+                )
+        factor = 1 + self.config.mid_level_dataset_surplus
+        sizes_of_corpora = []
+        for weight in weights:
+            sizes = []
+            for size in self.sizes:
+                target = 0 if size is None else math.ceil(size * weight)
+                sizes.append(math.ceil(target * factor))
+            sizes_of_corpora.append(sizes)
+        return sizes_of_corpora
+
+    def _split_corpus(self, prefix, matrix, sizes):
+        """Open one corpus, once, and cut it: [its part of train, of valid, of test]."""
+        opened = self.cls.build_low_level_dataset(prefix, self.config)
+        n = self.cls.numel_low_level_dataset(opened)
+        if n >= 2**31:
+            raise ValueError(
+                f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
+            )
+        parts = []
+        for split in Split:
+            bounds = matrix[split.value]
+            if bounds is None:
+                parts.append(None)
+                continue
+            first, end = split_range(bounds, n)
+            indices = np.arange(first, end, dtype=np.int32)
+            size = sizes[split.value]
+            parts.append(self.cls(opened, prefix, indices, size, split, self.config))
+        return parts
+
+    def _blend_parts(self, split, parts, weights, size):
+        """The blend of one split; a corpus that would not last is built again, larger."""
         if weights is not None:
             size = sum(math.ceil(size * weight) for weight in weights)
         else:
-            weights = [len(dataset) for dataset in datasets]
+            weights = [len(part) for part in parts]
             if size is not None and size > sum(weights):
-                warnings.warn(f"{split.name}: an epoch has {sum(weights)} samples, not {size}: the "
-                              "run will end early; give weights, to repeat corpora")
+                warnings.warn(
+                    f"{split.name}: an epoch has {sum(weights)} samples, not {size}: the run will "
+                    "end early; give weights, to repeat corpora",
+                    stacklevel=2,
+                )
                 size = sum(weights)
         try:
-            return BlendedDataset(datasets, weights, size, self.config)
+            return BlendedDataset(parts, weights, size, self.config)
         except BlendTooLarge as error:
-            for ds, count in error.needed.items():  # only these: num_samples can change the order
-                datasets[datasets.index(ds)] = self.cls(
-                    ds.dataset, ds.dataset_path, ds.indices, count, split, self.config)
-        return BlendedDataset(datasets, weights, size, self.config)
+            needed = error.needed
+        # Only these corpora are built again: a corpus that is built for another number of samples
+        # can come in another order, and the others must keep upstream's order.
+        for d, part in enumerate(parts):
+            if part in needed:
+                arguments = part.dataset, part.dataset_path, part.indices, needed[part], split
+                parts[d] = self.cls(*arguments, self.config)
+        return BlendedDataset(parts, weights, size, self.config)
 
-    def _cut(self, prefix, matrix, sizes):
-        """One corpus, opened once -> its part of each split that has a place in matrix."""
-        raw = self.cls.build_low_level_dataset(prefix, self.config)
-        n = self.cls.numel_low_level_dataset(raw)
-        _require(n < 2**31, f"{prefix}: {n} sequences, int32 names {2**31 - 1}: split it")
-        return [bounds and self.cls(raw, prefix, np.arange(*split_range(bounds, n), dtype=np.int32),
-                                    size, split, self.config)
-                for split, bounds, size in zip(Split, matrix, sizes)]
-
-def _wait(call, *arguments, **how):
-    """call(...), which waits for other ranks; RuntimeError that names the one whose process ended.
-    Who finds its connection closed notes it in the store, for those who hear of it only later."""
-    try:
-        return call(*arguments, **how)
-    except RuntimeError as error:
-        closed, count = re.compile("by peer|Broken pipe").search, torch.distributed.get_world_size()
-        if not closed(str(error)):
-            raise
-        time.sleep(1)  # so that all connections to it are closed, and to nobody else
-        gone = ", ".join(str(rank) for rank in range(count) if closed(str(_attempt(
-            lambda: torch.distributed.irecv(torch.empty(1), rank))[1])))  # does not wait
-        store = torch.distributed.distributed_c10d._get_default_store()
-        note, _ = _attempt(lambda: store.compare_set("megatron_min/gone", "", gone).decode() or "?")
-        time.sleep(3 * (_rank() == 0))  # it may hold the store
-        raise RuntimeError(f"rank {note or 0}: its process has ended: see its log") from error
-
-def _wire(group):
-    """The device whose tensors a group can send."""
-    return "cuda" if _is_distributed() and torch.distributed.get_backend(group) == "nccl" else "cpu"
-
-def _gather(value, group=None):
-    """A JSON-able value of each rank, an int or 600 characters -> the list of all; no pickle."""
-    text = json.dumps(value).encode().ljust(8192)  # 12 bytes for the widest of characters
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_wire(group))
-    everyone = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
-    _wait(torch.distributed.all_gather, everyone, mine, group=group)
-    return [json.loads(bytes(row.tolist())) for row in everyone]
-
-def _attempt(step):
-    """-> what step() returns, and the error that it raises instead."""
-    try:
-        return step(), None
-    except Exception as error:
-        return None, error
-
-def _together(step, group):
-    """Every rank calls step() -> its result, or all raise the error of one; 4 bytes if none has."""
-    if not _is_distributed() or torch.distributed.get_world_size(group) == 1:
-        return step()
-    result, error = _attempt(step)
-    failed = torch.tensor([error is not None], dtype=torch.int32, device=_wire(group))
-    _wait(torch.distributed.all_reduce, failed, torch.distributed.ReduceOp.MAX, group=group)
-    if failed.item():
-        _raise_together(error, group)
-    return result
-
-def _raise_together(error, group):
-    """Every rank calls it with its error or None, and raises that of the first rank with one."""
-    for found in filter(None, _gather(error and _as_message(error), group)):
-        _raise_message(found, error)
-
-def _as_message(error):
-    """What travels of an error: its class, and its unquoted sentence after the rank that met it."""
-    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)[:600]
-    return type(error).__name__, re.sub(r"^(?!rank \d+: )", f"rank {_rank()}: ", text)
-
-def _raise_message(message, cause=None):
-    """Raise the error of a message, as its own class if that is one of these."""
-    kinds = (DatasetFormatError, BlendTooLarge, ValueError, TypeError, KeyError, IndexError,
-             ImportError, FileNotFoundError, PermissionError, OSError, StopIteration, RuntimeError)
-    (name, text), kind = message, {kind.__name__: kind for kind in kinds}.get(message[0])
-    raise kind(text) if kind else RuntimeError(text.replace(": ", f": {name}: ", 1)) from cause
 
 # ==============================================================================
-# 8. Samplers, loader, resume
+# 8. Samplers and resume
 # ==============================================================================
 # Question answered here: which samples does rank r get at step t, and after a stop?
 #
-#   micro_batch_size 2, data_parallel_size 2       global batch 0     global batch 1
-#   order of samples                               0  1  2  3         4  5  6  7
-#   rank                                           0  0  1  1         0  0  1  1
+# A sampler runs on each data-parallel rank and yields the samples of that rank's micro-batches.
+# The micro-batches that all ranks read at the same time are called a round here.  A training step,
+# which changes the weights once, takes one round or several (see NumMicroBatches).
 #
-# The order is global, and one number, consumed_samples, says how far it was used.  So a job may go
-# on with other ranks, micro-batches or workers, wherever the order does not depend on them:
+# One iteration over a sampler is called a pass.  A pass starts at consumed_samples, so that the
+# first one after a stop may be a part of an epoch, and it ends at the end of the epoch.
 #
-#   sampler                   order                                   may change on resume
-#   single, full_validation   0, 1, 2, ...                            ranks, micro-batch, workers
-#   cyclic, unsharded         a new shuffle of all, each epoch        ranks, workers; micro-batch if
-#                                                                     as many samples are left out
-#   cyclic, sharded           each rank shuffles a bucket of its own  workers; micro-batch if the
-#                                                                     buckets stay the same
+# The sampler "single", with micro_batch_size 2 and data_parallel_size 2:
+#
+#   round          0              1              2
+#   samples        0  1  2  3     4  5  6  7     8 ...
+#   rank           0  0  1  1     0  0  1  1     0
+#
+# One number, consumed_samples, says how many samples all ranks together have used.  A checkpoint
+# keeps it, with a description of the data and of the order (save_position below).  A job that goes
+# on may have other ranks, micro-batches or workers, wherever the order does not depend on them:
+#
+#   sampler             order                              what may change on resume
+#   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
+#   full_validation
+#   cyclic, unsharded   in each epoch all ranks draw the   workers; ranks and micro-batch size, if
+#                       same shuffled order, and take      consumed_samples means the same place of
+#                       its samples in turn                the same order then
+#   cyclic, sharded     in each epoch each rank shuffles   workers; micro-batch size, if the parts
+#                       a part of its own                  keep their size
+
 
 class _Sampler:
-    """What the samplers share.  consumed_samples: where the next pass begins; kind: the name in a
-    saved state; geometry(consumed): the order is the saved one if and only if it is equal, and
-    ValueError unless a pass can begin there."""
-    def __init__(self, total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
-                 data_parallel_size, drop_last=True):
-        sizes, rank = (total_samples, micro_batch_size, data_parallel_size), data_parallel_rank
-        _require(min(sizes) >= 1 and 0 <= rank < data_parallel_size, f"rank {rank}, total_samples, "
-                 f"micro_batch_size, data_parallel_size {sizes}: wanted >= 1, rank below the last")
-        self.total_samples, self.micro_batch_size, self.data_parallel_size = map(int, sizes)
-        self.consumed_samples, self.data_parallel_rank = int(consumed_samples), data_parallel_rank
-        self._group = self.micro_batch_size * self.data_parallel_size
-        self.micro_batch_times_data_parallel_size, self.drop_last = self._group, drop_last
-        self.active_total_samples = self.total_samples - self.total_samples % self._group
-        self.geometry(consumed_samples)
+    """What the samplers share: their sizes, and the check of where a pass can start.
+
+    kind                  the sampler's name in a saved state
+    consumed_samples      where the next pass starts
+    samples_per_round     micro_batch_size * data_parallel_size
+    active_total_samples  the samples of whole rounds
+
+    A sampler also has check_start(consumed_samples), a ValueError unless a pass can start there,
+    and order_key(consumed_samples), a dict that is equal for two samplers if consumed_samples is
+    the same place of the same order for them, so that one can go on where the other one stopped.
+    """
+
+    kind: str
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        drop_last: bool = True,
+    ) -> None:
+        sizes = {
+            "total_samples": total_samples,
+            "micro_batch_size": micro_batch_size,
+            "data_parallel_size": data_parallel_size,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be >= 1, got {size}")
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(
+                f"data_parallel_rank must be 0 to {data_parallel_size - 1}, "
+                f"got {data_parallel_rank}"
+            )
+        self.total_samples = int(total_samples)
+        self.consumed_samples = int(consumed_samples)
+        self.micro_batch_size = int(micro_batch_size)
+        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_size = int(data_parallel_size)
+        self.drop_last = drop_last
+        self.samples_per_round = self.micro_batch_size * self.data_parallel_size
+        self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
+        self.check_start(self.consumed_samples)
+
+    @property
+    def micro_batch_times_data_parallel_size(self) -> int:
+        """Upstream's name of samples_per_round."""
+        return self.samples_per_round
+
 
 class MegatronPretrainingSampler(_Sampler):
     """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
 
-    Yields lists of micro_batch_size indices, rank r the r-th part of each global batch.
-    drop_last=False: the tail is shared out, None (padding) in the missing places, so that every
-    rank yields as many.  A second pass starts at 0.  len() counts batches (upstream: samples).
+    Yields lists of micro_batch_size indices; rank r gets the r-th part of each round.
+    drop_last=False: the samples of the last, short round are shared out, and None (padding) stands
+    in the missing places, so that every rank yields the same number of batches.  A second pass
+    starts at 0.  len() counts the batches of the next pass (upstream: samples).
 
     >>> list(MegatronPretrainingSampler(6, 0, 1, data_parallel_rank=1, data_parallel_size=2))
     [[1], [3], [5]]
     """
+
     kind = "single"
 
-    def __len__(self):
-        whole, rest = divmod(self.total_samples - self.consumed_samples, self._group)
-        return whole + (rest > 0 and not self.drop_last)
+    def __len__(self) -> int:
+        whole, rest = divmod(self.total_samples - self.consumed_samples, self.samples_per_round)
+        if rest and not self.drop_last:
+            return whole + 1
+        return whole
 
-    def __iter__(self):
-        firsts = range(self.consumed_samples, self.total_samples, self._group)[:len(self)]
-        self.consumed_samples, rank, ranks = 0, self.data_parallel_rank, self.data_parallel_size
-        for first in firsts:
-            count = min(self._group, self.total_samples - first)  # a short one is shared out evenly
-            mine = range(first - -rank * count // ranks, first - -(rank + 1) * count // ranks)
-            yield [*mine] + [None] * (self.micro_batch_size - len(mine))
+    def __iter__(self) -> typing.Iterator[list[int | None]]:
+        num_batches = len(self)
+        first = self.consumed_samples
+        self.consumed_samples = 0  # where the pass after this one starts
+        rank = self.data_parallel_rank
+        ranks = self.data_parallel_size
+        for _ in range(num_batches):
+            count = min(self.samples_per_round, self.total_samples - first)
+            # a short round is cut as evenly as can be: two ranks differ by one sample at most
+            begin = first + _ceil_div(rank * count, ranks)
+            end = first + _ceil_div((rank + 1) * count, ranks)
+            padding = [None] * (self.micro_batch_size - (end - begin))
+            yield [*range(begin, end), *padding]
+            first += self.samples_per_round
 
-    def geometry(self, consumed_samples):
-        """What must be equal for a run to go on exactly: nothing but the order itself.  At the
-        very end begins an empty pass."""
-        _require(0 <= consumed_samples <= self.total_samples,
-                 f"consumed_samples is {consumed_samples} of {self.total_samples}")
+    def check_start(self, consumed_samples: int) -> None:
+        """ValueError unless a pass can start there; at the very end an empty pass can."""
+        if not 0 <= consumed_samples <= self.total_samples:
+            raise ValueError(
+                f"consumed_samples must be 0 to total_samples ({self.total_samples}), "
+                f"got {consumed_samples}"
+            )
+
+    def order_key(self, consumed_samples: int) -> dict:
+        """Return what must be equal for a run to go on in the same order."""
         return {"consumed": consumed_samples}
 
+
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
-    """One sample a rank a step, to the last, then None; micro_batch_size is not used."""
+    """One sample for each rank in each round, to the last sample, then None.
+
+    micro_batch_size is accepted, and not used.
+    """
+
     kind = "full_validation"
 
-    def __init__(self, total_samples, consumed_samples=0, micro_batch_size=1, data_parallel_rank=0,
-                 data_parallel_size=1):
-        super().__init__(total_samples, consumed_samples, 1, data_parallel_rank,
-                         data_parallel_size, drop_last=False)
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int = 0,
+        micro_batch_size: int = 1,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+    ) -> None:
+        super().__init__(
+            total_samples, consumed_samples, 1, data_parallel_rank, data_parallel_size, False
+        )
+
 
 class MegatronPretrainingRandomSampler(_Sampler):
     """Samples in a new random order every epoch.  Upstream: MegatronPretrainingRandomSampler.
 
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
-    seed           the order of epoch e comes from seed + e (upstream: from e)
+    seed           the order of epoch e is drawn with seed + e (upstream: with e)
 
-    The last total_samples % (micro_batch_size * data_parallel_size) samples of each order are left
-    out, so that all ranks stay in the same epoch (upstream: not if unsharded).  Each pass goes on
-    at consumed_samples, which every batch advances; len() is what is left of the epoch, in batches.
+    The samples that fill no whole round at the end of an order are left out, so that all ranks stay
+    in the same epoch (upstream, unsharded, keeps some of them, and ranks get into different
+    epochs).  A pass goes on at consumed_samples, which every batch advances; len() counts the
+    batches left in the epoch.
 
     >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
     [[4], [0], [7], [3], [2], [5], [1], [6]]
     """
+
     kind = "cyclic"
 
-    def __init__(self, dataset, total_samples, consumed_samples, micro_batch_size,
-                 data_parallel_rank, data_parallel_size, data_sharding, seed=0):
-        self.dataset, self.data_sharding, self.seed = dataset, data_sharding, int(seed)
-        super().__init__(total_samples, consumed_samples, micro_batch_size, data_parallel_rank,
-                         data_parallel_size)
+    def __init__(
+        self,
+        dataset: typing.Any,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        data_sharding: bool,
+        seed: int = 0,
+    ) -> None:
+        self.dataset = dataset
+        self.data_sharding = data_sharding
+        self.seed = int(seed)
+        super().__init__(
+            total_samples,
+            consumed_samples,
+            micro_batch_size,
+            data_parallel_rank,
+            data_parallel_size,
+        )
 
-    def __len__(self):
+    def __len__(self) -> int:
         done = self.consumed_samples % self.active_total_samples
-        return (self.active_total_samples - done) // self._group
+        return (self.active_total_samples - done) // self.samples_per_round
 
-    def __iter__(self):
-        now, rank = self.geometry(self.consumed_samples), self.data_parallel_rank
-        generator = torch.Generator().manual_seed(now["seed"] + now["epoch"])
-        parts = self.data_parallel_size if self.data_sharding else 1  # each has an order of its own
-        order = torch.randperm(now["of"] // parts, generator=generator)
-        rest = order[now["done"] // parts:self.active_total_samples // parts]
-        order = rank * len(order) + rest if parts > 1 else rest[rank::self.data_parallel_size]
+    def __iter__(self) -> typing.Iterator[list[int]]:
+        epoch, done = divmod(self.consumed_samples, self.active_total_samples)
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        if self.data_sharding:
+            order = self._sharded_order(done, generator)
+        else:
+            order = self._unsharded_order(done, generator)
         for batch in order.split(self.micro_batch_size):
-            self.consumed_samples += self._group
+            self.consumed_samples += self.samples_per_round
             yield batch.tolist()
 
-    def geometry(self, consumed_samples):
-        """What must be equal for a run to go on exactly; of: the samples that are shuffled.  A pass
-        begins at a whole number of global batches."""
-        whole = 0 <= consumed_samples < 2**63 and consumed_samples % self._group == 0
-        _require(whole and self.active_total_samples, f"consumed_samples {consumed_samples} of "
-                 f"{self.total_samples}: wanted whole global batches of {self._group}, at least 1")
-        epoch, done = divmod(consumed_samples, self.active_total_samples)
-        ranks = {"data_parallel_size": self.data_parallel_size} if self.data_sharding else {}
-        unit = self._group if self.data_sharding else self.micro_batch_size
-        return {"seed": self.seed, "data_sharding": self.data_sharding, "epoch": epoch,
-                "done": done, "of": self.total_samples - self.total_samples % unit} | ranks
+    def _sharded_order(self, done, generator):
+        """Rank r shuffles the samples [r * part, (r + 1) * part) for itself."""
+        ranks = self.data_parallel_size
+        part = self._num_shuffled() // ranks
+        order = torch.randperm(part, generator=generator)
+        return self.data_parallel_rank * part + order[done // ranks :]
 
-def fingerprint(dataset):
-    """What a resumed run must find again, as a small dict; paths do not count, data does."""
+    def _unsharded_order(self, done, generator):
+        """All ranks draw one order and take its samples in turn."""
+        order = torch.randperm(self._num_shuffled(), generator=generator)
+        order = order[done : self.active_total_samples]
+        return order[self.data_parallel_rank :: self.data_parallel_size]
+
+    def _num_shuffled(self):
+        """How many samples are shuffled, as upstream has it.
+
+        Sharded: whole rounds, so that all parts are equal.  Unsharded: whole micro-batches.
+        """
+        unit = self.samples_per_round if self.data_sharding else self.micro_batch_size
+        return self.total_samples - self.total_samples % unit
+
+    def check_start(self, consumed_samples: int) -> None:
+        """ValueError unless a pass can start there: after a whole number of rounds."""
+        if not self.active_total_samples:
+            raise ValueError(
+                f"total_samples ({self.total_samples}) must fill a round of "
+                f"{self.samples_per_round} samples"
+            )
+        if not 0 <= consumed_samples < 2**63 or consumed_samples % self.samples_per_round:
+            raise ValueError(
+                f"consumed_samples must be a multiple of the round of {self.samples_per_round} "
+                f"samples, got {consumed_samples}"
+            )
+
+    def order_key(self, consumed_samples: int) -> dict:
+        """Return what must be equal for a run to go on in the same order."""
+        epoch, done = divmod(consumed_samples, self.active_total_samples)
+        key = {
+            "seed": self.seed,
+            "data_sharding": self.data_sharding,
+            "epoch": epoch,
+            "done": done,
+            "shuffled": self._num_shuffled(),
+        }
+        if self.data_sharding:
+            key["data_parallel_size"] = self.data_parallel_size
+        return key
+
+
+def fingerprint(dataset: typing.Any) -> dict:
+    """Return what a resumed run must find again: the data, however its path is called."""
     found = {"class": type(dataset).__name__, "num_samples": len(dataset)}
     if isinstance(dataset, BlendedDataset):
         parts = [fingerprint(part) for part in dataset.datasets]
-        return {**parts[0], **found, "size": dataset.size, "weights": _md5(str(dataset.weights)),
-                "data": _md5(json.dumps(parts))}
+        # split, seed and sequence length are those of the first dataset: all datasets share them
+        found = {**parts[0], **found}
+        found["size"] = dataset.size
+        found["weights"] = _md5(str(dataset.weights))
+        found["data"] = _md5(json.dumps(parts))
     if isinstance(dataset, MegatronDataset):
-        found |= {"split": dataset.index_split.name, "requested": dataset.num_samples}
-        found |= {key: getattr(dataset.config, key) for key in ("sequence_length", "random_seed")}
+        found["split"] = dataset.index_split.name
+        found["requested"] = dataset.num_samples
+        found["sequence_length"] = dataset.config.sequence_length
+        found["random_seed"] = dataset.config.random_seed
     if isinstance(dataset, GPTDataset):
-        found["data"] = _md5(json.dumps(dataset.source()[0]))
+        data = dataset.made_from()
+        data.pop("idx_mtime_ns", None)  # a copy of a corpus is the same corpus
+        found["data"] = _md5(json.dumps(data))
     return found
 
-class PretrainingDataLoader(torch.utils.data.DataLoader):
-    """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
 
-    The sampler runs ahead, for threads or worker processes; the state does not: a batch counts when
-    it is handed over, so what was made ahead and not used is made again after a resume.
+def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int) -> dict:
+    """Return a small JSON-able dict: how far, in which order, of which data."""
+    return {
+        "version": 2,
+        "consumed_samples": consumed_samples,
+        "sampler": sampler.kind,
+        "order": sampler.order_key(consumed_samples),
+        "dataset": fingerprint(dataset),
+    }
+
+
+def check_position(state: dict, dataset: typing.Any, sampler: _Sampler, strict: bool = True) -> int:
+    """Return the consumed samples of a saved position; ValueError names what does not fit here.
+
+    strict=False lets a run go on with other data or in another order.
     """
-    def __init__(self, dataset, batch_sampler, **arguments):
-        # each worker sets _ships of its dataset to its number, see _CachedIndices.__getitems__
-        ours = {"collate_fn": list, "worker_init_fn": functools.partial(setattr, dataset, "_ships")}
-        self._is_ours = (getattr(dataset, "_is_plain", False) and ours.keys().isdisjoint(arguments)
-                         and all(type(ds.dataset) is IndexedDataset for ds in dataset.sources))
-        arguments |= ours if self._is_ours and arguments.get("num_workers") else {}
-        super().__init__(dataset, batch_sampler=batch_sampler, **arguments)
-        self.consumed_samples = batch_sampler.consumed_samples
+    try:
+        consumed_samples = operator.index(state["consumed_samples"])
+        saved = _flatten_position(state)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
+    sampler.check_start(consumed_samples)
+    here = _flatten_position(save_position(dataset, sampler, consumed_samples))
+    differences = []
+    for key in sorted(here.keys() | saved.keys()):
+        if here.get(key) != saved.get(key):
+            differences.append(f"{key} is {here.get(key)!r} here, {saved.get(key)!r} in the state")
+    if differences and strict:
+        raise ValueError(f"the state does not fit: {'; '.join(differences)}")
+    return consumed_samples
 
-    def __iter__(self):
-        sampler, limit = self.batch_sampler, self.batch_sampler.total_samples
-        if sampler.kind == "cyclic":  # endless; not from where prefetching left the sampler
-            sampler.consumed_samples, limit = self.consumed_samples, math.inf
-        start = sampler.consumed_samples
-        if self._is_ours and not self.num_workers:  # made ahead by threads
-            # two in Python would only wait for each other
-            pool = concurrent.futures.ThreadPoolExecutor(2 if IMPLEMENTATION == "c" else 1)
-            batches = _ahead(pool, 2, self._make, map(self.dataset._parts, sampler))
-        else:  # made by torch, or of what a worker sent
-            batches = map(self._make, super().__iter__()) if self._is_ours else super().__iter__()
-        for number, batch in enumerate(batches, 1):
-            self.consumed_samples = min(start + number * sampler._group, limit)
-            yield batch
 
-    def _make(self, parts):
-        """A batch of one of our datasets, of what its _parts() said."""
-        batch = {key: torch.from_numpy(row) for key, row in self.dataset._batch(parts).items()}
-        return {key: row.pin_memory() for key, row in batch.items()} if self.pin_memory else batch
+def _flatten_position(state):
+    """All that must be equal in two positions, in one dict."""
+    flat = {"version": state["version"], "sampler": state["sampler"]}
+    return flat | state["dataset"] | state["order"]
 
-    def state_dict(self):
-        """A small JSON-able dict, equal on all ranks: how far, in which order, of which data."""
-        sampler, consumed = self.batch_sampler, self.consumed_samples
-        return {"version": 1, "consumed_samples": consumed, "sampler": sampler.kind,
-                "geometry": sampler.geometry(consumed), "dataset": fingerprint(self.dataset)}
 
-    def load_state_dict(self, state, strict=True):
-        """Go on where the state was taken.  Ranks, micro-batch size and workers may differ, unless
-        the order depends on them.  ValueError names what does not fit (strict=False: go on)."""
-        sampler, here = self.batch_sampler, {"sampler": self.batch_sampler.kind, "version": 1}
-        try:
-            consumed = operator.index(state["consumed_samples"])
-            saved = state["dataset"] | state["geometry"] | {key: state[key] for key in here}
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
-        here |= fingerprint(self.dataset) | sampler.geometry(consumed)
-        differ = [f"{key} is {here.get(key)!r} here, {saved.get(key)!r} in the state"
-                  for key in sorted({*here, *saved}) if here.get(key) != saved.get(key)]
-        _require(not differ or not strict, f"the state does not fit: {'; '.join(differ)}")
-        self.consumed_samples = sampler.consumed_samples = consumed
+def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
+    """Yield the items of an iterable again and again, pass after pass.
 
-def build_pretraining_data_loader(
-        dataset, consumed_samples, *, micro_batch_size, data_parallel_rank=0, data_parallel_size=1,
-        dataloader_type="single", data_sharding=True, num_workers=0, full_validation=False,
-        drop_last=True, seed=0):
-    """A PretrainingDataLoader of this rank's micro-batches, dicts of (micro_batch_size, ...); None
-    for None.  Upstream: build_pretraining_data_loader.
-
-    dataloader_type   "single": in order; "cyclic": shuffled anew each epoch; "external": dataset
-                      is the user's own loader, and is returned as it is
-    full_validation   every sample once, one a rank a step
-
-    >>> loader = build_pretraining_data_loader(range(8), 0, micro_batch_size=2)
-    >>> next(iter(loader)), loader.state_dict()["consumed_samples"]
-    (tensor([0, 1]), 2)
-    """
-    if dataset is None or dataloader_type == "external":
-        return dataset
-    _require(dataloader_type in ("single", "cyclic"),
-             f"dataloader_type must be single, cyclic or external, got {dataloader_type!r}")
-    sizes = len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
-    sampler = (MegatronFullValidationSampler(*sizes) if full_validation else
-               MegatronPretrainingSampler(*sizes, drop_last) if dataloader_type == "single" else
-               MegatronPretrainingRandomSampler(dataset, *sizes, data_sharding, seed))
-    how = {"pin_memory": torch.cuda.is_available(), "persistent_workers": num_workers > 0}
-    return PretrainingDataLoader(dataset, sampler, num_workers=num_workers, **how)
-
-def cyclic_iter(iterable):
-    """Yield its items for ever, pass after pass.  One may be empty (a run resumed at the end of an
-    epoch); two in a row are a ValueError instead of a hang.
+    One pass may be empty, as in a run that is resumed at the end of an epoch.  Two empty passes in
+    a row are a ValueError instead of a loop without end.
 
     >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
     [1, 2, 3, 1, 2, 3, 1]
     """
-    empty = 0
-    while empty < 2:
-        empty += 1
+    empty_passes = 0
+    while empty_passes < 2:
+        empty_passes += 1
         for item in iterable:
-            empty = 0
+            empty_passes = 0
             yield item
     raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
+
 
 class RerunDataIterator(collections.abc.Iterator):
     """An iterator whose last micro-batches can be had again.  Upstream: RerunDataIterator.
@@ -2103,282 +2857,522 @@ class RerunDataIterator(collections.abc.Iterator):
     >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
     (0, 1, None, 0, 1)
     """
-    def __init__(self, iterable):
-        self.iterable, self._source, self._read, self._again = iterable, iter(iterable), [], []
 
-    def __next__(self):
-        self._read.append(self._again.pop() if self._again else next(self._source))
-        return self._read[-1]
+    def __init__(self, iterable: typing.Iterable) -> None:
+        self.iterable = iterable
+        self._source = iter(iterable)
+        self._read = []  # since the last advance()
+        self._again = collections.deque()  # to be had again before the source goes on
 
-    def rewind(self):
+    def __next__(self) -> typing.Any:
+        item = self._again.popleft() if self._again else next(self._source)
+        self._read.append(item)
+        return item
+
+    def rewind(self) -> None:
         """Yield again all that came since the last advance()."""
-        self._read, self._again = [], self._again + self._read[::-1]
+        self._again.extendleft(reversed(self._read))
+        self._read = []
 
-    def advance(self):
+    def advance(self) -> None:
         """The step is done: what was read is not needed any more."""
         self._read = []
 
-def get_train_valid_test_num_samples(*, global_batch_size, eval_interval, eval_iters,
-                                     train_iters=None, train_samples=None, full_validation=False):
-    """(train, valid, test) samples that a run of train_iters or train_samples needs; valid is None
-    with full_validation.  Evaluations, of eval_iters global batches, come every eval_interval
-    iterations and at the end; test is used once.  Upstream: get_train_valid_test_num_samples.
+
+def get_train_valid_test_num_samples(
+    *,
+    global_batch_size: int,
+    eval_interval: int,
+    eval_iters: int,
+    train_iters: int | None = None,
+    train_samples: int | None = None,
+    full_validation: bool = False,
+) -> tuple[int, int | None, int]:
+    """Return how many samples a run needs of train, valid (None with full_validation) and test.
+
+    The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
+    of valid every eval_interval steps and at the end, and of test once.  Upstream:
+    get_train_valid_test_num_samples.
 
     >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
     ...                                  eval_iters=2)
     (800, 48, 16)
     """
-    _require((train_iters is None) != (train_samples is None),
-             f"give train_iters or train_samples, got {train_iters} and {train_samples}")
-    for size in (global_batch_size, eval_interval):
-        _require(size >= 1, f"global_batch_size and eval_interval must be >= 1, got {size}")
-    samples = train_samples if train_iters is None else train_iters * global_batch_size
-    evaluations = samples // global_batch_size // eval_interval + 1
-    valid = None if full_validation else evaluations * eval_iters * global_batch_size
-    return samples, valid, eval_iters * global_batch_size
+    if (train_iters is None) == (train_samples is None):
+        raise ValueError(f"give train_iters or train_samples, got {train_iters}, {train_samples}")
+    if global_batch_size < 1:
+        raise ValueError(f"global_batch_size must be >= 1, got {global_batch_size}")
+    if eval_interval < 1:
+        raise ValueError(f"eval_interval must be >= 1, got {eval_interval}")
+    if train_samples is None:
+        train_samples = train_iters * global_batch_size
+    evaluations = train_samples // global_batch_size // eval_interval + 1
+    test_samples = eval_iters * global_batch_size
+    valid_samples = None if full_validation else evaluations * test_samples
+    return train_samples, valid_samples, test_samples
+
 
 class NumMicroBatches:
-    """Micro-batches a step, constant or ramped up.  Upstream: num_microbatches_calculator.
+    """Micro-batches in a step, constant or growing.  Upstream: num_microbatches_calculator.
 
-    global_batch_size  samples a step, over all data-parallel ranks
-    rampup_batch_size  (start, increment, samples): the global batch grows from start to
-                       global_batch_size in equal steps of increment over so many samples
-    Raises             ValueError if one of these is no whole number of micro-batches on every rank
+    global_batch_size    samples in a step, of all data-parallel ranks together
+    micro_batch_size     samples that one rank handles at once
+    data_parallel_size   data-parallel ranks
+    rampup_batch_size    (start, increment, samples): the global batch grows from start to
+                         global_batch_size in equal steps of increment over so many samples
+
+    ValueError if one of these batch sizes is no whole number of micro-batches on every rank.
 
     >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
-    >>> [(ramp.update(consumed), ramp.get(), ramp.get_current_global_batch_size())[1:]
-    ...  for consumed in (0, 50, 101)]
-    [(2, 16), (3, 24), (4, 32)]
+    >>> for consumed in (0, 50, 101):
+    ...     ramp.update(consumed)
+    ...     print(ramp.get(), ramp.get_current_global_batch_size())
+    2 16
+    3 24
+    4 32
     """
-    def __init__(self, global_batch_size, micro_batch_size, data_parallel_size,
-                 rampup_batch_size=None):
-        self.global_batch_size, self.unit = global_batch_size, micro_batch_size * data_parallel_size
-        ramp = rampup_batch_size or (global_batch_size, 1, 0)
-        _require(len(ramp) == 3, f"rampup_batch_size is (start, increment, samples), got {ramp}")
-        start, increment, self.samples = ramp
-        self.sizes = range(start, global_batch_size + 1, max(1, increment))
-        good = min(start, increment) >= 1 and self.samples >= 0 and global_batch_size in self.sizes
-        _require(good, f"ramp-up {ramp}: wanted whole steps from >= 1 to {global_batch_size}")
-        bad = [size for size in self.sizes if self.unit < 1 or size % self.unit]
-        _require(not bad, f"global batch {bad[:1]}: no multiple of micro-batch*ranks, {self.unit}")
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        rampup_batch_size: typing.Sequence[int] | None = None,
+    ) -> None:
+        ramp = rampup_batch_size or (global_batch_size, 1, 0)  # one size from the start
+        if len(ramp) != 3:
+            raise ValueError(f"rampup_batch_size is (start, increment, samples), got {ramp}")
+        start, increment, samples = ramp
+        if start < 1 or increment < 1 or samples < 0:
+            raise ValueError(f"ramp-up {ramp}: wanted start and increment >= 1, samples >= 0")
+        self.global_batch_size = global_batch_size
+        self.unit = micro_batch_size * data_parallel_size
+        self.samples = samples
+        self.sizes = range(start, global_batch_size + 1, increment)
+        if global_batch_size not in self.sizes:
+            raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
+        if self.unit < 1:
+            raise ValueError(f"micro_batch_size * data_parallel_size must be >= 1, got {self.unit}")
+        for size in self.sizes:
+            if size % self.unit:
+                raise ValueError(
+                    f"a global batch of {size} samples is no multiple of micro_batch_size * "
+                    f"data_parallel_size, {self.unit}"
+                )
         self.update(0)
 
-    def update(self, consumed_samples):
+    def update(self, consumed_samples: int) -> None:
         """Set the batch size of the step that begins after so many samples."""
-        steps, samples = len(self.sizes) - 1, self.samples
-        ramping = steps and samples and consumed_samples <= samples
-        self._current = self.sizes[int(consumed_samples / (samples / steps)) if ramping else -1]
+        increments = len(self.sizes) - 1
+        if increments and self.samples and consumed_samples <= self.samples:
+            samples_per_increment = self.samples / increments
+            self._current = self.sizes[int(consumed_samples / samples_per_increment)]
+        else:
+            self._current = self.sizes[-1]
 
-    def get(self):
-        """Micro-batches of the current step."""
+    def get(self) -> int:
+        """Return the number of micro-batches of the current step."""
         return self._current // self.unit
 
-    def get_current_global_batch_size(self):
-        """Samples of the current step."""
+    def get_current_global_batch_size(self) -> int:
+        """Return the number of samples of the current step."""
         return self._current
 
-def check_data_consistency(consumed_samples, group=None):
-    """ValueError on every rank if the ranks of group do not agree on consumed_samples."""
-    found = _gather(int(consumed_samples), group) if _is_distributed() else []
-    _require(len({*found}) <= 1, f"the ranks disagree on consumed_samples, {found}: load one state")
 
 # ==============================================================================
 # 9. Parallel batches
 # ==============================================================================
-# Question answered here: which part of a batch does each rank get, and how does it come there?
+# Question answered here: which part of a batch does each rank get, and how?
 #
-#   tp=2 cp=2 dp=2 pp=2: rank = tp + 2 cp + 4 dp + 8 pp, so tp neighbours are neighbours
+# A big model is trained by many ranks, which share the work along up to four axes:
 #
-#   a global batch  --sampler-->  dp 0: ranks 0-3, 8-11       dp 1: ranks 4-7, 12-15
-#   of one dp rank  --stage--->   pp 0: tokens, positions     pp 1: labels, loss mask
-#   of one stage    --read---->   tp 0 reads it  --one broadcast, 4 bytes a token-->  tp 1
-#   all of them     --zigzag-->   cp 0: chunks 0 and 3 of 0 1 2 3          cp 1: chunks 1 and 2
+#   tp  tensor parallel     each rank holds a part of every layer; all of them need the same batch
+#   cp  context parallel    each rank has a part of every row (sequence) of the batch
+#   dp  data parallel       each rank has the whole model, and a batch of its own
+#   pp  pipeline parallel   each rank (stage) holds some of the layers: the first stage needs the
+#                           tokens, the last stage the labels
 #
-# (Under causal attention the last chunk costs most, the first least: each pair costs the same.)
-# An int32 a token is sent, from which receivers derive the rest; upstream broadcasts five tensors,
-# 28 bytes a token without a mask: 8 tokens, 8 labels, 8 positions, 4 loss mask.
+# With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
 #
-#   bit 31  30         29        28         27 .. 0
-#       0   document   position  has loss   id; the labels are the ids one further on, so a row has
-#           starts     restarts             S + 1 of them
+#   global batch         --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
+#   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
+#   batch of a stage     --one buffer->  tp 0: reads and sends it       tp 1: receives it
+#   batch of a tp rank   --zigzag--->    cp 0: chunks 0 and 3 of 4      cp 1: chunks 1 and 2
 #
-# A batch that does not come back equal (other labels, weights in the loss mask, ids from 2**28 up,
-# a mask of its own) follows whole, tensor by tensor.
+# Why chunks 0 and 3?  Under a causal mask the last token attends to all others, the first only to
+# itself.  So the last chunk costs most and the first least, and each pair of chunks costs the same.
+#
+# The buffer of a first stage, 2 rows of 4 tokens.  The widest items come first, so that each tensor
+# begins at a multiple of its item size, and a receiver can use it where it lies:
+#
+#   byte   0        8                         72                        136
+#          | status | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
+#
+# The receivers know the layout beforehand, from their stage and the shape of a batch.  Two things
+# they cannot know, so the status says them, and a second broadcast follows:
+#   packed   the batch has cu_seqlens and max_seqlen (several documents in a row, kept apart)
+#   failed   the reader met an error: its sentence follows, and every rank of the group raises it
 
-_BATCH_KEYS = "tokens", "labels", "loss_mask", "attention_mask", "position_ids"
-_LOSS, _RESTART, _BOUNDARY = (1 << bit for bit in (28, 29, 30))
-_PACKED, _WHOLE, _FAILED = range(3)  # what a message is
-_POSTED = "megatron_min/error"  # the store's key for it: stages run at their own pace
+_BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+_PACKING_KEYS = ("cu_seqlens", "max_seqlen")
+
+_PLAIN = 0
+_PACKED = 1
+_FAILED = 2
+
 
 class ParallelGroups:
-    """The layout of a job: tensor x context x pipeline ranks, and data, what is left of the world.
+    """The layout of a job: which ranks work together, and in which groups.
 
-    A kind is an axis, tp, cp, dp or pp, or several joined by "-"; the ranks of a group differ in
-    these alone.  Without torch.distributed: one process.  Upstream: RankGenerator, tp-cp-ep-dp-pp.
+    tensor, context, pipeline   ranks along these axes; the data axis is what is left of the world
+    Raises                      ValueError where the world cannot be cut so
+    Cost                        every rank makes the process groups of all ranks, once
 
-    >>> ParallelGroups.rank_lists("cp", tensor=2, context=2), ParallelGroups().size("dp-cp")
-    ([[0, 2], [1, 3]], 1)
+    A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
+    group differ in their places along these axes and in nothing else.  Every rank must make its
+    ParallelGroups at the same point.  Without torch.distributed the layout is one process.
+
+    Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp (ep, for experts,
+    is 1 here).
+
+    >>> ParallelGroups.rank_lists("cp", tensor=2, context=2)
+    [[0, 2], [1, 3]]
+    >>> ParallelGroups().size("dp-cp")
+    1
     """
-    # those with a process group; rank(), size() and rank_lists() know every combination
-    _KINDS = "tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp"
+
+    # The kinds with a process group.  ranks(), rank(), size() and rank_lists() take any other too.
+    _KINDS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp")
 
     @staticmethod
-    def rank_lists(kind, *, tensor=1, context=1, data=1, pipeline=1):
-        """All groups of a kind, as lists of ranks; pure."""
-        sizes, axes = {"pp": pipeline, "dp": data, "cp": context, "tp": tensor}, kind.split("-")
-        _require({*axes} <= {*sizes}, f"kind {kind!r}: wanted tp, cp, dp, pp, or some joined by -")
-        _require(min(sizes.values()) >= 1, f"sizes must be >= 1, got {sizes}")
-        ranks = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
-        order = np.argsort([name in axes for name in sizes], kind="stable")  # those of kind last
-        return ranks.transpose(order).reshape(-1, math.prod(sizes[a] for a in {*axes})).tolist()
+    def rank_lists(
+        kind: str, *, tensor: int = 1, context: int = 1, data: int = 1, pipeline: int = 1
+    ) -> list[list[int]]:
+        """All groups of a kind in a job of tensor * context * data * pipeline ranks.
 
-    def __init__(self, *, tensor=1, context=1, pipeline=1):
-        world = torch.distributed.get_world_size() if _is_distributed() else 1
+        Returns  the ranks of each group; each rank is in exactly one group
+        Raises   ValueError for an unknown axis, or a size below 1
+        Cost     about a microsecond a rank
+        """
+        axes = kind.split("-")
+        if not set(axes) <= {"tp", "cp", "dp", "pp"}:
+            raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
+        if min(tensor, context, data, pipeline) < 1:
+            raise ValueError(
+                "sizes must be at least 1, got "
+                f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
+            )
+        groups = {}
+        for rank in range(tensor * context * data * pipeline):
+            rest, tp = divmod(rank, tensor)
+            rest, cp = divmod(rest, context)
+            pp, dp = divmod(rest, data)
+            place = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+            others = tuple(at for axis, at in place.items() if axis not in axes)
+            groups.setdefault(others, []).append(rank)
+        return list(groups.values())
+
+    def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
+        world = 1
+        if _is_distributed():
+            world = torch.distributed.get_world_size()
         model = tensor * context * pipeline
-        _require(min(tensor, context, pipeline) >= 1 and world % model == 0, f"{world} ranks "
-                 f"cannot be cut into tensor {tensor} x context {context} x pipeline {pipeline}")
-        self.sizes = dict(tensor=tensor, context=context, data=world // model, pipeline=pipeline)
-        self._ranks, alive = functools.cache(self._ranks), _is_distributed()  # for each micro-batch
-        self._groups = {kind: self._new_group(kind) if alive else None for kind in self._KINDS}
-        self._gloo = self._groups  # batches travel between CPUs, so that no GPU has to wait
-        if alive and torch.distributed.get_backend() != "gloo":
-            self._gloo = {kind: self._new_group(kind, "gloo") for kind in ("tp", "dp-cp")}
+        if min(tensor, context, pipeline) < 1 or world % model != 0:
+            raise ValueError(
+                f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
+                f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
+            )
+        self.sizes = {
+            "tensor": tensor,
+            "context": context,
+            "data": world // model,
+            "pipeline": pipeline,
+        }
+        self._ranks = {}  # {kind: the ranks of this rank's group}
+        self._groups = {}  # {kind: the process group of this rank}
+        for kind in self._KINDS:
+            lists = self.rank_lists(kind, **self.sizes)
+            self._ranks[kind] = self._own_list(lists)
+            self._groups[kind] = self._new_group(lists)
+        # The tensor-parallel group over which batches travel is always gloo, from CPU to CPU.  Over
+        # NCCL a receiver would have to read the status of a batch from its GPU, and so wait for all
+        # the work that is queued there.
+        self.batch_group = self._groups["tp"]
+        if _is_distributed() and torch.distributed.get_backend() != "gloo":
+            lists = self.rank_lists("tp", **self.sizes)
+            self.batch_group = self._new_group(lists, backend="gloo")
 
-    def _new_group(self, kind, backend=None):
-        """Every rank makes all groups of a kind -> the one this rank is in."""
-        lists = self.rank_lists(kind, **self.sizes)
-        return torch.distributed.new_subgroups_by_enumeration(lists, backend=backend)[0]
+    @staticmethod
+    def _own_list(lists):
+        """The list that has this rank."""
+        for ranks in lists:
+            if _rank() in ranks:
+                return ranks
+        raise AssertionError("every rank is in one group of each kind")
 
-    def _ranks(self, kind):
-        """The ranks of this rank's group."""
-        return next(r for r in self.rank_lists(kind, **self.sizes) if _rank() in r)
+    @staticmethod
+    def _new_group(lists, backend=None):
+        """Make a process group of each list, all of them on every rank; return this rank's."""
+        if not _is_distributed():
+            return None
+        mine, _ = torch.distributed.new_subgroups_by_enumeration(lists, backend=backend)
+        return mine
 
-    def rank(self, kind):
-        """This rank's place in its group of a kind."""
-        return self._ranks(kind).index(_rank())
+    def ranks(self, kind: str) -> list[int]:
+        """The ranks of this rank's group of a kind."""
+        if kind not in self._ranks:
+            self._ranks[kind] = self._own_list(self.rank_lists(kind, **self.sizes))
+        return self._ranks[kind]
 
-    def size(self, kind):
-        """Ranks in a group of a kind."""
-        return len(self._ranks(kind))
+    def rank(self, kind: str) -> int:
+        """This rank's place in its group of a kind, from 0."""
+        return self.ranks(kind).index(_rank())
 
-    def group(self, kind):
-        """The process group of one of the kinds above; None without torch.distributed."""
-        _require(kind in self._groups, f"no group {kind!r}: there are {', '.join(self._groups)}")
+    def size(self, kind: str) -> int:
+        """The number of ranks in a group of a kind."""
+        return len(self.ranks(kind))
+
+    def group(self, kind: str) -> "torch.distributed.ProcessGroup | None":
+        """This rank's process group of a kind; None without torch.distributed."""
+        if kind not in self._groups:
+            raise ValueError(f"no process group {kind!r}: there are {', '.join(self._groups)}")
         return self._groups[kind]
-    is_first_stage = property(lambda self: self.rank("pp") == 0, doc="has the embedding")
-    is_last_stage = property(lambda self: self.rank("pp") + 1 == self.size("pp"), doc="has a loss")
 
-def get_batch_on_this_tp_rank(data_iterator, groups, *, micro_batch_size, sequence_length,
-                              create_attention_mask=False, mtp=False, device=None):
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank is in the first pipeline stage, which has the embedding."""
+        return self.rank("pp") == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank is in the last pipeline stage, which computes the loss."""
+        return self.rank("pp") == self.size("pp") - 1
+
+
+def get_batch(
+    data_iterator: typing.Iterator[dict] | None,
+    groups: ParallelGroups,
+    *,
+    use_per_sequence_balancing: bool = False,
+    **options: typing.Any,
+) -> dict[str, typing.Any]:
+    """The next micro-batch of this rank: get_batch_on_this_tp_rank(), then the cut for its cp rank.
+
+    options  those of get_batch_on_this_tp_rank(); use_per_sequence_balancing is that of
+             get_batch_on_this_cp_rank().  A batch that cannot be cut is an error on every tp rank,
+             because they all cut the same batch.
+
+    >>> text = torch.tensor([list(b"aaaab")])
+    >>> batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": torch.ones(1, 4)}
+    >>> batch["position_ids"] = torch.arange(4)[None]
+    >>> mine = get_batch(iter([batch]), ParallelGroups(), micro_batch_size=1, sequence_length=4)
+    >>> bytes(mine["labels"][0].tolist()), mine["attention_mask"]
+    (b'aaab', None)
+    """
+    batch = get_batch_on_this_tp_rank(data_iterator, groups, **options)
+    return get_batch_on_this_cp_rank(
+        batch,
+        groups.rank("cp"),
+        groups.size("cp"),
+        use_per_sequence_balancing=use_per_sequence_balancing,
+    )
+
+
+def get_batch_on_this_tp_rank(
+    data_iterator: typing.Iterator[dict] | None,
+    groups: ParallelGroups,
+    *,
+    micro_batch_size: int,
+    sequence_length: int,
+    create_attention_mask: bool = False,
+    mtp: bool = False,
+    device: torch.device | str | None = None,
+) -> dict[str, torch.Tensor | None]:
     """The next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
 
-    data_iterator          yields a loader's batches; None will do on other ranks
-    create_attention_mask  also the dense mask; causal where the batch has none
-    mtp                    the last stage also needs tokens and position_ids
-    device                 where to put it; default: this rank's GPU with nccl, else the CPU
-    Returns                tokens, labels, position_ids int64, loss_mask float32, (B, S), and
-                           attention_mask bool (B, 1, S, S); None for what the pipeline stage does
-                           not need: the first takes tokens and position_ids, the last labels and
-                           loss_mask, others nothing; cu_seqlens, max_seqlen if the batch has them
-    Raises                 what a reader met, on every rank of the stage at once, and on the other
-                           stages at their next call; StopIteration when one has no more
-    Cost                   one broadcast of 4 bytes a token (upstream: five, 28), over gloo; readers
-                           first agree over dp-cp, with 4 bytes, that all of them have a batch
+    data_iterator          iterator over a loader's batches; only tp rank 0 of the first and of the
+                           last pipeline stage uses it, and it may be None on all other ranks
+    micro_batch_size       B, rows of a batch
+    sequence_length        S, tokens of a row
+    create_attention_mask  return the dense mask too; where the batch has none, a causal one is
+                           made, in which the documents of cu_seqlens do not see one another
+    mtp                    the last stage predicts several tokens ahead (multi-token prediction),
+                           and needs tokens and position_ids too
+    device                 where the tensors are put; None: the GPU of this rank in an NCCL job,
+                           else the CPU
+    Returns                a dict of five keys: tokens, labels, position_ids, int64 (B, S);
+                           loss_mask, float32 (B, S); attention_mask, bool (B, 1, S, S), True =
+                           may not attend; None for what this pipeline stage does not need.
+                           cu_seqlens, int32 (B, S+1), and max_seqlen, int32 (B,), if the batch
+                           has them.
+    Raises                 what the reader met, on every rank of its tp group: StopIteration at the
+                           end of the data, ValueError where a tensor has another shape
+    Cost                   one broadcast of the tensors, 16 bytes a token on a first stage, 12 on a
+                           last one, 28 on a stage that is both, and S more with a mask; a second
+                           one for cu_seqlens.  The tensors of a batch are views of one buffer.
+    Upstream               get_batch_on_this_tp_rank, which broadcasts one tensor at a time
     """
-    first, last = groups.is_first_stage, groups.is_last_stage
-    needed, shape = first or last, (micro_batch_size, sequence_length)
-    store_of = torch.distributed.distributed_c10d._get_process_group_store
-    board = None if first and last else store_of(groups.group("pp"))
-
-    def read():  # after a look at what another pipeline stage has met
-        if board and board.check([_POSTED]):
-            _raise_message(json.loads(board.get(_POSTED)))
-        return _fitting(next(data_iterator), shape, create_attention_mask) if needed else {}
-    try:
-        batch = _broadcast(read, shape, groups, device) if needed else read()
-    except Exception as failure:
-        if board and not isinstance(failure, StopIteration):
-            board.set(_POSTED, json.dumps(_as_message(failure)))
-        raise
-    drop = ["labels", "loss_mask"] * (not last) + ["tokens", "position_ids"] * (not (first or mtp))
-    return dict.fromkeys(_BATCH_KEYS) | batch | dict.fromkeys(drop)
-
-def _fitting(batch, shape, with_mask):
-    """What is sent of a batch; ValueError if it is not of the shape that all ranks expect."""
-    kept, packed = {}, batch.get("cu_seqlens") is not None or batch.get("max_seqlen") is not None
-    for key, (size, dtype) in _layout(*shape, with_mask, packed).items():
-        if (value := batch.get(key)) is None and key == "attention_mask":
-            value = _dense_mask(batch["position_ids"] == 0 if packed else torch.zeros(shape))
-        found = getattr(value, "shape", None)
-        _require(found == size, f"batch[{key!r}]: wanted shape {size}, got {found and (*found,)}: "
-                 "give loader and get_batch the same micro_batch_size and sequence_length")
-        kept[key] = value.to("cpu", getattr(torch, dtype))
-    return kept
-
-def _dense_mask(boundary):
-    """bool (B, 1, S, S), True = may not attend: the future, and what lies before a boundary."""
-    document = boundary.cumsum(1)
-    future = torch.ones(2 * boundary.shape[1:], dtype=torch.bool, device=boundary.device).triu(1)
-    return future | (document[:, None, :, None] != document[:, None, None, :])
-
-def _pack(batch):
-    """A batch -> int32: what it is, has a mask, has cu_seqlens, and the words of all its rows."""
-    masked, packed = "attention_mask" in batch, "cu_seqlens" in batch
-    words = torch.cat([batch["tokens"], batch["labels"][:, -1:]], 1).to(torch.int32)
-    words[:, :-1] |= (batch["loss_mask"] != 0) * _LOSS | (batch["position_ids"] == 0) * _RESTART
-    if masked:  # a row that may not attend to its neighbour starts a document
-        words[:, 1:-1] |= batch["attention_mask"][:, 0].diagonal(-1, 1, 2) * _BOUNDARY
-    return torch.cat([torch.tensor([_PACKED, masked, packed], dtype=torch.int32), words.flatten()])
-
-def _unpack(message, shape, device):
-    """The batch that _pack packed, on the device."""
-    _, masked, packed = message[:3].tolist()
-    words = message[3:].view(shape[0], shape[1] + 1)
-    words = (words.pin_memory() if device.type == "cuda" else words).to(device, non_blocking=True)
-    ids, flags = (words & (_LOSS - 1)).to(torch.int64), words[:, :-1]
-    restarts, places = flags & _RESTART != 0, torch.arange(shape[1], device=device)
-    batch = {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous(),
-             "loss_mask": (flags & _LOSS != 0).to(torch.float32),
-             "position_ids": places - (restarts * places).cummax(1).values}
-    if masked:
-        batch["attention_mask"] = _dense_mask(flags & _BOUNDARY != 0)
-    if packed:  # the restarts, in order; then S
-        ends = torch.where(restarts, places, shape[1]).sort(1).values
-        ends = torch.nn.functional.pad(ends, (0, 1), value=shape[1]).to(torch.int32)
-        batch |= {"cu_seqlens": ends, "max_seqlen": ends.diff().amax(1)}
+    batch = dict.fromkeys(_BATCH_KEYS)
+    needed = _keys_of_stage(groups, create_attention_mask, mtp)
+    if not needed:
+        return batch
+    if device is None:
+        device = _device_of_group()
+    device = torch.device(device)
+    layout = _batch_layout(needed, micro_batch_size, sequence_length)
+    packing = _batch_layout(_PACKING_KEYS, micro_batch_size, sequence_length)
+    if groups.size("tp") == 1:
+        for key, tensor in _read_batch(data_iterator, layout, packing).items():
+            batch[key] = tensor.to(device, non_blocking=True)
+    else:
+        batch.update(_share_batch(data_iterator, layout, packing, groups, device))
     return batch
 
-def _broadcast(read, shape, groups, device):
-    """What tp rank 0 reads, or its error, on every rank of its tp group."""
-    device = torch.device(_wire(None) if device is None else device)
-    step, tp = functools.partial(_together, read, groups._gloo["dp-cp"]), groups._gloo["tp"]
-    if groups.size("tp") == 1:
-        return {key: value.to(device, non_blocking=True) for key, value in step().items()}
-    batch, error = (None, None) if groups.rank("tp") else _attempt(step)
-    message = torch.full((3 + shape[0] * (shape[1] + 1),), _FAILED, dtype=torch.int32)
-    if batch:
-        message = _pack(batch)
-        again = _unpack(message, shape, torch.device("cpu"))
-        message[0] = _PACKED if all(torch.equal(again[k], batch[k]) for k in batch) else _WHOLE
-    send = functools.partial(_wait, torch.distributed.broadcast, group=tp, group_src=0)
-    send(message)
-    kind, masked, packed = message[:3].tolist()
-    if kind == _FAILED:
-        _raise_together(error, tp)
-    if kind == _PACKED:
-        return again if batch and device.type == "cpu" else _unpack(message, shape, device)
-    found = {key: batch[key].contiguous() if batch else torch.from_numpy(np.empty(size, dtype))
-             for key, (size, dtype) in _layout(*shape, masked, packed).items()}
-    return {key: (send(value), value.to(device))[1] for key, value in found.items()}
 
-def get_batch_on_this_cp_rank(batch, cp_rank, cp_size):
-    """This context-parallel rank's part of a batch: chunks r and 2*cp-1-r of 2*cp, in that order.
+def _keys_of_stage(groups, create_attention_mask, mtp):
+    """The tensors of a batch that this rank's pipeline stage needs."""
+    first = groups.is_first_stage
+    last = groups.is_last_stage
+    keys = []
+    if first or (last and mtp):
+        keys += ["tokens", "position_ids"]
+    if last:
+        keys += ["labels", "loss_mask"]
+    if (first or last) and create_attention_mask:
+        keys.append("attention_mask")
+    return keys
 
-    batch    dict; tensors with a sequence axis (dim 1, of attention_mask dim 2) are cut, with
-             cu_seqlens (B, S+1) inside every document; everything else (None, dataset_id,
-             cu_seqlens, max_seqlen) passes through
-    Returns  a new dict, sequences of S / cp_size; batch is not changed
-    Raises   ValueError where S, or the length of a document, is no multiple of 2*cp_size
+
+def _batch_layout(keys, micro_batch_size, sequence_length):
+    """{key: (shape, dtype)} of tensors of a batch, the widest items first."""
+    row = (micro_batch_size, sequence_length)
+    layout = {
+        "tokens": (row, torch.int64),
+        "labels": (row, torch.int64),
+        "position_ids": (row, torch.int64),
+        "loss_mask": (row, torch.float32),
+        "cu_seqlens": ((micro_batch_size, sequence_length + 1), torch.int32),
+        "max_seqlen": ((micro_batch_size,), torch.int32),
+        "attention_mask": ((micro_batch_size, 1, sequence_length, sequence_length), torch.bool),
+    }
+    return {key: layout[key] for key in layout if key in keys}
+
+
+def _read_batch(data_iterator, layout, packing):
+    """Read the next batch: the tensors of layout, and those of packing where the batch has them."""
+    batch = next(data_iterator)
+    wanted = dict(layout)
+    if any(batch.get(key) is not None for key in packing):
+        wanted.update(packing)
+    makes_mask = "attention_mask" in layout and batch.get("attention_mask") is None
+    if makes_mask:
+        del wanted["attention_mask"]
+    _check_batch(batch, wanted)
+    tensors = {}
+    for key, (_, dtype) in wanted.items():
+        tensors[key] = batch[key].to("cpu", dtype)
+    if makes_mask:
+        shape, _ = layout["attention_mask"]
+        tensors["attention_mask"] = _causal_masks(shape, tensors.get("cu_seqlens"))
+    return tensors
+
+
+def _check_batch(batch, layout):
+    """Raise ValueError unless the batch has the tensors of a layout, in its shapes."""
+    for key, (shape, _) in layout.items():
+        found = None
+        if batch.get(key) is not None:
+            found = tuple(batch[key].shape)
+        if found != shape:
+            raise ValueError(
+                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
+                "get_batch the same micro_batch_size and sequence_length"
+            )
+
+
+def _causal_masks(shape, cu_seqlens):
+    """The masks of a batch, bool (B, 1, S, S); the documents of cu_seqlens are kept apart."""
+    rows, _, length, _ = shape
+    starts_of_rows = [[0]] * rows
+    if cu_seqlens is not None:
+        starts_of_rows = cu_seqlens.tolist()  # its unused entries are documents without tokens
+    masks = [causal_mask(starts, length) for starts in starts_of_rows]
+    return torch.from_numpy(np.stack(masks))
+
+
+def _share_batch(data_iterator, layout, packing, groups, device):
+    """What tp rank 0 reads, or its error, on every rank of its tensor-parallel group."""
+    tensors = {}
+    status = _PLAIN
+    error = None
+    if groups.rank("tp") == 0:
+        try:
+            tensors = _read_batch(data_iterator, layout, packing)
+        except Exception as caught:
+            status = _FAILED
+            error = caught
+        if "cu_seqlens" in tensors:
+            status = _PACKED
+        tensors["status"] = torch.tensor(status)
+    layout = {"status": ((), torch.int64)} | layout
+    buffer = _broadcast_tensors(tensors, layout, groups, device)
+    status = _cut_views(buffer, layout)["status"].item()
+    if status == _FAILED:
+        _raise_error_of(0, error, groups.batch_group)
+    batch = _cut_views(buffer.to(device, non_blocking=True), layout)
+    del batch["status"]
+    if status == _PACKED:
+        buffer = _broadcast_tensors(tensors, packing, groups, device)
+        batch.update(_cut_views(buffer.to(device, non_blocking=True), packing))
+    return batch
+
+
+def _broadcast_tensors(tensors, layout, groups, device):
+    """Lay tensors end to end in one uint8 buffer on the CPU, and send it from tp rank 0 to all.
+
+    The other ranks give no tensors.  The memory is pinned where the buffer goes on to a GPU, so
+    that the CPU need not wait for that copy.
+    """
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for key, view in _cut_views(buffer, layout).items():
+        if key in tensors:
+            view.copy_(tensors[key])
+    torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
+    return buffer
+
+
+def _cut_views(buffer, layout):
+    """{key: the tensor of the layout that lies in the buffer}, without a copy."""
+    views = {}
+    start = 0
+    for key, (shape, dtype) in layout.items():
+        size = math.prod(shape) * dtype.itemsize
+        views[key] = buffer[start : start + size].view(dtype).view(shape)
+        start += size
+    return views
+
+
+def get_batch_on_this_cp_rank(
+    batch: dict[str, typing.Any],
+    cp_rank: int,
+    cp_size: int,
+    *,
+    use_per_sequence_balancing: bool = False,
+) -> dict[str, typing.Any]:
+    """This context-parallel rank's part of a batch: two of 2 * cp_size chunks.
+
+    Rank r of cp ranks gets chunk r and chunk 2*cp-1-r, in that order.
+
+    batch      dict; a tensor with the sequence axis (dim 1, of attention_mask dim 2) is cut; with
+               cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
+               cu_seqlens, max_seqlen) is passed on.
+    use_per_sequence_balancing
+               with cu_seqlens too, cut the whole sequence and not every document
+    Returns    a new dict, with sequences of S / cp_size; the batch is not changed
+    Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size
+    Cost       a copy of the part; cu_seqlens on a GPU is read, which waits for the GPU
+    Upstream   get_batch_on_this_cp_rank, which changes the batch
 
     >>> batch = {"tokens": torch.arange(8)[None]}
     >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
@@ -2387,235 +3381,1998 @@ def get_batch_on_this_cp_rank(batch, cp_rank, cp_size):
     >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
     [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
     """
-    _require(0 <= cp_rank < cp_size, f"cp_rank must be 0 .. {cp_size - 1}, got {cp_rank}")
-    lengths = [batch[key].shape[1:][-1] for key in _BATCH_KEYS if batch.get(key) is not None]
-    if cp_size == 1 or not lengths:
-        return dict(batch)
-    found, parts, ends = dict(batch), [], batch.get("cu_seqlens")
-    for row, places in enumerate([[]] if ends is None else ends.tolist()):
-        parts.append([])  # (begin, length) of this rank's chunks: of a row, or of all alike
-        for d, (begin, end) in enumerate(itertools.pairwise(sorted({0, lengths[0], *places}))):
-            chunk, rest = divmod(end - begin, 2 * cp_size)
-            _require(not rest, f"document {d} of row {row} has {end - begin} tokens ({begin} to "
-                     f"{end}): cp_size {cp_size} wants a multiple of {2 * cp_size}")
-            parts[-1] += (begin + cp_rank * chunk, chunk), (end - (cp_rank + 1) * chunk, chunk)
-    for key in batch.keys() - {"dataset_id", "cu_seqlens", "max_seqlen"}:
-        value, dim = batch[key], 2 if key == "attention_mask" else 1
-        if getattr(value, "shape", ())[dim:dim + 1] == (lengths[0],):  # else it has no such axis
-            rows = [torch.cat([part.narrow(dim, *span) for span in spans], dim)
-                    for part, spans in zip(value.chunk(len(parts)), parts)]
-            found[key] = torch.cat(rows) if len(rows) > 1 else rows[0]
-    return found
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank must be 0 .. {cp_size - 1}, got {cp_rank}")
+    part = dict(batch)
+    sequences = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
+    if cp_size == 1 or not sequences:
+        return part
+    length = sequences[0].shape[-1]
+    cu_seqlens = batch.get("cu_seqlens")
+    if cu_seqlens is None or use_per_sequence_balancing:
+        places = [_places_in_sequence(length, cp_rank, cp_size)]
+    else:
+        places = []
+        for row, starts in enumerate(cu_seqlens.tolist()):
+            places.append(_places_in_documents(starts, length, cp_rank, cp_size, row))
+    places = torch.stack(places).to(sequences[0].device, non_blocking=True)
+    for key, value in batch.items():
+        dim = 2 if key == "attention_mask" else 1
+        if key not in ("dataset_id", *_PACKING_KEYS) and _has_axis(value, dim, length):
+            part[key] = _take_places(value, dim, places)
+    return part
 
-def get_batch(data_iterator, groups, **same):
-    """get_batch_on_this_tp_rank with the same arguments, then get_batch_on_this_cp_rank."""
-    def read():  # all ranks must hear of a batch that cannot be cut
-        get_batch_on_this_cp_rank(_fitting(batch := next(data_iterator), shape, False), *place)
-        return batch
-    shape = same["micro_batch_size"], same["sequence_length"]
-    place = groups.rank("cp"), groups.size("cp")
-    return get_batch_on_this_cp_rank(
-        get_batch_on_this_tp_rank(iter(read, None), groups, **same), *place)
+
+def _places_in_sequence(length, cp_rank, cp_size):
+    """int64: the places that a cp rank keeps of a sequence, which is cut as a whole."""
+    if length % (2 * cp_size) != 0:
+        raise ValueError(
+            f"a sequence of {length} tokens cannot be cut for cp_size {cp_size}: "
+            f"its length must be a multiple of {2 * cp_size}"
+        )
+    return _places_between(0, length, cp_rank, cp_size)
+
+
+def _places_in_documents(starts, length, cp_rank, cp_size, row):
+    """int64: the places that a cp rank keeps of a row, each of whose documents is cut by itself."""
+    bounds = sorted({0, *starts, length})  # cu_seqlens repeats the length in its unused entries
+    places = []
+    for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        if (end - begin) % (2 * cp_size) != 0:
+            raise ValueError(
+                f"document {document} of row {row} has {end - begin} tokens ({begin} to {end}): "
+                f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
+                "use_per_sequence_balancing=True cuts the whole sequence instead"
+            )
+        places.append(_places_between(begin, end, cp_rank, cp_size))
+    return torch.cat(places)
+
+
+def _places_between(begin, end, cp_rank, cp_size):
+    """int64: chunk cp_rank from the front and chunk cp_rank from the back, of 2 * cp_size."""
+    chunk = (end - begin) // (2 * cp_size)
+    front = begin + cp_rank * chunk
+    back = end - (cp_rank + 1) * chunk
+    return torch.cat([torch.arange(front, front + chunk), torch.arange(back, back + chunk)])
+
+
+def _has_axis(value, dim, length):
+    """Whether value is a tensor whose axis number dim has this length."""
+    return isinstance(value, torch.Tensor) and value.ndim > dim and value.shape[dim] == length
+
+
+def _take_places(value, dim, places):
+    """The places of value along an axis; places is int64 (1, n), for all rows, or (B, n)."""
+    if len(places) == 1:
+        return value.index_select(dim, places[0])
+    rows = []
+    for row, kept in zip(value, places, strict=True):
+        rows.append(row.index_select(dim - 1, kept))
+    return torch.stack(rows)
+
 
 # ==============================================================================
 # 10. Gradients
 # ==============================================================================
 # Question answered here: how do the data-parallel ranks come to have the same gradients?
 #
-#   parameters, as the model uses them     embed   w1   w2   w3   head
-#   buffer, one a dtype: in reverse,     | head | w3   w2 | w1   embed |   p.grad is a view of it
-#   as backward makes the gradients      | bucket 0 | bucket 1  | bucket 2 |
+# Each data-parallel rank computes the gradients of its own batch.  The average over all ranks is
+# the gradient of the global batch, so all ranks take the same step and stay equal.  The average is
+# made by a collective, which is a call that all ranks of a group make together:
+#
+#   all-reduce       every rank ends with the sum (or average) of the buffers of all ranks
+#   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
+#                    its own shard: enough for an optimizer that shares its work in the same way
+#
+#   parameters, as the model uses them   embed  w1  w2  w3  head
+#   buffer, one for each dtype: in       | head     | w3  w2   | w1  embed |   p.grad is a view
+#   reverse, as backward makes them      | bucket 0 | bucket 1 | bucket 2  |
 #   backward: head's gradient arrives      sent -->
-#             w3's, w2's                             sent -->
-#             w1's, embed's                                       sent -->
+#             w3's, w2's                              sent -->
+#             w1's, embed's                                      sent -->
 #   finish_grad_sync()                     waits for all
 #
-# A bucket is sent when its last gradient is there and those before it are sent: so all ranks send
-# in the same order, whatever parameters their batches use; one without a gradient is sent as zeros,
-# at the end.  A tied parameter is one parameter, in the place of its first use.
+# A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
+# send in the same order, whatever parameters their batches use.  A parameter without a gradient
+# counts as zero; its bucket, and those behind it, are sent at the end.  A tied parameter, which the
+# model uses in two places, is one parameter, in the place of its first use.
+#
+# A training step, with all that part I has made:
+#
+#   model.zero_grad_buffer()
+#   forward_backward_no_pipelining(...)   for each micro-batch: get_batch(), forward, backward; then
+#                                         finalize_model_grads() waits for the sums
+#   optimizer.step()
+#   loader.state_dict()                   for a checkpoint: which samples were used (section 14)
+
+
+@dataclasses.dataclass
+class Bucket:
+    """Parameters whose gradients are sent together, by one collective.
+
+    params   the parameters
+    data     their gradients: a slice of the buffer, in the order of params
+    waiting  the parameters whose gradient of this step has not come yet
+    handle   the collective that is on its way, or None
+    """
+
+    params: list[torch.nn.Parameter]
+    data: torch.Tensor
+    waiting: set[torch.nn.Parameter]
+    handle: "torch.distributed.Work | None" = None
+
 
 class DistributedDataParallel(torch.nn.Module):
     """A model whose gradients are averaged over a group.  Upstream: DistributedDataParallel.
 
-    module                     its parameters get main_grad and grad, views of one buffer a dtype
-    group                      the ranks to average over; default all
+    module                     each of its parameters that requires a gradient gets main_grad and
+                               grad, both the same view of one contiguous buffer a dtype
+    group                      the process group to average over; None: all ranks
     bucket_size                elements that are sent at once, at least
-    overlap_grad_reduce        send each bucket during backward; False: all at the end
-    use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, grad_shards,
-                               becomes the average; else all-reduce
-    average_in_collective      the collective averages; else gradients are scaled by 1/dp before it
-    check_for_nan_in_grad      finish_grad_sync() raises on every rank, naming parameter and rank
+    overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
+    use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, in
+                               grad_shards, becomes the average; False: all-reduce
+    average_in_collective      the collective divides by the number of ranks; False: gradients are
+                               divided by it before they are sent
+    check_for_nan_in_grad      where a gradient is nan, finish_grad_sync() raises ValueError on
+                               every rank, naming parameter and rank
+
+    grad_buffers   list of tensors: the buffer of each dtype and device
+    grad_shards    list of tensors: this rank's slice of each bucket
+
+    A step is zero_grad_buffer(); forward and backward of each micro-batch, all but the last under
+    no_sync(); finish_grad_sync(); the optimizer.
     """
-    def __init__(self, module, group=None, *, bucket_size=40_000_000, overlap_grad_reduce=False,
-                 use_distributed_optimizer=False, average_in_collective=False,
-                 check_for_nan_in_grad=False):
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        group: "torch.distributed.ProcessGroup | None" = None,
+        *,
+        bucket_size: int = 40_000_000,
+        overlap_grad_reduce: bool = False,
+        use_distributed_optimizer: bool = False,
+        average_in_collective: bool = False,
+        check_for_nan_in_grad: bool = False,
+    ) -> None:
         super().__init__()
-        self.module, self.group, self.check_for_nan_in_grad = module, group, check_for_nan_in_grad
-        self.overlap_grad_reduce, self._in_sync = overlap_grad_reduce, True
-        self.size = torch.distributed.get_world_size(group) if _is_distributed() else 1
+        if bucket_size < 1:
+            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
+        self.module = module
+        self.group = group
+        self.size = 1
+        if _is_distributed():
+            self.size = torch.distributed.get_world_size(group)
+        self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
         self.average_in_collective = average_in_collective
-        self.grad_buffers, self._buckets, self._bucket_of, self._sent = [], [], {}, []
+        self.check_for_nan_in_grad = check_for_nan_in_grad
+        self.grad_buffers = []
+        self.grad_shards = []
         self._names = {param: name for name, param in module.named_parameters()}
-        kinds, weak = collections.defaultdict(lambda: [[]]), weakref.WeakMethod(self._on_gradient)
-        for param in reversed([param for param in self._names if param.requires_grad]):
-            runs = kinds[param.dtype, param.device]  # the parameters of each bucket of a buffer
-            if sum(map(torch.numel, runs[-1])) >= bucket_size:
-                runs.append([])
-            runs[-1].append(param)
-            param.register_post_accumulate_grad_hook(lambda p: weak() and weak()(p))  # no leak
-        for (dtype, device), runs in kinds.items():
-            sizes = [-(-sum(map(torch.numel, run)) // self.size) * self.size for run in runs]
-            self.grad_buffers.append(torch.zeros(sum(sizes), dtype=dtype, device=device))
-            self._buckets += zip(runs, self.grad_buffers[-1].split(sizes))
-        for bucket, (params, data) in enumerate(self._buckets):
-            for param, end in zip(params, itertools.accumulate(map(torch.numel, params))):
-                param.main_grad = data[end - param.numel():end].view(param.shape)
-                self._bucket_of[param] = bucket
-        self.grad_shards = [data.chunk(self.size)[_rank(group)] for _, data in self._buckets]
+        self._buckets = []
+        self._bucket_of = {}  # {parameter: number of its bucket}
+        self._num_sent = 0  # buckets that were sent in this step
+        self._in_sync = True  # False under no_sync()
+        # False from finish_grad_sync() until a gradient comes or zero_grad_buffer() begins a step
+        self._must_send = True
+        self._nan_names = []  # parameters with nan in what was sent in this step
+        for runs in self._runs_of_parameters(bucket_size):
+            self._add_buffer(runs)
+        for param in self._bucket_of:
+            param.register_post_accumulate_grad_hook(_GradientHook(self))
         self.zero_grad_buffer()
 
-    def forward(self, *inputs, **kwargs):
-        """That of the module."""
+    def _runs_of_parameters(self, bucket_size):
+        """For each dtype and device: a list of runs, the parameters of one bucket each."""
+        runs_of = {}
+        for param in reversed(self._names):
+            if not param.requires_grad:
+                continue
+            runs = runs_of.setdefault((param.dtype, param.device), [[]])
+            if _num_elements(runs[-1]) >= bucket_size:
+                runs.append([])
+            runs[-1].append(param)
+        return runs_of.values()
+
+    def _add_buffer(self, runs):
+        """Make the buffer of one dtype, its buckets, and the view of each parameter."""
+        # A bucket is padded with zeros, so that it can be cut into one shard a rank.
+        sizes = []
+        for run in runs:
+            shard = _ceil_div(_num_elements(run), self.size)
+            sizes.append(shard * self.size)
+        first = runs[0][0]
+        buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.grad_buffers.append(buffer)
+        for params, data in zip(runs, buffer.split(sizes), strict=True):
+            start = 0
+            for param in params:
+                param.main_grad = data[start : start + param.numel()].view(param.shape)
+                self._bucket_of[param] = len(self._buckets)
+                start += param.numel()
+            self.grad_shards.append(data.chunk(self.size)[_rank(self.group)])
+            self._buckets.append(Bucket(params, data, waiting=set(params)))
+
+    def forward(self, *inputs: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        """Call the module."""
         return self.module(*inputs, **kwargs)
 
     @contextlib.contextmanager
-    def no_sync(self):
-        """Gradients of backwards inside are only added up: for all micro-batches but the last."""
-        before, self._in_sync = self._in_sync, False
+    def no_sync(self) -> typing.Iterator[None]:
+        """In this block, backward adds to the gradients and sends nothing.
+
+        Use it for all micro-batches of a step but the last one.
+        """
+        before = self._in_sync
+        self._in_sync = False
         try:
             yield
         finally:
             self._in_sync = before
 
     def _on_gradient(self, param):
-        """Called when backward has added to param.grad."""
-        bucket = self._bucket_of[param]
-        _require(bucket >= len(self._sent), f"gradient of {self._names[param]} after it was sent: "
-                 "put all backwards of a step but the last under no_sync()", RuntimeError)
-        if param.grad is not param.main_grad:  # someone set it to None, which means zero
-            param.grad = param.main_grad.copy_(param.grad)
-        self._changed = True
+        """Note that backward has added to param.grad; send the buckets that are complete now."""
+        number = self._bucket_of[param]
+        if number < self._num_sent:
+            raise RuntimeError(
+                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
+                "but the last under no_sync()"
+            )
+        if param.grad is not param.main_grad:
+            # Somebody has set param.grad to None, which means zero, and backward made a new tensor.
+            param.main_grad.copy_(param.grad)
+            param.grad = param.main_grad
+        self._must_send = True
         if self._in_sync and self.overlap_grad_reduce:
-            self._waiting[bucket].discard(param)
-            while len(self._sent) < len(self._buckets) and not self._waiting[len(self._sent)]:
-                self._send(*self._buckets[len(self._sent)])
+            self._buckets[number].waiting.discard(param)
+            while self._num_sent < len(self._buckets):
+                if self._buckets[self._num_sent].waiting:
+                    break
+                self._send_next_bucket()
 
-    def _send(self, params, data):
-        """Start the collective of the next bucket."""
-        for param in params:
+    def _send_next_bucket(self):
+        """Start the collective of the first bucket that was not sent yet."""
+        bucket = self._buckets[self._num_sent]
+        shard = self.grad_shards[self._num_sent]
+        self._num_sent += 1
+        for param in bucket.params:
             if param.grad is None:
-                param.grad = param.main_grad.zero_()
+                param.main_grad.zero_()
+                param.grad = param.main_grad
             if self.check_for_nan_in_grad and param.main_grad.isnan().any():
-                self._nans.append(self._names[param])
-        self._sent.append(None)
+                self._nan_names.append(self._names[param])
         if self.size == 1:
             return
-        how = {"op": torch.distributed.ReduceOp.AVG, "group": self.group, "async_op": True}
+        operation = torch.distributed.ReduceOp.AVG
         if not self.average_in_collective:
-            how["op"] = torch.distributed.ReduceOp.SUM
-            data.mul_(1 / self.size)
+            operation = torch.distributed.ReduceOp.SUM
+            bucket.data.mul_(1 / self.size)
         if self.use_distributed_optimizer:
-            new = getattr(torch.distributed, "reduce_scatter_single", None)  # its later name
-            scatter = new or torch.distributed.reduce_scatter_tensor
-            self._sent[-1] = _wait(scatter, self.grad_shards[len(self._sent) - 1], data, **how)
+            bucket.handle = _reduce_scatter(
+                shard, bucket.data, operation, self.group, async_op=True
+            )
         else:
-            self._sent[-1] = _wait(torch.distributed.all_reduce, data, **how)
+            bucket.handle = torch.distributed.all_reduce(
+                bucket.data, operation, self.group, async_op=True
+            )
 
-    def start_grad_sync(self):
+    def start_grad_sync(self) -> None:
         """Send the buckets that were not sent during backward."""
-        for params, data in self._buckets[len(self._sent):] if self._changed else ():
-            self._send(params, data)
+        if not self._must_send:
+            return
+        while self._num_sent < len(self._buckets):
+            self._send_next_bucket()
 
-    def finish_grad_sync(self):
-        """Send what is left, wait for all; nothing is sent where no gradient has changed since."""
+    def finish_grad_sync(self) -> None:
+        """Send what is left and wait for all buckets.
+
+        Nothing is sent if since the last call neither a gradient has come nor zero_grad_buffer()
+        has begun a step.  Every rank must call this method, and with check_for_nan_in_grad it
+        raises ValueError on every rank.
+        """
         self.start_grad_sync()
-        found = self._nans
-        self._begin(changed=False)
+        self._wait_and_reset()
+        self._must_send = False
         if self.check_for_nan_in_grad:
-            _together(lambda: _require(not found, f"nan in the gradient of {found[:1]}, and of "
-                                       f"{len(found) - 1} others"), self.group)
+            on_every_rank(self._check_for_nan, self.group)
 
-    def _begin(self, changed):
-        """Wait for what was sent: all gradients are to come again."""
-        for handle in filter(None, self._sent):
-            _wait(handle.wait)
-        self._sent, self._nans, self._changed = [], [], changed
-        self._waiting = [set(params) for params, _ in self._buckets]
+    def _wait_and_reset(self):
+        """Wait for what was sent; from now on every gradient is expected again."""
+        for bucket in self._buckets:
+            if bucket.handle is not None:
+                bucket.handle.wait()
+                bucket.handle = None
+            bucket.waiting = set(bucket.params)
+        self._num_sent = 0
 
-    def zero_grad_buffer(self):
-        """Before each step: all gradients 0, and param.grad views of the buffers again; a rank
-        whose batch gives no gradient at all then sends zeros, and nobody waits for it."""
-        self._begin(changed=True)
-        for param in self._bucket_of:  # what lies between them stays 0
-            param.grad = param.main_grad.zero_()
+    def _check_for_nan(self):
+        """Raise ValueError if this rank has sent nan."""
+        names = self._nan_names
+        self._nan_names = []
+        if names:
+            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
 
-    def scale_gradients(self, factor):
-        """Multiply all gradients."""
-        for data in self.grad_buffers:
-            data.mul_(factor)
+    def zero_grad_buffer(self) -> None:
+        """Begin a step: every gradient is 0, and every param.grad a view of the buffers again.
 
-    def broadcast_params(self):
-        """Give every rank the parameters of the group's first."""
-        for param in self._names if self.size > 1 else ():
-            _wait(torch.distributed.broadcast, param.data, group=self.group, group_src=0)
+        A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
+        """
+        self._wait_and_reset()
+        self._must_send = True
+        self._nan_names = []
+        for param in self._bucket_of:  # the padding between them is 0 from the beginning
+            param.main_grad.zero_()
+            param.grad = param.main_grad
 
-def finalize_model_grads(model, num_tokens=None, groups=None):
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by a factor."""
+        for buffer in self.grad_buffers:
+            buffer.mul_(factor)
+
+    def broadcast_params(self) -> None:
+        """Give every rank the parameters of the group's first rank, frozen ones included."""
+        if self.size == 1:
+            return
+        for param in self._names:
+            torch.distributed.broadcast(param.data, group=self.group, group_src=0)
+
+
+class _GradientHook:
+    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
+
+    A parameter keeps its hooks.  With a weak reference a wrapper that was dropped is freed, and its
+    module can be used without it or be wrapped again.
+    """
+
+    def __init__(self, wrapper):
+        self.wrapper = weakref.ref(wrapper)
+
+    def __call__(self, param):
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper._on_gradient(param)
+
+
+def _num_elements(params):
+    """The number of elements of all these parameters together."""
+    return sum(param.numel() for param in params)
+
+
+def _reduce_scatter(output, data, operation, group, async_op):
+    """torch.distributed.reduce_scatter_single, which older versions of torch name otherwise."""
+    function = getattr(torch.distributed, "reduce_scatter_single", None)
+    if function is None:
+        function = torch.distributed.reduce_scatter_tensor
+    return function(output, data, operation, group, async_op)
+
+
+def finalize_model_grads(
+    model: list[DistributedDataParallel],
+    num_tokens: int | torch.Tensor | None = None,
+    groups: ParallelGroups | None = None,
+) -> None:
     """Finish the gradients of a step.  Upstream: finalize_model_grads.
 
-    model       list of DistributedDataParallel
-    num_tokens  of this rank, int or tensor: gradients, of sums over tokens, become those of the
-                mean over all ranks' tokens (the 1/dp of each model is undone); all ranks must give
-                the same type
-    groups      ParallelGroups, whose dp-cp ranks' tokens are added; default the model's group
+    model       the parts of the model on this rank
+    num_tokens  tokens of this rank that count, int or tensor; all ranks must give the same type.
+                The loss was a sum over tokens then.  The gradients, which are an average over the
+                ranks, are multiplied by ranks / tokens of all ranks, and so become the gradients of
+                the mean loss of a token.  None: the gradients stay as they are.
+    groups      count the tokens of the dp-cp ranks of this layout; None: those of each part's group
     """
     for part in model:
         part.finish_grad_sync()
-        if num_tokens is not None:
-            total = torch.as_tensor(num_tokens, device=_wire(part.group)).clone()
-            if part.size > 1:
-                group = groups.group("dp-cp") if groups else part.group
-                _wait(torch.distributed.all_reduce, total, group=group)
-            part.scale_gradients(part.size / (total.item() or 1))
+        if num_tokens is None:
+            continue
+        total = torch.as_tensor(num_tokens, device=_device_of_group(part.group)).clone()
+        if part.size > 1:
+            group = part.group
+            if groups is not None:
+                group = groups.group("dp-cp")
+            torch.distributed.all_reduce(total, group=group)
+        total = total.item()
+        if total != 0:  # without a token that counts, all gradients are 0 already
+            part.scale_gradients(part.size / total)
 
-def forward_backward_no_pipelining(*, forward_step_func, data_iterator, model, num_microbatches,
-                                   forward_only=False):
-    """Run a step's micro-batches, finish the gradients -> reports.  Upstream: the same name.
 
-    forward_step_func  (data_iterator, model) -> output, loss_func; loss_func(output) -> loss,
-                       report, for gradients of the mean over micro-batches; or, for those of the
-                       mean over all ranks' tokens: sum over tokens, num_tokens, report
-    model              DistributedDataParallel, or a list of one, or a plain module
-    forward_only       no backward; nothing is sent
+def forward_backward_no_pipelining(
+    *,
+    forward_step_func: typing.Callable,
+    data_iterator: typing.Iterator | None,
+    model: torch.nn.Module | typing.Sequence[torch.nn.Module],
+    num_microbatches: int,
+    forward_only: bool = False,
+) -> list[typing.Any]:
+    """Run the micro-batches of a step and finish the gradients.  Upstream: the same name.
 
+    forward_step_func  (data_iterator, model) -> (output, loss_func).  loss_func(output) is
+                       (loss, report), for gradients of the mean over micro-batches; or
+                       (sum of losses, num_tokens, report), for gradients of the mean over the
+                       tokens of all micro-batches and, of a DistributedDataParallel, all ranks
+    data_iterator      is passed on to forward_step_func
+    model              a DistributedDataParallel, a plain module, or a list of one of these
+    num_microbatches   how many to run, at least 1
+    forward_only       no backward, and nothing is sent; call it under torch.no_grad()
+    Returns            the reports, one a micro-batch
+
+    >>> def mean_of_tokens(output):
+    ...     return output.sum(), output.shape[0], "sum and tokens"
+    >>> def step(data, model):
+    ...     return model(next(data)), mean_of_tokens
     >>> model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
-    >>> step = lambda data, model: (model(next(data)), lambda y: (y.sum(), y.shape[0], len(y)))
-    >>> batches = iter([torch.ones(3, 1), torch.zeros(1, 1)])
-    >>> forward_backward_no_pipelining(forward_step_func=step, data_iterator=batches, model=model,
-    ...                                num_microbatches=2), model.module.weight.grad.item()
-    ([3, 1], 0.75)
+    >>> forward_backward_no_pipelining(forward_step_func=step, model=model, num_microbatches=2,
+    ...     data_iterator=iter([torch.ones(3, 1), torch.zeros(1, 1)]))
+    ['sum and tokens', 'sum and tokens']
+    >>> model.module.weight.grad.item()                                   # (1 + 1 + 1 + 0) / 4
+    0.75
     """
-    parts, total, reports = model if isinstance(model, (list, tuple)) else [model], 0, []
-    _require(len(parts) == 1 <= num_microbatches, f"wanted one model and at least one micro-batch, "
-             f"got {len(parts)} and {num_microbatches}")
-    model, is_ddp = parts[0], isinstance(parts[0], DistributedDataParallel)
-    for left in reversed(range(num_microbatches)):
-        with model.no_sync() if left and is_ddp else contextlib.nullcontext():
+    parts = [model]
+    if isinstance(model, (list, tuple)):
+        parts = list(model)
+    if len(parts) != 1:
+        raise ValueError(f"without pipelining there is one model, got a list of {len(parts)}")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+    model = parts[0]
+    reports = []
+    token_counts = []
+    for number in range(num_microbatches):
+        is_last = number == num_microbatches - 1
+        with _sync_only_if(is_last, model):
             output, loss_func = forward_step_func(data_iterator, model)
-            loss, *tokens, report = loss_func(output)
-            total = sum(tokens, total)
+            result = loss_func(output)
+            if len(result) == 3:
+                loss, tokens, report = result
+                token_counts.append(tokens)
+            else:
+                loss, report = result
+                loss = loss / num_microbatches
             if not forward_only:
-                (loss if tokens else loss / num_microbatches).backward()
+                loss.backward()
         reports.append(report)
-    if is_ddp and not forward_only:
-        finalize_model_grads([model], total if tokens else None)
-    elif tokens and not forward_only:
-        for param in (param for param in model.parameters() if param.grad is not None):
-            param.grad /= total or 1
+    if not forward_only:
+        num_tokens = None
+        if token_counts:
+            num_tokens = sum(token_counts)
+        _finish_step(model, num_tokens)
     return reports
 
+
+def _sync_only_if(is_last, model):
+    """A context in which backward sends gradients only in the last micro-batch of a step."""
+    if is_last or not isinstance(model, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return model.no_sync()
+
+
+def _finish_step(model, num_tokens):
+    """Finish the gradients of a wrapped model, or divide those of a plain one by its tokens."""
+    if isinstance(model, DistributedDataParallel):
+        finalize_model_grads([model], num_tokens)
+    elif num_tokens is not None and num_tokens != 0:
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad /= num_tokens
+
+
 # ==============================================================================
-# 11. The command line
+# PART II: THE WORKSHOP
+# ==============================================================================
+#
+# ==============================================================================
+# 11. Whole files
+# ==============================================================================
+# Question answered here: how does a file appear whole, or not at all?
+#
+#   write   corpus.bin.1f0c9e2ab47d6835.tmp      a new file beside the old one, with a random name
+#   sync    the same                             the operating system has written it to the disk
+#   rename  corpus.bin                           in one step: a reader finds the old or the new one
+#
+# After an error, or Ctrl-C, or SIGTERM in our commands, the temporary file is removed.  A process
+# that is killed (kill -9, no power) leaves it behind; it can be deleted by hand.
+
+
+class NewFile:
+    """A binary file that appears as path, whole, at commit().
+
+    file       the open file, to write to
+    temporary  its name until commit()
+
+    In a with block the file is committed at the end, or removed if an exception ends the block.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = os.fspath(path)
+        folder = os.path.dirname(self.path) or "."
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"{folder}: no such folder")
+        self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
+        self.file = open(self.temporary, "xb", buffering=1 << 20)
+        if os.path.exists(self.path):
+            shutil.copymode(self.path, self.temporary)  # readers of the old file keep their rights
+
+    def sync(self) -> None:
+        """Have the disk hold all that was written; OSError if it is full."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def commit(self) -> None:
+        """Give the file its name."""
+        self.sync()
+        self.file.close()
+        os.replace(self.temporary, self.path)
+
+    def discard(self) -> None:
+        """Remove the file; after commit() this does nothing."""
+        with contextlib.suppress(OSError):  # a full disk refuses what is not yet written
+            self.file.close()
+        pathlib.Path(self.temporary).unlink(missing_ok=True)
+
+    def __enter__(self) -> typing.BinaryIO:
+        return self.file
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            self.discard()
+
+
+def commit_pair(tokens: NewFile, index: NewFile) -> None:
+    """Give a .bin and its .idx their names; an old .idx never stands beside a new .bin."""
+    tokens.sync()
+    index.sync()
+    pathlib.Path(index.path).unlink(missing_ok=True)
+    tokens.commit()
+    index.commit()
+
+
+def map_file(path: str | os.PathLike) -> np.ndarray:
+    """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive."""
+    if os.path.getsize(path) == 0:
+        return np.empty(0, np.uint8)  # an empty file cannot be mapped
+    return np.asarray(np.memmap(path, np.uint8, "r"))
+
+
+# ==============================================================================
+# 12. The index cache
+# ==============================================================================
+# Question answered here: when may arrays made earlier be used again?
+#
+# The name of the files is a digest of what was asked for.  What the arrays were made from, and what
+# they are, stands in a manifest, which is written last:
+#
+#   <hash>-GPTDataset-train-description.txt      what was asked for; hash is the md5 of this text
+#                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
+#                          -manifest.json        what the arrays were made from; the size and the
+#                                                CRC-32 of each file
+#
+#   found                                          then
+#   nothing                                        the arrays are built and saved
+#   a manifest that matches                        the arrays are used (rank 0 reads the CRCs)
+#   arrays without manifest (upstream's cache)     built and saved: the same bytes
+#   anything else: torn, altered, of other data    built and saved, with a warning that says why
+#   a folder that cannot be written                built, with a warning; they stay in memory
+
+
+# what a torn array, or a manifest that somebody else wrote, can lead to
+_FAULTS = (
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
+
+
+def describe(identifiers: dict) -> str:
+    """Return the text that upstream writes for these identifiers."""
+    return json.dumps(identifiers, indent=4, default=_identifiers_of)
+
+
+def _identifiers_of(value):
+    """What stands in a description for a value that JSON does not know, such as a tokenizer."""
+    return value.unique_identifiers
+
+
+def _md5(data):
+    """Hex digest of a text or bytes, for names and comparisons; it protects nothing."""
+    if isinstance(data, str):
+        data = data.encode()
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+class IndexCache:
+    """Index arrays in .npy files: loaded if they are there and right, else built and saved.
+
+    folder       where the files are; None: the arrays stay in memory
+    stem         what all file names begin with
+    names        names of the arrays: <folder>/<stem>-<name>.npy
+    description  text of the description file
+    made_from    JSON-able dict of what the arrays are made from; a cache of other data is stale
+
+    cache[name] is an array, mapped from its file where there is one.  A pickled cache has the paths
+    alone, and maps the files again.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike | None,
+        stem: str,
+        names: typing.Sequence[str],
+        description: str,
+        made_from: dict | None = None,
+    ) -> None:
+        self.folder = folder or None
+        self.stem = stem
+        self.names = names
+        self.description = description
+        self.made_from = {"format": 2} | (made_from or {})
+        self._arrays = None
+        self._is_saved = False  # do the files hold these arrays?
+
+    def path(self, file: str) -> str:
+        """Return the path of one of the files: an array's, the description's or the manifest's."""
+        return os.path.join(self.folder, f"{self.stem}-{file}")
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if self._arrays is None:
+            self._arrays = self._map_arrays()
+        return self._arrays[self.names.index(name)]
+
+    def load_or_build(
+        self,
+        build: typing.Callable[[], list[np.ndarray]],
+        trust: bool = False,
+        defer: bool = False,
+    ) -> None:
+        """Load the arrays, or build and save them.
+
+        build   makes the arrays, in the order of names; its errors pass through
+        trust   use a cache that exists, without any check
+        defer   open the files at the first access
+        """
+        if self.folder is None:
+            self._arrays = build()
+            return
+        if trust and self.exists():
+            self._is_saved = True
+            return
+        if self._is_valid():
+            self._is_saved = True
+        else:
+            self._save(build())
+        if defer and self._is_saved:
+            self._arrays = None
+
+    def exists(self) -> bool:
+        """Are all files there that upstream looks for?"""
+        if self.folder is None:
+            return False
+        files = [f"{name}.npy" for name in self.names] + ["description.txt"]
+        return all(os.path.isfile(self.path(file)) for file in files)
+
+    def _is_valid(self):
+        """Is there a cache with a manifest that matches?  If it is wrong, a warning says why."""
+        try:
+            if not os.path.exists(self.path("manifest.json")):
+                return False
+            fault = self._find_fault()
+        except _FAULTS as error:
+            fault = f"{type(error).__name__}: {error}"
+        if fault is None:
+            return True
+        warnings.warn(
+            f"the cache {os.path.join(self.folder, self.stem)} is rebuilt: {fault}", stacklevel=2
+        )
+        return False
+
+    def _find_fault(self):
+        """What is wrong with the files, as a sentence, or None; errors mean torn files too."""
+        description = pathlib.Path(self.path("description.txt")).read_text("utf-8")
+        if description != self.description:
+            return "its description is of another dataset"
+        manifest = json.loads(pathlib.Path(self.path("manifest.json")).read_text("utf-8"))
+        for key, value in self.made_from.items():
+            if manifest["made_from"].get(key) != value:
+                return f"{key} was {manifest['made_from'].get(key)!r}, is {value!r}"
+        for name in self.names:
+            noted = manifest["files"][name]
+            # to read the whole file takes a second for each GiB, so one rank does it for all
+            path = self.path(f"{name}.npy")
+            found = _describe_file(path, noted["crc32"] if _rank() else None)
+            if found != noted:
+                return f"{name}.npy was {noted}, is {found}"
+        self._arrays = self._map_arrays()
+        return None
+
+    def _map_arrays(self):
+        """The arrays of the files, read-only.  numpy is told never to unpickle anything."""
+        arrays = []
+        for name in self.names:
+            mapped = np.load(self.path(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
+            arrays.append(np.asarray(mapped))
+        return arrays
+
+    def _save(self, arrays):
+        """Write all files, the manifest last, and map them; keep the arrays if that fails."""
+        self._arrays = arrays
+        try:
+            self._write(arrays)
+            self._arrays = self._map_arrays()
+            self._is_saved = True
+        except OSError as error:
+            warnings.warn(
+                f"the index cache {os.path.join(self.folder, self.stem)} cannot be written "
+                f"({error}): the indices stay in memory; set path_to_cache to a folder that can be",
+                stacklevel=2,
+            )
+
+    def _write(self, arrays):
+        """An old manifest goes first: it must not vouch for new arrays."""
+        os.makedirs(self.folder, exist_ok=True)
+        pathlib.Path(self.path("manifest.json")).unlink(missing_ok=True)
+        files = {}
+        for name, values in zip(self.names, arrays, strict=True):
+            with NewFile(self.path(f"{name}.npy")) as file:
+                _write_npy(file, values)
+                file.flush()
+                # the file that has its name a moment later may be another job's, of other data
+                files[name] = _describe_file(file.name)
+        with NewFile(self.path("description.txt")) as file:
+            file.write(self.description.encode())
+        self._write_manifest(files)
+
+    def _write_manifest(self, files):
+        """What vouches for the files."""
+        manifest = {"made_from": self.made_from, "files": files}
+        with NewFile(self.path("manifest.json")) as file:
+            file.write(json.dumps(manifest, indent=4).encode())
+
+    def __getstate__(self):
+        """Without arrays that the other process can map."""
+        state = self.__dict__.copy()
+        if self._is_saved:
+            state["_arrays"] = None
+        return state
+
+
+def _describe_file(path, crc32=None):
+    """What the manifest says of the file of an array; a CRC that is given is not computed."""
+    content = map_file(path)
+    if crc32 is None:
+        crc32 = zlib.crc32(content)
+    return {"size": len(content), "crc32": crc32}
+
+
+def _write_npy(file, values):
+    """What numpy.save() writes.  That function calls tofile(), which misses a full disk."""
+    header = np.lib.format.header_data_from_array_1_0(values)
+    np.lib.format.write_array_header_1_0(file, header)
+    file.write(np.ascontiguousarray(values))
+
+
+# ==============================================================================
+# 13. Token sources
+# ==============================================================================
+# Question answered here: how are tokens read from a mapping or from a file?
+#
+#   IndexedDataset  --read(first token, count)-->  MappedTokens   a view of the mapped .bin file
+#                                                  FileTokens     a new array, read with os.pread
+
+
+class TokenSource(abc.ABC):
+    """The tokens of a .bin file, counted from 0."""
+
+    @abc.abstractmethod
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return count tokens from token start on, 1-D; the caller has checked that they exist."""
+
+    def read_many(self, spans: typing.Iterable[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (start, count)."""
+        return [self.read(start, count) for start, count in spans]
+
+
+class MappedTokens(TokenSource):
+    """Views of the mapped file.  A view keeps the mapping alive, so none is used after its end."""
+
+    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
+        self.tokens = map_file(path).view(dtype)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return a view: nothing is copied."""
+        return self.tokens[start : start + count]
+
+
+class FileTokens(TokenSource):
+    """Reads from a file that stays open; os.pread has no position that threads could mix up."""
+
+    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
+        self.path = os.fspath(path)
+        self.dtype = np.dtype(dtype)
+        self._file = open(path, "rb", buffering=0)
+        weakref.finalize(self, self._file.close)  # nobody else can tell when the last read was
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return a new array; DatasetFormatError if the file ends before the last token."""
+        size = count * self.dtype.itemsize
+        begin = start * self.dtype.itemsize
+        content = bytearray()
+        while len(content) < size:
+            got = os.pread(self._file.fileno(), size - len(content), begin + len(content))
+            if not got:
+                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
+            content += got
+        return np.frombuffer(content, self.dtype)
+
+
+# ==============================================================================
+# 14. Batches ahead
+# ==============================================================================
+# Question answered here: how is the next batch ready before it is asked for?
+#
+#   sampler       0 1 2 3 4 ...        indices of each batch
+#   threads             2 3            make batches of our own datasets ahead, where C makes them:
+#   training loop   1                  C runs without Python's lock, so the loop is not held up
+#
+# Any other dataset is read by torch's DataLoader, in this process or in num_workers processes.
+# Either way the sampler runs ahead of the training loop.  A saved position counts the batches that
+# the loop was given, so what was made ahead and not used is made again after a resume.
+
+
+class PretrainingDataLoader(torch.utils.data.DataLoader):
+    """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
+
+    dataset        any dataset; those of this module make their batches in threads
+    batch_sampler  a sampler of section 8
+    num_workers    threads (at least one) or, for other datasets, processes
+    arguments      of DataLoader; where any but pin_memory is given, such as collate_fn or
+                   prefetch_factor, DataLoader makes the batches of our own datasets too
+    """
+
+    def __init__(
+        self,
+        dataset: typing.Any,
+        batch_sampler: _Sampler,
+        num_workers: int = 0,
+        **arguments: typing.Any,
+    ) -> None:
+        self.num_threads = 0
+        if releases_the_gil(dataset) and arguments.keys() <= {"pin_memory"}:
+            self.num_threads = max(1, num_workers)
+            num_workers = 0
+        arguments["persistent_workers"] = num_workers > 0
+        super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
+        self.consumed_samples = batch_sampler.consumed_samples
+
+    def __iter__(self) -> typing.Iterator[dict]:
+        sampler = self.batch_sampler
+        limit = sampler.total_samples
+        if sampler.kind == "cyclic":
+            # its passes go on without end, from the last batch that was used
+            sampler.consumed_samples = self.consumed_samples
+            limit = math.inf
+        consumed = sampler.consumed_samples
+        batches = self._batches_of_threads() if self.num_threads else super().__iter__()
+        for batch in batches:
+            consumed += sampler.samples_per_round
+            self.consumed_samples = min(consumed, limit)
+            yield batch
+
+    def _batches_of_threads(self):
+        """Batches of our own datasets, in the order of the sampler."""
+        pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
+        return map_ahead(pool, self.num_threads + 1, self._make_batch, self.batch_sampler)
+
+    def _make_batch(self, indices):
+        """One batch, in memory that a GPU can copy from by itself if there is a GPU."""
+        batch = self.dataset.batch(indices)
+        if self.pin_memory:
+            batch = {key: values.pin_memory() for key, values in batch.items()}
+        return batch
+
+    def state_dict(self) -> dict:
+        """Return a small JSON-able dict, equal on all ranks: how far, in which order, of what."""
+        return save_position(self.dataset, self.batch_sampler, self.consumed_samples)
+
+    def load_state_dict(self, state: dict, strict: bool = True) -> None:
+        """Go on where the state was taken.
+
+        Ranks, micro-batch size and workers may be others, unless the order depends on them.
+        ValueError names what does not fit; strict=False goes on all the same.
+        """
+        consumed = check_position(state, self.dataset, self.batch_sampler, strict)
+        self.consumed_samples = consumed
+        self.batch_sampler.consumed_samples = consumed
+
+
+def map_ahead(
+    pool: concurrent.futures.Executor,
+    limit: int,
+    function: typing.Callable,
+    items: typing.Iterable,
+) -> typing.Iterator:
+    """Yield function(item) for each item, in order, made in a pool at most limit items ahead.
+
+    So memory stays small however many items there are.  The pool ends with the iterator.
+    """
+    pending = collections.deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > limit:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        # no waiting: the garbage collector may close this iterator in any thread at any time
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def build_pretraining_data_loader(
+    dataset: typing.Any,
+    consumed_samples: int,
+    *,
+    micro_batch_size: int,
+    data_parallel_rank: int = 0,
+    data_parallel_size: int = 1,
+    dataloader_type: str = "single",
+    data_sharding: bool = True,
+    num_workers: int = 0,
+    full_validation: bool = False,
+    drop_last: bool = True,
+    seed: int = 0,
+) -> typing.Any:
+    """Return a PretrainingDataLoader of this rank's micro-batches; None for None.
+
+    A micro-batch is a dict of tensors (micro_batch_size, ...).  Upstream:
+    build_pretraining_data_loader.
+
+    dataloader_type   "single": in order; "cyclic": shuffled anew each epoch; "external": dataset
+                      is a loader already, and is returned as it is
+    data_sharding     of cyclic: each rank shuffles a part of its own
+    num_workers       threads (at least one) that make batches of our own datasets ahead where C
+                      makes them; processes for anything else
+    full_validation   every sample once, one for each rank and round
+    drop_last         of single: leave out the last samples, which fill no whole round
+    seed              of cyclic
+
+    >>> loader = build_pretraining_data_loader(range(8), 0, micro_batch_size=2)
+    >>> next(iter(loader)), loader.state_dict()["consumed_samples"]
+    (tensor([0, 1]), 2)
+    """
+    if dataset is None or dataloader_type == "external":
+        return dataset
+    sizes = len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
+    if full_validation:
+        sampler = MegatronFullValidationSampler(*sizes)
+    elif dataloader_type == "single":
+        sampler = MegatronPretrainingSampler(*sizes, drop_last)
+    elif dataloader_type == "cyclic":
+        sampler = MegatronPretrainingRandomSampler(dataset, *sizes, data_sharding, seed)
+    else:
+        raise ValueError(
+            f"dataloader_type must be single, cyclic or external, got {dataloader_type!r}"
+        )
+    return PretrainingDataLoader(
+        dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
+    )
+
+
+# ==============================================================================
+# 15. One error for every rank
+# ==============================================================================
+# Question answered here: what do the other ranks do when one rank fails?
+#
+#   Without this section the others would wait for the failed rank in the next collective, until a
+#   timeout ends them, and none of their logs would say why.
+#
+#            step()             smallest of all     rank 2 broadcasts    every rank raises
+#   rank 0   works     -> 4 --+                   +-- class and sentence --> "rank 2: no such file"
+#   rank 1   works     -> 4 --+--> all_reduce     +------------------------> "rank 2: no such file"
+#   rank 2   raises    -> 2 --+     gives 2       +------------------------> "rank 2: no such file"
+#   rank 3   works     -> 4 --+                   +------------------------> "rank 2: no such file"
+#
+# A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
+# the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
+# nothing: its launcher (torchrun) stops the others and names it.
+
+_MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes its characters take
+_MESSAGE_CHARACTERS = 600
+
+# The classes that reach other ranks as themselves; an error of any other class becomes a
+# RuntimeError whose sentence begins with the name of that class.
+_SHARED_ERRORS = {
+    kind.__name__: kind
+    for kind in (
+        DatasetFormatError,
+        BlendTooLarge,
+        FileNotFoundError,
+        ImportError,
+        IndexError,
+        KeyError,
+        OSError,
+        PermissionError,
+        RuntimeError,
+        StopIteration,
+        TypeError,
+        ValueError,
+    )
+}
+
+
+def _is_distributed() -> bool:
+    """Whether this process is a rank of a torch.distributed job."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank(group=None) -> int:
+    """This process's rank in the group, by default of the whole job; 0 without a job."""
+    if not _is_distributed():
+        return 0
+    return torch.distributed.get_rank(group)
+
+
+def _device_of_group(group=None) -> torch.device:
+    """The device on which a tensor must be so that the group can send it."""
+    if _is_distributed() and torch.distributed.get_backend(group) == "nccl":
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
+def on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = None) -> typing.Any:
+    """Call step() on every rank of a group; if it fails on one rank, it fails on every rank.
+
+    step     is called without arguments; it may use collectives only if all ranks reach them
+    group    a torch.distributed process group; None: all ranks
+    Returns  what step() returns on this rank
+    Raises   where step() failed on several ranks, the error of the lowest of them, on every rank.
+             Its sentence begins with "rank R: ", R being the rank in the whole job, and is cut to
+             600 characters; its class is the original one if that is a common one, else
+             RuntimeError.  A rank that failed itself has its own error as the cause.  Without
+             other ranks the error of step() is passed on as it is.
+    Cost     one all_reduce of 8 bytes; another 8 KiB where a rank failed
+
+    >>> on_every_rank(os.getpid) == os.getpid()
+    True
+    """
+    if not _is_distributed() or torch.distributed.get_world_size(group) == 1:
+        return step()
+    result = None
+    error = None
+    try:
+        result = step()
+    except Exception as caught:
+        error = caught
+    world = torch.distributed.get_world_size(group)
+    mine = world
+    if error is not None:
+        mine = _rank(group)
+    first_failed = torch.tensor(mine, device=_device_of_group(group))
+    torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
+    if first_failed < world:
+        _raise_error_of(int(first_failed), error, group)
+    return result
+
+
+def _raise_error_of(source, error, group):
+    """Raise the error of the group's rank number `source` on every rank of the group.
+
+    Every rank must call this function with its own error, or with None if it has none.
+    """
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    if _rank(group) == source:
+        message = _encode_error(error)
+    message = message.to(_device_of_group(group))
+    torch.distributed.broadcast(message, group=group, group_src=source)
+    name, sentence = json.loads(bytes(message.tolist()))
+    raise _SHARED_ERRORS[name](sentence) from error
+
+
+def _encode_error(error):
+    """The class name and the sentence of an error, as JSON in a uint8 tensor of fixed size."""
+    sentence = str(error)
+    if isinstance(error, KeyError) and error.args:
+        sentence = str(error.args[0])  # str(error) puts quotes around the sentence
+    name = type(error).__name__
+    if _SHARED_ERRORS.get(name) is not type(error):
+        sentence = f"{name}: {sentence}"
+        name = "RuntimeError"
+    if not re.match(r"rank \d+: ", sentence):  # it may have come through on_every_rank() before
+        sentence = f"rank {_rank()}: {sentence}"
+    # JSON in ASCII: a character takes at most 12 bytes, so 600 of them always fit.  No pickle:
+    # unpickling would run whatever code the message asks for.
+    text = json.dumps([name, sentence[:_MESSAGE_CHARACTERS]])
+    padded = text.encode("ascii").ljust(_MESSAGE_BYTES)
+    return torch.tensor(list(padded), dtype=torch.uint8)
+
+
+def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
+    """Check that all ranks of a group go on from the same number of consumed samples.
+
+    consumed_samples  of this rank, in samples; typically from a checkpoint
+    group             a torch.distributed process group; None: all ranks
+    Raises            ValueError, on every rank, where the ranks disagree
+    Cost              two all_reduce of 8 bytes; nothing without torch.distributed
+    """
+    if not _is_distributed():
+        return
+    least = torch.tensor(int(consumed_samples), device=_device_of_group(group))
+    most = least.clone()
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
+    if least != most:
+        raise ValueError(
+            f"consumed_samples differs between ranks, from {int(least)} to {int(most)} (rank "
+            f"{_rank()} has {int(consumed_samples)}): load the same checkpoint on every rank"
+        )
+
+
+# ==============================================================================
+# 16. The C kernels
+# ==============================================================================
+# Question answered here: where is each loop made fast, and how is C switched on and off?
+#
+#   definition, in part I               adapter, below                 loop, in _helpers.c
+#   build_sample_idx                    _c_build_sample_idx            build_sample_idx
+#   shuffle                             _c_shuffle                     shuffle
+#   build_blending_indices              _c_build_blending_indices      build_blending_indices
+#   build_exhaustive_blending_indices   _c_build_exhaustive_...        build_exhaustive_...
+#   GPTDataset.__getitem__, batch       _c_getitem, _c_batch           read_samples
+#   BlendedDataset.batch                _c_blended_batch               read_samples
+#
+# An adapter takes the arguments of its definition and gives the same result.  functools.wraps()
+# gives it the docstring of the definition, and keeps the definition as adapter.__wrapped__.  A loop
+# that finds a place it cannot trust stops and says so; then the definition runs, and raises the
+# error with its sentence.
+#
+# MEGATRON_MIN_C=0 leaves C out, =1 makes it an error that C was not built, unset takes C if built.
+
+IMPLEMENTATION = "python"
+if os.environ.get("MEGATRON_MIN_C") != "0":
+    try:
+        import _megatron_min
+
+        IMPLEMENTATION = "c"
+    except ImportError:
+        if os.environ.get("MEGATRON_MIN_C") == "1":
+            raise
+
+_DOCUMENTS_OF_A_THREAD = 1 << 22  # fewer documents are not worth a thread of their own
+
+
+@functools.wraps(build_sample_idx)
+def _c_build_sample_idx(
+    sizes,
+    document_indices,
+    sequence_length,
+    num_epochs,
+    tokens_per_epoch,
+    drop_last_partial_sequence=True,
+    add_extra_token_to_sequence=True,
+):
+    arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
+    flags = drop_last_partial_sequence, int(add_extra_token_to_sequence)
+    num_samples, tokens_needed = _check_stream(*arguments, *flags)
+    S = operator.index(sequence_length)
+    x = int(add_extra_token_to_sequence)
+    sizes = np.ascontiguousarray(sizes)
+    documents = np.ascontiguousarray(document_indices)
+    rows = np.empty((num_samples + 1, 2), _sample_index_dtype(documents))
+    try:
+        _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed)
+    except (IndexError, ValueError):
+        return _c_build_sample_idx.__wrapped__(*arguments, *flags)
+    if tokens_needed < num_samples * S and not x:
+        rows[-1] = _end_of_stream(sizes, documents)
+    return rows
+
+
+def _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed):
+    """Fill the sample index, a part of the documents on each core.
+
+    documents   | part 0          | part 1          |
+    tokens      0 ............... before[1] ....... the end
+    rows        those with a target | the others       row k has the target k*S + x
+                up to before[1]
+    """
+    parts = _cut_documents(documents)
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+        before = [0]  # tokens before each part
+        for begin, end in parts[:-1]:
+            before.append(before[-1] + _c_count_tokens(pool, sizes, documents[begin:end]))
+        futures = []
+        low = 0
+        for part, (begin, end) in enumerate(parts):
+            high = len(rows)
+            if part + 1 < len(parts) and before[part + 1] < tokens_needed:
+                high = (before[part + 1] - x) // S + 1  # the first row that this part cannot reach
+            last = min(tokens_needed, (high - 1) * S + x)
+            place = low, begin, before[part]
+            arguments = rows[low:high], sizes, documents[begin:end], S, x, last, *place
+            futures.append(pool.submit(_megatron_min.build_sample_idx, *arguments))
+            low = high
+        for future in futures:
+            future.result()
+
+
+def _cut_documents(documents):
+    """Parts of the documents, one for each core if they are many: [(begin, end), ...]."""
+    most = 2**31 - 1  # documents that one call can number
+    cores = os.cpu_count() or 1
+    count = max(1, min(cores, len(documents) // _DOCUMENTS_OF_A_THREAD))
+    count = max(count, _ceil_div(len(documents), most))
+    edges = [len(documents) * part // count for part in range(count + 1)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def _c_count_tokens(pool, sizes, documents):
+    """The tokens of these documents, counted on all cores: the loop, without rows to fill."""
+    no_rows = np.empty((0, 2), np.int32)
+    futures = []
+    for piece in np.array_split(documents, os.cpu_count() or 1):
+        arguments = no_rows, sizes, piece, 1, 0, 0
+        futures.append(pool.submit(_megatron_min.build_sample_idx, *arguments))
+    return sum(future.result() for future in futures)
+
+
+@functools.wraps(shuffle)
+def _c_shuffle(items, random_state):
+    if not _is_shuffled_by_c(items, random_state):
+        random_state.shuffle(items)
+        return
+    name, key, position, *normal = random_state.get_state()  # key is a copy
+    position = _megatron_min.shuffle(items, key, position)
+    random_state.set_state((name, key, position, *normal))
+
+
+def _is_shuffled_by_c(items, random_state):
+    """Is this a plain 1-D array of a dtype that C knows, and a generator of the usual kind?"""
+    if type(items) is not np.ndarray or type(random_state) is not np.random.RandomState:
+        return False
+    if random_state.get_state(legacy=False)["bit_generator"] != "MT19937":
+        return False
+    is_vector = items.ndim == 1 and items.flags.carray
+    return is_vector and items.dtype in (np.int32, np.uint32, np.int64)
+
+
+@functools.wraps(build_blending_indices)
+def _c_build_blending_indices(
+    dataset_index, dataset_sample_index, weights, num_datasets, size, verbose=False
+):
+    weights = np.array(weights[:num_datasets], np.float64)
+    _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size)
+    outputs = dataset_index, dataset_sample_index
+    if not _are_filled_by_c(*outputs):
+        return _c_build_blending_indices.__wrapped__(*outputs, weights, num_datasets, size)
+    _megatron_min.build_blending_indices(*outputs, weights, num_datasets, size)
+
+
+@functools.wraps(build_exhaustive_blending_indices)
+def _c_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
+    sizes = _as_counts(sizes, num_datasets)
+    size = sum(sizes.tolist())
+    _check_blending(dataset_index, dataset_sample_index, sizes, num_datasets, size)
+    outputs = dataset_index, dataset_sample_index
+    if not _are_filled_by_c(*outputs):
+        return _c_build_exhaustive_blending_indices.__wrapped__(*outputs, sizes, num_datasets)
+    _megatron_min.build_exhaustive_blending_indices(*outputs, sizes, num_datasets)
+
+
+def _are_filled_by_c(dataset_index, dataset_sample_index):
+    """Do the items lie side by side, in memory that may be written?"""
+    return dataset_index.flags.carray and dataset_sample_index.flags.carray
+
+
+# A batch is made in one pass over its tokens: C writes each sample into its row of the tensors.
+
+_NO_EOD = -(2**63)  # an id that no token has
+
+
+def _is_read_by_c(dataset):
+    """Are the samples of this dataset those of GPTDataset, of a corpus that is mapped?"""
+    cls = type(dataset)
+    return (
+        isinstance(dataset, GPTDataset)
+        and cls.__getitem__ is GPTDataset.__getitem__
+        and cls.__getitems__ is GPTDataset.__getitems__
+        and cls.pieces is GPTDataset.pieces
+        and cls._query_document_sample_shuffle_indices
+        is GPTDataset._query_document_sample_shuffle_indices
+        and type(dataset.dataset) is IndexedDataset
+        and type(dataset.dataset._tokens) is MappedTokens
+    )
+
+
+def releases_the_gil(dataset: typing.Any) -> bool:
+    """Return True if C makes the batches of this dataset, so that threads can make them ahead."""
+    if IMPLEMENTATION != "c":
+        return False
+    if isinstance(dataset, BlendedDataset):
+        if type(dataset).batch is not BlendedDataset.batch or not _has_samples_of_a_blend(dataset):
+            return False
+        return all(_is_part_read_by_c(dataset, part) for part in dataset.datasets)
+    return _is_read_by_c(dataset) and type(dataset).batch is GPTDataset.batch
+
+
+def _has_samples_of_a_blend(dataset):
+    """Are the samples of this dataset those of BlendedDataset?  A subclass may have its own."""
+    cls = type(dataset)
+    return (
+        cls.__getitem__ is BlendedDataset.__getitem__
+        and cls.__getitems__ is BlendedDataset.__getitems__
+    )
+
+
+def _is_part_read_by_c(blend, dataset):
+    """May C write the samples of this dataset into the rows of a batch of the blend?"""
+    return _is_read_by_c(dataset) and dataset.config is blend.config
+
+
+def _c_columns(config, count):
+    """Empty arrays for a batch of so many samples: {key: array (B, ...)}, in upstream's order."""
+    S = config.sequence_length
+    columns = {"tokens": np.empty((count, S), np.int64), "labels": np.empty((count, S), np.int64)}
+    if config.has_dense_mask:
+        columns["attention_mask"] = np.empty((count, 1, S, S), bool)
+    columns["loss_mask"] = np.empty((count, S), np.float32)
+    columns["position_ids"] = np.empty((count, S), np.int64)
+    if config.inter_document_masking:
+        columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
+        columns["max_seqlen"] = np.empty(count, np.int32)
+    return columns
+
+
+def _c_fill(dataset, columns, rows, indices):
+    """Write the samples of these indices (None: padding) into these rows of the columns.
+
+    False if the loop met a place that it cannot trust.
+    """
+    config = dataset.config
+    corpus = dataset.dataset
+    try:
+        wanted = array.array("q", [0 if k is None else k for k in indices])
+    except OverflowError:  # no dataset has 2**63 samples
+        return False
+    pads = _megatron_min.read_samples(
+        (
+            columns["tokens"],
+            columns["labels"],
+            columns["loss_mask"],
+            columns["position_ids"],
+            columns.get("cu_seqlens"),
+            columns.get("max_seqlen"),
+            columns.get("attention_mask"),
+        ),
+        array.array("q", rows),
+        wanted,
+        (corpus._tokens.tokens, corpus.sequence_pointers, corpus.sequence_lengths),
+        (dataset.document_index, dataset.sample_index, dataset.shuffle_index[: len(dataset)]),
+        (
+            dataset._extra,
+            dataset._pad_token_id,
+            _NO_EOD if dataset._eod_token_id is None else dataset._eod_token_id,
+            bool(config.reset_position_ids),
+            bool(config.eod_mask_loss),
+            bool(config.reset_attention_mask),
+        ),
+    )
+    if pads < 0:
+        return False
+    if pads > 0:
+        dataset._warn_of_real_pads()
+    for row, k in zip(rows, indices, strict=True):
+        if k is None:
+            columns["loss_mask"][row] = 0
+    return True
+
+
+def _c_make_batch(dataset, indices):
+    """A batch of one dataset, {key: array (B, ...)}; None where the definition has to make it."""
+    if not _is_read_by_c(dataset):
+        return None
+    columns = _c_columns(dataset.config, len(indices))
+    if not _c_fill(dataset, columns, range(len(indices)), indices):
+        return None
+    return columns
+
+
+@functools.wraps(GPTDataset.__getitem__)
+def _c_getitem(self, idx):
+    columns = _c_make_batch(self, [idx])
+    if columns is None:
+        return _c_getitem.__wrapped__(self, idx)
+    return _c_sample(columns, 0)
+
+
+@functools.wraps(MegatronDataset.__getitems__)
+def _c_getitems(self, indices):
+    columns = _c_make_batch(self, indices)
+    if columns is None:
+        return _c_getitems.__wrapped__(self, indices)
+    return [_c_sample(columns, row) for row in range(len(indices))]
+
+
+def _c_sample(columns, row):
+    """One row of a batch, as tensors that share no memory with those of other rows."""
+    return {key: torch.from_numpy(values[row, ...]) for key, values in columns.items()}
+
+
+@functools.wraps(MegatronDataset.batch)
+def _c_batch(self, indices):
+    columns = _c_make_batch(self, indices)
+    if columns is None:
+        return _c_batch.__wrapped__(self, indices)
+    return {key: torch.from_numpy(values) for key, values in columns.items()}
+
+
+@functools.wraps(BlendedDataset.batch)
+def _c_blended_batch(self, indices):
+    if not _has_samples_of_a_blend(self):
+        return _c_blended_batch.__wrapped__(self, indices)
+    columns = {"dataset_id": np.empty(len(indices), np.int16)}
+    columns |= _c_columns(self.config, len(indices))
+    for d, (rows, wanted) in self._rows_by_dataset(indices).items():
+        dataset = self.datasets[d]
+        if not _is_part_read_by_c(self, dataset) or not _c_fill(dataset, columns, rows, wanted):
+            return _c_blended_batch.__wrapped__(self, indices)
+        columns["dataset_id"][rows] = d
+    return {key: torch.from_numpy(values) for key, values in columns.items()}
+
+
+if IMPLEMENTATION == "c":
+    build_sample_idx = _c_build_sample_idx
+    shuffle = _c_shuffle
+    build_blending_indices = _c_build_blending_indices
+    build_exhaustive_blending_indices = _c_build_exhaustive_blending_indices
+    GPTDataset.__getitem__ = _c_getitem
+    GPTDataset.__getitems__ = _c_getitems
+    GPTDataset.batch = _c_batch
+    BlendedDataset.batch = _c_blended_batch
+
+
+# ==============================================================================
+# PART III: THE TOOLS
+# ==============================================================================
+#
+# ==============================================================================
+# 17. Tokenizers
+# ==============================================================================
+# Question answered here: which tokenizers can a command use?
+#
+# A command names its tokenizer; build_tokenizer() turns the name into an object.
+#
+#   bytes               ByteTokenizer(), of section 2
+#   null:50000          NullTokenizer(50000): the text holds ids already
+#   tokenizer.json      HuggingFaceTokenizer("tokenizer.json")
+#   my_module:thing     what a module of your own has under this name: a tokenizer, or a class or
+#                       function that makes one without arguments
+
+
+class NullTokenizer:
+    """Ids written as numbers, with spaces in between; eod is the number after the last id.
+
+    vocab_size   how many ids there are, without eod
+    Raises       ValueError if vocab_size is not a whole number
+    Upstream     NullTokenizer
+
+    >>> tokenizer = NullTokenizer(100)
+    >>> tokenizer.tokenize("7 0 99"), tokenizer.eod
+    ([7, 0, 99], 100)
+    """
+
+    def __init__(self, vocab_size: int | str) -> None:
+        if not str(vocab_size).isdecimal():
+            raise ValueError(
+                f"null:VOCAB wants a number of ids, such as null:50000, got {vocab_size!r}"
+            )
+        self.eod = int(vocab_size)
+        self.vocab_size = self.eod + 1
+        self.unique_identifiers = {"class": "NullTokenizer", "vocab_size": self.vocab_size}
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the numbers in a text; ValueError if a word is no number."""
+        return [int(number) for number in text.split()]
+
+    def detokenize(self, ids: typing.Iterable[int]) -> str:
+        """Return ids as numbers with spaces in between."""
+        return " ".join(str(token) for token in ids)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, run by the package tokenizers (extra "tools").
+
+    path        the tokenizer.json
+    eod_token   the text of the end-of-document token; default <|endoftext|>, or else </s>
+    Raises      FileNotFoundError, ImportError without the package, ValueError if the file has no
+                such token
+    """
+
+    def __init__(self, path: str, eod_token: str | None = None) -> None:
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"{path}: no such file")
+        try:
+            import tokenizers
+        except ModuleNotFoundError:
+            raise ImportError(
+                f"{path} needs the package tokenizers: pip install 'megatron-min[tools]'"
+            ) from None
+        self._tokenizer = tokenizers.Tokenizer.from_file(path)
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.eod = self._find_eod(path, eod_token)
+        self.unique_identifiers = {
+            "class": "HuggingFaceTokenizer",
+            "tokenizer.json": _md5(self._tokenizer.to_str()),
+            "eod": self.eod,
+        }
+
+    def _find_eod(self, path, eod_token):
+        """Return the id of eod_token, or of the first usual name that the vocabulary has."""
+        names = ["<|endoftext|>", "</s>"]
+        if eod_token:
+            names = [eod_token]
+        for name in names:
+            token = self._tokenizer.token_to_id(name)
+            if token is not None:
+                return token
+        raise ValueError(f"{path}: no token {' or '.join(names)}: name another with --eod-token")
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        return self._tokenizer.encode(text).ids
+
+    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text; the library works on several texts at once."""
+        encodings = self._tokenizer.encode_batch_fast(texts)
+        return [encoding.ids for encoding in encodings]
+
+    def detokenize(self, ids: typing.Iterable[int]) -> str:
+        """Return the text of some ids, special tokens included."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def build_tokenizer(name: str = "bytes", eod_token: str | None = None) -> typing.Any:
+    """Return the tokenizer that a name means, as in the table above.
+
+    eod_token   the text of the end-of-document token of a tokenizer.json; others know their own
+    Raises      ValueError, OSError, ImportError or AttributeError if there is no such tokenizer
+
+    >>> build_tokenizer("null:100").eod
+    100
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    if name.startswith("null:"):
+        return NullTokenizer(name.removeprefix("null:"))
+    if name.endswith(".json"):
+        return HuggingFaceTokenizer(name, eod_token)
+    if ":" not in name:
+        raise ValueError(
+            f"unknown tokenizer {name!r}: use bytes, null:VOCAB, *.json or module:attribute"
+        )
+    return _tokenizer_of_module(name)
+
+
+def _tokenizer_of_module(name):
+    """Import "module:attribute"; return it if it is a tokenizer, else call it to make one."""
+    # As with "python -m", the module may lie in the current folder, beside the data.
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = pkgutil.resolve_name(name)
+    finally:
+        sys.path.pop(0)
+    if hasattr(found, "tokenize") and not isinstance(found, type):
+        return found
+    if not callable(found):
+        raise ValueError(f"{name} is no tokenizer, and cannot be called to make one")
+    return found()
+
+
+# ==============================================================================
+# 18. Preprocessing
+# ==============================================================================
+# Question answered here: how is a big corpus tokenized, on all cores?
+#
+#   this process             worker processes                    this process
+#
+#   reads blocks of lines    parse JSON, run the tokenizer       writes the pairs, prints progress
+#
+#   block 0  ------------->  worker 1  -->  tokens of block 0  ------------->  .bin, .idx
+#   block 1  ------------->  worker 2  -->  tokens of block 1  -- waits for block 0
+#   block 2  ------------->  worker 1  ...
+#
+# Blocks are written in the order in which they were read, so the files do not depend on the number
+# of workers: they are those of encode_jsonl() in section 2, one pair for each JSON key.  Only a few
+# blocks are read ahead of the one that is written next, so memory does not grow with the corpus.
+#
+# A tokenizer may have one more method than section 2 asks for: tokenize_batch(texts) returns a list
+# of ids for each text.  It is used where it exists, because a library can be faster on many texts.
+
+# How much text a worker gets at a time.  Smaller blocks cost more messages between the processes;
+# larger ones delay the end after Ctrl-C, because a worker ends between two blocks.
+_BLOCK_BYTES = 1 << 18
+_PROGRESS_SECONDS = 10.0  # the least time between two lines of progress
+
+
+def preprocess(
+    input: str | os.PathLike | list[str | os.PathLike],
+    output_prefix: str | os.PathLike,
+    tokenizer: typing.Any = None,
+    *,
+    append_eod: bool = False,
+    json_keys: str | list[str] | tuple[str, ...] = ("text",),
+    workers: int = 1,
+    on_error: str = "stop",
+    verbose: bool = False,
+) -> dict[str, str]:
+    """Write files of JSON lines as pairs, <output_prefix>_<key>_document.bin and .idx for each key.
+
+    input         files and globs of .jsonl or .jsonl.gz, read in this order, the files of a glob
+                  in sorted order; "-" is standard input
+    tokenizer     an object as described in section 2; default ByteTokenizer()
+    append_eod    put tokenizer.eod after each document that has tokens
+    json_keys     each key of these becomes a pair of its own
+    workers       how many processes tokenize; the files are the same for any number
+    on_error      "stop": the first bad line is an error; "skip": bad lines are counted and left out
+    verbose       print progress to stderr, at most every ten seconds, and once at the end
+    Returns       {key: path prefix of its pair}
+    Raises        ValueError that names file, line and reason; OSError.  Then no pair appears.
+    Upstream      tools/preprocess_data.py; the files are equal byte for byte
+
+    >>> folder = tempfile.mkdtemp()
+    >>> path = pathlib.Path(folder, "corpus.jsonl")
+    >>> _ = path.write_text('{"text": "aaaa"}\\n{"text": "bbb"}\\n')
+    >>> prefixes = preprocess(path, os.path.join(folder, "corpus"), append_eod=True)
+    >>> IndexedDataset(prefixes["text"])[:]
+    [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
+    """
+    if on_error not in ("stop", "skip"):
+        raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
+    if workers < 1:
+        raise ValueError(f"workers must be >= 1, got {workers}")
+    paths = _find_inputs(input)
+    prefixes = _output_prefixes(output_prefix, json_keys)
+    if tokenizer is None:
+        tokenizer = ByteTokenizer()
+    encoder = _BlockEncoder(tokenizer, list(prefixes), append_eod, on_error == "skip")
+    progress = _Progress(_total_bytes(paths))
+    with contextlib.ExitStack() as stack:
+        builders = {}
+        for key, prefix in prefixes.items():
+            builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
+            builders[key] = stack.enter_context(builder)
+        encoded_blocks = _encode_blocks(encoder, _read_blocks(paths), workers)
+        # Closed even where an exception ends the loop, so that workers never outlive the job.
+        stack.enter_context(contextlib.closing(encoded_blocks))
+        for encoded in encoded_blocks:
+            for key, column in encoded.columns.items():
+                builders[key].add_sequences(column.tokens, column.lengths, ends=column.ends)
+            if verbose:
+                progress.update(encoded)
+    if verbose:
+        progress.finish()
+    return prefixes
+
+
+def _output_prefixes(output_prefix, json_keys):
+    """Return {key: path prefix of its pair}."""
+    if isinstance(json_keys, str):
+        json_keys = [json_keys]
+    prefixes = {}
+    for key in json_keys:
+        prefixes[key] = f"{os.fspath(output_prefix)}_{key}_document"
+    if len(prefixes) == 0:
+        raise ValueError("preprocess wants at least one JSON key")
+    return prefixes
+
+
+# -- Reading -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Block:
+    """Some lines of a file, which one worker encodes."""
+
+    path: str
+    first_line: int  # the number of lines[0] in its file, counted from 1
+    lines: list[bytes]
+    num_bytes: int  # how much of the file on disk these lines take; less than their length in a .gz
+
+
+def _find_inputs(inputs):
+    """Return the paths of all files that are meant; "-" stays."""
+    if isinstance(inputs, (str, os.PathLike)):
+        inputs = [inputs]
+    paths = []
+    for path in inputs:
+        path = os.fspath(path)
+        # A name that exists is a file, even where it contains a * or a [.
+        if path == "-" or os.path.exists(path):
+            paths.append(path)
+            continue
+        matches = sorted(glob.glob(path, recursive=True))
+        if len(matches) == 0:
+            raise FileNotFoundError(f"{path}: no such file, and as a pattern it matches none")
+        paths.extend(matches)
+    if len(paths) == 0:
+        raise ValueError("preprocess wants at least one input")
+    return paths
+
+
+def _total_bytes(paths):
+    """Return the size of all files, or None if there is no telling, as with standard input."""
+    total = 0
+    for path in paths:
+        if path == "-":
+            return None
+        total += os.path.getsize(path)
+    return total
+
+
+def _read_blocks(paths):
+    """Yield the lines of all files as _Blocks."""
+    for path in paths:
+        if path == "-":
+            yield from _read_blocks_of_file(path, sys.stdin.buffer)
+        else:
+            with open(path, "rb") as file:
+                yield from _read_blocks_of_file(path, file)
+
+
+def _read_blocks_of_file(path, file):
+    """Yield the lines of one open file as _Blocks; a .gz is decompressed on the way."""
+    is_gzip = path.endswith(".gz")
+    text_file = file
+    if is_gzip:
+        text_file = gzip.GzipFile(fileobj=file)
+    first_line = 1
+    position = 0
+    while True:
+        try:
+            lines = text_file.readlines(_BLOCK_BYTES)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path}: damaged, or cut off: {error}") from None
+        if len(lines) == 0:
+            return
+        if is_gzip:
+            num_bytes = file.tell() - position
+        else:
+            num_bytes = sum(len(line) for line in lines)
+        yield _Block(path, first_line, lines, num_bytes)
+        first_line += len(lines)
+        position += num_bytes
+
+
+# -- Encoding ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Column:
+    """The documents of a block under one JSON key, as IndexedDatasetBuilder.add_sequences wants."""
+
+    tokens: np.ndarray  # of all documents, laid end to end
+    lengths: list[int]  # in tokens, of each document that has tokens
+    ends: list[int]  # how many of the lengths belong to this document and those before it
+
+
+@dataclasses.dataclass
+class _EncodedBlock:
+    """What became of a _Block."""
+
+    columns: dict[str, _Column]
+    num_documents: int
+    num_skipped: int  # bad lines
+    num_bytes: int  # as in _Block
+
+
+class _BlockEncoder:
+    """Turn blocks of JSON lines into tokens, lengths and ends, for each JSON key.
+
+    lines                    tokens                 lengths   ends
+    {"text": "aaaa"}         a a a a $ b b b $      5         1   one sequence so far
+    {"text": ""}             ($ is eod)                       1   no sequence more
+    {"text": "bbb"}                                 4         2   two sequences
+    """
+
+    def __init__(self, tokenizer, json_keys, append_eod, skip_errors):
+        self.tokenizer = tokenizer
+        self.json_keys = json_keys
+        self.skip_errors = skip_errors
+        self.dtype = DType.optimal_dtype(tokenizer.vocab_size)
+        self.eod = _as_tokens([], self.dtype)
+        if append_eod:
+            self.eod = _as_tokens([tokenizer.eod], self.dtype)
+
+    def encode(self, block):
+        """Return a _Block as an _EncodedBlock; ValueError at the first bad line, or skip them."""
+        num_skipped = 0
+        try:
+            documents = self._tokenize_lines(block.lines)
+        except Exception:
+            # A tokenizer may raise anything, and says nothing about lines: look for the bad one.
+            documents, num_skipped = self._tokenize_one_by_one(block)
+        columns = {}
+        for key in self.json_keys:
+            columns[key] = self._lay_end_to_end(documents[key])
+        num_documents = len(block.lines) - num_skipped
+        return _EncodedBlock(columns, num_documents, num_skipped, block.num_bytes)
+
+    def _tokenize_lines(self, lines):
+        """Return {key: the tokens of each line}."""
+        rows = [self._parse(line) for line in lines]
+        documents = {}
+        for key in self.json_keys:
+            texts = [row[key] for row in rows]
+            documents[key] = [_as_tokens(ids, self.dtype) for ids in self._tokenize(texts)]
+        return documents
+
+    def _tokenize_one_by_one(self, block):
+        """Return ({key: the tokens of each good line}, number of bad lines)."""
+        documents = {key: [] for key in self.json_keys}
+        num_skipped = 0
+        for number, line in enumerate(block.lines, block.first_line):
+            try:
+                document = self._tokenize_lines([line])
+            except Exception as error:
+                if not self.skip_errors:
+                    where = f"{block.path}: line {number}"
+                    advice = "--on-error skip leaves such lines out"
+                    raise ValueError(f"{where}: {error} ({advice})") from None
+                num_skipped += 1
+                continue
+            for key in self.json_keys:
+                documents[key].extend(document[key])
+        return documents, num_skipped
+
+    def _parse(self, line):
+        """Return the JSON object of a line; ValueError unless each key holds text."""
+        row = None
+        if line.strip():
+            row = json.loads(line)
+        for key in self.json_keys:
+            if not isinstance(row, dict) or not isinstance(row.get(key), str):
+                raise ValueError(f"wanted a JSON object with text under {key!r}, got {line[:60]!r}")
+        return row
+
+    def _tokenize(self, texts):
+        """Return the ids of each text."""
+        if not hasattr(self.tokenizer, "tokenize_batch"):
+            return [self.tokenizer.tokenize(text) for text in texts]
+        batch = self.tokenizer.tokenize_batch(texts)
+        if len(batch) != len(texts):
+            raise ValueError(f"tokenize_batch returned {len(batch)} lists for {len(texts)} texts")
+        return batch
+
+    def _lay_end_to_end(self, documents):
+        """Return the tokens of each document as a _Column, with eods."""
+        pieces = [_as_tokens([], self.dtype)]  # so that there is something to concatenate
+        lengths = []
+        ends = []
+        for tokens in documents:
+            if len(tokens) > 0:
+                pieces.append(tokens)
+                pieces.append(self.eod)
+                lengths.append(len(tokens) + len(self.eod))
+            ends.append(len(lengths))
+        return _Column(np.concatenate(pieces), lengths, ends)
+
+
+# -- Worker processes --------------------------------------------------------------------------
+
+_worker_encoder = None  # in a worker process: the encoder that it was started with
+
+
+def _encode_blocks(encoder, blocks, workers):
+    """Yield each block encoded, in order; by worker processes if there is more than one."""
+    if workers == 1:
+        for block in blocks:
+            yield encoder.encode(block)
+        return
+    # A forked process has everything at once; the other ways to start one import torch again.
+    method = None
+    if hasattr(os, "fork"):
+        method = "fork"
+    context = multiprocessing.get_context(method)
+    pool = _WorkerPool(workers, context, _start_worker, [encoder])
+    # Twice as many blocks as workers: each worker finds its next block waiting.
+    yield from map_ahead(pool, 2 * workers, _encode_in_worker, blocks)
+
+
+class _WorkerPool(concurrent.futures.ProcessPoolExecutor):
+    """A pool whose worker processes have ended when shutdown() returns; map_ahead() does not wait.
+
+    A process that exits while its pool is still telling the workers to end may wait for ever.
+    """
+
+    def shutdown(self, wait=True, *, cancel_futures=False):
+        super().shutdown(wait=True, cancel_futures=cancel_futures)
+
+
+def _start_worker(encoder):
+    """Prepare a worker process: this is the first thing that it runs."""
+    global _worker_encoder
+    _worker_encoder = encoder
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # A terminal sends Ctrl-C to all processes.  The parent alone answers: it ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the handler that was forked along
+    # The processes keep all cores busy already: threads of the tokenizers library would compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _exit_with_parent():
+    """End this worker as soon as its parent has ended, even if the parent was killed.
+
+    Otherwise the worker would wait for its next block for ever.
+    """
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _encode_in_worker(block):
+    """Encode a block in a worker process."""
+    return _worker_encoder.encode(block)
+
+
+# -- Progress ----------------------------------------------------------------------------------
+
+
+class _Progress:
+    """Print to stderr how far the job is: sometimes in the middle of the work, once at its end."""
+
+    def __init__(self, total_bytes):
+        self.total_bytes = total_bytes  # None: not known
+        self.num_documents = 0
+        self.num_skipped = 0
+        self.num_bytes = 0
+        self.started = time.perf_counter()
+        self.printed = self.started
+
+    def update(self, encoded):
+        """Count an _EncodedBlock; print a line if the last line is ten seconds old."""
+        self.num_documents += encoded.num_documents
+        self.num_skipped += encoded.num_skipped
+        self.num_bytes += encoded.num_bytes
+        now = time.perf_counter()
+        if now - self.printed < _PROGRESS_SECONDS:
+            return
+        self.printed = now
+        seconds = now - self.started
+        self._print(seconds, f"ETA {self._time_left(seconds)}")
+
+    def finish(self):
+        """Print the last line."""
+        seconds = time.perf_counter() - self.started
+        self._print(seconds, f"done in {datetime.timedelta(seconds=round(seconds))}")
+
+    def _time_left(self, seconds):
+        """Return the time that the rest takes if it goes on like this, as h:mm:ss."""
+        if self.total_bytes is None or self.num_bytes == 0:
+            return "unknown"
+        bytes_left = max(self.total_bytes - self.num_bytes, 0)
+        return datetime.timedelta(seconds=round(seconds * bytes_left / self.num_bytes))
+
+    def _print(self, seconds, ending):
+        """Print one line: what was done in so many seconds."""
+        seconds = max(seconds, 1e-9)
+        print(
+            f"{self.num_documents:,} documents",
+            f"{self.num_documents / seconds:,.0f} docs/s",
+            f"{self.num_bytes / seconds / 1e6:,.1f} MB/s",
+            f"{self.num_skipped:,} bad lines skipped",
+            ending,
+            sep=", ",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+# ==============================================================================
+# 19. The command line
 # ==============================================================================
 # Question answered here: how is all this run from a shell?
 #
@@ -2627,174 +5384,484 @@ def forward_backward_no_pipelining(*, forward_step_func, data_iterator, model, n
 #                           --sequence-length 2048 --random-seed 1234 --path-to-cache cache
 #   megatron-min demo
 #
-# A function _command_NAME is the command NAME; its signature and its docstring make its flags:
+#   how a command ends                              exit code
+#   well                                            0
+#   an error: one sentence on stderr                1
+#   a flag that argparse does not accept            2
+#   Ctrl-C (SIGINT)                                 130
+#   SIGTERM, as a cluster sends before it kills     143
 #
-#   def _command_name(prefix,       PREFIX                       A type is the annotation's, else
-#       *, output_prefix,           --output-prefix, required    the default's, else str; one that
-#       tokens=16,                  --tokens TOKENS              no shell can write has no flag.
-#       append_eod=False,           --append-eod                 The help is the docstring's line
-#       input: list[str],           --input INPUT [INPUT ...]    that begins with the name, else
-#       **options: preprocess)      what preprocess takes        that of _add_arguments.
+# However a command ends, short of kill -9, its with blocks unwind: temporary files and worker
+# processes go with it.
 
-def _command_preprocess(*, tokenizer="bytes", eod_token=None, verbose=True, **options: preprocess):
-    """JSONL, plain or gzip, to .bin/.idx pairs"""
-    made = preprocess(tokenizer=build_tokenizer(tokenizer, eod_token), verbose=verbose, **options)
-    return [_print_counts(prefix).path_prefix for prefix in made.values()]
 
-def _print_counts(prefix, label="", check=None):
-    """One line about a pair, which is opened and returned."""
-    ds = IndexedDataset(prefix, check=check)
-    print(f"{label}{prefix}: {len(ds):,} sequences, {len(ds.document_indices) - 1:,} documents, "
-          f"{ds.num_tokens:,} tokens of {np.dtype(ds.dtype)}")
-    return ds
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit code.
 
-def _command_merge(*, input: list[str], output_prefix, multimodal=False):
-    """append pairs into a new pair"""
-    merge(input, output_prefix, multimodal)
-    _print_counts(output_prefix)
-
-def _command_inspect(prefix, *, tokens=16, tokenizer="bytes", eod_token=None):
-    """header, counts, lengths and first tokens of a pair"""
-    decoder, ds = build_tokenizer(tokenizer, eod_token), _print_counts(prefix, check=False)
-    if len(ds):
-        lengths = ds.sequence_lengths[::-(-len(ds) // 1000)]  # no need to read a billion
-        marks = np.percentile(lengths, (0, 1, 25, 50, 75, 99, 100)).round().astype(int).tolist()
-        print(f"min, 1%, 25%, median, 75%, 99%, max of {len(lengths):,} lengths: {marks}")
-        print("sequence 0:", first := ds[0][:max(0, tokens)].tolist())
-        with contextlib.suppress(Exception):  # ids of another tokenizer, most often
-            print(f"decoded:    {decoder.detokenize(first)!r}")
-
-def _command_verify(prefix: list[str], *, write=False):
-    """check the whole .idx, that the .bin fits, and every byte, if there is a .sum
-
-    write   make the .sum, CRC-32 of each MiB, where there is none
+    argv   the words after the name of the program; None: those of this process
     """
-    for path in prefix:
-        if summed := os.path.exists(f"{path}.sum"):
-            IndexedDataset(path).verify_bin()
-        elif write:
-            write_checksums(path)
-        _print_counts(path, "every byte as noted: " if summed else "whole: ", check=True)
+    options = _make_parser().parse_args(argv)
+    with warnings.catch_warnings(), _exit_at_sigterm():
+        warnings.showwarning = _print_warning
+        return _run_command(options)
 
-def _command_build(*, sizes: list[str], blend: list[str] = None, train_blend: list[str] = None,
-                   valid_blend: list[str] = None, test_blend: list[str] = None,
-                   tokenizer="bytes", eod_token=None, **fields: GPTDatasetConfig):
-    """make the index caches of a blend, for jobs whose tokenizer has the same unique_identifiers
 
-    sizes         samples of train, valid and test; none: one epoch
-    blend         prefixes, or a weight before each: 70 books 30 wiki
-    train_blend   whole corpora for train, where blend and split are not given
-    valid_blend   the same for valid
-    test_blend    the same for test
-    """
-    _require(all(size == "none" or size.isdecimal() for size in sizes),
-             f"--sizes: wanted numbers of samples, or none (one epoch), got {' '.join(sizes)}")
-    sizes = [None if size == "none" else int(size) for size in sizes]
-    blend, *per_split = map(get_blend_from_list, (blend, train_blend, valid_blend, test_blend))
-    config = GPTDatasetConfig(blend=blend, blend_per_split=per_split,
-                              tokenizer=build_tokenizer(tokenizer, eod_token), **fields)
-    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
-    for split, found in zip(Split, built):
-        for ds in found if isinstance(found, list) else [found]:
-            print(f"{split.name}: " + ("none" if ds is None else f"{len(ds):,} samples of "
-                  f"{config.sequence_length} tokens, {ds.unique_description_hash}"))
-
-def _command_demo(*, keep=None):
-    """real text to blended, resumable batches, in a few seconds"""
-    with contextlib.nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
-        os.makedirs(folder, exist_ok=True)
-        modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
-        code = [path.read_text("utf-8", "replace") for path in modules[:150]]
-        docs = ["".join(re.findall('"""(.+?)"""', text, re.DOTALL)) for text in code]
-        rows = [json.dumps({"code": text, "docs": strings}) for text, strings in zip(code, docs)]
-        pathlib.Path(folder, "demo.jsonl").write_text("\n".join(rows))
-        print("1. Text to pairs: Python's modules and docstrings; a token is a byte, or an end")
-        pairs = _command_preprocess(input=f"{folder}/demo.jsonl", output_prefix=f"{folder}/demo",
-                                    json_keys=["code", "docs"], append_eod=True, verbose=False)
-        config = GPTDatasetConfig(1234, 256, (pairs, [70, 30]), split="90,5,5",
-                                  tokenizer=ByteTokenizer(), create_attention_mask=False)
-        train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, [600]*3, lambda: True, config).build()
-        print(f"2. A blend, 70 % code: {len(train)} samples of 256 tokens; 90 % of each pair hold")
-        for part, taken in zip(train.datasets, np.bincount(train.dataset_index)):
-            print(f"   ({part.tokens_per_epoch()} - 1) // 256 = {len(part)} samples, {taken} taken")
-        two, four = ([build_pretraining_data_loader(
-            train, 0, micro_batch_size=8 // ranks, data_parallel_rank=rank,
-            data_parallel_size=ranks) for rank in range(ranks)] for ranks in (2, 4))
-        steps = zip(*two)
-        text = ByteTokenizer().detokenize([next(steps) for _ in range(5)][0][0]["tokens"][0])
-        print(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
-        for loader in four:
-            loader.load_state_dict(two[0].state_dict())
-        equal = [torch.equal(*(torch.cat([part["tokens"] for part in step]) for step in both))
-                 for both in zip(steps, zip(*four), strict=True)]
-        print(f"4. Resumed: 4 ranks x 2 samples, {len(equal)} more steps, equal: {all(equal)}")
-
-def _add_arguments(parser, source, named=()):
-    """The parameters of a function or class, as in the table above; named: those of its caller.
-
-    prefix          path of a pair without .bin and .idx
-    input           prefixes of pairs of one dtype, in their order
-    output_prefix   of the new pair, or the beginning of its name
-    multimodal      the pairs hold modes
-    tokens          how many tokens of sequence 0 to show, and to decode
-    keep            a folder to work in, whose files stay
-    tokenizer       bytes, null:VOCAB, a tokenizer.json or module:attribute
-    eod_token       text of a tokenizer.json's end-of-document token
-    verbose         show docs/s, MB/s and the time left on stderr
-    """
-    words = {bool: {"action": argparse.BooleanOptionalAction}, int: {"type": int}, str: {},
-             float: {"type": float}, list[str]: {"nargs": "+"}, type(None): {}, type: {}}
-    text = "\n".join(map(inspect.getdoc, (*getattr(source, "__mro__", [source]), _add_arguments)))
-    for name, parameter in inspect.signature(source).parameters.items():
-        kind, default = parameter.annotation, parameter.default
-        if parameter.kind is parameter.VAR_KEYWORD:
-            _add_arguments(parser, kind, inspect.signature(source).parameters)
-        kind = type(default) if kind is parameter.empty else kind  # type, if it has no default
-        kind = kind.__args__[0] if isinstance(kind, types.UnionType) else kind  # str of str | None
-        if kind in words and name not in named:
-            line = re.search(rf"^{name}  +(.+(?:\n  +.+)*)", text, re.MULTILINE)
-            how = {**words[kind], "help": line and line[1].replace("%", "%%")}
-            if named or parameter.kind is parameter.KEYWORD_ONLY:
-                name = "--" + name.replace("_", "-")
-                how |= {"required": default is parameter.empty, "default": argparse.SUPPRESS}
-            parser.add_argument(name, **how)
-
-def _stop(main, *_):
-    """At SIGTERM: end at once, nothing half done is left; the workers see it and end too."""
-    with contextlib.suppress(Exception):
-        for file in [*_NewFile.unfinished] if os.getpid() == main else ():  # a worker has copies
-            pathlib.Path(file.temporary).unlink(missing_ok=True)
-    os._exit(143)
-
-def main(argv=None):
-    """Run a command -> exit code; what a user can get wrong is one sentence on stderr, and 1."""
-    parser = argparse.ArgumentParser("megatron-min", description=__doc__.partition("\n")[0])
+def _make_parser():
+    """Return the parser of all commands; each stores the function that runs it as options.run."""
+    description = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser("megatron-min", description=description)
     parser.add_argument("--version", action="version", version=f"{__version__} ({IMPLEMENTATION})")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for function in [value for name, value in globals().items() if name.startswith("_command_")]:
-        text = function.__doc__.partition("\n")[0]
-        sub = commands.add_parser(function.__name__.split("_")[-1], help=text, description=text)
-        sub.set_defaults(function=function)
-        _add_arguments(sub, function)
-    options = vars(parser.parse_args(argv))
-    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, functools.partial(_stop, os.getpid()))
+    _add_preprocess(commands)
+    _add_merge(commands)
+    _add_inspect(commands)
+    _add_verify(commands)
+    _add_build(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _run_command(options):
+    """Run the command and return the exit code; an error becomes one sentence on stderr."""
     try:
-        options.pop("function")(**options)
-        print(end="", flush=True)  # sys.stdout is None where a shell has closed it
-        return 0
-    except BrokenPipeError:  # the reader had enough, as in "demo | head"
+        options.run(options)
+        # A full disk is noticed here, and not when Python exits.  print() knows, unlike
+        # sys.stdout.flush(), that there is no sys.stdout if a shell has closed it.
+        print(end="", flush=True)
+    except BrokenPipeError:
+        # The reader has seen enough, as in "megatron-min demo | head -1".  Python would try to
+        # write the rest when it exits, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
-    except (Exception, KeyboardInterrupt) as error:
-        known = isinstance(error, (ValueError, LookupError, OSError, ImportError)) and str(error)
-        sentence = known or f"{type(error).__name__}: {error}".rstrip(": ")
-        print("megatron-min:", *sentence.split(), file=sys.stderr)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    except KeyboardInterrupt:
+        print("megatron-min: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        print(f"megatron-min: {_one_line(error)}", file=sys.stderr)
+        return 1
+    return 0
 
-__all__ = [name for name, value in globals().items()
-           if name[0] != "_" and getattr(value, "__module__", "") == __name__]
+
+def _one_line(error):
+    """Return the message of an error on one line; an unexpected kind of error is named."""
+    words = str(error).split()
+    if len(words) == 0:
+        return type(error).__name__
+    message = " ".join(words)
+    if isinstance(error, (ValueError, IndexError, OSError, ImportError)):
+        return message
+    return f"{type(error).__name__}: {message}"
+
+
+def _print_warning(message, *details):
+    """Print a warning as a user wants to see it: without the line of code that it came from."""
+    print(f"warning: {message}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _exit_at_sigterm():
+    """Let SIGTERM end the with block as an exception does, so that files are cleaned up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python allows only the main thread to handle signals
+        return
+    previous = signal.signal(signal.SIGTERM, _exit_143)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _exit_143(signal_number, frame):
+    """Handle SIGTERM; 143 = 128 + 15 is how a shell reports a process that SIGTERM has ended."""
+    sys.exit(143)
+
+
+def _add_command(commands, name, run, help):
+    """Add a command without flags yet, and return its parser."""
+    parser = commands.add_parser(name, help=help, description=help)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_switch(parser, flag, default, help):
+    """Add the two flags --x and --no-x."""
+    action = argparse.BooleanOptionalAction
+    parser.add_argument(flag, action=action, default=default, help=help)
+
+
+def _add_tokenizer_flags(parser):
+    """Add --tokenizer and --eod-token."""
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        help="bytes (the default), null:VOCAB, a tokenizer.json or module:attribute",
+    )
+    parser.add_argument("--eod-token", help="text of the end-of-document token of a tokenizer.json")
+
+
+# -- preprocess --------------------------------------------------------------------------------
+
+
+def _add_preprocess(commands):
+    parser = _add_command(
+        commands, "preprocess", _run_preprocess, "JSON lines, plain or gzip, to .bin/.idx pairs"
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help='files and globs of .jsonl or .jsonl.gz, read in this order; "-" is stdin',
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, help="the pairs are named PREFIX_KEY_document"
+    )
+    _add_tokenizer_flags(parser)
+    _add_switch(parser, "--append-eod", False, "put an eod after each document that has tokens")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="each key becomes a pair (default: text)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes; the files are the same for any number"
+    )
+    parser.add_argument(
+        "--on-error",
+        choices=["stop", "skip"],
+        default="stop",
+        help="at a bad line: stop (the default), or count it and leave it out",
+    )
+    _add_switch(parser, "--verbose", True, "show docs/s, MB/s and the time left on stderr")
+
+
+def _run_preprocess(options):
+    prefixes = preprocess(
+        options.input,
+        options.output_prefix,
+        build_tokenizer(options.tokenizer, options.eod_token),
+        append_eod=options.append_eod,
+        json_keys=options.json_keys,
+        workers=options.workers,
+        on_error=options.on_error,
+        verbose=options.verbose,
+    )
+    for prefix in prefixes.values():
+        _print_counts(prefix, IndexedDataset(prefix))
+
+
+def _print_counts(label, dataset):
+    """Print one line about a pair."""
+    num_documents = len(dataset.document_indices) - 1
+    print(
+        f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, "
+        f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
+    )
+
+
+# -- merge, inspect, verify --------------------------------------------------------------------
+
+
+def _add_merge(commands):
+    parser = _add_command(commands, "merge", _run_merge, "append pairs into a new pair")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help="path prefixes of pairs of one dtype, in the order in which they are appended",
+    )
+    parser.add_argument("--output-prefix", required=True, help="path prefix of the new pair")
+    _add_switch(parser, "--multimodal", False, "the pairs hold modes")
+
+
+def _run_merge(options):
+    merge(options.input, options.output_prefix, options.multimodal)
+    _print_counts(options.output_prefix, IndexedDataset(options.output_prefix))
+
+
+def _add_inspect(commands):
+    parser = _add_command(
+        commands, "inspect", _run_inspect, "counts, lengths and first tokens of a pair"
+    )
+    parser.add_argument("prefix", help="path of a pair, without .bin and .idx")
+    parser.add_argument(
+        "--tokens", type=int, default=16, help="how many tokens of sequence 0 to show (default: 16)"
+    )
+    _add_tokenizer_flags(parser)
+
+
+def _run_inspect(options):
+    tokenizer = build_tokenizer(options.tokenizer, options.eod_token)
+    dataset = IndexedDataset(options.prefix, check=False)
+    _print_counts(options.prefix, dataset)
+    if len(dataset) > 0:
+        _print_lengths(dataset.sequence_lengths)
+        _print_first_tokens(dataset, options.tokens, tokenizer)
+
+
+def _print_lengths(lengths):
+    """Print how long the sequences are: at most 1,000 of them, since there may be a billion."""
+    step = -(-len(lengths) // 1000)  # the quotient, rounded up
+    lengths = lengths[::step]
+    percentiles = np.percentile(lengths, (0, 1, 25, 50, 75, 99, 100)).round().astype(int)
+    print(
+        f"min, 1%, 25%, median, 75%, 99%, max of {len(lengths):,} lengths: {percentiles.tolist()}"
+    )
+
+
+def _print_first_tokens(dataset, count, tokenizer):
+    """Print how sequence 0 begins, as ids and as text."""
+    tokens = dataset[0][: max(0, count)].tolist()
+    print(f"sequence 0: {tokens}")
+    try:
+        text = tokenizer.detokenize(tokens)
+    except Exception:
+        return  # most often the pair was made with another tokenizer: the ids must do
+    print(f"decoded:    {text!r}")
+
+
+def _add_verify(commands):
+    parser = _add_command(
+        commands, "verify", _run_verify, "check every entry of an .idx, and that the .bin fits it"
+    )
+    parser.add_argument("prefix", nargs="+", help="path of a pair, without .bin and .idx")
+
+
+def _run_verify(options):
+    for prefix in options.prefix:
+        _print_counts(f"whole: {prefix}", IndexedDataset(prefix, check=True))
+
+
+# -- build -------------------------------------------------------------------------------------
+
+# The fields of GPTDatasetConfig that can be written in a shell; tokenizer and blend have flags of
+# their own.  A field becomes the flag of its name; bool stands for the two flags --x and --no-x.
+_CONFIG_FLAGS = [
+    ("random_seed", int, "seed of every shuffle of documents and samples"),
+    ("sequence_length", int, "S, in tokens"),
+    ("split", str, 'shares of train, valid and test, such as "98,1,1"'),
+    ("multiple_validation_sets", bool, "valid is one dataset for each of its corpora"),
+    ("full_validation", bool, "valid is one epoch of each corpus: its size must be none"),
+    ("num_dataset_builder_threads", int, "how many corpora are built side by side"),
+    ("path_to_cache", str, "folder of the index files"),
+    ("mmap_bin_files", bool, "tokens are read from a mapping; no: with os.pread"),
+    (
+        "mid_level_dataset_surplus",
+        float,
+        "by how much more than a blend asks for corpora are built",
+    ),
+    ("allow_ambiguous_pad_tokens", bool, "pad with the pad id even where it is eod too"),
+    ("fast_cache_load", bool, "trust a cache that exists, without any check"),
+    ("defer_npy_index_mmap", bool, "open the index files at the first access"),
+    ("reset_position_ids", bool, "positions restart after every eod token"),
+    ("reset_attention_mask", bool, "no token attends across an eod token"),
+    ("eod_mask_loss", bool, "no loss where the input token is eod"),
+    ("create_attention_mask", bool, "samples have the dense (1, S, S) mask"),
+    ("drop_last_partial_validation_sequence", bool, "no: pad the short last sample of valid"),
+    ("add_extra_token_to_sequence", bool, "the last input token has a label too"),
+    ("object_storage_cache_path", str, "accepted as upstream's"),
+    ("inter_document_masking", bool, "samples have cu_seqlens and max_seqlen, and no mask"),
+]
+
+
+def _add_build(commands):
+    parser = _add_command(
+        commands,
+        "build",
+        _run_build,
+        "make the index caches of a blend, for jobs that have the same tokenizer",
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        required=True,
+        help="samples of train, of valid and of test; none means one epoch",
+    )
+    parser.add_argument(
+        "--blend", nargs="+", help="path prefixes, or a weight before each: 70 books 30 wiki"
+    )
+    for split in Split:
+        parser.add_argument(
+            f"--{split.name}-blend",
+            nargs="+",
+            help=f"blend of whole corpora for {split.name}, instead of --blend and --split",
+        )
+    _add_tokenizer_flags(parser)
+    for name, kind, text in _CONFIG_FLAGS:
+        flag = "--" + name.replace("_", "-")
+        if kind is bool:
+            _add_switch(parser, flag, None, text)
+        else:
+            required = name in ("random_seed", "sequence_length")
+            parser.add_argument(flag, type=kind, required=required, help=text)
+
+
+def _run_build(options):
+    sizes = [_parse_size(text) for text in options.sizes]
+    config = GPTDatasetConfig(
+        blend=get_blend_from_list(options.blend),
+        blend_per_split=[
+            get_blend_from_list(options.train_blend),
+            get_blend_from_list(options.valid_blend),
+            get_blend_from_list(options.test_blend),
+        ],
+        tokenizer=build_tokenizer(options.tokenizer, options.eod_token),
+        **_given_fields(options),
+    )
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, _is_built_here, config)
+    for split, built in zip(Split, builder.build(), strict=True):
+        if not isinstance(built, list):  # it is a list with --multiple-validation-sets
+            built = [built]
+        for dataset in built:
+            _print_dataset(split, dataset, config)
+
+
+def _parse_size(text):
+    """Return a number of samples, or None for one epoch."""
+    if text == "none":
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"--sizes: wanted a number of samples, or none for one epoch, got {text}")
+    return int(text)
+
+
+def _given_fields(options):
+    """Return the fields of the config that were given; the others keep their defaults."""
+    fields = {}
+    for name, _, _ in _CONFIG_FLAGS:
+        value = getattr(options, name)
+        if value is not None:
+            fields[name] = value
+    return fields
+
+
+def _is_built_here():
+    """Say to the builder that this process, the only one, builds the datasets."""
+    return True
+
+
+def _print_dataset(split, dataset, config):
+    """Print one line about a dataset that was built."""
+    if dataset is None:
+        print(f"{split.name}: none")
+        return
+    print(
+        f"{split.name}: {len(dataset):,} samples of {config.sequence_length} tokens, "
+        f"{dataset.unique_description_hash}"
+    )
+
+
+# -- demo --------------------------------------------------------------------------------------
+
+
+def _add_demo(commands):
+    parser = _add_command(
+        commands, "demo", _run_demo, "real text to blended, resumable batches, in a few seconds"
+    )
+    parser.add_argument("--keep", help="a folder to work in, whose files stay")
+
+
+def _run_demo(options):
+    if options.keep:
+        os.makedirs(options.keep, exist_ok=True)
+        _run_demo_in(options.keep)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _run_demo_in(folder)
+
+
+def _run_demo_in(folder):
+    """Take Python's own source through all steps, from text to a resumed run."""
+    text_path = _write_demo_text(folder)
+    prefixes = _make_demo_pairs(folder, text_path)
+    train = _build_demo_blend(prefixes)
+    state, rest = _run_first_demo_steps(train)
+    _resume_demo(train, state, rest)
+
+
+def _write_demo_text(folder):
+    """Write the modules of the standard library as JSON lines: code, and its docstrings."""
+    library = pathlib.Path(os.__file__).parent
+    lines = []
+    for path in sorted(library.glob("*.py"))[:150]:
+        code = path.read_text("utf-8", errors="replace")
+        docs = "".join(re.findall('"""(.+?)"""', code, re.DOTALL))
+        lines.append(json.dumps({"code": code, "docs": docs}))
+    text_path = pathlib.Path(folder, "demo.jsonl")
+    text_path.write_text("\n".join(lines))
+    return text_path
+
+
+def _make_demo_pairs(folder, text_path):
+    """Make a pair of the code and a pair of the docstrings; return their path prefixes."""
+    print("1. Text to pairs: Python's modules and docstrings; a token is a byte, or an end")
+    output_prefix = os.path.join(folder, "demo")
+    prefixes = preprocess(text_path, output_prefix, append_eod=True, json_keys=["code", "docs"])
+    for prefix in prefixes.values():
+        _print_counts(prefix, IndexedDataset(prefix))
+    return list(prefixes.values())
+
+
+def _build_demo_blend(prefixes):
+    """Blend the pairs, 70 to 30; return the training set."""
+    config = GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=256,
+        blend=(prefixes, [70, 30]),
+        split="90,5,5",
+        tokenizer=ByteTokenizer(),
+        create_attention_mask=False,
+    )
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, [600, 600, 600], _is_built_here, config)
+    train, _, _ = builder.build()
+    print(f"2. A blend, 70 % code: {len(train)} samples of 256 tokens; 90 % of each pair hold")
+    samples_taken = np.bincount(train.dataset_index)
+    for dataset, taken in zip(train.datasets, samples_taken, strict=True):
+        tokens = dataset.tokens_per_epoch()
+        print(f"   ({tokens} - 1) // 256 = {len(dataset)} samples, {taken} taken")
+    return train
+
+
+def _run_first_demo_steps(train):
+    """Take five steps on two ranks; return the state of the loaders, and the steps that follow."""
+    loaders = _make_demo_loaders(train, num_ranks=2)
+    steps = _global_batches(loaders)
+    first_step = next(steps)
+    for _ in range(4):
+        next(steps)
+    text = ByteTokenizer().detokenize(first_step[0])
+    print(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
+    return loaders[0].state_dict(), steps
+
+
+def _resume_demo(train, state, rest):
+    """Go on from the state on four ranks, and compare with the rest of the steps on two ranks."""
+    loaders = _make_demo_loaders(train, num_ranks=4)
+    for loader in loaders:
+        loader.load_state_dict(state)
+    equal = []
+    for resumed, wanted in zip(_global_batches(loaders), rest, strict=True):
+        equal.append(torch.equal(resumed, wanted))
+    print(f"4. Resumed: 4 ranks x 2 samples, {len(equal)} more steps, equal: {all(equal)}")
+
+
+def _make_demo_loaders(train, num_ranks):
+    """Return the loader of each rank; a step is 8 samples, on however many ranks."""
+    loaders = []
+    for rank in range(num_ranks):
+        loader = build_pretraining_data_loader(
+            train,
+            0,
+            micro_batch_size=8 // num_ranks,
+            data_parallel_rank=rank,
+            data_parallel_size=num_ranks,
+        )
+        loaders.append(loader)
+    return loaders
+
+
+def _global_batches(loaders):
+    """Yield the tokens that all ranks read in each step, (8, S)."""
+    for batches in zip(*loaders, strict=True):
+        yield torch.cat([batch["tokens"] for batch in batches])
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,10 +1,10 @@
 """Builds megatron-min: megatron_min.py and, where a C compiler is found, _helpers.c for speed.
 
-    pip install .                          uses C if it compiles, else says so and goes without
-    MEGATRON_MIN_C=1 pip install .         a build without C is an error (CI, wheels)
-    MEGATRON_MIN_C=0 pip install .         no compiler is called: a pure Python wheel
-    python setup.py build_ext --inplace    puts _megatron_min beside the sources
-    MEGATRON_MIN_CFLAGS="-O1 -g -fsanitize=address,undefined"    further compiler and linker flags
+pip install .                          uses C if it compiles, else says so and goes without
+MEGATRON_MIN_C=1 pip install .         a build without C is an error (CI, wheels)
+MEGATRON_MIN_C=0 pip install .         no compiler is called: a pure Python wheel
+python setup.py build_ext --inplace    puts _megatron_min beside the sources
+MEGATRON_MIN_CFLAGS="-O1 -g -fsanitize=address,undefined"    further compiler and linker flags
 """
 
 import os
@@ -61,7 +61,7 @@ class CompleteSdist(sdist):
     """With tests and benchmarks, for whoever packages it; setuptools finds all the rest."""
 
     def make_distribution(self):
-        self.filelist.extend(["test_megatron_min.py", "bench.py"])  # those that exist are taken
+        self.filelist.extend(["test_megatron_min.py", "bench.py", ".pytest.ini", ".ruff.toml"])
         super().make_distribution()
 
 
@@ -72,19 +72,36 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="MIT",
+    keywords=["Megatron-LM", "GPT", "pretraining", "dataset", "data loader", "tokenized corpus"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Education",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.11",
     py_modules=["megatron_min"],
     entry_points={"console_scripts": ["megatron-min = megatron_min:main"]},
     install_requires=["numpy", "torch"],
     extras_require={
         "test": ["pytest", "pytest-benchmark", "tokenizers"],
-        "tools": ["tqdm", "tokenizers", "matplotlib", "nltk"],
-        "storage": ["s3fs", "pyarrow"],
-        "parity": ["megatron-core==0.16.1"],
+        "tools": ["tokenizers"],  # of the commands: a tokenizer.json of Hugging Face
+        "parity": ["megatron-core==0.16.1"],  # to compare with, in the tests and in bench.py
     },
-    ext_modules=[] if C_WANTED == "0" else [Extension(
-        "_megatron_min", ["_helpers.c"], py_limited_api=LIMITED,
-        define_macros=[] if LIMITED else [("Py_GIL_DISABLED", "1")])],  # what _helpers.c looks at
+    ext_modules=[]
+    if C_WANTED == "0"
+    else [
+        Extension(
+            "_megatron_min",
+            ["_helpers.c"],
+            py_limited_api=LIMITED,
+            define_macros=[] if LIMITED else [("Py_GIL_DISABLED", "1")],
+        )
+    ],  # what _helpers.c looks at
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
     cmdclass={"build_ext": BuildIfPossible, "sdist": CompleteSdist},
 )

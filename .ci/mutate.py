@@ -1,0 +1,770 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Put faults into megatron_min.py and _helpers.c, one at a time: does the suite notice each?
+
+    python .ci/mutate.py                  all faults, two suites side by side: hours
+    python .ci/mutate.py 12 C             the faults of section 12 and of the C file
+    python .ci/mutate.py --check          only see that each fault still fits the text
+    python .ci/mutate.py --jobs 8         eight suites side by side
+
+A fault is noticed if the quick suite fails, or does not end.  Those that survive are listed, and
+more than a tenth of survivors is an error.  Run by hand, when tests were changed; not by the gate.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+TREE = pathlib.Path(__file__).resolve().parent.parent
+SECONDS = 600  # more than the suite takes: a fault that makes a loop endless is noticed, too
+
+# {section of megatron_min.py, or "C": [(old text, new text), ...]}.  The old text occurs once in
+# its section, or in the C file.
+FAULTS = {
+    "1": [
+        ('struct.Struct("<9sQBQQ")', 'struct.Struct(">9sQBQQ")'),
+        ("_VERSION = 1", "_VERSION = 2"),
+        ("float64 = 6", "float64 = 7"),
+        ("float32 = 7", "float32 = 6"),
+        ("cardinality < 65500", "cardinality <= 65500"),
+        ("sum(lengths) != len(tokens) or", "False or"),
+        ("min(lengths) < 0", "min(lengths) < -9"),
+        ("len(modes) != len(lengths)", "False"),
+        ("self.sequence_modes.extend(modes)", "pass"),
+        (
+            "self.document_indices.extend([first + end for end in ends])",
+            "self.document_indices.extend(ends)",
+        ),
+        ("        self.sequence_lengths.extend(lengths)\n", "        pass\n"),
+        ("os.path.realpath(source) == os.path.realpath(self._bin.path)", "False"),
+        ("other.dtype != self.dtype", "False"),
+        ("document_indices[1:] + before", "document_indices[1:]"),
+        (
+            "self.sequence_modes.frombytes(other.sequence_modes.tobytes())",
+            "self.sequence_modes.extend(bytes(len(other)))",
+        ),
+        ("len(self.sequence_lengths) != self.document_indices[-1]", "False"),
+        (
+            "(np.cumsum(lengths, dtype=np.int64) - lengths) *",
+            "np.cumsum(lengths, dtype=np.int64) *",
+        ),
+        (
+            "            index.discard()  # does nothing once",
+            "            pass  # does nothing once",
+        ),
+        ("            self._bin.discard()", "            pass"),
+        ("if self._bin.file.closed:", "if False:"),
+        ("if kind is None and not", "if not"),
+        ("converted != tokens", "converted != converted"),
+        ('tokens.dtype.kind not in "biu"', "False"),
+        ("len(content) < _HEADER.size", "len(content) < 0"),
+        ("if magic != _MAGIC or version", "if version"),
+        ("_MAGIC or version != _VERSION", "_MAGIC"),
+        ("not 1 <= code <= 8", "not 0 <= code <= 8"),
+        ("if ends != [0, n]:", "if ends[1:] != [n]:"),
+        ("if ends != [0, n]:", "if ends[:1] != [0]:"),
+        (
+            "if self.multimodal and found != with_modes:",
+            "if False:",
+        ),
+        ("if found not in (without_modes, with_modes):", "if found < without_modes:"),
+        ("if found != end:", "if found < end:"),
+        ("if found != end:", "if found > end:"),
+        ("if end % self._token_bytes:", "if False:"),
+        (
+            "if not _is_same_file(os.stat(idx_path), self._idx_stat):",
+            "if False:",
+        ),
+        ("if check or (check is None", "if (check is None"),
+        ("< _SMALL_INDEX_BYTES):", "< 0):"),
+        ("(lengths < 0) | (pointers", "(pointers"),
+        ("(lengths < 0) | (pointers != wanted)", "lengths < 0"),
+        ("            start = ends[-1]\n", "            start = start\n"),
+        ("found[1:] < found[:-1]", "found[1:] < 0"),
+        ("low + _CHUNK + 1]", "low + _CHUNK]"),
+        ("self._verify_documents()\n        self._verified", "self._verified"),
+        ("if idx.step not in (None, 1):", "if False:"),
+        ("return tokens, self.sequence_modes[i]", "return tokens, self.sequence_modes[0]"),
+        ("return sequences, self.sequence_modes[idx]", "return sequences, self.sequence_modes"),
+        ("start + size > self.num_tokens", "False"),
+        ("if rest or start < 0", "if start < 0"),
+        ("offset + length > size", "False"),
+        ("if offset < 0 or length < 0", "if length < 0"),
+        ("return start + offset, length", "return start, length"),
+        ('"idx_mtime_ns": self._idx_stat.st_mtime_ns,', ""),
+        ('"idx_ends": _md5(first + last),', '"idx_ends": 0,'),
+        ("_md5(first + last)", "_md5(first)"),
+        ("return idx_exists and", "return True or"),
+        ("if not -n <= i < n:", "if not -n <= i <= n:"),
+        ("return i % n", "return i"),
+        ("self.multimodal, self.mmap\n", "self.multimodal, True\n"),
+    ],
+    "2": [
+        ("if token < 256", "if token <= 256"),
+        ("append_eod and len(tokens) > 0", "append_eod"),
+        ("builder.add_document([], [])", "pass"),
+        ("DType.optimal_dtype(tokenizer.vocab_size)", "np.int32"),
+        ('errors="replace"', 'errors="strict"'),
+    ],
+    "3": [
+        ("missing = len(Split) - len(shares)", "missing = 0"),
+        ("min(shares) < 0 or", "False or"),
+        ("[+-]?([0-9]+", "[+-]?([0-9_]+"),
+        ("return number if math.isfinite(number) else None", "return number"),
+        ("begin = max(edges_a[k], edges_b[k])", "begin = edges_a[k]"),
+        ("end = min(edges_a[k + 1], edges_b[k + 1])", "end = edges_a[k + 1]"),
+        ("if begin < end else None", "if begin <= end else None"),
+        ("round(begin * float(num_sequences))", "int(begin * float(num_sequences))"),
+        ("round(end * float(num_sequences))", "math.ceil(end * float(num_sequences))"),
+        ("entries[1::2], [float", "entries[0::2], [float"),
+        ("if not entries or is_number !=", "if is_number and is_number !="),
+        ("if len(weights) != len(names):", "if False:"),
+        ("not 0 <= weight <= sys.float_info.max", "not 0 <= weight"),
+        ("not 0 <= weight <= sys", "not weight <= sys"),
+        ("if not 0 < total < math.inf:", "if False:"),
+        ("        if weight:\n            kept", "        if True:\n            kept"),
+        (
+            'self._check_whole_number("random_seed", 0)',
+            'self._check_whole_number("random_seed", 1)',
+        ),
+        (
+            'self._check_whole_number("sequence_length", 1)',
+            'self._check_whole_number("sequence_length", 0)',
+        ),
+        ("if not surplus >= 0:", "if False:"),
+        ("not lowest <= value < 2**32", "not lowest <= value"),
+        ("setattr(self, name, int(value))", "pass"),
+        ('self.split = "1,1,1"', 'self.split = "1,0,0"'),
+        ("if self.multiple_validation_sets:", "if False:"),
+        ("if self.tokenizer is None:", "if False:"),
+        ("if self.reset_attention_mask and not", "if False and not"),
+        ("mid_level_dataset_surplus: float = 0.005", "mid_level_dataset_surplus: float = 0.05"),
+        (
+            "self.create_attention_mask and not self.inter_document_masking",
+            "self.create_attention_mask",
+        ),
+    ],
+    "4": [
+        ("if rest and not drop_last_partial_sequence:", "if rest and drop_last_partial_sequence:"),
+        ("max(0, tokens - int(add_extra_token_to_sequence))", "max(0, tokens)"),
+        ("if num_samples is not None and num_samples < 0:", "if False:"),
+        ("if num_samples and not tokens_per_epoch:", "if False:"),
+        ("_ceil_div(num_samples * S + x, tokens", "_ceil_div(num_samples * S, tokens"),
+        ("int(0.80 *", "int(0.81 *"),
+        ("< int(0.80", "<= int(0.80"),
+        ("(tokens_per_epoch - x) // S", "tokens_per_epoch // S"),
+        (
+            "count_samples(all_tokens - tokens_per_epoch, S, True, x)",
+            "count_samples(all_tokens - tokens_per_epoch, S, drop_last_partial_sequence, x)",
+        ),
+        ("return -(-a // b)", "return a // b"),
+        ("    random_state.shuffle(items)\n", "    random_state.shuffle(items[1:])\n"),
+        ("edge = len(document_index) - len(documents)", "edge = len(documents)"),
+        (
+            "    shuffle(document_index[edge:], random_state)\n",
+            "",
+        ),
+        ("np.arange(1, num_samples + 1) * S + x", "np.arange(1, num_samples + 1) * S"),
+        ("tokens_read[-1] = tokens_needed", "pass"),
+        ("np.searchsorted(ends, tokens_read)", 'np.searchsorted(ends, tokens_read, "right")'),
+        ("rows[1:, 1] = tokens_read - x -", "rows[1:, 1] = tokens_read -"),
+        ("if tokens_needed < num_samples * S and not x:", "if False:"),
+        ("if len(ends) and ends[-1] < tokens_needed:", "if False:"),
+        ("(documents < 0) | (documents >= len(sizes))", "documents >= len(sizes)"),
+        ("(documents < 0) | (documents >= len(sizes))", "documents < 0"),
+        ("if len(lengths) and lengths.min() < 0:", "if False:"),
+        ("dtype = np.uint32 if", "dtype = np.int64 if"),
+        (
+            "shuffle(shuffle_index[:num_samples], random_state)",
+            "shuffle(shuffle_index, random_state)",
+        ),
+        ("    shuffle(shuffle_index[num_samples:], random_state)\n", ""),
+        ("if values.ndim != 1:", "if False:"),
+        ("if found != dtype:", "if False:"),
+    ],
+    "5": [
+        ('"split_matrix", "tokenizer"]', '"split_matrix"]'),
+        ('["random_seed", "sequence_length",', '["sequence_length",'),
+        ("or highest >= n or", "or"),
+        ("if lowest < 0 or", "if"),
+        ('if dtype.kind not in "iu":', "if False:"),
+        ("if last_tokens and self._eod_token_id not in last_tokens:", "if False:"),
+        ("index_split is Split.valid and not config", "not config"),
+        ("            self.dataset.verify()\n", "            pass\n"),
+        ("np.random.RandomState(config.random_seed)", "np.random.RandomState(0)"),
+        (
+            "first_part = plan.samples_before_final_epoch",
+            "first_part = plan.num_samples",
+        ),
+        ("lengths[first:end] if digest is None else lengths[self.indices]", "lengths[first:end]"),
+        ("return len(self.sample_index) - 1", "return len(self.sample_index)"),
+        ("begin = first_offset if d == first_d else 0", "begin = 0"),
+        ("end = last_offset + self._extra", "end = last_offset"),
+        ("if not 0 <= i < len(self.dataset):", "if not i < len(self.dataset):"),
+        ("if not 0 <= j < most:", "if not j < most:"),
+        ("or first_offset < 0 or last_offset < 0:", "or last_offset < 0:"),
+        ('            sample["loss_mask"].zero_()\n', ""),
+        ("tokens[tokens == self._pad_token_id] = 0", "pass"),
+        ("labels[labels == self._pad_token_id] = 0", "pass"),
+        ("if (token_ids == self._pad_token_id).any():", "if False:"),
+        ("(labels != self._pad_token_id)", "(tokens != self._pad_token_id)"),
+        (
+            "loss_mask[tokens == self._eod_token_id] = 0",
+            "loss_mask[labels == self._eod_token_id] = 0",
+        ),
+        ("return [0, *(eods + 1).tolist()]", "return [0, *eods.tolist()]"),
+        ("np.flatnonzero(tokens[:-1] == self", "np.flatnonzero(tokens == self"),
+        ("if length and 0 < size <", "if 0 < size <"),
+        ("0 < size < self.config.sequence_length", "0 < size <= self.config.sequence_length"),
+        ("np.full(S + 1, S, np.int32)", "np.full(S + 1, 0, np.int32)"),
+        ("np.diff([*starts, S]).max()", "np.diff([0, *starts]).max(initial=0)"),
+        ('corrections["add_extra_token_to_sequence"] = False', "pass"),
+        ('corrections["drop_last_partial_validation_sequence"] = False', "pass"),
+        ('corrections["documents"] = self._documents', "pass"),
+        (
+            "np.triu(np.ones((sequence_length, sequence_length), bool), 1)",
+            "np.triu(np.ones((sequence_length, sequence_length), bool), 0)",
+        ),
+        ("mask |= document[:, None] != document[None, :]", "pass"),
+        ("positions -= np.repeat(starts, lengths)", "pass"),
+        ("return [first, end, _md5(str(indices.tolist()))]", "return [first, end, None]"),
+        ("except NotImplementedError:", "except KeyError:"),
+        ('if name != "pad_token"', "if True"),
+        ('("eos", "eod")', '("eod",)'),
+        ("if same and not config.allow_ambiguous_pad_tokens:", "if same:"),
+        ("generator.integers(1, 4096,", "generator.integers(1, 4095,"),
+        ("numbers_up % self.tokenizer.vocab_size", "numbers_up"),
+        ("if digest is None:\n            state", "if False:\n            state"),
+    ],
+    "6": [
+        ("np.argmax(weights * max(i, 1) - taken)", "np.argmax(weights * (i + 1) - taken)"),
+        ("lag = weights * max(i, 1) - taken", "lag = weights * i - taken"),
+        ("np.where(taken < sizes, lag, -np.inf)", "np.where(taken <= sizes, lag, -np.inf)"),
+        (
+            "weights = sizes / np.float64(max(size, 1))",
+            "weights = (sizes / np.float64(max(size, 1))).astype(np.float32)",
+        ),
+        ("if not np.array_equal(counts, sizes[:num_datasets]):", "if False:"),
+        ("if not 0 <= size <= room:", "if not 0 <= size:"),
+        ("if np.may_share_memory(dataset_index, dataset_sample_index):", "if False:"),
+        ("if not 0 < num_datasets < 2**15 - 1", "if not 0 < num_datasets"),
+        ("if not 0 <= weight < math.inf:", "if False:"),
+        ("any(weight != int(weight) for weight in weights)", "False"),
+        ("if size is not None and size < 0:", "if False:"),
+        ("self.weights = normalize(weights)", "self.weights = weights"),
+        ('identifiers["size"] = self.size', 'identifiers["size"] = None'),
+        ('identifiers["weights"] = self.weights', 'identifiers["weights"] = None'),
+        ("if taken[d] > len(dataset):", "if taken[d] > len(dataset) + 1:"),
+        ("if taken[d] > len(dataset):", "if taken[d] >= len(dataset):"),
+        ("return 0, None", "return 0, 0"),
+        ("sum(self.weights) if self.size is None else self.size", "sum(self.weights)"),
+    ],
+    "7": [
+        ("if len(sizes) != len(Split):", "if False:"),
+        ("if sizes[Split.valid.value] is not None:", "if False:"),
+        (
+            "0 if size is None else math.ceil(size * weight)",
+            "0 if size is None else round(size * weight)",
+        ),
+        ("math.ceil(target * factor)", "target"),
+        ("1 + self.config.mid_level_dataset_surplus", "1"),
+        ("            weights = normalize(weights)\n", ""),
+        ("if n >= 2**31:", "if False:"),
+        ("size = sum(math.ceil(size * weight) for weight in weights)", "pass"),
+        ("weights = [len(part) for part in parts]", "weights = [1 for part in parts]"),
+        ("if size is not None and size > sum(weights):", "if False:"),
+        ("needed[part], split", "part.num_samples, split"),
+        ("several = split is Split.valid and", "several = True and"),
+        (
+            "if len(prefixes) == 1:\n            weights = None",
+            "if False:\n            weights = None",
+        ),
+        ("matrix[split.value] = (0.0, 1.0)", "matrix[split.value] = (0.0, 0.9)"),
+        ("return datasets if is_wanted else [None] * len(Split)", "return datasets"),
+    ],
+    "8": [
+        ("            if size < 1:\n", "            if size < 0:\n"),
+        ("if not 0 <= data_parallel_rank < data_parallel_size:", "if False:"),
+        ("if rest and not self.drop_last:", "if not self.drop_last:"),
+        ("self.consumed_samples = 0  #", "pass  #"),
+        ("begin = first + _ceil_div(rank * count, ranks)", "begin = first + rank * count // ranks"),
+        (
+            "            first += self.samples_per_round\n",
+            "            first += self.micro_batch_size\n",
+        ),
+        ("yield [*range(begin, end), *padding]", "yield [*range(begin, end)]"),
+        ("manual_seed(self.seed + epoch)", "manual_seed(epoch)"),
+        ("manual_seed(self.seed + epoch)", "manual_seed(self.seed)"),
+        ("order[done // ranks :]", "order[done:]"),
+        ("order = order[done : self.active_total_samples]", "order = order[done:]"),
+        (
+            "order[self.data_parallel_rank :: self.data_parallel_size]",
+            "order[:: self.data_parallel_size]",
+        ),
+        (
+            "unit = self.samples_per_round if self.data_sharding else self.micro_batch_size",
+            "unit = self.samples_per_round",
+        ),
+        ("or consumed_samples % self.samples_per_round:", "or False:"),
+        ("if not self.active_total_samples:", "if False:"),
+        ('key["data_parallel_size"] = self.data_parallel_size', "pass"),
+        ('found["random_seed"] = dataset.config.random_seed', "pass"),
+        ('found["weights"] = _md5(str(dataset.weights))', "pass"),
+        ('data.pop("idx_mtime_ns", None)', 'data.pop("idx_size", None)'),
+        ("if differences and strict:", "if False:"),
+        ("while empty_passes < 2:", "while empty_passes < 1:"),
+        ("extendleft(reversed(self._read))", "extendleft(self._read)"),
+        ("        self._read.append(item)\n", ""),
+        ("// eval_interval + 1", "// eval_interval"),
+        ("if size % self.unit:", "if False:"),
+        ("if global_batch_size not in self.sizes:", "if False:"),
+        ("None if full_validation else evaluations", "evaluations"),
+    ],
+    "9": [
+        ('if not set(axes) <= {"tp", "cp", "dp", "pp"}:', "if False:"),
+        ("rest, tp = divmod(rank, tensor)", "rest, tp = divmod(rank, context)"),
+        ("pp, dp = divmod(rest, data)", "dp, pp = divmod(rest, pipeline)"),
+        ("world % model != 0:", "False:"),
+        ('return self.rank("pp") == 0', 'return self.rank("pp") == 1'),
+        ('self.size("pp") - 1', 'self.size("pp") - 2'),
+        ("if first or (last and mtp):", "if first:"),
+        ("    if last:\n", "    if last or first:\n"),
+        ("if (first or last) and create_attention_mask:", "if create_attention_mask:"),
+        ("if makes_mask:\n        del", "if False:\n        del"),
+        ("if found != shape:", "if False:"),
+        ("starts_of_rows = cu_seqlens.tolist()", "pass"),
+        ("status = _FAILED\n            error = caught", "raise"),
+        ("status = _PACKED\n        tensors", "pass\n        tensors"),
+        ("        start += size\n    return views", "    return views"),
+        ("if not 0 <= cp_rank < cp_size:", "if False:"),
+        ("part = dict(batch)", "part = batch"),
+        ("if cu_seqlens is None or use_per_sequence_balancing:", "if cu_seqlens is None:"),
+        ('dim = 2 if key == "attention_mask" else 1', "dim = 1"),
+        ('if key not in ("dataset_id", *_PACKING_KEYS) and', "if"),
+        ("if length % (2 * cp_size) != 0:", "if False:"),
+        ("if (end - begin) % (2 * cp_size) != 0:", "if False:"),
+        ("bounds = sorted({0, *starts, length})", "bounds = [0, length]"),
+        ("back = end - (cp_rank + 1) * chunk", "back = end - cp_rank * chunk - chunk // 2"),
+        ("front = begin + cp_rank * chunk", "front = begin"),
+    ],
+    "10": [
+        ("if bucket_size < 1:", "if False:"),
+        ("for param in reversed(self._names):", "for param in self._names:"),
+        ("            if not param.requires_grad:\n", "            if False:\n"),
+        (">= bucket_size:", "> bucket_size:"),
+        (
+            "self.grad_shards.append(data.chunk(self.size)[_rank(self.group)])",
+            "self.grad_shards.append(data.chunk(self.size)[0])",
+        ),
+        ("        self._in_sync = False\n", "        pass\n"),
+        ("if number < self._num_sent:", "if False:"),
+        ("param.main_grad.copy_(param.grad)", "pass"),
+        ("if self._buckets[self._num_sent].waiting:", "if False:"),
+        ("bucket.data.mul_(1 / self.size)", "pass"),
+        ("if self.check_for_nan_in_grad and param.main_grad.isnan().any():", "if False:"),
+        ("                bucket.handle.wait()\n", ""),
+        (
+            "            param.main_grad.zero_()\n            param.grad = param.main_grad\n\n"
+            "    def scale",
+            "            param.grad = param.main_grad\n\n    def scale",
+        ),
+        ("part.scale_gradients(part.size / total)", "part.scale_gradients(1 / total)"),
+        ("if total != 0:", "if True:"),
+        ("loss = loss / num_microbatches", "pass"),
+        ("is_last = number == num_microbatches - 1", "is_last = number == 0"),
+        ("if len(parts) != 1:", "if False:"),
+        ("            if not forward_only:\n", "            if True:\n"),
+        ('group = groups.group("dp-cp")', "pass"),
+        ("self.wrapper = weakref.ref(wrapper)", "self.wrapper = lambda: wrapper"),
+    ],
+    "11": [
+        ("if not os.path.isdir(folder):", "if False:"),
+        ("{secrets.token_hex(8)}", "0000000000000000"),
+        ("shutil.copymode(self.path, self.temporary)", "pass"),
+        ("os.fsync(self.file.fileno())", "pass"),
+        (
+            "        os.replace(self.temporary, self.path)\n",
+            "        shutil.copyfile(self.temporary, self.path)\n",
+        ),
+        ("            if kind is None:\n", "            if True:\n"),
+        ("            self.discard()\n", "            pass\n"),
+        ("pathlib.Path(index.path).unlink(missing_ok=True)", "pass"),
+        ("    tokens.commit()\n    index.commit()\n", "    index.commit()\n    tokens.commit()\n"),
+        ("if os.path.getsize(path) == 0:", "if False:"),
+    ],
+    "12": [
+        ("json.dumps(identifiers, indent=4,", "json.dumps(identifiers, indent=2,"),
+        ('{"format": 2} | (made_from or {})', '{"format": 2}'),
+        ("if trust and self.exists():", "if trust:"),
+        ("if trust and self.exists():", "if False:"),
+        ("if self._is_valid():", "if False:"),
+        ("if defer and self._is_saved:", "if False:"),
+        ('if not os.path.exists(self.path("manifest.json")):', "if False:"),
+        ("if description != self.description:", "if False:"),
+        ('if manifest["made_from"].get(key) != value:', "if False:"),
+        ("if found != noted:", "if False:"),
+        ("crc32 = zlib.crc32(content)", "crc32 = 0"),
+        ('noted["crc32"] if _rank() else None', 'noted["crc32"]'),
+        ("allow_pickle=False", "allow_pickle=True"),
+        ("except _FAULTS as error:", "except OSError as error:"),
+        ("            self._write(arrays)\n", "            pass\n"),
+        (
+            "        except OSError as error:\n            warnings",
+            "        except KeyError as error:\n            warnings",
+        ),
+        ('pathlib.Path(self.path("manifest.json")).unlink(missing_ok=True)', "pass"),
+        ("        self._write_manifest(files)\n", "        pass\n"),
+        ('            state["_arrays"] = None\n', "            pass\n"),
+        (
+            "        if self.folder is None:\n            self._arrays = build()",
+            "        if False:\n            self._arrays = build()",
+        ),
+    ],
+    "13": [
+        ("self.tokens[start : start + count]", "self.tokens[start : start + count].copy()"),
+        ("begin = start * self.dtype.itemsize", "begin = start"),
+        ("            if not got:\n", "            if False:\n"),
+        ("begin + len(content))", "begin)"),
+        ("while len(content) < size:", "if len(content) < size:"),
+    ],
+    "14": [
+        ('and arguments.keys() <= {"pin_memory"}', ""),
+        ("self.num_threads = max(1, num_workers)", "self.num_threads = num_workers"),
+        ("            sampler.consumed_samples = self.consumed_samples\n", ""),
+        ("            limit = math.inf\n", ""),
+        ("consumed += sampler.samples_per_round", "consumed += sampler.micro_batch_size"),
+        (
+            "            self.consumed_samples = min(consumed, limit)\n",
+            "            self.consumed_samples = consumed\n",
+        ),
+        ("self.batch_sampler.consumed_samples = consumed", "pass"),
+        ("        self.consumed_samples = consumed\n        self.batch", "        self.batch"),
+        ("if len(pending) > limit:", "if len(pending) > 10**9:"),
+        ("pending.popleft().result()\n        while", "pending.pop().result()\n        while"),
+        ('if dataset is None or dataloader_type == "external":', "if dataset is None:"),
+        ("    if full_validation:\n", "    if False:\n"),
+        ("(*sizes, drop_last)", "(*sizes)"),
+        ("(dataset, *sizes, data_sharding, seed)", "(dataset, *sizes, data_sharding)"),
+        ("(dataset, *sizes, data_sharding, seed)", "(dataset, *sizes, True, seed)"),
+    ],
+    "15": [
+        ("or torch.distributed.get_world_size(group) == 1:", "or False:"),
+        ("        mine = _rank(group)\n", "        mine = 0\n"),
+        (
+            "first_failed, torch.distributed.ReduceOp.MIN",
+            "first_failed, torch.distributed.ReduceOp.MAX",
+        ),
+        ("sentence = str(error.args[0])", "pass"),
+        ("if _SHARED_ERRORS.get(name) is not type(error):", "if name not in _SHARED_ERRORS:"),
+        ('if not re.match(r"rank \\d+: ", sentence):', "if True:"),
+        ("sentence[:_MESSAGE_CHARACTERS]", "sentence"),
+        ("if least != most:", "if False:"),
+        (
+            "raise _SHARED_ERRORS[name](sentence) from error",
+            "raise RuntimeError(sentence) from error",
+        ),
+    ],
+    "16": [
+        (
+            'if os.environ.get("MEGATRON_MIN_C") == "1":\n            raise',
+            "if False:\n            raise",
+        ),
+        (
+            "    except (IndexError, ValueError):\n        return",
+            "    except KeyError:\n        return",
+        ),
+        ("high = (before[part + 1] - x) // S + 1", "high = (before[part + 1] - x) // S"),
+        ("    if tokens_needed < num_samples * S and not x:\n", "    if False:\n"),
+        ("items.dtype in (np.int32, np.uint32, np.int64)", "True"),
+        ("    random_state.set_state((name, key, position, *normal))\n", ""),
+        ("cls.__getitem__ is GPTDataset.__getitem__", "True"),
+        ("and cls.pieces is GPTDataset.pieces\n", "\n"),
+        (
+            "        and cls._query_document_sample_shuffle_indices\n"
+            "        is GPTDataset._query_document_sample_shuffle_indices\n",
+            "",
+        ),
+        ("type(dataset.dataset._tokens) is MappedTokens", "True"),
+        ("and dataset.config is blend.config", ""),
+        ("    if pads < 0:\n        return False\n", ""),
+        ("        dataset._warn_of_real_pads()\n", "        pass\n"),
+        ('columns["loss_mask"][row] = 0', "pass"),
+        ("torch.from_numpy(values[row, ...])", "torch.from_numpy(values[0, ...])"),
+        ('columns["dataset_id"][rows] = d', 'columns["dataset_id"][rows] = 0'),
+        ("bool(config.eod_mask_loss)", "False"),
+        ("bool(config.reset_attention_mask)", "False"),
+        ("bool(config.reset_position_ids)", "False"),
+    ],
+    "17": [
+        ("self.eod = int(vocab_size)", "self.eod = int(vocab_size) - 1"),
+        ("if not str(vocab_size).isdecimal():", "if False:"),
+        ("self.vocab_size = self.eod + 1", "self.vocab_size = self.eod"),
+        ('["<|endoftext|>", "</s>"]', '["</s>", "<|endoftext|>"]'),
+        ("            names = [eod_token]\n", "            pass\n"),
+        ("skip_special_tokens=False", "skip_special_tokens=True"),
+        ("        sys.path.pop(0)\n", "        pass\n"),
+        ("if not callable(found):", "if False:"),
+        ('if ":" not in name:', "if False:"),
+    ],
+    "18": [
+        ('if on_error not in ("stop", "skip"):', "if False:"),
+        ("    if workers < 1:\n", "    if False:\n"),
+        ('if path == "-" or os.path.exists(path):', 'if path == "-":'),
+        (
+            "sorted(glob.glob(path, recursive=True))",
+            "sorted(glob.glob(path, recursive=True))[::-1]",
+        ),
+        ("        first_line += len(lines)\n", "        first_line += 1\n"),
+        ("(EOFError, zlib.error, gzip.BadGzipFile)", "KeyError"),
+        ("            self.eod = _as_tokens([tokenizer.eod], self.dtype)\n", "            pass\n"),
+        ("if not self.skip_errors:", "if True:"),
+        ("                num_skipped += 1\n", "                pass\n"),
+        ("not isinstance(row.get(key), str)", "False"),
+        ("if len(batch) != len(texts):", "if False:"),
+        (
+            "            if len(tokens) > 0:\n                pieces",
+            "            if True:\n                pieces",
+        ),
+        ("lengths.append(len(tokens) + len(self.eod))", "lengths.append(len(tokens))"),
+        ("            ends.append(len(lengths))\n", "            ends.append(len(ends) + 1)\n"),
+        ("        self.num_skipped += encoded.num_skipped\n", ""),
+        ("if now - self.printed < _PROGRESS_SECONDS:", "if True:"),
+        ("        progress.finish()\n", "        pass\n"),
+        ("num_bytes = file.tell() - position", "num_bytes = 0"),
+    ],
+    "19": [
+        ("        return 130\n", "        return 1\n"),
+        ("    sys.exit(143)\n", "    sys.exit(1)\n"),
+        ("    signal.signal(signal.SIGTERM, previous)\n", "    pass\n"),
+        ("    words = str(error).split()\n", '    words = str(error).split(" ")\n'),
+        ("append_eod=options.append_eod,", ""),
+        ("workers=options.workers,", ""),
+        ("on_error=options.on_error,", ""),
+        ("json_keys=options.json_keys,", ""),
+        (
+            "merge(options.input, options.output_prefix, options.multimodal)",
+            "merge(options.input, options.output_prefix)",
+        ),
+        ("IndexedDataset(prefix, check=True)", "IndexedDataset(prefix, check=False)"),
+        ('    if text == "none":\n', '    if text == "None":\n'),
+        (
+            "        if value is not None:\n            fields",
+            "        if value:\n            fields",
+        ),
+        (
+            "        return 1\n    except KeyboardInterrupt",
+            "        return 0\n    except KeyboardInterrupt",
+        ),
+        ("        os.makedirs(options.keep, exist_ok=True)\n", ""),
+        ("get_blend_from_list(options.valid_blend)", "get_blend_from_list(options.train_blend)"),
+    ],
+    "C": [
+        ("(char)('0' + view->itemsize % 10)", "(char)('0' + 4)"),
+        ("return a->len && b->len && a_at", "return 0 && a_at"),
+        ("contiguous && view->ndim == array->ndim &&", "view->ndim == array->ndim &&"),
+        ("contiguous && view->ndim == array->ndim &&", "contiguous &&"),
+        ("!(array->use && view->readonly)", "1"),
+        ("if (value >= low && value <= high)", "if (value >= low)"),
+        ("store_rows(&s, k++, -s.first_document, 0, 1, wide);", "k++;"),
+        ("if (id < 0 || id >= s.num_sizes)", "if (id >= s.num_sizes)"),
+        ("if (id < 0 || id >= s.num_sizes)", "if (id < 0)"),
+        (
+            "        if (size < 0)\n            return (Walk)",
+            "        if (size < -9)\n            return (Walk)",
+        ),
+        ("for (; end >= target; target", "for (; end > target; target"),
+        ("(1 - 4 * DBL_EPSILON) / (double)s.sequence", "1.01 / (double)s.sequence"),
+        ("return (Walk){k > last ? WALK_DONE : WALK_SHORT,", "return (Walk){WALK_DONE,"),
+        ("y ^= (y << 15) & 0xefc60000u;", "y ^= (y << 15) & 0xefc70000u;"),
+        ("(0u - (y & 1u)) & 0x9908b0dfu", "(0u - (y & 1u)) & 0x9908b0deu"),
+        (
+            "key[k] = mt_mix(key[k], key[0], key[MT_SHIFT - 1]);",
+            "key[k] = mt_mix(key[k], key[1], key[MT_SHIFT - 1]);",
+        ),
+        ("want += partner[want] <= (uint32_t)i - want;", "want += partner[want] <= (uint32_t)i;"),
+        ("        while (mask >> 1 >= i)\n", "        while (mask >> 1 > i)\n"),
+        ("        g->pos += (int)count;\n", "        g->pos = MT_WORDS;\n"),
+        ("    memcpy(key->buf, g.key, sizeof g.key);\n    Py_END", "    Py_END"),
+        ("taken + 1.0 < b->all.limit[d] ?", "taken < b->all.limit[d] ?"),
+        ("const int64_t sample = (int64_t)taken;", "const int64_t sample = (int64_t)taken + 1;"),
+        ("            if (top < bar)\n                break;\n", ""),
+        ("return d + !(mask & 1);", "return d + (mask == 2 || mask == 3);"),
+        (
+            "                    ahead = _mm_cmpgt_pd(lag[k + far], lag[k]);",
+            "                    ahead = _mm_cmpge_pd(lag[k + far], lag[k]);",
+        ),
+        (
+            "const Pack step = _mm_set1_pd((double)(i > 1 ? i : 1))",
+            "const Pack step = _mm_set1_pd((double)i)",
+        ),
+        ("all->weight[d] >= 0.0 && all->weight[d] <= DBL_MAX", "all->weight[d] >= 0.0"),
+        ("n += (mask >> k & 1) & (same < run);", "n += (mask >> k & 1) & (same < 1);"),
+        ('WIDEN("i2", int16_t)', 'WIDEN("i2", uint16_t)'),
+        ('WIDEN("u1", uint8_t)', 'WIDEN("u1", int8_t)'),
+        ("if (edge[0] < 0 || edge[0] > edge[2] ||", "if (edge[0] > edge[2] ||"),
+        ("edge[2] >= array[DOCUMENTS].shape[0] ||", "0 ||"),
+        ("        edge[1] < 0 || edge[3] < 0 ||", "        edge[3] < 0 ||"),
+        ("        if (id < 0 || id >= array[LENGTHS].shape[0])\n", "        if (id < 0)\n"),
+        ("end = d == edge[2] ? edge[3] + b->extra : size;", "end = d == edge[2] ? edge[3] : size;"),
+        ("begin = d == edge[0] ? edge[1] : 0;", "begin = 0;"),
+        ("n > room + b->extra || end > size ||", "n > room + b->extra ||"),
+        ("pointer % width ||", "0 ||"),
+        ("pointer / width > items->shape[0] -", "0 && pointer / width > items->shape[0] -"),
+        ("        if (n > room)   ", "        if (0)   "),
+        ("if (b->by_document && at > 0 && at < length)", "if (b->by_document && at > 0)"),
+        ("longest = at - start > longest ? at - start : longest;", ""),
+        ("const int64_t past = b->reset_mask ? start : 0;", "const int64_t past = 0;"),
+        ("(size_t)(i + 1 - past)", "(size_t)(i - past)"),
+        (
+            "count_up(row[POSITIONS], start, i + 1, 0, 1);\n            start = i + 1;",
+            "count_up(row[POSITIONS], start, i, 0, 1);\n            start = i;",
+        ),
+        ("(token == eod && b->mask_loss)", "0"),
+        ("        if (token == pad)\n            PUT(int64_t, tokens, i, 0);\n", ""),
+        ("pads += i + 1 < size;", "pads += 0;"),
+        ("wanted < 0 ? wanted + samples : wanted;", "wanted;"),
+        ("k < 0 || k >= samples)", "k < 0)"),
+        ("if (j < 0 || j >= array[ROWS].shape[0] - 1 ||", "if (j < 0 ||"),
+        (
+            "        if (size <= length)\n"
+            "            PUT(int64_t, row[LABELS], length - 1, b->pad);\n",
+            "",
+        ),
+        ("if (b->look || size <= length)", "if (b->look)"),
+        ("b.by_eod &= !b.by_document;", ""),
+        ("b.code[0] == 'i' ||", "0 ||"),
+        ("(b.pad >= 0 && b.pad >> 8 * b.array[ITEMS].itemsize == 0)", "0"),
+    ],
+}
+
+
+def split_sections(source):
+    """The text of megatron_min.py -> {section number: (begin, end)}; a banner begins each."""
+    lines = source.splitlines(keepends=True)
+    begins = []
+    position = 0
+    for number, line in enumerate(lines):
+        title = line.removeprefix("# ").partition(".")[0]
+        is_banner = line.startswith("# ") and title.isdecimal()
+        if is_banner and lines[number - 1].startswith("# ===="):
+            begins.append((title, position))
+        position += len(line)
+    ends = [begin for _, begin in begins[1:]] + [len(source)]
+    places = {}
+    for (title, begin), end in zip(begins, ends, strict=True):
+        places[title] = begin, end
+    return places
+
+
+def put_fault(section, old, new):
+    """-> (name of the file, its text with the fault); ValueError if old does not occur once."""
+    if section == "C":
+        name = "_helpers.c"
+        source = (TREE / name).read_text()
+        begin, end = 0, len(source)
+    else:
+        name = "megatron_min.py"
+        source = (TREE / name).read_text()
+        begin, end = split_sections(source)[section]
+    count = source.count(old, begin, end)
+    if count != 1:
+        raise ValueError(f"section {section}: {old!r} occurs {count} times, wanted once")
+    at = source.index(old, begin, end)
+    text = source[:at] + new + source[at + len(old) :]
+    if name.endswith(".py"):
+        compile(text, name, "exec")
+    return name, text
+
+
+def is_noticed(name, text):
+    """Does the quick suite fail in a copy of the tree with this text in this file?"""
+    with tempfile.TemporaryDirectory() as folder:
+        for path in TREE.iterdir():
+            if path.is_file():
+                shutil.copy2(path, folder)
+        pathlib.Path(folder, name).write_text(text)
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "MEGATRON_MIN_C": "1"}
+        environment["MEGATRON_MIN_PARITY"] = "1"
+        if name.endswith(".c"):
+            build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+            built = subprocess.run(build, cwd=folder, env=environment, capture_output=True)
+            if built.returncode != 0:
+                raise ValueError(f"the fault does not compile: {built.stderr.decode()[-500:]}")
+        suite = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        suite.append("test_megatron_min.py")
+        # in a session of its own, so that processes which a fault left behind end with it
+        process = subprocess.Popen(
+            suite,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(SECONDS) != 0
+        except subprocess.TimeoutExpired:
+            return True
+        finally:
+            end_group(process)
+
+
+def end_group(process):
+    """End a suite and what it has started."""
+    try:
+        os.killpg(process.pid, 9)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def check_tree():
+    """The suite must pass without a fault, on both kinds of kernels."""
+    name = "megatron_min.py"
+    if is_noticed(name, (TREE / name).read_text()):
+        sys.exit("the suite fails without a fault: mend that first, and build the C kernels")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("sections", nargs="*", default=list(FAULTS), help="such as 12 or C")
+    parser.add_argument("--jobs", type=int, default=2, help="suites side by side (default: 2)")
+    parser.add_argument("--check", action="store_true", help="only see that each fault fits")
+    options = parser.parse_args()
+    faults = []
+    misfits = 0
+    for section in options.sections:
+        for old, new in FAULTS[section]:
+            try:
+                faults.append((section, old, new, *put_fault(section, old, new)))
+            except (ValueError, SyntaxError) as error:
+                misfits += 1
+                print(error, flush=True)
+    print(f"{len(faults)} faults fit the text, {misfits} do not: mend these first", flush=True)
+    if options.check or misfits:
+        sys.exit(misfits > 0)
+    check_tree()
+    survivors = []
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        futures = {}
+        for section, old, new, name, text in faults:
+            futures[pool.submit(is_noticed, name, text)] = section, old, new
+        for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            if not future.result():
+                survivors.append(futures[future])
+                section, old, new = futures[future]
+                print(f"survives, section {section}: {old!r} -> {new!r}", flush=True)
+            print(f"{done} of {len(faults)}, {len(survivors)} survive", file=sys.stderr)
+    noticed = len(faults) - len(survivors)
+    print(f"{noticed} of {len(faults)} noticed ({noticed / len(faults):.0%})")
+    if len(survivors) * 10 > len(faults):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
