@@ -444,6 +444,10 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         finally:
             index.discard()  # does nothing once the file has its name
 
+    def sync(self) -> None:
+        """Have the disk hold all tokens so far; OSError if it is full."""
+        self._bin.sync()
+
     def _check_open(self):
         """ValueError once the pair is finished."""
         if self._bin.file.closed:
@@ -3390,33 +3394,32 @@ def get_batch_on_this_cp_rank(
     length = sequences[0].shape[-1]
     cu_seqlens = batch.get("cu_seqlens")
     if cu_seqlens is None or use_per_sequence_balancing:
-        places = [_places_in_sequence(length, cp_rank, cp_size)]
+        chunks_of_rows = [_chunks_of_sequence(length, cp_rank, cp_size)]
     else:
-        places = []
+        chunks_of_rows = []
         for row, starts in enumerate(cu_seqlens.tolist()):
-            places.append(_places_in_documents(starts, length, cp_rank, cp_size, row))
-    places = torch.stack(places).to(sequences[0].device, non_blocking=True)
+            chunks_of_rows.append(_chunks_of_documents(starts, length, cp_rank, cp_size, row))
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
         if key not in ("dataset_id", *_PACKING_KEYS) and _has_axis(value, dim, length):
-            part[key] = _take_places(value, dim, places)
+            part[key] = _take_chunks(value, dim, chunks_of_rows)
     return part
 
 
-def _places_in_sequence(length, cp_rank, cp_size):
-    """int64: the places that a cp rank keeps of a sequence, which is cut as a whole."""
+def _chunks_of_sequence(length, cp_rank, cp_size):
+    """What a cp rank keeps of a sequence that is cut as a whole: [(begin, length), ...]."""
     if length % (2 * cp_size) != 0:
         raise ValueError(
             f"a sequence of {length} tokens cannot be cut for cp_size {cp_size}: "
             f"its length must be a multiple of {2 * cp_size}"
         )
-    return _places_between(0, length, cp_rank, cp_size)
+    return _chunks_between(0, length, cp_rank, cp_size)
 
 
-def _places_in_documents(starts, length, cp_rank, cp_size, row):
-    """int64: the places that a cp rank keeps of a row, each of whose documents is cut by itself."""
+def _chunks_of_documents(starts, length, cp_rank, cp_size, row):
+    """What a cp rank keeps of a row, each of whose documents is cut by itself."""
     bounds = sorted({0, *starts, length})  # cu_seqlens repeats the length in its unused entries
-    places = []
+    chunks = []
     for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if (end - begin) % (2 * cp_size) != 0:
             raise ValueError(
@@ -3424,16 +3427,16 @@ def _places_in_documents(starts, length, cp_rank, cp_size, row):
                 f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
                 "use_per_sequence_balancing=True cuts the whole sequence instead"
             )
-        places.append(_places_between(begin, end, cp_rank, cp_size))
-    return torch.cat(places)
+        chunks += _chunks_between(begin, end, cp_rank, cp_size)
+    return chunks
 
 
-def _places_between(begin, end, cp_rank, cp_size):
-    """int64: chunk cp_rank from the front and chunk cp_rank from the back, of 2 * cp_size."""
-    chunk = (end - begin) // (2 * cp_size)
-    front = begin + cp_rank * chunk
-    back = end - (cp_rank + 1) * chunk
-    return torch.cat([torch.arange(front, front + chunk), torch.arange(back, back + chunk)])
+def _chunks_between(begin, end, cp_rank, cp_size):
+    """Chunk cp_rank from the front and chunk cp_rank from the back, of 2 * cp_size chunks."""
+    size = (end - begin) // (2 * cp_size)
+    front = begin + cp_rank * size
+    back = end - (cp_rank + 1) * size
+    return [(front, size), (back, size)]
 
 
 def _has_axis(value, dim, length):
@@ -3441,13 +3444,15 @@ def _has_axis(value, dim, length):
     return isinstance(value, torch.Tensor) and value.ndim > dim and value.shape[dim] == length
 
 
-def _take_places(value, dim, places):
-    """The places of value along an axis; places is int64 (1, n), for all rows, or (B, n)."""
-    if len(places) == 1:
-        return value.index_select(dim, places[0])
+def _take_chunks(value, dim, chunks_of_rows):
+    """The chunks of value along an axis, joined; all rows have the first list, or each its own."""
+    if len(chunks_of_rows) == 1:
+        parts = [value.narrow(dim, begin, size) for begin, size in chunks_of_rows[0]]
+        return torch.cat(parts, dim)
     rows = []
-    for row, kept in zip(value, places, strict=True):
-        rows.append(row.index_select(dim - 1, kept))
+    for row, chunks in zip(value, chunks_of_rows, strict=True):
+        parts = [row.narrow(dim - 1, begin, size) for begin, size in chunks]
+        rows.append(torch.cat(parts, dim - 1))
     return torch.stack(rows)
 
 
@@ -3870,7 +3875,8 @@ def _finish_step(model, num_tokens):
 #   rename  corpus.bin                           in one step: a reader finds the old or the new one
 #
 # After an error, or Ctrl-C, or SIGTERM in our commands, the temporary file is removed.  A process
-# that is killed (kill -9, no power) leaves it behind; it can be deleted by hand.
+# that is killed (kill -9, no power, a second signal meanwhile) leaves it behind; it can be deleted
+# by hand.
 
 
 class NewFile:
@@ -3889,7 +3895,7 @@ class NewFile:
             raise FileNotFoundError(f"{folder}: no such folder")
         self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
         self.file = open(self.temporary, "xb", buffering=1 << 20)
-        if os.path.exists(self.path):
+        with contextlib.suppress(FileNotFoundError):  # if there is nothing to replace
             shutil.copymode(self.path, self.temporary)  # readers of the old file keep their rights
 
     def sync(self) -> None:
@@ -3951,8 +3957,10 @@ def map_file(path: str | os.PathLike) -> np.ndarray:
 #
 #   found                                          then
 #   nothing                                        the arrays are built and saved
-#   a manifest that matches                        the arrays are used (rank 0 reads the CRCs)
-#   arrays without manifest (upstream's cache)     built and saved: the same bytes
+#   a manifest that matches                        the arrays are used (rank 0 reads the files to
+#                                                  check the CRCs, the other ranks check sizes)
+#   arrays without manifest (upstream's cache,     built and saved: the same bytes
+#   or one whose making was cut off)
 #   anything else: torn, altered, of other data    built and saved, with a warning that says why
 #   a folder that cannot be written                built, with a warning; they stay in memory
 
@@ -3995,8 +4003,8 @@ class IndexCache:
     description  text of the description file
     made_from    JSON-able dict of what the arrays are made from; a cache of other data is stale
 
-    cache[name] is an array, mapped from its file where there is one.  A pickled cache has the paths
-    alone, and maps the files again.
+    cache[name] is an array, mapped from its file where there is one.  A pickle of a cache whose
+    arrays are saved has the paths alone, and maps the files again; else it has the arrays.
     """
 
     def __init__(
@@ -4011,6 +4019,7 @@ class IndexCache:
         self.stem = stem
         self.names = names
         self.description = description
+        # The format is a number to raise when the same made_from comes to mean other arrays.
         self.made_from = {"format": 2} | (made_from or {})
         self._arrays = None
         self._is_saved = False  # do the files hold these arrays?
@@ -4034,7 +4043,7 @@ class IndexCache:
 
         build   makes the arrays, in the order of names; its errors pass through
         trust   use a cache that exists, without any check
-        defer   open the files at the first access
+        defer   keep no file open; map the files at the first access
         """
         if self.folder is None:
             self._arrays = build()
@@ -4082,28 +4091,24 @@ class IndexCache:
                 return f"{key} was {manifest['made_from'].get(key)!r}, is {value!r}"
         for name in self.names:
             noted = manifest["files"][name]
-            # to read the whole file takes a second for each GiB, so one rank does it for all
-            path = self.path(f"{name}.npy")
-            found = _describe_file(path, noted["crc32"] if _rank() else None)
+            # To read a whole file takes a second for each GiB, so rank 0 does it for all: the other
+            # ranks take the noted CRC for the found one, and so compare the sizes alone.
+            crc32 = None if _rank() == 0 else noted["crc32"]
+            found = _describe_file(self.path(f"{name}.npy"), crc32)
             if found != noted:
                 return f"{name}.npy was {noted}, is {found}"
         self._arrays = self._map_arrays()
         return None
 
     def _map_arrays(self):
-        """The arrays of the files, read-only.  numpy is told never to unpickle anything."""
-        arrays = []
-        for name in self.names:
-            mapped = np.load(self.path(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
-            arrays.append(np.asarray(mapped))
-        return arrays
+        """The arrays of the files, read-only."""
+        return [_map_npy(self.path(f"{name}.npy")) for name in self.names]
 
     def _save(self, arrays):
         """Write all files, the manifest last, and map them; keep the arrays if that fails."""
         self._arrays = arrays
         try:
-            self._write(arrays)
-            self._arrays = self._map_arrays()
+            self._arrays = self._write(arrays)
             self._is_saved = True
         except OSError as error:
             warnings.warn(
@@ -4113,19 +4118,27 @@ class IndexCache:
             )
 
     def _write(self, arrays):
-        """An old manifest goes first: it must not vouch for new arrays."""
+        """Write all files, and return the arrays, mapped.
+
+        What vouches for old arrays goes first: it must not vouch for a mixture of old and new ones.
+        """
         os.makedirs(self.folder, exist_ok=True)
-        pathlib.Path(self.path("manifest.json")).unlink(missing_ok=True)
+        for file in ("manifest.json", "description.txt"):
+            pathlib.Path(self.path(file)).unlink(missing_ok=True)
         files = {}
+        mapped = []
         for name, values in zip(self.names, arrays, strict=True):
             with NewFile(self.path(f"{name}.npy")) as file:
                 _write_npy(file, values)
                 file.flush()
-                # the file that has its name a moment later may be another job's, of other data
+                # Read under the temporary name: a moment later another job, with other data, may
+                # have put a file of its own under the final one.
                 files[name] = _describe_file(file.name)
+                mapped.append(_map_npy(file.name))
         with NewFile(self.path("description.txt")) as file:
             file.write(self.description.encode())
         self._write_manifest(files)
+        return mapped
 
     def _write_manifest(self, files):
         """What vouches for the files."""
@@ -4149,11 +4162,20 @@ def _describe_file(path, crc32=None):
     return {"size": len(content), "crc32": crc32}
 
 
+def _map_npy(path):
+    """The array of a file, mapped, read-only.  numpy is told never to unpickle anything."""
+    try:
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (ValueError, EOFError) as error:
+        raise DatasetFormatError(f"{path}: no whole .npy file: {error}") from error
+
+
 def _write_npy(file, values):
     """What numpy.save() writes.  That function calls tofile(), which misses a full disk."""
+    values = np.ascontiguousarray(values)  # before the header, which states the order of the items
     header = np.lib.format.header_data_from_array_1_0(values)
     np.lib.format.write_array_header_1_0(file, header)
-    file.write(np.ascontiguousarray(values))
+    file.write(values)
 
 
 # ==============================================================================
@@ -4178,7 +4200,7 @@ class TokenSource(abc.ABC):
 
 
 class MappedTokens(TokenSource):
-    """Views of the mapped file.  A view keeps the mapping alive, so none is used after its end."""
+    """Views of the mapped file.  A view keeps the mapping alive, even when this object is gone."""
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.tokens = map_file(path).view(dtype)
@@ -4245,7 +4267,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if releases_the_gil(dataset) and arguments.keys() <= {"pin_memory"}:
             self.num_threads = max(1, num_workers)
             num_workers = 0
-        arguments["persistent_workers"] = num_workers > 0
+        arguments.setdefault("persistent_workers", num_workers > 0)
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self.consumed_samples = batch_sampler.consumed_samples
 
@@ -4253,9 +4275,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         sampler = self.batch_sampler
         limit = sampler.total_samples
         if sampler.kind == "cyclic":
-            # its passes go on without end, from the last batch that was used
+            # This sampler advances its own number as it runs ahead of the loop: set it back to the
+            # last batch that the loop was given.  The others start each further pass at 0.
             sampler.consumed_samples = self.consumed_samples
-            limit = math.inf
+            limit = math.inf  # it counts on over all epochs
         consumed = sampler.consumed_samples
         batches = self._batches_of_threads() if self.num_threads else super().__iter__()
         for batch in batches:
@@ -4271,7 +4294,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def _make_batch(self, indices):
         """One batch, in memory that a GPU can copy from by itself if there is a GPU."""
         batch = self.dataset.batch(indices)
-        if self.pin_memory:
+        if self.pin_memory and torch.cuda.is_available():
             batch = {key: values.pin_memory() for key, values in batch.items()}
         return batch
 
@@ -4385,7 +4408,7 @@ _MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes i
 _MESSAGE_CHARACTERS = 600
 
 # The classes that reach other ranks as themselves; an error of any other class becomes a
-# RuntimeError whose sentence begins with the name of that class.
+# RuntimeError whose sentence has the name of that class behind "rank R: ".
 _SHARED_ERRORS = {
     kind.__name__: kind
     for kind in (
@@ -4530,7 +4553,8 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # that finds a place it cannot trust stops and says so; then the definition runs, and raises the
 # error with its sentence.
 #
-# MEGATRON_MIN_C=0 leaves C out, =1 makes it an error that C was not built, unset takes C if built.
+# _helpers.c is built as the extension module _megatron_min.  MEGATRON_MIN_C=0 leaves the module
+# out, =1 makes it an error that it cannot be imported, unset takes it if it is there.
 
 IMPLEMENTATION = "python"
 if os.environ.get("MEGATRON_MIN_C") != "0":
@@ -4538,9 +4562,11 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
         import _megatron_min
 
         IMPLEMENTATION = "c"
-    except ImportError:
+    except ImportError as error:
         if os.environ.get("MEGATRON_MIN_C") == "1":
             raise
+        if not isinstance(error, ModuleNotFoundError):
+            warnings.warn(f"the C kernels are there, and cannot be loaded: {error}", stacklevel=2)
 
 _DOCUMENTS_OF_A_THREAD = 1 << 22  # fewer documents are not worth a thread of their own
 
@@ -4575,10 +4601,17 @@ def _c_build_sample_idx(
 def _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed):
     """Fill the sample index, a part of the documents on each core.
 
-    documents   | part 0          | part 1          |
-    tokens      0 ............... before[1] ....... the end
-    rows        those with a target | the others       row k has the target k*S + x
-                up to before[1]
+    Row k comes from the document in which k*S + x tokens have been read; for the last row these are
+    tokens_needed.  A part fills the rows whose number of tokens is reached in its documents.
+
+    documents   | part 0               | part 1              |
+    tokens      0 .................... before[1] ........... the end
+    rows        k*S + x <= before[1]   the others
+
+    In C, build_sample_idx(rows, sizes, documents, S, x, last, low, begin, before) fills rows, which
+    are those of the index from row low on, from documents, which are those of the stream from place
+    begin on.  There are before tokens before these, and last is the number of tokens of the last of
+    these rows.  The call returns the number of tokens up to the end of these documents.
     """
     parts = _cut_documents(documents)
     with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
@@ -4590,7 +4623,8 @@ def _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed):
         for part, (begin, end) in enumerate(parts):
             high = len(rows)
             if part + 1 < len(parts) and before[part + 1] < tokens_needed:
-                high = (before[part + 1] - x) // S + 1  # the first row that this part cannot reach
+                # the first row that this part cannot reach; row 0, (0, 0), is always of part 0
+                high = max(1, (before[part + 1] - x) // S + 1)
             last = min(tokens_needed, (high - 1) * S + x)
             place = low, begin, before[part]
             arguments = rows[low:high], sizes, documents[begin:end], S, x, last, *place
@@ -4613,9 +4647,10 @@ def _cut_documents(documents):
 def _c_count_tokens(pool, sizes, documents):
     """The tokens of these documents, counted on all cores: the loop, without rows to fill."""
     no_rows = np.empty((0, 2), np.int32)
+    S = 1  # without rows to fill, S, x and the last row do not matter: the loop only counts
     futures = []
     for piece in np.array_split(documents, os.cpu_count() or 1):
-        arguments = no_rows, sizes, piece, 1, 0, 0
+        arguments = no_rows, sizes, piece, S, 0, 0
         futures.append(pool.submit(_megatron_min.build_sample_idx, *arguments))
     return sum(future.result() for future in futures)
 
@@ -4672,20 +4707,36 @@ def _are_filled_by_c(dataset_index, dataset_sample_index):
 
 _NO_EOD = -(2**63)  # an id that no token has
 
+# the methods of GPTDataset whose work C does; a subclass that has its own is left to the
+# definitions
+_METHODS_IN_C = (
+    "__getitem__",
+    "__getitems__",
+    "pieces",
+    "_query_document_sample_shuffle_indices",
+    "_rows",
+    "_pad",
+    "_loss_mask",
+    "_starts_after_eod",
+    "_starts_of_pieces",
+)
+
 
 def _is_read_by_c(dataset):
     """Are the samples of this dataset those of GPTDataset, of a corpus that is mapped?"""
-    cls = type(dataset)
-    return (
-        isinstance(dataset, GPTDataset)
-        and cls.__getitem__ is GPTDataset.__getitem__
-        and cls.__getitems__ is GPTDataset.__getitems__
-        and cls.pieces is GPTDataset.pieces
-        and cls._query_document_sample_shuffle_indices
-        is GPTDataset._query_document_sample_shuffle_indices
-        and type(dataset.dataset) is IndexedDataset
-        and type(dataset.dataset._tokens) is MappedTokens
-    )
+    if not isinstance(dataset, GPTDataset) or _has_methods_of_its_own(type(dataset)):
+        return False
+    corpus = dataset.dataset
+    if type(corpus) is not IndexedDataset or corpus.multimodal:
+        return False
+    return type(corpus._tokens) is MappedTokens
+
+
+def _has_methods_of_its_own(cls):
+    """Does a subclass of GPTDataset replace a method whose work C does?"""
+    if cls is GPTDataset:
+        return False
+    return any(getattr(cls, name) is not getattr(GPTDataset, name) for name in _METHODS_IN_C)
 
 
 def releases_the_gil(dataset: typing.Any) -> bool:
@@ -4738,6 +4789,8 @@ def _c_fill(dataset, columns, rows, indices):
         wanted = array.array("q", [0 if k is None else k for k in indices])
     except OverflowError:  # no dataset has 2**63 samples
         return False
+    # read_samples() returns how many real tokens equal the pad id, or -1 at a place that it cannot
+    # trust.  A subclass may have a smaller len(): no sample comes from behind it.
     pads = _megatron_min.read_samples(
         (
             columns["tokens"],
@@ -4773,7 +4826,7 @@ def _c_fill(dataset, columns, rows, indices):
 
 def _c_make_batch(dataset, indices):
     """A batch of one dataset, {key: array (B, ...)}; None where the definition has to make it."""
-    if not _is_read_by_c(dataset):
+    if len(indices) == 0 or not _is_read_by_c(dataset):
         return None
     columns = _c_columns(dataset.config, len(indices))
     if not _c_fill(dataset, columns, range(len(indices)), indices):
@@ -4798,7 +4851,10 @@ def _c_getitems(self, indices):
 
 
 def _c_sample(columns, row):
-    """One row of a batch, as tensors that share no memory with those of other rows."""
+    """One row of a batch, as tensors that share no memory with those of other rows.
+
+    values[row, ...] of the 1-D max_seqlen is an array without axes; values[row] would be a number.
+    """
     return {key: torch.from_numpy(values[row, ...]) for key, values in columns.items()}
 
 
@@ -4812,6 +4868,8 @@ def _c_batch(self, indices):
 
 @functools.wraps(BlendedDataset.batch)
 def _c_blended_batch(self, indices):
+    if len(indices) == 0:
+        return _c_blended_batch.__wrapped__(self, indices)
     if not _has_samples_of_a_blend(self):
         return _c_blended_batch.__wrapped__(self, indices)
     columns = {"dataset_id": np.empty(len(indices), np.int16)}
@@ -4856,7 +4914,8 @@ if IMPLEMENTATION == "c":
 class NullTokenizer:
     """Ids written as numbers, with spaces in between; eod is the number after the last id.
 
-    vocab_size   how many ids there are, without eod
+    vocab_size   argument: how many ids there are, without eod; the attribute of this name, as in
+                 every tokenizer, counts eod too: one more
     Raises       ValueError if vocab_size is not a whole number
     Upstream     NullTokenizer
 
@@ -4897,7 +4956,9 @@ class HuggingFaceTokenizer:
             raise FileNotFoundError(f"{path}: no such file")
         try:
             import tokenizers
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if error.name != "tokenizers":  # something that the package needs
+                raise
             raise ImportError(
                 f"{path} needs the package tokenizers: pip install 'megatron-min[tools]'"
             ) from None
@@ -4960,16 +5021,17 @@ def build_tokenizer(name: str = "bytes", eod_token: str | None = None) -> typing
 def _tokenizer_of_module(name):
     """Import "module:attribute"; return it if it is a tokenizer, else call it to make one."""
     # As with "python -m", the module may lie in the current folder, beside the data.
-    sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
     try:
         found = pkgutil.resolve_name(name)
+        if hasattr(found, "tokenize") and not isinstance(found, type):
+            return found
+        if not callable(found):
+            raise ValueError(f"{name} is no tokenizer, and cannot be called to make one")
+        return found()
     finally:
-        sys.path.pop(0)
-    if hasattr(found, "tokenize") and not isinstance(found, type):
-        return found
-    if not callable(found):
-        raise ValueError(f"{name} is no tokenizer, and cannot be called to make one")
-    return found()
+        sys.path.remove(folder)
 
 
 # ==============================================================================
@@ -5017,10 +5079,12 @@ def preprocess(
     append_eod    put tokenizer.eod after each document that has tokens
     json_keys     each key of these becomes a pair of its own
     workers       how many processes tokenize; the files are the same for any number
-    on_error      "stop": the first bad line is an error; "skip": bad lines are counted and left out
+    on_error      "stop": the first bad line is an error; "skip": bad lines are left out, and a
+                  warning at the end gives their number and what was wrong with the first one
     verbose       print progress to stderr, at most every ten seconds, and once at the end
     Returns       {key: path prefix of its pair}
-    Raises        ValueError that names file, line and reason; OSError.  Then no pair appears.
+    Raises        ValueError that names file, line and reason; OSError.  Then no pair appears; if
+                  the error comes while several pairs get their names, each is whole or not there.
     Upstream      tools/preprocess_data.py; the files are equal byte for byte
 
     >>> folder = tempfile.mkdtemp()
@@ -5039,7 +5103,7 @@ def preprocess(
     if tokenizer is None:
         tokenizer = ByteTokenizer()
     encoder = _BlockEncoder(tokenizer, list(prefixes), append_eod, on_error == "skip")
-    progress = _Progress(_total_bytes(paths))
+    progress = _Progress(_total_bytes(paths), verbose)
     with contextlib.ExitStack() as stack:
         builders = {}
         for key, prefix in prefixes.items():
@@ -5051,10 +5115,10 @@ def preprocess(
         for encoded in encoded_blocks:
             for key, column in encoded.columns.items():
                 builders[key].add_sequences(column.tokens, column.lengths, ends=column.ends)
-            if verbose:
-                progress.update(encoded)
-    if verbose:
-        progress.finish()
+            progress.update(encoded)
+        for builder in builders.values():
+            builder.sync()  # a full disk shows here, before the first pair has its name
+    progress.finish()
     return prefixes
 
 
@@ -5166,6 +5230,7 @@ class _EncodedBlock:
     columns: dict[str, _Column]
     num_documents: int
     num_skipped: int  # bad lines
+    first_fault: str | None  # what is wrong with the first of these
     num_bytes: int  # as in _Block
 
 
@@ -5189,17 +5254,18 @@ class _BlockEncoder:
 
     def encode(self, block):
         """Return a _Block as an _EncodedBlock; ValueError at the first bad line, or skip them."""
-        num_skipped = 0
+        faults = []
         try:
             documents = self._tokenize_lines(block.lines)
         except Exception:
             # A tokenizer may raise anything, and says nothing about lines: look for the bad one.
-            documents, num_skipped = self._tokenize_one_by_one(block)
+            documents, faults = self._tokenize_one_by_one(block)
         columns = {}
         for key in self.json_keys:
             columns[key] = self._lay_end_to_end(documents[key])
-        num_documents = len(block.lines) - num_skipped
-        return _EncodedBlock(columns, num_documents, num_skipped, block.num_bytes)
+        num_documents = len(block.lines) - len(faults)
+        first_fault = faults[0] if faults else None
+        return _EncodedBlock(columns, num_documents, len(faults), first_fault, block.num_bytes)
 
     def _tokenize_lines(self, lines):
         """Return {key: the tokens of each line}."""
@@ -5211,22 +5277,22 @@ class _BlockEncoder:
         return documents
 
     def _tokenize_one_by_one(self, block):
-        """Return ({key: the tokens of each good line}, number of bad lines)."""
+        """Return ({key: the tokens of each good line}, [what is wrong with each bad line])."""
         documents = {key: [] for key in self.json_keys}
-        num_skipped = 0
+        faults = []
         for number, line in enumerate(block.lines, block.first_line):
             try:
                 document = self._tokenize_lines([line])
             except Exception as error:
+                fault = f"{block.path}: line {number}: {_one_line(error)}"
                 if not self.skip_errors:
-                    where = f"{block.path}: line {number}"
                     advice = "--on-error skip leaves such lines out"
-                    raise ValueError(f"{where}: {error} ({advice})") from None
-                num_skipped += 1
+                    raise ValueError(f"{fault} ({advice})") from error
+                faults.append(fault)
                 continue
             for key in self.json_keys:
                 documents[key].extend(document[key])
-        return documents, num_skipped
+        return documents, faults
 
     def _parse(self, line):
         """Return the JSON object of a line; ValueError unless each key holds text."""
@@ -5274,7 +5340,7 @@ def _encode_blocks(encoder, blocks, workers):
         return
     # A forked process has everything at once; the other ways to start one import torch again.
     method = None
-    if hasattr(os, "fork"):
+    if sys.platform == "linux":  # elsewhere a library may not survive a fork, or there is none
         method = "fork"
     context = multiprocessing.get_context(method)
     pool = _WorkerPool(workers, context, _start_worker, [encoder])
@@ -5283,9 +5349,10 @@ def _encode_blocks(encoder, blocks, workers):
 
 
 class _WorkerPool(concurrent.futures.ProcessPoolExecutor):
-    """A pool whose worker processes have ended when shutdown() returns; map_ahead() does not wait.
+    """A pool whose shutdown() always waits until its worker processes have ended.
 
-    A process that exits while its pool is still telling the workers to end may wait for ever.
+    map_ahead() asks it not to wait.  But if this process exited while a thread of the pool was
+    still telling the workers to end, this process could hang in its exit.
     """
 
     def shutdown(self, wait=True, *, cancel_futures=False):
@@ -5324,10 +5391,12 @@ def _encode_in_worker(block):
 class _Progress:
     """Print to stderr how far the job is: sometimes in the middle of the work, once at its end."""
 
-    def __init__(self, total_bytes):
+    def __init__(self, total_bytes, verbose):
         self.total_bytes = total_bytes  # None: not known
+        self.verbose = verbose
         self.num_documents = 0
         self.num_skipped = 0
+        self.first_fault = None
         self.num_bytes = 0
         self.started = time.perf_counter()
         self.printed = self.started
@@ -5337,17 +5406,25 @@ class _Progress:
         self.num_documents += encoded.num_documents
         self.num_skipped += encoded.num_skipped
         self.num_bytes += encoded.num_bytes
+        if self.first_fault is None:
+            self.first_fault = encoded.first_fault
         now = time.perf_counter()
-        if now - self.printed < _PROGRESS_SECONDS:
+        if not self.verbose or now - self.printed < _PROGRESS_SECONDS:
             return
         self.printed = now
         seconds = now - self.started
         self._print(seconds, f"ETA {self._time_left(seconds)}")
 
     def finish(self):
-        """Print the last line."""
+        """Print the last line, and warn if lines were left out."""
         seconds = time.perf_counter() - self.started
-        self._print(seconds, f"done in {datetime.timedelta(seconds=round(seconds))}")
+        if self.verbose:
+            self._print(seconds, f"done in {datetime.timedelta(seconds=round(seconds))}")
+        if self.num_skipped:
+            warnings.warn(
+                f"{self.num_skipped:,} bad lines were left out; the first: {self.first_fault}",
+                stacklevel=3,
+            )
 
     def _time_left(self, seconds):
         """Return the time that the rest takes if it goes on like this, as h:mm:ss."""
@@ -5359,16 +5436,15 @@ class _Progress:
     def _print(self, seconds, ending):
         """Print one line: what was done in so many seconds."""
         seconds = max(seconds, 1e-9)
-        print(
+        words = [
             f"{self.num_documents:,} documents",
             f"{self.num_documents / seconds:,.0f} docs/s",
             f"{self.num_bytes / seconds / 1e6:,.1f} MB/s",
             f"{self.num_skipped:,} bad lines skipped",
             ending,
-            sep=", ",
-            file=sys.stderr,
-            flush=True,
-        )
+        ]
+        with contextlib.suppress(OSError):  # that nobody reads the progress is no reason to stop
+            print(", ".join(words), file=sys.stderr, flush=True)
 
 
 # ==============================================================================
@@ -5391,12 +5467,12 @@ class _Progress:
 #   Ctrl-C (SIGINT)                                 130
 #   SIGTERM, as a cluster sends before it kills     143
 #
-# However a command ends, short of kill -9, its with blocks unwind: temporary files and worker
-# processes go with it.
+# In all these cases the with blocks unwind: temporary files and worker processes go with the
+# command.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code.
+    """Run a command and return its exit code; codes 2 and 143 come as SystemExit.
 
     argv   the words after the name of the program; None: those of this process
     """

@@ -2368,10 +2368,20 @@ def subclasses(mm):
         def __len__(self):
             return 5
 
-    return {"getitem": Marked, "query": Backward, "pieces": FirstAlone, "len": Short}
+    class WithoutLoss(mm.GPTDataset):
+        def _loss_mask(self, tokens, labels):
+            return np.zeros(len(labels), np.float32)
+
+    return {
+        "getitem": Marked,
+        "query": Backward,
+        "pieces": FirstAlone,
+        "len": Short,
+        "loss": WithoutLoss,
+    }
 
 
-@pytest.mark.parametrize("method", ["getitem", "query", "pieces", "len"])
+@pytest.mark.parametrize("method", ["getitem", "query", "pieces", "len", "loss"])
 def test_a_subclass_keeps_its_own_method(mm, tmp_path, method):
     """Alone, in a batch, in a blend with a dataset that C reads, and in a batch of that blend."""
     prefix = mk(mm, tmp_path / "p", [np.arange(90)] * 3)
@@ -2388,6 +2398,8 @@ def test_a_subclass_keeps_its_own_method(mm, tmp_path, method):
             tokens = sample["tokens"]
             sample["tokens"] = sample["labels"].flip(0)
             sample["labels"] = tokens.flip(0)
+        if method == "loss":
+            sample["loss_mask"].zero_()
         wanted.append(sample)
 
     indices = [0, 4, 1, 2, 3]
@@ -8057,13 +8069,39 @@ def test_bad_lines_are_skipped_and_counted(one, tmp_path, capsys, workers):
     flags = ["--on-error", "skip", "--workers", workers]
     code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *flags)
     assert code == 0 and f"{len(bad)} bad lines" in err and "2 documents" in err
+    assert re.search(r"warning: .*left out; the first: .*a\.jsonl: line 2: ", err)
     assert texts_of(one, tmp_path / "o_text_document") == [[97], [100]]
+
+
+def test_lines_are_never_left_out_without_a_word(one, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": 5}\n')
+    with pytest.warns(UserWarning, match="1 bad lines were left out; the first: .* line 2: "):
+        one.preprocess(path, tmp_path / "o", on_error="skip")
+
+
+def test_a_full_disk_is_found_before_the_first_pair_has_its_name(one, tmp_path, monkeypatch):
+    """Else the pair of one key would be new, and that of the other one old."""
+    path = jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    path = pathlib.Path(path)
+    path.write_text(path.read_text().replace("}", ', "more": "c"}'))
+    calls = []
+
+    def sync_until_the_disk_is_full(new_file):
+        calls.append(new_file.path)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(one.NewFile, "sync", sync_until_the_disk_is_full)
+    with pytest.raises(OSError, match="no space left"):
+        one.preprocess(path, tmp_path / "o", json_keys=["text", "more"])
+    assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_a_line_is_left_out_under_all_keys(one, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"x": "1", "y": "2"}\n{"x": "3", "y": "bad"}\n{"x": "5", "y": "6"}\n')
-    made = one.preprocess(path, tmp_path / "o", Tok(), json_keys=["x", "y"], on_error="skip")
+    made = quiet(one.preprocess, path, tmp_path / "o", Tok(), json_keys=["x", "y"], on_error="skip")
     assert texts_of(one, made["x"]) == [[1], [5]]
     assert texts_of(one, made["y"]) == [[2], [6]]
 
@@ -8094,7 +8132,7 @@ def test_an_error_of_the_tokenizer_names_its_line(one, tmp_path, kind):
     path = jsonl(tmp_path / "a.jsonl", ["1", "2 x", "3"])
     with pytest.raises(ValueError, match=r"a\.jsonl: line 2: .*'x'"):
         one.preprocess(path, tmp_path / "o", kind())
-    made = one.preprocess(path, tmp_path / "o", kind(), on_error="skip")
+    made = quiet(one.preprocess, path, tmp_path / "o", kind(), on_error="skip")
     assert texts_of(one, made["text"]) == [[1], [3]]
 
 
@@ -8753,7 +8791,8 @@ def document_index_arguments(rng):
 
 
 def shuffle_index_arguments(rng):
-    total = int(rng.integers(1, 300))
+    most = rng.choice([300, 300, 300, 200_000])  # above 65,536 more bits of a draw count
+    total = int(rng.integers(1, most))
     first = total if rng.random() < 0.5 else int(rng.integers(0, total + 1))
     return [first, total, np.random.RandomState(rng.integers(2**31))]
 
@@ -9000,9 +9039,9 @@ def test_dataset_equals_upstreams(mm, up, tmp_path, split):
     compared = 0
     for case, rng in enumerate(cases(100)):
         docs = [np.array([1, 2, 3])]
-        for doc in random_docs(rng, vocab=9):
+        for doc in random_docs(rng, vocab=int(rng.choice([9, 9, 250]))):
             docs.append(np.append(doc, 0) if rng.random() < 0.6 else doc)
-        dtype = rng.choice([np.uint16, np.int32])
+        dtype = rng.choice([np.uint8, np.int16, np.uint16, np.int32, np.int64])
         prefix = mk(mm, tmp_path / str(case) / "pair", docs, dtype)
         flags = random_parity_flags(rng)
         n = random_num_samples(rng, sum(map(len, docs)), flags)
