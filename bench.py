@@ -311,31 +311,39 @@ def is_built_here():
     return True
 
 
-def run_on_two_ranks(function, mm, clock, n, sizes):
+def run_on_two_ranks(function, name, clock, n, sizes):
     """Run a case in two processes of one job -> what each returned; the slower one counts."""
-    context = multiprocessing.get_context("fork")  # a fork need not import anything
-    store = f"file://{fresh_folder()}/store"
-    receivers = []
-    for rank in range(2):
-        receiver, sender = context.Pipe(duplex=False)
-        arguments = rank, store, sender, function, mm, n, sizes
-        context.Process(target=run_rank, args=arguments, daemon=True).start()
-        sender.close()
-        receivers.append(receiver)
-    answers = [receiver.recv() for receiver in receivers]
+    pipes = pipes_of_two_ranks()
+    for pipe in pipes:
+        pipe.send((function.__name__, name, n, sizes))
+    answers = [pipe.recv() for pipe in pipes]
     clock.seconds += max(seconds for seconds, _ in answers)
     return [result for _, result in answers]
 
 
-def run_rank(rank, store, sender, function, mm, n, sizes):
-    """One of the two processes."""
-    torch.set_num_threads(1)  # also because the threads of torch do not survive a fork
+@functools.cache
+def pipes_of_two_ranks():
+    """Start the two processes, once; they end with this one.  (A fork would copy locked locks.)"""
+    context = multiprocessing.get_context("spawn")
+    store = f"file://{fresh_folder()}/store"
+    pipes = []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        context.Process(target=serve_rank, args=(rank, store, theirs), daemon=True).start()
+        pipes.append(ours)
+    return pipes
+
+
+def serve_rank(rank, store, pipe):
+    """One of the two processes: run the cases that it is told."""
+    torch.set_num_threads(1)
     minute = datetime.timedelta(minutes=1)
     torch.distributed.init_process_group("gloo", store, minute, world_size=2, rank=rank)
-    clock = Clock()
-    result = function(mm, clock, n, **sizes)
-    sender.send((clock.seconds, result))
-    torch.distributed.destroy_process_group()
+    while True:
+        function_name, name, n, sizes = pipe.recv()
+        clock = Clock()
+        result = globals()[function_name](load(name), clock, n, **sizes)
+        pipe.send((clock.seconds, result))
 
 
 # ==============================================================================
@@ -638,7 +646,7 @@ class Case:
         if name == "upstream" and self.peer is not None:
             function = self.peer
         if self.ranks == 2:
-            return run_on_two_ranks(function, load(name), clock, n, self.sizes)
+            return run_on_two_ranks(function, name, clock, n, self.sizes)
         return function(load(name), clock, n, **self.sizes)
 
     def milliseconds(self, name):
@@ -669,7 +677,7 @@ def screen_cases():
         Case("shuffle", shuffle, 10**7, "int32"),
         blend_case(16),
         blend_case(1024),
-        Case("build, new cache, S=2048", build, 2 * 10**6, "documents"),
+        Case("build, new cache, S=2048", build, 10**7, "documents"),
         add_case("add_document, arrays", add_document, np.asarray),
         Case("tp batch, S=512, mask *", tp_batch, 100, "batches", {"S": 512}, WITHOUT_C, ranks=2),
     ]

@@ -61,6 +61,7 @@ import abc
 import argparse
 import array
 import collections
+import collections.abc
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -70,6 +71,7 @@ import functools
 import glob
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import logging
@@ -233,15 +235,15 @@ class DatasetFormatError(ValueError):
 #   first and last    at every open, in O(1)            documents run from 0 to n, and the last
 #   entries                                             sequence ends where the .bin ends
 #   all entries       at the open of an .idx below      lengths are >= 0, each pointer is the sum
-#                     64 MiB, in verify(), and before   of the lengths before it, and documents
-#                     section 4 orders its sequences    never go back
+#                     64 MiB, in verify(), and before   of the lengths before it, in bytes, and
+#                     section 4 orders its sequences    documents never go back
 #   one place         at every access                   the bounds of the sequence and of the .bin
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, n, m: the first 34 bytes
 _SMALL_INDEX_BYTES = 64 << 20  # a larger .idx takes too long to check at every open on every rank
-_CHUNK = 1 << 16  # how many entries are checked at a time, so that temporary arrays stay small
+_CHUNK = 1 << 14  # entries that are checked at a time: temporary arrays stay in the CPU's cache
 
 
 class DType(enum.Enum):
@@ -309,7 +311,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
     if an exception ends it, without any file.  Without a with block, call finalize() yourself.
-    Wrong input is a ValueError before anything of it is written.  Memory: 4 bytes for each sequence
+    Wrong input is a ValueError, or a TypeError where a number is no integer, before anything of it
+    is written.  Memory: 4 bytes for each sequence
     and 8 for each document; finalize() takes 16 more for each sequence.
 
     >>> prefix = os.path.join(tempfile.mkdtemp(), "pair")
@@ -327,7 +330,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.sequence_lengths = array.array("i")  # int32
         self.sequence_modes = array.array("b")  # int8
         self.document_indices = array.array("q", [0])  # int64
-        self._bin = NewFile(bin_path)
+        self._bin = NewFile(bin_path)  # section 11: it has a temporary name until commit_pair()
 
     def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
         """Append one sequence of token ids (tensor, array or list; it is flattened).
@@ -395,6 +398,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     def end_document(self) -> None:
         """End the document of the sequences that were added since the last end."""
+        self._check_open()
         self.document_indices.append(len(self.sequence_lengths))
 
     def add_index(self, path_prefix: str | os.PathLike) -> None:
@@ -595,15 +599,17 @@ class IndexedDataset(torch.utils.data.Dataset):
             self._tokens = MappedTokens(path, self.dtype)
         else:
             self._tokens = FileTokens(path, self.dtype)
-        # Another process may have replaced the pair after the .idx was opened and before the .bin
-        # was: then the two belong to different pairs.  commit_pair() removes the old .idx first.
+        # Another process may replace the pair between the opening of the .idx and that of the .bin.
+        # commit_pair() removes the old .idx before it touches the .bin: so if the .idx that was
+        # opened is still there now, the .bin that was opened belongs to it.
         if not _is_same_file(os.stat(idx_path), self._idx_stat):
             raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
 
     def verify(self) -> None:
         """Check every entry of the .idx, once, in O(n).
 
-        Lengths are >= 0, each pointer is the sum of the lengths before it, documents never go back.
+        Lengths are >= 0, each pointer is the bytes of the sequences before it, and documents never
+        go back.
         """
         if self._verified:
             return
@@ -614,13 +620,12 @@ class IndexedDataset(torch.utils.data.Dataset):
     def _verify_sequences(self):
         """Each sequence begins where the one before it ends."""
         path = get_idx_path(self.path_prefix)
-        start = 0
+        end = 0
         for low in range(0, len(self), _CHUNK):
             lengths = self.sequence_lengths[low : low + _CHUNK]
             pointers = self.sequence_pointers[low : low + _CHUNK]
-            sizes = lengths.astype(np.int64) * self._token_bytes
-            ends = start + np.cumsum(sizes)
-            wanted = ends - sizes
+            ends = pointers + lengths * np.int64(self._token_bytes)
+            wanted = np.concatenate([[end], ends[:-1]])
             wrong = np.flatnonzero((lengths < 0) | (pointers != wanted))
             if len(wrong):
                 at = wrong[0]
@@ -628,7 +633,7 @@ class IndexedDataset(torch.utils.data.Dataset):
                     raise _format_error(path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
                 field = f"sequence_pointers[{low + at}]"
                 raise _format_error(path, field, wanted[at], pointers[at])
-            start = ends[-1]
+            end = ends[-1]
 
     def _verify_documents(self):
         """Each document begins where, or after, the one before it begins."""
@@ -953,8 +958,9 @@ def convert_split_vector_to_split_matrix(
 ) -> list[tuple[float, float] | None]:
     """Turn shares into the (begin, end) of each split, as fractions of a corpus; None where empty.
 
-    With two vectors, each entry is the overlap of the same split of both: what is left of it for a
-    corpus that was cut by b before.  Upstream has this; the builder of section 7 does not use it.
+    With two vectors, both cut the same corpus, and each entry is what the two cuts of that split
+    have in common: from the later begin to the earlier end.  Upstream has this; the builder of
+    section 7 does not use it.
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
@@ -1047,7 +1053,8 @@ class BlendedMegatronDatasetConfig:
     multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
                                 of its corpora, where it has several
     full_validation             with multiple_validation_sets: each validation dataset is one epoch,
-                                so the builder must be given None as the size of valid
+                                so the builder must be given None as the size of valid; alone it
+                                changes nothing here
     split                       shares of train, valid, test, such as "98,1,1"
     num_dataset_builder_threads how many corpora are built side by side
     path_to_cache               folder of the index files of section 12; None: those of a corpus lie
@@ -1203,7 +1210,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # (3) shuffle_index: the samples are shuffled too: sample k of the dataset is sample
 #     shuffle_index[k] of the stream.
 #
-# The second order, for a stream of the documents as they are, unshuffled:
+# The cut (2), for a stream of the documents as they are, unshuffled; its rows (d, offset) are
+# (0, 0) (1, 0) (2, 1) (2, 5), of which the last says where sample 3 would start:
 #
 #   position  0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
 #   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    inputs b b b c   labels b b c c
@@ -1360,8 +1368,8 @@ def build_sample_idx(
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  One thing differs: where a last, short sample is
                       kept, upstream computes N in float32.  One thing is kept: with x = 0, a sample
-                      that starts where a document starts may get the row (d, length of d) of the
-                      document before.
+                      k > 0 that starts at the first token of a document gets the row (d, length of
+                      d), where d is the first document that ends there.
 
     >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
     >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
@@ -1434,10 +1442,10 @@ def _sample_index_dtype(documents):
 
 
 def _end_of_stream(sizes, documents):
-    """The last row where x = 0 and the last sample is short.
+    """The last row where x = 0 and the last sample is short: (the last document, its length).
 
-    As upstream has it, that row is the end of the last document, even where the last documents are
-    empty.
+    searchsorted() gave the first document that ends where the stream ends.  Where empty documents
+    follow it, upstream has the last of them, with its length, 0; so has this row.
     """
     return len(documents) - 1, sizes[documents[-1]]
 
@@ -1611,13 +1619,13 @@ class GPTDataset(MegatronDataset):
         super().__init__(
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
+        # [first, end, digest]: digest is None if the documents are first .. end - 1, in order
+        self._documents = _describe_documents(self.indices)
         self._check_low_level_dataset()
         self._extra = int(config.add_extra_token_to_sequence)
         self._keep_partial = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
-        # [first, end, None] if the documents are all of first .. end - 1, else a digest of them
-        self._documents = _describe_documents(self.indices)
         self._pad_token_id = _pad_token_id(config)
         self._eod_token_id = None
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
@@ -1630,8 +1638,12 @@ class GPTDataset(MegatronDataset):
     def _check_low_level_dataset(self):
         """The documents exist, document_index can name them, and their tokens are integers."""
         n = len(self.dataset)
-        lowest = int(self.indices.min(initial=0))
-        highest = int(self.indices.max(initial=-1))
+        first, end, digest = self._documents
+        lowest = first
+        highest = end - 1
+        if digest is not None:
+            lowest = int(self.indices.min())
+            highest = int(self.indices.max())
         if lowest < 0 or highest >= n or n >= 2**31:
             raise IndexError(
                 f"{_name(self)}: documents {lowest} .. {highest} of {n}, and document_index, "
@@ -1648,7 +1660,7 @@ class GPTDataset(MegatronDataset):
             last_tokens.extend(self.dataset.get(i)[-1:].tolist())
         if last_tokens and self._eod_token_id not in last_tokens:
             warnings.warn(
-                f"{_name(self)}: none of the first {len(last_tokens)} documents ends in eod, so "
+                f"{_name(self)}: none of {len(last_tokens)} documents looked at ends in eod, so "
                 "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
                 stacklevel=2,
             )
@@ -1732,7 +1744,10 @@ class GPTDataset(MegatronDataset):
         return len(self.sample_index) - 1
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
-        """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order."""
+        """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
+
+        A length may be 0: that of an empty document, or, with x = 0, of the first piece.
+        """
         k = _position(k, len(self), f"the samples of {_name(self)}")
         j = int(self.shuffle_index[k])
         (first_d, first_offset), (last_d, last_offset) = self._rows(k, j)
@@ -1808,7 +1823,7 @@ class GPTDataset(MegatronDataset):
         sample["loss_mask"] = self._loss_mask(tokens, labels)
         sample["position_ids"] = positions_from(starts, S)
         if config.inter_document_masking:
-            # the places, then S: the end, and documents of no tokens behind it
+            # the places, then S: the end of the last document, and of empty ones behind it
             sample["cu_seqlens"] = np.full(S + 1, S, np.int32)
             sample["cu_seqlens"][: len(starts)] = starts
             sample["max_seqlen"] = np.array(np.diff([*starts, S]).max(), np.int32)
@@ -1880,8 +1895,8 @@ class GPTDataset(MegatronDataset):
         """What the arrays depend on and upstream's identifiers leave out; usually nothing.
 
         The name of the cache files is the md5 of the identifiers.  Upstream leaves some settings
-        out, so that datasets that differ share their files.  Where such a setting is not the usual
-        one it is added here; where it is, the name is upstream's.
+        out, so that datasets that differ share their files.  Here such a setting is an identifier
+        too where it differs from its default; so with all defaults the name is upstream's.
         """
         corrections = {}
         if not self._extra:
@@ -1894,10 +1909,12 @@ class GPTDataset(MegatronDataset):
 
     def _documents_of_split(self):
         """What _documents is if this dataset has just the documents of its split."""
-        bounds = None
+        bounds = (0, 1)  # blend_per_split: its corpora belong to their split as a whole
         if self.config.split_matrix:
-            bounds = self.config.split_matrix[self.index_split.value]
-        first, end = split_range(bounds or (0, 1), len(self.dataset))
+            # None for an empty split, of which the builder makes no dataset.  For one that is made
+            # by hand any fixed bounds will do: other documents then become part of the name.
+            bounds = self.config.split_matrix[self.index_split.value] or (0, 1)
+        first, end = split_range(bounds, len(self.dataset))
         if first == end:
             return [0, 0, None]
         return [first, end, None]
@@ -1991,9 +2008,10 @@ def _attribute(tokenizer, name):
 def _pad_token_id(config):
     """The id that fills short samples: the tokenizer's pad, or -1.
 
-    It is -1 if there is no pad, or if another special token has the same id: padding has no loss,
-    so real tokens of that id would have no loss either.  The special tokens are those of the
-    tokenizer's special_tokens_dict; if it has none, they are eos and eod.
+    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
+    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
+    have no loss either.  The special tokens are those of the tokenizer's special_tokens_dict; if it
+    has none, they are eos and eod.
     """
     tokenizer = config.tokenizer
     pad = _attribute(tokenizer, "pad")
@@ -2181,8 +2199,8 @@ class BlendedDataset(torch.utils.data.Dataset):
     config     BlendedMegatronDatasetConfig
 
     ds[i] is {"dataset_id": int16, **the sample}; ds[None] fills up a batch, without loss.
-    BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a run; with
-    fast_cache_load or defer_npy_index_mmap nobody looks.
+    BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a run.  With
+    fast_cache_load or defer_npy_index_mmap the samples are not counted, so that no file is read.
     """
 
     index_names = ("dataset_index", "dataset_sample_index")
@@ -2326,14 +2344,17 @@ class BlendedDataset(torch.utils.data.Dataset):
 #           blend_per_split         each split is a blend of whole corpora of its own
 #           neither                 mock data
 #
-# size is the number of samples wanted of a split, w the share of a corpus in the weights:
+# size is the number of samples wanted of a split.  One corpus without weights is no blend, and with
+# blend_per_split one corpus never is: it is built for size samples, or for one epoch (size None).
+# Else, with w the weight of a corpus divided by the sum of all weights:
 #
 #   weights   size     each corpus is built for                   the blend has
-#   given     given    its share, ceil(size * w) samples, and     the sum of all shares
-#                      a surplus, rounded up again
-#   none      given    one epoch                                  size samples, or all if these are
+#   given     given    n = ceil(size * w) samples, and a          the sum of all n
+#                      surplus, rounded up again
+#   given     None     ValueError
+#   None      given    one epoch                                  size samples, or all if these are
 #                                                                 fewer
-#   none      none     one epoch                                  all samples of all corpora
+#   None      None     one epoch                                  all samples of all corpora
 #
 # The surplus is for this: at some point of the run a corpus may be ahead of its share.  Where the
 # surplus is not enough (there upstream fails), that corpus alone is built again, larger.
@@ -2345,7 +2366,7 @@ class BlendedMegatronDatasetBuilder:
     """Build train, valid and test from a config.  Upstream: BlendedMegatronDatasetBuilder.
 
     cls               a MegatronDataset class, such as GPTDataset
-    sizes             samples wanted of train, valid and test; None: one epoch
+    sizes             samples wanted of train, valid and test; None: one epoch (not with weights)
     is_built_on_rank  () -> bool; ranks where it is False get None three times
     config            the config of cls
 
@@ -2526,8 +2547,10 @@ class BlendedMegatronDatasetBuilder:
 # The micro-batches that all ranks read at the same time are called a round here.  A training step,
 # which changes the weights once, takes one round or several (see NumMicroBatches).
 #
-# One iteration over a sampler is called a pass.  A pass starts at consumed_samples, so that the
-# first one after a stop may be a part of an epoch, and it ends at the end of the epoch.
+# In this section an epoch is once through all samples of the dataset (which may hold several epochs
+# of its sequences, see section 4).  One iteration over a sampler is called a pass.  A pass starts
+# at consumed_samples and ends at the end of the epoch, so the first pass after a stop may be only
+# the rest of an epoch.
 #
 # The sampler "single", with micro_batch_size 2 and data_parallel_size 2:
 #
@@ -2543,10 +2566,15 @@ class BlendedMegatronDatasetBuilder:
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
 #   full_validation
 #   cyclic, unsharded   in each epoch all ranks draw the   workers; ranks and micro-batch size, if
-#                       same shuffled order, and take      consumed_samples means the same place of
-#                       its samples in turn                the same order then
-#   cyclic, sharded     in each epoch each rank shuffles   workers; micro-batch size, if the parts
-#                       a part of its own                  keep their size
+#                       same shuffled order, and take      (a), (b) and (c) hold
+#                       its samples in turn
+#   cyclic, sharded     in each epoch each rank shuffles   workers; micro-batch size, if (a) and (b)
+#                       a part of its own                  hold
+#
+# (a) consumed_samples is a whole number of the new rounds.  (b) As many samples are shuffled as
+# before: samples that fill no micro-batch (unsharded) or no round (sharded) are not.  (c) An epoch
+# is the samples of whole rounds, so new rounds may make it shorter or longer: consumed_samples must
+# still be in the same epoch, as far from its start.
 
 
 class _Sampler:
@@ -2781,6 +2809,7 @@ def fingerprint(dataset: typing.Any) -> dict:
         parts = [fingerprint(part) for part in dataset.datasets]
         # split, seed and sequence length are those of the first dataset: all datasets share them
         found = {**parts[0], **found}
+        found.pop("requested", None)  # each dataset has its own, and the digest below has them all
         found["size"] = dataset.size
         found["weights"] = _md5(str(dataset.weights))
         found["data"] = _md5(json.dumps(parts))
@@ -2853,7 +2882,9 @@ def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
 
 
 class RerunDataIterator(collections.abc.Iterator):
-    """An iterator whose last micro-batches can be had again.  Upstream: RerunDataIterator.
+    """An iterator whose last micro-batches can be had again, to run a step a second time.
+
+    Upstream: RerunDataIterator.
 
     rewind() goes back to the last advance(); advance() forgets what was read until now.
 
@@ -2925,7 +2956,8 @@ class NumMicroBatches:
     rampup_batch_size    (start, increment, samples): the global batch grows from start to
                          global_batch_size in equal steps of increment over so many samples
 
-    ValueError if one of these batch sizes is no whole number of micro-batches on every rank.
+    ValueError if one of the global batch sizes on the way is no whole number of micro-batches on
+    every rank.
 
     >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
     >>> for consumed in (0, 50, 101):
@@ -2991,7 +3023,7 @@ class NumMicroBatches:
 # A big model is trained by many ranks, which share the work along up to four axes:
 #
 #   tp  tensor parallel     each rank holds a part of every layer; all of them need the same batch
-#   cp  context parallel    each rank has a part of every row (sequence) of the batch
+#   cp  context parallel    each rank has a part of every row of the batch
 #   dp  data parallel       each rank has the whole model, and a batch of its own
 #   pp  pipeline parallel   each rank (stage) holds some of the layers: the first stage needs the
 #                           tokens, the last stage the labels
@@ -3001,7 +3033,7 @@ class NumMicroBatches:
 #   global batch         --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
 #   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
 #   batch of a stage     --one buffer->  tp 0: reads and sends it       tp 1: receives it
-#   batch of a tp rank   --zigzag--->    cp 0: chunks 0 and 3 of 4      cp 1: chunks 1 and 2
+#   batch of a tp rank   --cut------>    cp 0: chunks 0 and 3 of 4      cp 1: chunks 1 and 2
 #
 # Why chunks 0 and 3?  Under a causal mask the last token attends to all others, the first only to
 # itself.  So the last chunk costs most and the first least, and each pair of chunks costs the same.
@@ -3322,7 +3354,7 @@ def _share_batch(data_iterator, layout, packing, groups, device):
     buffer = _broadcast_tensors(tensors, layout, groups, device)
     status = _cut_views(buffer, layout)["status"].item()
     if status == _FAILED:
-        _raise_error_of(0, error, groups.batch_group)
+        _raise_error_of(0, error, groups.batch_group)  # tp rank 0 met it; see section 15
     batch = _cut_views(buffer.to(device, non_blocking=True), layout)
     del batch["status"]
     if status == _PACKED:
@@ -3469,7 +3501,7 @@ def _take_chunks(value, dim, chunks_of_rows):
 #   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
 #                    its own shard: enough for an optimizer that shares its work in the same way
 #
-#   parameters, as the model uses them   embed  w1  w2  w3  head
+#   parameters, as the module lists them embed  w1  w2  w3  head
 #   buffer, one for each dtype: in       | head     | w3  w2   | w1  embed |   p.grad is a view
 #   reverse, as backward makes them      | bucket 0 | bucket 1 | bucket 2  |
 #   backward: head's gradient arrives      sent -->
@@ -3480,13 +3512,13 @@ def _take_chunks(value, dim, chunks_of_rows):
 # A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
 # send in the same order, whatever parameters their batches use.  A parameter without a gradient
 # counts as zero; its bucket, and those behind it, are sent at the end.  A tied parameter, which the
-# model uses in two places, is one parameter, in the place of its first use.
+# model has in two places, is one parameter, where named_parameters() lists it first.
 #
 # A training step, with all that part I has made:
 #
 #   model.zero_grad_buffer()
 #   forward_backward_no_pipelining(...)   for each micro-batch: get_batch(), forward, backward; then
-#                                         finalize_model_grads() waits for the sums
+#                                         finalize_model_grads() waits for the averages
 #   optimizer.step()
 #   loader.state_dict()                   for a checkpoint: which samples were used (section 14)
 
@@ -3511,9 +3543,10 @@ class DistributedDataParallel(torch.nn.Module):
     """A model whose gradients are averaged over a group.  Upstream: DistributedDataParallel.
 
     module                     each of its parameters that requires a gradient gets main_grad and
-                               grad, both the same view of one contiguous buffer a dtype
+                               grad, both the same view of the buffer of its dtype and device
     group                      the process group to average over; None: all ranks
-    bucket_size                elements that are sent at once, at least
+    bucket_size                elements that are sent at once, at least (the last bucket has the
+                               rest)
     overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
     use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, in
                                grad_shards, becomes the average; False: all-reduce
@@ -3792,19 +3825,21 @@ def forward_backward_no_pipelining(
     """Run the micro-batches of a step and finish the gradients.  Upstream: the same name.
 
     forward_step_func  (data_iterator, model) -> (output, loss_func).  loss_func(output) is
-                       (loss, report), for gradients of the mean over micro-batches; or
-                       (sum of losses, num_tokens, report), for gradients of the mean over the
-                       tokens of all micro-batches and, of a DistributedDataParallel, all ranks
+                         (loss, report)   the gradients become those of the mean of the losses of
+                                          all micro-batches
+                         (sum of losses, num_tokens, report)   they become those of the mean loss of
+                                          a token, over all micro-batches; where the model is a
+                                          DistributedDataParallel, over all ranks too
     data_iterator      is passed on to forward_step_func
     model              a DistributedDataParallel, a plain module, or a list of one of these
     num_microbatches   how many to run, at least 1
     forward_only       no backward, and nothing is sent; call it under torch.no_grad()
     Returns            the reports, one a micro-batch
 
-    >>> def mean_of_tokens(output):
+    >>> def sum_of_tokens(output):
     ...     return output.sum(), output.shape[0], "sum and tokens"
     >>> def step(data, model):
-    ...     return model(next(data)), mean_of_tokens
+    ...     return model(next(data)), sum_of_tokens
     >>> model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
     >>> forward_backward_no_pipelining(forward_step_func=step, model=model, num_microbatches=2,
     ...     data_iterator=iter([torch.ones(3, 1), torch.zeros(1, 1)]))
@@ -4125,20 +4160,29 @@ class IndexCache:
         os.makedirs(self.folder, exist_ok=True)
         for file in ("manifest.json", "description.txt"):
             pathlib.Path(self.path(file)).unlink(missing_ok=True)
-        files = {}
-        mapped = []
-        for name, values in zip(self.names, arrays, strict=True):
-            with NewFile(self.path(f"{name}.npy")) as file:
-                _write_npy(file, values)
-                file.flush()
-                # Read under the temporary name: a moment later another job, with other data, may
-                # have put a file of its own under the final one.
-                files[name] = _describe_file(file.name)
-                mapped.append(_map_npy(file.name))
+        with concurrent.futures.ThreadPoolExecutor(len(arrays)) as pool:  # the disk is slow
+            written = list(pool.map(self._write_array, self.names, arrays))
         with NewFile(self.path("description.txt")) as file:
             file.write(self.description.encode())
-        self._write_manifest(files)
-        return mapped
+        self._write_manifest(
+            {name: facts for name, (facts, _) in zip(self.names, written, strict=True)}
+        )
+        return [mapped for _, mapped in written]
+
+    def _write_array(self, name, values):
+        """Write one file; return what the manifest says of the file, and the mapped array."""
+        values = np.ascontiguousarray(values)
+        header = _npy_header(values)
+        with NewFile(self.path(f"{name}.npy")) as file:
+            # what numpy.save() writes; that function calls tofile(), which misses a full disk
+            file.write(header)
+            file.write(values)
+            file.flush()
+            # Mapped under the temporary name: a moment later another job, with other data, may have
+            # put a file of its own under the final one.
+            mapped = _map_npy(file.name)
+        crc32 = zlib.crc32(values, zlib.crc32(header))
+        return {"size": len(header) + values.nbytes, "crc32": crc32}, mapped
 
     def _write_manifest(self, files):
         """What vouches for the files."""
@@ -4170,12 +4214,12 @@ def _map_npy(path):
         raise DatasetFormatError(f"{path}: no whole .npy file: {error}") from error
 
 
-def _write_npy(file, values):
-    """What numpy.save() writes.  That function calls tofile(), which misses a full disk."""
-    values = np.ascontiguousarray(values)  # before the header, which states the order of the items
-    header = np.lib.format.header_data_from_array_1_0(values)
-    np.lib.format.write_array_header_1_0(file, header)
-    file.write(values)
+def _npy_header(values):
+    """The first bytes of the .npy file of an array."""
+    header = io.BytesIO()
+    facts = np.lib.format.header_data_from_array_1_0(values)
+    np.lib.format.write_array_header_1_0(header, facts)
+    return header.getvalue()
 
 
 # ==============================================================================
@@ -4238,20 +4282,25 @@ class FileTokens(TokenSource):
 # Question answered here: how is the next batch ready before it is asked for?
 #
 #   sampler       0 1 2 3 4 ...        indices of each batch
-#   threads             2 3            make batches of our own datasets ahead, where C makes them:
-#   training loop   1                  C runs without Python's lock, so the loop is not held up
+#   threads             2 3            num_workers of them make batches ahead
+#   training loop   1                  uses the batch that is ready
 #
-# Any other dataset is read by torch's DataLoader, in this process or in num_workers processes.
-# Either way the sampler runs ahead of the training loop.  A saved position counts the batches that
-# the loop was given, so what was made ahead and not used is made again after a resume.
+# Threads serve for our own datasets, where C makes the batches: C runs without Python's lock, so
+# the loop is not held up.  Any other dataset is read by torch's DataLoader, with num_workers
+# processes.  With num_workers=0 a batch is made when the loop asks for it.  (A thread for that case
+# would be slower: to hand over a batch of 8 samples of 2,048 tokens takes as long as to make it.)
+#
+# The sampler runs ahead of the training loop.  A saved position counts the batches that the loop
+# was given, so what was made ahead and not used is made again after a resume.
 
 
 class PretrainingDataLoader(torch.utils.data.DataLoader):
     """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
 
-    dataset        any dataset; those of this module make their batches in threads
+    dataset        any dataset
     batch_sampler  a sampler of section 8
-    num_workers    threads (at least one) or, for other datasets, processes
+    num_workers    threads that make batches ahead, or, of datasets whose batches C does not make,
+                   processes; 0: batches are made in this thread
     arguments      of DataLoader; where any but pin_memory is given, such as collate_fn or
                    prefetch_factor, DataLoader makes the batches of our own datasets too
     """
@@ -4263,10 +4312,11 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         num_workers: int = 0,
         **arguments: typing.Any,
     ) -> None:
+        self.makes_batches = releases_the_gil(dataset) and arguments.keys() <= {"pin_memory"}
         self.num_threads = 0
-        if releases_the_gil(dataset) and arguments.keys() <= {"pin_memory"}:
-            self.num_threads = max(1, num_workers)
-            num_workers = 0
+        if self.makes_batches:
+            self.num_threads = num_workers
+            num_workers = 0  # torch starts no processes
         arguments.setdefault("persistent_workers", num_workers > 0)
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self.consumed_samples = batch_sampler.consumed_samples
@@ -4280,14 +4330,16 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             sampler.consumed_samples = self.consumed_samples
             limit = math.inf  # it counts on over all epochs
         consumed = sampler.consumed_samples
-        batches = self._batches_of_threads() if self.num_threads else super().__iter__()
+        batches = self._own_batches() if self.makes_batches else super().__iter__()
         for batch in batches:
             consumed += sampler.samples_per_round
             self.consumed_samples = min(consumed, limit)
             yield batch
 
-    def _batches_of_threads(self):
+    def _own_batches(self):
         """Batches of our own datasets, in the order of the sampler."""
+        if not self.num_threads:
+            return map(self._make_batch, self.batch_sampler)
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         return map_ahead(pool, self.num_threads + 1, self._make_batch, self.batch_sampler)
 
@@ -4358,8 +4410,8 @@ def build_pretraining_data_loader(
     dataloader_type   "single": in order; "cyclic": shuffled anew each epoch; "external": dataset
                       is a loader already, and is returned as it is
     data_sharding     of cyclic: each rank shuffles a part of its own
-    num_workers       threads (at least one) that make batches of our own datasets ahead where C
-                      makes them; processes for anything else
+    num_workers       threads that make batches of our own datasets ahead where C makes them, and
+                      processes for anything else; 0: batches are made when they are asked for
     full_validation   every sample once, one for each rank and round
     drop_last         of single: leave out the last samples, which fill no whole round
     seed              of cyclic

@@ -6212,7 +6212,8 @@ def test_batches_are_samples_stacked(mm, tmp_path, kind):
         same_batches(list(loader), wanted, num_workers)
         assert loader.state_dict()["consumed_samples"] == len(dataset)
         threads = mm.IMPLEMENTATION == "c" and KINDS_OF_DATASET[kind]
-        assert loader.num_threads == (max(1, num_workers) if threads else 0)
+        assert loader.makes_batches == threads
+        assert loader.num_threads == (num_workers if threads else 0)
         assert loader.num_workers == (0 if threads else num_workers)
         assert mm.releases_the_gil(dataset) == threads
     if "marked" in kind:
