@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-# megatron_min: https://pypi.org/project/megatron-min, under the MIT licence.  Keep this notice.
+# megatron_min.  Copyright (c) 2026 The megatron_min authors, MIT licence.  This notice stays with
+# copies of the file.
 """Megatron-LM's GPT data path in one file: text to files to indices to resumable batches.
 
 This module writes and reads the files that Megatron-LM trains on, and makes training batches of
@@ -4206,10 +4207,16 @@ def _describe_file(path, crc32=None):
     return {"size": len(content), "crc32": crc32}
 
 
+# numpy parses the header of a file with Python's own parser, which Python 3.11 does not bear in two
+# threads at once (SystemError: AST constructor recursion depth mismatch).
+_parser_lock = threading.Lock()
+
+
 def _map_npy(path):
     """The array of a file, mapped, read-only.  numpy is told never to unpickle anything."""
     try:
-        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        with _parser_lock:
+            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except (ValueError, EOFError) as error:
         raise DatasetFormatError(f"{path}: no whole .npy file: {error}") from error
 
