@@ -544,7 +544,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Map the .idx file, check its header and size, and find its arrays."""
         path = get_idx_path(self.path_prefix)
         self._idx_stat = os.stat(path)
-        self._idx_content = content = map_file(path)
+        content = map_file(path)
+        self._idx_content = content
         if len(content) < _HEADER.size:
             raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", len(content))
         magic, version, code, n, m = _HEADER.unpack(content[: _HEADER.size].tobytes())
@@ -680,8 +681,8 @@ class IndexedDataset(torch.utils.data.Dataset):
             found = f"byte {pointer}, {size} tokens"
             path = get_idx_path(self.path_prefix)
             raise _format_error(path, f"sequence {i}", "a place in .bin", found)
-        offset = int(offset)
-        length = size - offset if length is None else int(length)
+        offset = operator.index(offset)
+        length = size - offset if length is None else operator.index(length)
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(
                 f"{self.path_prefix}[{i}] has {size} tokens, wanted {offset} to {offset + length}"
@@ -1165,6 +1166,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
     add_extra_token_to_sequence             x = 1: the last input token has a label too
     object_storage_cache_path               accepted as upstream's; local files do not need it
+    data_parallel_size, sequence_parallel_size, sequences_per_dataset, context_parallel_size
+                             accepted as upstream's; nothing here depends on them
+    hybrid_context_parallel  of upstream; True is refused
     inter_document_masking   instead of a mask, return where the documents of a sample start, as
                              attention kernels for packed sequences want it: cu_seqlens has these
                              places and then S in all entries that are left, max_seqlen is the
@@ -1182,12 +1186,23 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     drop_last_partial_validation_sequence: bool = True
     add_extra_token_to_sequence: bool = True
     object_storage_cache_path: str | None = None
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 0
+    hybrid_context_parallel: bool = False
+    sequences_per_dataset: dict | None = None
+    token_dtype_code: int | None = dataclasses.field(init=False, default=None)
+    context_parallel_size: int | None = None
     inter_document_masking: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tokenizer is None:
             raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
+        if self.hybrid_context_parallel:
+            raise ValueError(
+                "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
+                "batches with get_batch_on_this_cp_rank()"
+            )
         if self.reset_attention_mask and not self.has_dense_mask:
             raise ValueError(
                 "reset_attention_mask has no effect without a dense mask: set "
@@ -1912,9 +1927,11 @@ class GPTDataset(MegatronDataset):
         """What _documents is if this dataset has just the documents of its split."""
         bounds = (0, 1)  # blend_per_split: its corpora belong to their split as a whole
         if self.config.split_matrix:
-            # None for an empty split, of which the builder makes no dataset.  For one that is made
-            # by hand any fixed bounds will do: other documents then become part of the name.
-            bounds = self.config.split_matrix[self.index_split.value] or (0, 1)
+            # None is an empty split, of which the builder makes no dataset.  For a dataset that is
+            # made by hand any fixed bounds will do: other documents become part of the name.
+            in_matrix = self.config.split_matrix[self.index_split.value]
+            if in_matrix is not None:
+                bounds = in_matrix
         first, end = split_range(bounds, len(self.dataset))
         if first == end:
             return [0, 0, None]
@@ -1995,7 +2012,8 @@ def _describe_documents(indices):
 
 def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
-    return str(getattr(dataset, "dataset_path", None) or type(dataset).__name__)
+    path = getattr(dataset, "dataset_path", None)
+    return type(dataset).__name__ if path is None else str(path)
 
 
 def _attribute(tokenizer, name):
@@ -2018,7 +2036,9 @@ def _pad_token_id(config):
     pad = _attribute(tokenizer, "pad")
     if pad is None:
         return -1
-    special = _attribute(tokenizer, "special_tokens_dict") or {}
+    special = _attribute(tokenizer, "special_tokens_dict")
+    if special is None:
+        special = {}
     special = {name: token for name, token in special.items() if name != "pad_token"}
     if not special:
         special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
@@ -2188,7 +2208,7 @@ class BlendTooLarge(ValueError):
         self, message: str, needed: dict[torch.utils.data.Dataset, int] | None = None
     ) -> None:
         super().__init__(message)
-        self.needed = needed or {}
+        self.needed = {} if needed is None else needed
 
 
 class BlendedDataset(torch.utils.data.Dataset):
@@ -2200,8 +2220,8 @@ class BlendedDataset(torch.utils.data.Dataset):
     config     BlendedMegatronDatasetConfig
 
     ds[i] is {"dataset_id": int16, **the sample}; ds[None] fills up a batch, without loss.
-    BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a run.  With
-    fast_cache_load or defer_npy_index_mmap the samples are not counted, so that no file is read.
+    BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a run.  Where
+    fast_cache_load trusts a cache, the samples are not counted, so that no file is read.
     """
 
     index_names = ("dataset_index", "dataset_sample_index")
@@ -2229,8 +2249,12 @@ class BlendedDataset(torch.utils.data.Dataset):
             self.size = int(size)
             self.weights = normalize(weights)
         self._open_indices()
-        if not config.fast_cache_load and not config.defer_npy_index_mmap:
+        if not self._cache.is_trusted:
             self._check_counts()
+        if config.defer_npy_index_mmap:  # the counting has opened files
+            for dataset in (self, *self.datasets):
+                if hasattr(dataset, "_cache"):
+                    dataset._cache.close()
 
     def _open_indices(self):
         """Load the two arrays from the cache, or build them."""
@@ -2247,11 +2271,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         self._cache = IndexCache(
             self.config.path_to_cache, name, self.index_names, self.unique_description
         )
-        self._cache.load_or_build(
-            self._build_indices,
-            trust=self.config.fast_cache_load,
-            defer=self.config.defer_npy_index_mmap,
-        )
+        self._cache.load_or_build(self._build_indices, trust=self.config.fast_cache_load)
 
     def _build_indices(self):
         """Both arrays, filled in by one of the two rules above."""
@@ -2519,6 +2539,11 @@ class BlendedMegatronDatasetBuilder:
             size = sum(math.ceil(size * weight) for weight in weights)
         else:
             weights = [len(part) for part in parts]
+            if not any(weights):
+                if size == 0:
+                    return None  # nothing is wanted, and nothing is there
+                wanted = "one epoch" if size is None else f"{size} samples"
+                raise ValueError(f"{split.name}: wanted {wanted}, but no corpus has a sample in it")
             if size is not None and size > sum(weights):
                 warnings.warn(
                     f"{split.name}: an epoch has {sum(weights)} samples, not {size}: the run will "
@@ -2976,7 +3001,9 @@ class NumMicroBatches:
         data_parallel_size: int,
         rampup_batch_size: typing.Sequence[int] | None = None,
     ) -> None:
-        ramp = rampup_batch_size or (global_batch_size, 1, 0)  # one size from the start
+        ramp = rampup_batch_size
+        if not ramp:
+            ramp = (global_batch_size, 1, 0)  # one size from the start
         if len(ramp) != 3:
             raise ValueError(f"rampup_batch_size is (start, increment, samples), got {ramp}")
         start, increment, samples = ramp
@@ -3171,9 +3198,10 @@ class ParallelGroups:
 
     def group(self, kind: str) -> "torch.distributed.ProcessGroup | None":
         """This rank's process group of a kind; None without torch.distributed."""
-        if kind not in self._groups:
-            raise ValueError(f"no process group {kind!r}: there are {', '.join(self._groups)}")
-        return self._groups[kind]
+        for known, group in self._groups.items():
+            if set(known.split("-")) == set(kind.split("-")):
+                return group
+        raise ValueError(f"no process group {kind!r}: there are {', '.join(self._groups)}")
 
     @property
     def is_first_stage(self) -> bool:
@@ -3297,7 +3325,11 @@ def _batch_layout(keys, micro_batch_size, sequence_length):
 
 def _read_batch(data_iterator, layout, packing):
     """Read the next batch: the tensors of layout, and those of packing where the batch has them."""
+    if data_iterator is None:
+        raise ValueError("this rank reads for its group: give a data_iterator, not None")
     batch = next(data_iterator)
+    if not isinstance(batch, dict):
+        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
     wanted = dict(layout)
     if any(batch.get(key) is not None for key in packing):
         wanted.update(packing)
@@ -3316,10 +3348,12 @@ def _read_batch(data_iterator, layout, packing):
 
 def _check_batch(batch, layout):
     """Raise ValueError unless the batch has the tensors of a layout, in its shapes."""
-    for key, (shape, _) in layout.items():
+    for key, (shape, dtype) in layout.items():
         found = None
-        if batch.get(key) is not None:
+        if isinstance(batch.get(key), torch.Tensor):
             found = tuple(batch[key].shape)
+        if found == shape and batch[key].is_floating_point() and not dtype.is_floating_point:
+            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
         if found != shape:
             raise ValueError(
                 f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
@@ -3419,7 +3453,7 @@ def get_batch_on_this_cp_rank(
     [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
     """
     if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"cp_rank must be 0 .. {cp_size - 1}, got {cp_rank}")
+        raise ValueError(f"wanted cp_size >= 1 and cp_rank below it, got {cp_size} and {cp_rank}")
     part = dict(batch)
     sequences = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
     if cp_size == 1 or not sequences:
@@ -3926,8 +3960,8 @@ class NewFile:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = os.fspath(path)
-        folder = os.path.dirname(self.path) or "."
-        if not os.path.isdir(folder):
+        folder = os.path.dirname(self.path)
+        if folder and not os.path.isdir(folder):
             raise FileNotFoundError(f"{folder}: no such folder")
         self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
         self.file = open(self.temporary, "xb", buffering=1 << 20)
@@ -4051,14 +4085,17 @@ class IndexCache:
         description: str,
         made_from: dict | None = None,
     ) -> None:
-        self.folder = folder or None
+        self.folder = folder if folder else None
         self.stem = stem
         self.names = names
         self.description = description
         # The format is a number to raise when the same made_from comes to mean other arrays.
-        self.made_from = {"format": 2} | (made_from or {})
+        self.made_from = {"format": 2}
+        if made_from is not None:
+            self.made_from |= made_from
         self._arrays = None
         self._is_saved = False  # do the files hold these arrays?
+        self.is_trusted = False  # was the cache taken without any check?
 
     def path(self, file: str) -> str:
         """Return the path of one of the files: an array's, the description's or the manifest's."""
@@ -4085,13 +4122,19 @@ class IndexCache:
             self._arrays = build()
             return
         if trust and self.exists():
+            self.is_trusted = True
             self._is_saved = True
             return
         if self._is_valid():
             self._is_saved = True
         else:
             self._save(build())
-        if defer and self._is_saved:
+        if defer:
+            self.close()
+
+    def close(self) -> None:
+        """Keep no file open; the files are mapped at the next access.  Unsaved arrays stay."""
+        if self._is_saved:
             self._arrays = None
 
     def exists(self) -> bool:
@@ -4111,6 +4154,8 @@ class IndexCache:
             fault = f"{type(error).__name__}: {error}"
         if fault is None:
             return True
+        if not os.path.exists(self.path("manifest.json")):
+            return False  # another process is writing the cache anew
         warnings.warn(
             f"the cache {os.path.join(self.folder, self.stem)} is rebuilt: {fault}", stacklevel=2
         )
@@ -4552,7 +4597,9 @@ def _raise_error_of(source, error, group):
     message = message.to(_device_of_group(group))
     torch.distributed.broadcast(message, group=group, group_src=source)
     name, sentence = json.loads(bytes(message.tolist()))
-    raise _SHARED_ERRORS[name](sentence) from error
+    shared = _SHARED_ERRORS[name](sentence)
+    shared.names_its_rank = True
+    raise shared from error
 
 
 def _encode_error(error):
@@ -4564,7 +4611,7 @@ def _encode_error(error):
     if _SHARED_ERRORS.get(name) is not type(error):
         sentence = f"{name}: {sentence}"
         name = "RuntimeError"
-    if not re.match(r"rank \d+: ", sentence):  # it may have come through on_every_rank() before
+    if not hasattr(error, "names_its_rank"):  # it may have come through on_every_rank() before
         sentence = f"rank {_rank()}: {sentence}"
     # JSON in ASCII: a character takes at most 12 bytes, so 600 of them always fit.  No pickle:
     # unpickling would run whatever code the message asks for.
@@ -4696,11 +4743,17 @@ def _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed):
 def _cut_documents(documents):
     """Parts of the documents, one for each core if they are many: [(begin, end), ...]."""
     most = 2**31 - 1  # documents that one call can number
-    cores = os.cpu_count() or 1
+    cores = _num_cores()
     count = max(1, min(cores, len(documents) // _DOCUMENTS_OF_A_THREAD))
     count = max(count, _ceil_div(len(documents), most))
     edges = [len(documents) * part // count for part in range(count + 1)]
     return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def _num_cores():
+    """The cores of this machine, or 1 if Python cannot tell."""
+    cores = os.cpu_count()
+    return 1 if cores is None else cores
 
 
 def _c_count_tokens(pool, sizes, documents):
@@ -4708,7 +4761,7 @@ def _c_count_tokens(pool, sizes, documents):
     no_rows = np.empty((0, 2), np.int32)
     S = 1  # without rows to fill, S, x and the last row do not matter: the loop only counts
     futures = []
-    for piece in np.array_split(documents, os.cpu_count() or 1):
+    for piece in np.array_split(documents, _num_cores()):
         arguments = no_rows, sizes, piece, S, 0, 0
         futures.append(pool.submit(_megatron_min.build_sample_idx, *arguments))
     return sum(future.result() for future in futures)
@@ -4842,15 +4895,25 @@ def _c_fill(dataset, columns, rows, indices):
 
     False if the loop met a place that it cannot trust.
     """
+    try:
+        pads = _c_read_samples(dataset, columns, rows, indices)
+    except (OverflowError, TypeError, ValueError):
+        return False  # no dataset has 2**63 samples; or an index array is none that a builder made
+    if pads < 0:
+        return False
+    if pads > 0:
+        dataset._warn_of_real_pads()
+    for row, k in zip(rows, indices, strict=True):
+        if k is None:
+            columns["loss_mask"][row] = 0
+    return True
+
+
+def _c_read_samples(dataset, columns, rows, indices):
+    """Call the loop: how many real tokens equal the pad id, or -1 at a place it cannot trust."""
     config = dataset.config
     corpus = dataset.dataset
-    try:
-        wanted = array.array("q", [0 if k is None else k for k in indices])
-    except OverflowError:  # no dataset has 2**63 samples
-        return False
-    # read_samples() returns how many real tokens equal the pad id, or -1 at a place that it cannot
-    # trust.  A subclass may have a smaller len(): no sample comes from behind it.
-    pads = _megatron_min.read_samples(
+    return _megatron_min.read_samples(
         (
             columns["tokens"],
             columns["labels"],
@@ -4861,8 +4924,9 @@ def _c_fill(dataset, columns, rows, indices):
             columns.get("attention_mask"),
         ),
         array.array("q", rows),
-        wanted,
+        array.array("q", [0 if k is None else k for k in indices]),
         (corpus._tokens.tokens, corpus.sequence_pointers, corpus.sequence_lengths),
+        # A subclass may have a smaller len(): no sample comes from behind it.
         (dataset.document_index, dataset.sample_index, dataset.shuffle_index[: len(dataset)]),
         (
             dataset._extra,
@@ -4873,14 +4937,6 @@ def _c_fill(dataset, columns, rows, indices):
             bool(config.reset_attention_mask),
         ),
     )
-    if pads < 0:
-        return False
-    if pads > 0:
-        dataset._warn_of_real_pads()
-    for row, k in zip(rows, indices, strict=True):
-        if k is None:
-            columns["loss_mask"][row] = 0
-    return True
 
 
 def _c_make_batch(dataset, indices):

@@ -1536,6 +1536,12 @@ def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
     assert json.loads(blend.unique_description)["size"] == 4
 
 
+def test_what_upstream_would_do_differently_is_refused(one):
+    with pytest.raises(ValueError, match="hybrid_context_parallel"):
+        config(one, hybrid_context_parallel=True)
+    assert config(one, context_parallel_size=2, data_parallel_size=4).context_parallel_size == 2
+
+
 # ==============================================================================
 # 4. Three orders
 # ==============================================================================
@@ -2934,8 +2940,11 @@ def test_a_corpus_too_short_for_a_sample(mm, corpora, tmp_path):
     whole = build(mm, [None, None, None], config(mm, (corpora, None)))[0]
     train = build(mm, [None, None, None], config(mm, ([short, *corpora], None)))[0]
     assert len(train) == len(whole)
-    with pytest.raises(ValueError, match="weights"):
-        build(mm, [None, None, None], config(mm, ([short, short], None)))
+    nothing = config(mm, ([short, short], None))
+    for size in (None, 5):
+        with pytest.raises(ValueError, match="train: wanted .* no corpus has a sample"):
+            build(mm, [size, 0, 0], nothing)
+    assert build(mm, [0, 0, 0], nothing) == [None, None, None]
 
 
 def test_weight_0_drops_a_corpus_before_it_is_opened(mm, corpora):
@@ -3045,6 +3054,25 @@ def test_more_sequences_than_int32_numbers(mm, corpora):
 
     with pytest.raises(ValueError, match="2147483650 sequences"):
         build(mm, [9, 0, 0], config(mm, (corpora[:1], None)), Huge)
+
+
+@pytest.mark.parametrize("flag", ["defer_npy_index_mmap", "fast_cache_load"])
+def test_a_corpus_is_built_larger_however_files_are_opened(mm, tmp_path, flag):
+    prefixes = [mk(mm, tmp_path / name, [range(41)]) for name in "abcd"]
+    fields = {"sequence_length": 4, "mid_level_dataset_surplus": 0}
+    cfg = config(mm, (prefixes, [6, 3, 5, 7]), **fields)
+    wanted = build(mm, [120, 0, 0], cfg)[0]
+    assert [len(part) for part in wanted.datasets][:3] == [40, 20, 30]
+    assert len(wanted.datasets[3]) > 40
+    cfg = config(
+        mm,
+        (prefixes, [6, 3, 5, 7]),
+        path_to_cache=str(tmp_path / "cache"),
+        **fields,
+        **{flag: True},
+    )
+    found = build(mm, [120, 0, 0], cfg)[0]
+    same_samples(found.batch(range(120)), wanted.batch(range(120)))
 
 
 # ==============================================================================
@@ -4025,7 +4053,7 @@ def test_a_document_that_cannot_be_cut_is_named_and_so_is_the_option(one):
 
 @pytest.mark.parametrize("rank, ranks", [(-1, 2), (2, 2), (1, 1), (0, 0)])
 def test_a_cp_rank_out_of_range(one, rank, ranks):
-    with pytest.raises(ValueError, match=f"cp_rank must be .*got {rank}"):
+    with pytest.raises(ValueError, match=f"cp_rank below it, got {ranks} and {rank}"):
         one.get_batch_on_this_cp_rank({"tokens": torch.zeros(1, 8)}, rank, ranks)
 
 
@@ -4368,7 +4396,8 @@ READER_FAILURES = [  # (what the reader meets, class on every rank of its group,
     (ZeroDivisionError("by zero"), RuntimeError, "ZeroDivisionError: by zero"),
     (FileNotFoundError(2, "No such file", "a.bin"), FileNotFoundError, "a.bin"),
     (StopIteration(), StopIteration, ""),
-    ("not a batch", RuntimeError, "AttributeError"),
+    ("not a batch", ValueError, "wanted a batch as a dict"),
+    ({"tokens": torch.ones(2, 4)}, ValueError, "wanted"),
     ({"attention_mask": torch.ones(2, 1, 4, 4)}, ValueError, "wanted shape"),
 ]
 
@@ -8341,6 +8370,8 @@ def test_every_field_of_the_config_has_a_flag(one, tmp_path, capsys, monkeypatch
         flag = "--" + field.name.replace("_", "-")
         if not field.init or field.name in ("blend", "blend_per_split", "tokenizer"):
             continue
+        if "parallel" in field.name or field.name == "sequences_per_dataset":
+            continue  # upstream's, on which nothing here depends
         if kind == "bool":
             wanted[field.name] = not field.default
             argv.append(flag if wanted[field.name] else f"--no-{flag[2:]}")
@@ -8886,19 +8917,8 @@ def test_no_blend_is_no_blend_for_upstream_either(one, up):
 
 
 def test_config_fields_are_upstreams(one, up):
-    """The same names in the same order with the same defaults, as far as the data path goes."""
-    not_ours = {  # of other schedulers of batches, and of newer datasets
-        "data_parallel_size",
-        "sequence_parallel_size",
-        "hybrid_context_parallel",
-        "sequences_per_dataset",
-        "context_parallel_size",
-        "token_dtype_code",
-    }
-    theirs = {}
-    for field in dataclasses.fields(up.GPTDatasetConfig):
-        if field.name not in not_ours:
-            theirs[field.name] = field.default
+    """The same names in the same order with the same defaults."""
+    theirs = {field.name: field.default for field in dataclasses.fields(up.GPTDatasetConfig)}
     ours = {field.name: field.default for field in dataclasses.fields(one.GPTDatasetConfig)}
     assert list(ours)[: len(theirs)] == list(theirs)
     for name in theirs:
