@@ -381,7 +381,7 @@ FAULTS = {
         ("self.wrapper = weakref.ref(wrapper)", "self.wrapper = lambda: wrapper"),
     ],
     "11": [
-        ("if not os.path.isdir(folder):", "if False:"),
+        ("if folder and not os.path.isdir(folder):", "if False:"),
         ("{secrets.token_hex(8)}", "0000000000000000"),
         ("shutil.copymode(self.path, self.temporary)", "pass"),
         ("os.fsync(self.file.fileno())", "pass"),
@@ -397,12 +397,15 @@ FAULTS = {
     ],
     "12": [
         ("json.dumps(identifiers, indent=4,", "json.dumps(identifiers, indent=2,"),
-        ('{"format": 2} | (made_from or {})', '{"format": 2}'),
+        ("self.made_from |= made_from", "pass"),
         ("if trust and self.exists():", "if trust:"),
         ("if trust and self.exists():", "if False:"),
         ("if self._is_valid():", "if False:"),
-        ("if defer and self._is_saved:", "if False:"),
-        ('if not os.path.exists(self.path("manifest.json")):', "if False:"),
+        ("        if defer:\n", "        if False:\n"),
+        (
+            'manifest.json")):\n                return False',
+            'manifest.json")):\n                pass',
+        ),
         ("if description != self.description:", "if False:"),
         ('if manifest["made_from"].get(key) != value:', "if False:"),
         ("if found != noted:", "if False:"),
@@ -459,12 +462,12 @@ FAULTS = {
         ),
         ("sentence = str(error.args[0])", "pass"),
         ("if _SHARED_ERRORS.get(name) is not type(error):", "if name not in _SHARED_ERRORS:"),
-        ('if not re.match(r"rank \\d+: ", sentence):', "if True:"),
+        ('if not hasattr(error, "names_its_rank"):', "if True:"),
         ("sentence[:_MESSAGE_CHARACTERS]", "sentence"),
         ("if least != most:", "if False:"),
         (
-            "raise _SHARED_ERRORS[name](sentence) from error",
-            "raise RuntimeError(sentence) from error",
+            "shared = _SHARED_ERRORS[name](sentence)",
+            "shared = RuntimeError(sentence)",
         ),
     ],
     "16": [
