@@ -4093,7 +4093,7 @@ class IndexCache:
         self.made_from = {"format": 2}
         if made_from is not None:
             self.made_from |= made_from
-        self._arrays = None
+        self._arrays = None  # {name: array}
         self._is_saved = False  # do the files hold these arrays?
         self.is_trusted = False  # was the cache taken without any check?
 
@@ -4104,7 +4104,7 @@ class IndexCache:
     def __getitem__(self, name: str) -> np.ndarray:
         if self._arrays is None:
             self._arrays = self._map_arrays()
-        return self._arrays[self.names.index(name)]
+        return self._arrays[name]
 
     def load_or_build(
         self,
@@ -4119,7 +4119,7 @@ class IndexCache:
         defer   keep no file open; map the files at the first access
         """
         if self.folder is None:
-            self._arrays = build()
+            self._arrays = dict(zip(self.names, build(), strict=True))
             return
         if trust and self.exists():
             self.is_trusted = True
@@ -4183,11 +4183,11 @@ class IndexCache:
 
     def _map_arrays(self):
         """The arrays of the files, read-only."""
-        return [_map_npy(self.path(f"{name}.npy")) for name in self.names]
+        return {name: _map_npy(self.path(f"{name}.npy")) for name in self.names}
 
     def _save(self, arrays):
         """Write all files, the manifest last, and map them; keep the arrays if that fails."""
-        self._arrays = arrays
+        self._arrays = dict(zip(self.names, arrays, strict=True))
         try:
             self._arrays = self._write(arrays)
             self._is_saved = True
@@ -4213,7 +4213,7 @@ class IndexCache:
         self._write_manifest(
             {name: facts for name, (facts, _) in zip(self.names, written, strict=True)}
         )
-        return [mapped for _, mapped in written]
+        return {name: mapped for name, (_, mapped) in zip(self.names, written, strict=True)}
 
     def _write_array(self, name, values):
         """Write one file; return what the manifest says of the file, and the mapped array."""

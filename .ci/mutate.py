@@ -422,8 +422,8 @@ FAULTS = {
         ('"crc32": crc32}, mapped', '"crc32": 0}, mapped'),
         ('            state["_arrays"] = None\n', "            pass\n"),
         (
-            "        if self.folder is None:\n            self._arrays = build()",
-            "        if False:\n            self._arrays = build()",
+            "        if self.folder is None:\n            self._arrays = dict(zip(self.names, build(), strict=True))",
+            "        if False:\n            self._arrays = dict(zip(self.names, build(), strict=True))",
         ),
     ],
     "13": [
@@ -467,7 +467,7 @@ FAULTS = {
         ("if least != most:", "if False:"),
         (
             "shared = _SHARED_ERRORS[name](sentence)",
-            "shared = RuntimeError(sentence)",
+            "raise RuntimeError(sentence) from error",
         ),
     ],
     "16": [
