@@ -100,8 +100,12 @@ def no_fsync():
     """Waiting for the disk would be most of the run time; one test looks at the calls."""
     gc.freeze()  # upstream calls gc.collect() for every file; pytest's own objects need no look
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(os, "fsync", do_not_wait)
         yield
+
+
+def do_not_wait(descriptor):
+    """In place of os.fsync()."""
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -188,7 +192,9 @@ class Bare:
     dataset_path = "bare"
 
     def __init__(self, n, split=None):
-        self.n, self.index_split, self.unique_identifiers = n, split, {"class": "Bare", "n": n}
+        self.n = n
+        self.index_split = split
+        self.unique_identifiers = {"class": "Bare", "n": n}
 
     def __len__(self):
         return self.n
@@ -230,9 +236,12 @@ def mk(mm, prefix, docs, dtype=np.int32):
 
 def random_docs(rng, most=30, longest=20, empty=0.1, vocab=50):
     """Documents of 0 .. longest tokens, at least one token in all."""
-    lengths = rng.integers(1, longest + 1, rng.integers(1, most + 1)) * (rng.random() > empty)
+    lengths = rng.integers(1, longest + 1, rng.integers(1, most + 1))
+    if rng.random() <= empty:
+        lengths[:] = 0
     lengths[rng.integers(len(lengths))] += 1
-    return [rng.integers(0, vocab, n) for n in lengths * (rng.random(len(lengths)) > empty)] + [[1]]
+    lengths[rng.random(len(lengths)) <= empty] = 0
+    return [rng.integers(0, vocab, n) for n in lengths] + [[1]]
 
 
 def config(mm, blend=None, **fields):
@@ -262,7 +271,12 @@ def gpt(mm, prefix, n=None, split="train", documents=None, **fields):
 def build(mm, sizes, cfg, cls=None):
     """[train, valid, test] of a class of datasets, by default GPTDataset."""
     cls = cls or mm.GPTDataset
-    return mm.BlendedMegatronDatasetBuilder(cls, sizes, lambda: True, cfg).build()
+    return mm.BlendedMegatronDatasetBuilder(cls, sizes, yes, cfg).build()
+
+
+def yes():
+    """Whether the datasets are built on this rank."""
+    return True
 
 
 def stream(ds):
@@ -1062,7 +1076,10 @@ def test_a_corrupt_field_is_refused(one, pair, case):
     """At the open, or, without the whole check, at an access that would leave the .bin file."""
     offset, data, word, always = CORRUPT[case]
     patch(pair + ".idx", offset, data)
-    for check in [None, True, False] if always else [None, True]:
+    checks = [None, True]
+    if always:
+        checks.append(False)
+    for check in checks:
         with pytest.raises(one.DatasetFormatError, match=word) as caught:
             one.IndexedDataset(pair, check=check)
         assert f"{pair}." in str(caught.value)
@@ -1208,7 +1225,10 @@ def test_merge_equals_one_builder(one, tmp_path, multimodal):
     whole = one.IndexedDatasetBuilder(tmp_path / "whole.bin", np.uint16, multimodal)
     for name in ("a", "empty", "c"):
         part = one.IndexedDatasetBuilder(tmp_path / f"{name}.bin", np.uint16, multimodal)
-        for doc in [] if name == "empty" else random_docs(rng):
+        docs = []
+        if name != "empty":
+            docs = random_docs(rng)
+        for doc in docs:
             for builder in (part, whole):
                 builder.add_document(doc, [len(doc), 0], [1, 2] if multimodal else None)
         part.finalize(tmp_path / f"{name}.idx")
@@ -2459,7 +2479,7 @@ def test_datasets_of_the_users_own(one):
     """MegatronDataset is a base for them: the builder cuts and blends them."""
     cls = type("Numbers", (NumbersMethods, one.MegatronDataset), {})
     cfg = config(one, (["ten"], None), split="5,5,0")
-    builder = one.BlendedMegatronDatasetBuilder(cls, [3, 3, 0], lambda: True, cfg)
+    builder = one.BlendedMegatronDatasetBuilder(cls, [3, 3, 0], yes, cfg)
     train, valid, test = builder.build()
     assert len(train) == 5
     assert test is None
@@ -2468,7 +2488,7 @@ def test_datasets_of_the_users_own(one):
     assert valid.batch([4, 0])["number"].tolist() == [19, 15]
 
     cfg = config(one, (["ten", "zero"], [1, 1]), split="5,5,0")
-    builder = one.BlendedMegatronDatasetBuilder(cls, [4, 4, 0], lambda: True, cfg)
+    builder = one.BlendedMegatronDatasetBuilder(cls, [4, 4, 0], yes, cfg)
     train, valid, test = builder.build()
     assert [(sample["dataset_id"], sample["number"]) for sample in train] == [
         (0, 10),
@@ -2492,7 +2512,7 @@ def test_a_dataset_without_its_methods_is_abstract(one, missing):
 
 def test_mock_data(mm):
     cfg = config(mm, sequence_length=100, tokenizer=Tok(999, 50))
-    builder = mm.BlendedMegatronDatasetBuilder(mm.MockGPTDataset, [20, 10, 5], lambda: True, cfg)
+    builder = mm.BlendedMegatronDatasetBuilder(mm.MockGPTDataset, [20, 10, 5], yes, cfg)
     train, valid, test = builder.build()
     lengths = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
     same(train.dataset.sequence_lengths, lengths)
@@ -5910,7 +5930,7 @@ def test_a_dataset_without_a_manifest(mm, corpus, cache):
 def test_mock_data_are_cached_too(mm, cache):
     """They name no file: what the arrays are made of is the split and the settings."""
     cfg = config(mm, sequence_length=4096, path_to_cache=cache)
-    builder = mm.BlendedMegatronDatasetBuilder(mm.MockGPTDataset, [20, 10, 5], lambda: True, cfg)
+    builder = mm.BlendedMegatronDatasetBuilder(mm.MockGPTDataset, [20, 10, 5], yes, cfg)
     first = builder.build()
     before = stamps(cache)
     assert len(before) == 15
@@ -6717,10 +6737,6 @@ def built_tokens(job, cfg, is_built_on_rank, cls=None):
     return tokens
 
 
-def yes():
-    return True
-
-
 def no():
     return False
 
@@ -6990,7 +7006,7 @@ def random_arguments(name, rng):
         scale = int(rng.choice([1, 1, 700, 5000]))  # C has a loop of its own for each
         sizes = rng.integers(0, rng.choice([2, 5, 40]), 20) * scale
         if rng.integers(2):  # else documents end where samples do
-            sizes = sizes + rng.integers(0, scale, 20) * (sizes > 0)
+            sizes = np.where(sizes > 0, sizes + rng.integers(0, scale, 20), 0)
         documents = np.repeat(rng.integers(0, 20, rng.integers(1, 60)), rng.integers(1, 3))
         tokens = int(sizes[documents].sum())
         if rng.random() < 0.2:  # documents behind the last row
@@ -7354,8 +7370,11 @@ def call_c(c, name, arguments):
     kernel = getattr(c._megatron_min, name)
     if name != "read_samples":
         return kernel(*arguments)
-    outputs, (places, wanted), corpus = arguments[:7], arguments[7:9], arguments[9:12]
-    indices, settings = arguments[12:15], arguments[15:]
+    outputs = arguments[:7]
+    places, wanted = arguments[7:9]
+    corpus = arguments[9:12]
+    indices = arguments[12:15]
+    settings = arguments[15:]
     return kernel(tuple(outputs), places, wanted, tuple(corpus), tuple(indices), tuple(settings))
 
 
@@ -8782,7 +8801,7 @@ def random_split(rng):
         numbers = rng.integers(0, 100, 3)
         if rng.random() < 0.5:
             numbers = rng.random(3).round(3)
-        numbers = numbers * (rng.random(3) < 0.8)
+        numbers = np.where(rng.random(3) < 0.8, numbers, 0)
         if numbers.sum():
             return numbers
 
@@ -9126,7 +9145,7 @@ def test_mock_dataset_equals_upstreams(mm, up, n, length, tokenizer):
     for names in (mm, up):
         cfg = config(names, sequence_length=length, tokenizer=tokenizer)
         builder = names.BlendedMegatronDatasetBuilder(
-            names.MockGPTDataset, [n or 3, 2, 1], lambda: True, cfg
+            names.MockGPTDataset, [n or 3, 2, 1], yes, cfg
         )
         built.append(quiet(builder.build))
     for ours, theirs in zip(*built, strict=True):
@@ -9792,6 +9811,11 @@ import torch.utils.data, torch.distributed, numpy  # what these do is theirs
 sys.addaudithook(hook)
 import megatron_min as mm
 
+
+def yes():
+    return True
+
+
 for folder in sys.argv[1:]:
     os.chdir(folder)
     pairs = mm.preprocess("in.jsonl", "pair", append_eod=True)
@@ -9807,7 +9831,7 @@ for folder in sys.argv[1:]:
     )
     for _ in range(2):
         builder = mm.BlendedMegatronDatasetBuilder(
-            mm.GPTDataset, [20, 4, 0], lambda: True, config
+            mm.GPTDataset, [20, 4, 0], yes, config
         )
         train, valid, _ = builder.build()
     loader = mm.build_pretraining_data_loader(train, 0, micro_batch_size=4)

@@ -422,8 +422,8 @@ FAULTS = {
         ('"crc32": crc32}, mapped', '"crc32": 0}, mapped'),
         ('            state["_arrays"] = None\n', "            pass\n"),
         (
-            "        if self.folder is None:\n            self._arrays = dict(zip(self.names, build(), strict=True))",
-            "        if False:\n            self._arrays = dict(zip(self.names, build(), strict=True))",
+            "        if self.folder is None:\n            self._arrays =",
+            "        if False:\n            self._arrays =",
         ),
     ],
     "13": [
