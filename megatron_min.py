@@ -5624,13 +5624,28 @@ def _run_command(options):
         # write the rest when it exits, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
-    except KeyboardInterrupt:
-        print("megatron-min: interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
+        signal_error = _find_signal(error)
+        if isinstance(signal_error, SystemExit):
+            raise signal_error from None
+        if isinstance(signal_error, KeyboardInterrupt):
+            print("megatron-min: interrupted", file=sys.stderr)
+            return 130
         print(f"megatron-min: {_one_line(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _find_signal(error):
+    """What a signal has raised, if that led to this error; else None.
+
+    A signal that comes while a pool starts a thread makes the pool raise an error of its own.
+    """
+    while error is not None:
+        if isinstance(error, (SystemExit, KeyboardInterrupt)):
+            return error
+        error = error.__context__
+    return None
 
 
 def _one_line(error):

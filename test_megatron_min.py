@@ -8771,6 +8771,23 @@ def check_outputs(found, wanted, may_leave_temporary):
             assert pair in [(made[name], made[name_of_bin]) for made in wanted], name
 
 
+@pytest.mark.parametrize("kind, code", [(SystemExit, 143), (KeyboardInterrupt, 130)])
+def test_a_signal_while_a_pool_starts_a_thread_has_its_own_code(
+    one, tmp_path, capsys, monkeypatch, kind, code
+):
+    """The pool then joins a thread that was not started, which is an error of its own."""
+
+    def merge_interrupted(*arguments):
+        try:
+            raise kind(143)
+        finally:
+            raise RuntimeError("cannot join thread before it is started")
+
+    monkeypatch.setattr(one, "merge", merge_interrupted)
+    arguments = ["merge", "--input", "a", "--output-prefix", tmp_path / "b"]
+    assert command(one, capsys, *arguments)[0] == code
+
+
 # ==============================================================================
 # Parity with megatron-core 0.16.1
 # ==============================================================================

@@ -554,8 +554,8 @@ FAULTS = {
             "        if value:\n            fields",
         ),
         (
-            "        return 1\n    except KeyboardInterrupt",
-            "        return 0\n    except KeyboardInterrupt",
+            "        return 1\n    except (Exception, KeyboardInterrupt)",
+            "        return 0\n    except (Exception, KeyboardInterrupt)",
         ),
         ("        os.makedirs(options.keep, exist_ok=True)\n", ""),
         ("get_blend_from_list(options.valid_blend)", "get_blend_from_list(options.train_blend)"),
