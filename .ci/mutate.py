@@ -4,17 +4,20 @@
 
     python .ci/mutate.py                  all faults, two suites side by side: hours
     python .ci/mutate.py 12 C             the faults of section 12 and of the C file
+    python .ci/mutate.py --own 12         try the tests of section 12 alone: minutes
     python .ci/mutate.py --check          only see that each fault still fits the text
     python .ci/mutate.py --jobs 8         eight suites side by side
 
-A fault is noticed if the quick suite fails, or does not end.  Those that survive are listed, and
-more than a tenth of survivors is an error.  Run by hand, when tests were changed; not by the gate.
+A fault is noticed if a test fails, or does not end.  The tests of the fault's own section come
+first, and the whole quick suite where these pass.  Those that survive are listed, and more than a
+tenth of survivors is an error.  Run by hand, when tests were changed; not by the gate.
 """
 
 import argparse
 import concurrent.futures
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -676,8 +679,18 @@ def put_fault(section, old, new):
     return name, text
 
 
-def is_noticed(name, text):
-    """Does the quick suite fail in a copy of the tree with this text in this file?"""
+def tests_of(section):
+    """The tests of a section of the module (those of section 16 for the C file)."""
+    if section == "C":
+        section = "16"
+    suite = (TREE / "test_megatron_min.py").read_text()
+    begin, end = split_sections(suite)[section]
+    names = re.findall(r"^def (test_\w+)", suite[begin:end], re.MULTILINE)
+    return [f"test_megatron_min.py::{name}" for name in names]
+
+
+def is_noticed(section, name, text, own_tests_only):
+    """Does a test fail in a copy of the tree with this text in this file?"""
     with tempfile.TemporaryDirectory() as folder:
         for path in TREE.iterdir():
             if path.is_file():
@@ -690,23 +703,30 @@ def is_noticed(name, text):
             built = subprocess.run(build, cwd=folder, env=environment, capture_output=True)
             if built.returncode != 0:
                 raise ValueError(f"the fault does not compile: {built.stderr.decode()[-500:]}")
-        suite = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        suite.append("test_megatron_min.py")
-        # in a session of its own, so that processes which a fault left behind end with it
-        process = subprocess.Popen(
-            suite,
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            return process.wait(SECONDS) != 0
-        except subprocess.TimeoutExpired:
+        if fails(tests_of(section), folder, environment):
             return True
-        finally:
-            end_group(process)
+        if own_tests_only:
+            return False
+        return fails(["test_megatron_min.py"], folder, environment)
+
+
+def fails(tests, folder, environment):
+    """Does one of these tests fail in the tree in this folder, or not end?"""
+    # in a session of its own, so that processes which a fault left behind end with it
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(SECONDS) != 0
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        end_group(process)
 
 
 def end_group(process):
@@ -718,10 +738,14 @@ def end_group(process):
     process.wait()
 
 
-def check_tree():
-    """The suite must pass without a fault, on both kinds of kernels."""
+def check_tree(sections, own_tests_only):
+    """The tests must pass without a fault, on both kinds of kernels."""
     name = "megatron_min.py"
-    if is_noticed(name, (TREE / name).read_text()):
+    source = (TREE / name).read_text()
+    for section in sections:
+        if is_noticed(section, name, source, own_tests_only=True):
+            sys.exit(f"section {section}: the tests fail without a fault: mend that first")
+    if not own_tests_only and is_noticed(sections[0], name, source, own_tests_only=False):
         sys.exit("the suite fails without a fault: mend that first, and build the C kernels")
 
 
@@ -730,6 +754,7 @@ def main():
     parser.add_argument("sections", nargs="*", default=list(FAULTS), help="such as 12 or C")
     parser.add_argument("--jobs", type=int, default=2, help="suites side by side (default: 2)")
     parser.add_argument("--check", action="store_true", help="only see that each fault fits")
+    parser.add_argument("--own", action="store_true", help="try the section's own tests alone")
     options = parser.parse_args()
     faults = []
     misfits = 0
@@ -743,12 +768,13 @@ def main():
     print(f"{len(faults)} faults fit the text, {misfits} do not", flush=True)
     if options.check or misfits:
         sys.exit(misfits > 0)
-    check_tree()
+    check_tree(options.sections, options.own)
     survivors = []
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         futures = {}
         for section, old, new, name, text in faults:
-            futures[pool.submit(is_noticed, name, text)] = section, old, new
+            future = pool.submit(is_noticed, section, name, text, options.own)
+            futures[future] = section, old, new
         for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
             if not future.result():
                 survivors.append(futures[future])
