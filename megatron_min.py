@@ -2694,13 +2694,7 @@ class BlendedMegatronDatasetBuilder:
             return self._build_blend([None], None, config.split_matrix)
         if config.blend is not None:
             prefixes, weights = config.blend
-            matrix = list(config.split_matrix)
-            if config.blend_phases is None:
-                return self._build_blend(prefixes, weights, matrix)
-            train = self._build_phases(prefixes, matrix[Split.train.value])
-            matrix[Split.train.value] = None
-            _, valid, test = self._build_blend(prefixes, weights, matrix)
-            return [train, valid, test]
+            return self._build_blend(prefixes, weights, config.split_matrix)
         datasets = []
         for split in Split:
             blend = config.blend_per_split[split.value]
@@ -2710,8 +2704,6 @@ class BlendedMegatronDatasetBuilder:
     def _build_split(self, split, blend):
         """blend_per_split: one split, to which its corpora belong as a whole."""
         prefixes, weights = blend
-        if split is Split.train and self.config.blend_phases is not None:
-            return self._build_phases(prefixes, (0.0, 1.0))
         matrix = [None] * len(Split)
         matrix[split.value] = (0.0, 1.0)
         several = split is Split.valid and self.config.multiple_validation_sets
@@ -2730,70 +2722,73 @@ class BlendedMegatronDatasetBuilder:
         The matrix has the bounds of each split, or None for a split that is not wanted.  One corpus
         without weights is no blend, but the dataset itself.
         """
-        if weights is None and len(prefixes) == 1:
-            return self._split_corpus(prefixes[0], matrix, self.sizes)
-        if weights is None:
-            sizes_of_corpora = [[None] * len(Split) for _ in prefixes]
-        else:
-            prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
-            weights = normalize(weights)
-            sizes_of_corpora = self._sizes_of_corpora(weights, matrix)
-        corpora = self._split_corpora(prefixes, matrix, sizes_of_corpora)
+        phases = None
+        if matrix[Split.train.value] is not None and self.config.blend_phases is not None:
+            phases = self._phases_of_train(prefixes)
+        if weights is not None:
+            if phases is None:  # a phase may give weight to a corpus that has none here
+                prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
+            weights = _normalize_used(weights)
+            self._check_sizes(matrix, phases)
+        corpora = self._split_corpora(prefixes, weights, phases, matrix)
         blends = []
         for split in Split:
+            parts = [corpus[split.value] for corpus in corpora]
             if matrix[split.value] is None:
                 blends.append(None)
-                continue
-            parts = [corpus[split.value] for corpus in corpora]
-            blends.append(self._blend_parts(split, parts, weights, self.sizes[split.value]))
+            elif split is Split.train and phases is not None:
+                blends.append(self._blend_exactly(parts, None, None, phases))
+            elif weights is None and len(parts) == 1:
+                blends.append(parts[0])
+            else:
+                blends.append(self._blend_parts(split, parts, weights, self.sizes[split.value]))
         return blends
 
-    def _sizes_of_corpora(self, weights, matrix):
-        """For each corpus, the samples that it is built for in each split, with the surplus."""
-        for split in Split:
-            if matrix[split.value] is not None and self.sizes[split.value] is None:
-                raise ValueError(
-                    f"a blend with weights needs a size for each split, got {self.sizes}"
-                )
-        sizes_of_corpora = []
-        for weight in weights:
-            sizes = []
-            for size in self.sizes:
-                target = 0 if size is None else math.ceil(size * weight)
-                sizes.append(self._with_surplus(target))
-            sizes_of_corpora.append(sizes)
-        return sizes_of_corpora
-
-    def _with_surplus(self, target):
-        """How many samples a corpus is built for of which a blend is to take so many."""
-        return math.ceil(target * (1 + self.config.mid_level_dataset_surplus))
-
-    def _build_phases(self, prefixes, bounds):
-        """Train, as blend_phases mixes it; bounds are those of train in the split."""
+    def _phases_of_train(self, prefixes):
+        """blend_phases, with normalized weights; they must have as many samples as are wanted."""
         phases = _as_phases(self.config.blend_phases, prefixes)
-        size = self.sizes[Split.train.value]
         total = sum(samples for samples, _ in phases)
+        size = self.sizes[Split.train.value]
         if size is not None and size > total:
             raise ValueError(
                 f"blend_phases has {total} samples, but {size} are wanted of train: "
                 f"add a phase of {size - total}, or make the last one longer"
             )
-        sizes_of_corpora = []
-        for d in range(len(prefixes)):
-            target = sum(math.ceil(samples * weights[d]) for samples, weights in phases)
-            sizes_of_corpora.append([self._with_surplus(target), None, None])
-        corpora = self._split_corpora(prefixes, [bounds, None, None], sizes_of_corpora)
-        parts = [train for train, _, _ in corpora]
-        return self._blend_exactly(parts, None, None, phases)
+        return phases
 
-    def _split_corpora(self, prefixes, matrix, sizes_of_corpora):
-        """_split_corpus() of each corpus, in threads."""
+    def _check_sizes(self, matrix, phases):
+        """ValueError for a blend with weights that has no size."""
+        for split in Split:
+            has_phases = split is Split.train and phases is not None
+            is_wanted = matrix[split.value] is not None and not has_phases
+            if is_wanted and self.sizes[split.value] is None:
+                raise ValueError(
+                    f"a blend with weights needs a size for each split, got {self.sizes}"
+                )
+
+    def _split_corpora(self, prefixes, weights, phases, matrix):
+        """Each corpus, cut and built for what the blends take of it; in threads."""
         threads = self.config.num_dataset_builder_threads
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             futures = []
-            for prefix, sizes in zip(prefixes, sizes_of_corpora, strict=True):
+            for d, prefix in enumerate(prefixes):
+                sizes = self.sizes
+                if weights is not None:
+                    sizes = [self._size_with_surplus([(size, weights)], d) for size in self.sizes]
+                elif len(prefixes) > 1:
+                    sizes = [None] * len(Split)
+                if phases is not None:
+                    sizes = [self._size_with_surplus(phases, d), *sizes[1:]]
                 futures.append(pool.submit(self._split_corpus, prefix, matrix, sizes))
             return [future.result() for future in futures]
+
+    def _size_with_surplus(self, phases, d):
+        """How many samples corpus d is built for, so that these phases can take their parts."""
+        target = 0
+        for samples, weights in phases:
+            if samples is not None:
+                target += math.ceil(samples * weights[d])
+        return math.ceil(target * (1 + self.config.mid_level_dataset_surplus))
 
     def _split_corpus(self, prefix, matrix, sizes):
         """Open one corpus, once, and cut it: [its part of train, of valid, of test]."""
