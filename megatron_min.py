@@ -3128,8 +3128,8 @@ def fingerprint(dataset: typing.Any) -> dict:
         found.pop("requested", None)  # each dataset has its own, and the digest below has them all
         found["size"] = dataset.size
         found["weights"] = _md5(str(dataset.weights))
-        if dataset.weights is None:
-            found["phases"] = _describe_phases(dataset.phases)
+        if dataset.weights is None:  # phases have weights
+            found["weights"] = _md5(str(dataset.phases))
         found["data"] = _md5(json.dumps(parts))
     if isinstance(dataset, MegatronDataset):
         found["split"] = dataset.index_split.name
@@ -3158,7 +3158,7 @@ def fingerprint_of_past(dataset: typing.Any, consumed_samples: int) -> dict:
         found.pop(key, None)
     if isinstance(dataset, BlendedDataset):
         phases = _phases_of_past(dataset.phases, consumed_samples)
-        found["phases"] = _describe_phases(phases)
+        found |= _describe_phases(phases)
         parts = []
         for d, part in enumerate(dataset.datasets):
             if any(weights[d] for _, weights in phases):
@@ -3179,11 +3179,11 @@ def _phases_of_past(phases, consumed_samples):
 
 
 def _describe_phases(phases):
-    """[[samples, digest of the weights that are not 0], ...], to be kept in a state."""
-    described = []
-    for samples, weights in phases:
+    """{"phase 0": [samples, digest of the weights that are not 0], ...}, for a state."""
+    described = {}
+    for number, (samples, weights) in enumerate(phases):
         used = [(d, weight) for d, weight in enumerate(weights) if weight]
-        described.append([samples, _md5(str(used))])
+        described[f"phase {number}"] = [samples, _md5(str(used))]
     return described
 
 
