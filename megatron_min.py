@@ -2897,6 +2897,7 @@ class _Sampler:
     """What the samplers share: their sizes, and the check of where a pass can start.
 
     kind                  the sampler's name in a saved state
+    is_in_order           are the samples that were consumed the first ones of the dataset?
     consumed_samples      where the next pass starts
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
@@ -2907,6 +2908,7 @@ class _Sampler:
     """
 
     kind: str
+    is_in_order = True
 
     def __init__(
         self,
@@ -3031,6 +3033,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
     """
 
     kind = "cyclic"
+    is_in_order = False
 
     def __init__(
         self,
@@ -3189,12 +3192,13 @@ def _describe_phases(phases):
 
 def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int) -> dict:
     """Return a small JSON-able dict: how far, in which order, of which data."""
+    past = consumed_samples if sampler.is_in_order else len(dataset)
     return {
         "version": 2,
         "consumed_samples": consumed_samples,
         "sampler": sampler.kind,
         "order": sampler.order_key(consumed_samples),
-        "dataset": fingerprint_of_past(dataset, consumed_samples),
+        "dataset": fingerprint_of_past(dataset, past),
     }
 
 

@@ -4172,12 +4172,14 @@ def test_a_state_does_not_fit_a_plan_with_another_past(one, tmp_path, case):
 
 @pytest.mark.parametrize("fields", [CYCLIC, UNSHARDED], ids=str)
 def test_a_shuffled_order_does_not_grow(one, tmp_path, fields):
-    """The sampler shuffles all samples anew where there are more."""
-    before = planned(one, tmp_path, [(24, [1, 2, 0])])
-    after = planned(one, tmp_path, [(32, [1, 2, 0])])
-    loader = one.build_pretraining_data_loader(after, 0, micro_batch_size=4, **fields)
-    with pytest.raises(ValueError, match="shuffled is 32 here, 24 in the state"):
-        loader.load_state_dict(state_of(one, before, 8, **fields))
+    """The sampler shuffles the samples of all phases, anew where there are more."""
+    state = state_of(one, planned(one, tmp_path, [(24, [1, 2, 0])]), 8, **fields)
+    longer = planned(one, tmp_path, [(32, [1, 2, 0])])
+    other = planned(one, tmp_path, [(16, [1, 2, 0]), (8, [2, 1, 0])])
+    for after, words in [(longer, "shuffled is 32 here, 24 in"), (other, "phase 1 is")]:
+        loader = one.build_pretraining_data_loader(after, 0, micro_batch_size=4, **fields)
+        with pytest.raises(ValueError, match=words):
+            loader.load_state_dict(state)
 
 
 def test_without_stable_order_a_state_fits_the_same_phases_alone(one, tmp_path):
