@@ -8439,7 +8439,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
     """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
     for rng in cases(40):
         texts = random_rows(rng, int(rng.integers(1, 6)), int(rng.integers(2, 12)))
-        S = int(rng.integers(1, 40))
+        S = int(2 ** rng.uniform(0, 5))
         cp = int(rng.integers(1, 4))
         path = write_rows(tmp_path / "chat.jsonl", texts)
         tokenizer = ChatTokenizer(pad=pad)
