@@ -6762,7 +6762,7 @@ class PlanRow(typing.NamedTuple):
     weight_achieved: fractions.Fraction  # samples_drawn of the samples of the split
     most_repeats: int  # how often a document is read at most
     tokens_cut: int  # tokens at the end of the last epoch that fill no sample
-    steps_per_epoch: fractions.Fraction | None  # steps in which the corpus is read once
+    steps_per_epoch: fractions.Fraction | None  # of train: steps in which the corpus is read once
 
 
 class Plan(list):
@@ -6873,6 +6873,11 @@ class _PlanningBuilder(BlendedMegatronDatasetBuilder):
                     f"{part.num_samples:,} samples, and weight and surplus give {len(first):,}: "
                     "the corpus is built again, larger (Megatron-LM fails in the middle of the run)"
                 )
+            if part not in blend.datasets:
+                self.notes.append(
+                    f"{part.index_split.name} of {_name(part)}: its {part.epoch_tokens:,} tokens "
+                    "are too few for one sample: it is left out of the blend"
+                )
         return blend
 
 
@@ -6913,7 +6918,7 @@ def _plan_rows(split, shares, global_batch_size):
             tokens_drawn = drawn * part.config.sequence_length
             epochs = fractions.Fraction(tokens_drawn, part.epoch_tokens)
             achieved = fractions.Fraction(drawn, all_drawn)
-            if global_batch_size is not None:
+            if global_batch_size is not None and split is Split.train:
                 steps_per_epoch = fractions.Fraction(all_drawn, global_batch_size) / epochs
         rows.append(
             PlanRow(
@@ -6979,11 +6984,10 @@ def _notes_of_row(row, part):
         )
     change = part.samples_to_a_new_order()
     if change is not None and abs(change) <= max(1, _NEAR * part.num_samples):
-        more = "more" if change > 0 else "fewer"
         notes.append(
-            f"{name}: with {abs(change):,} samples {more} than {part.num_samples:,} all of its "
-            "samples are shuffled anew, from the first one on: set stable_order if the run may "
-            "become longer or shorter"
+            f"{name}: for {part.num_samples + change:,} samples instead of {part.num_samples:,} "
+            "all of its samples would be shuffled anew, from the first one on: set stable_order if "
+            "the run may become longer or shorter"
         )
     difference = abs(float(row.weight_achieved) - row.weight_asked)
     if difference > _NEAR * row.weight_asked:
@@ -8140,20 +8144,26 @@ def _explain_texts(texts, folder):
     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint16) as builder:
         for text in texts:
             tokens = encode_document(text, tokenizer, append_eod=True)
-            print(f"   {_quote(text, 30)}: {tokens}")
+            _print_array(_quote(text, 17), tokens)
             builder.add_document(tokens, [len(tokens)])
     pair = IndexedDataset(prefix)
     _explain_pair(pair)
     train = _explain_orders(prefix, tokenizer)
-    _explain_samples(train, tokenizer)
-    _explain_batches(train, tokenizer)
+    _explain_samples(train)
+    _explain_batches(train)
+
+
+def _print_array(name, values):
+    """Print an array under its name, on lines of at most 100 columns."""
+    text = f"   {name:17s} {values}"
+    print(textwrap.fill(text, 100, subsequent_indent=" " * 21))
 
 
 def _explain_pair(pair):
     """Print the arrays of the two files."""
     print(f"2. The pair: {pair.num_tokens} tokens of {np.dtype(pair.dtype)} in the .bin file")
     for name in ("sequence_lengths", "sequence_pointers", "document_indices"):
-        print(f"   {name:17s} {getattr(pair, name).tolist()}")
+        _print_array(name, getattr(pair, name).tolist())
 
 
 def _explain_orders(prefix, tokenizer):
@@ -8170,24 +8180,22 @@ def _explain_orders(prefix, tokenizer):
     train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, _is_built_here, config).build()
     T = train.tokens_per_epoch()
     print(f"3. Three orders: ({T} - 1) // {_SHORT} = {len(train)} samples of {_SHORT} tokens")
-    print(f"   document_index    {train.document_index.tolist()}")
-    print(f"   sample_index      {train.sample_index.tolist()}")
-    print(f"   shuffle_index     {train.shuffle_index.tolist()}")
+    _print_array("document_index", train.document_index.tolist())
+    _print_array("sample_index", train.sample_index.tolist())
+    _print_array("shuffle_index", train.shuffle_index.tolist())
     return train
 
 
-def _explain_samples(train, tokenizer):
+def _explain_samples(train):
     """Print the pieces, inputs and labels of each sample."""
     print("4. Samples: pieces (sequence, offset, length), then what the model reads and predicts")
     for k in range(len(train)):
         sample = train[k]
-        tokens = sample["tokens"].tolist()
-        labels = sample["labels"].tolist()
-        print(f"   sample {k}: {train.pieces(k)}")
-        print(f"      tokens {tokens}   labels {labels}")
+        _print_array(f"sample {k}", train.pieces(k))
+        print(f"      tokens {sample['tokens'].tolist()}   labels {sample['labels'].tolist()}")
 
 
-def _explain_batches(train, tokenizer):
+def _explain_batches(train):
     """Print the first batch of two ranks."""
     print("5. The first batch of two ranks, one sample each")
     if len(train) == 0:
@@ -8195,6 +8203,9 @@ def _explain_batches(train, tokenizer):
         return
     layout = {"global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 2}
     for rank, _, k, spans in explain(train, 0, drop_last=False, **layout):
+        if k is None:
+            print(f"   rank {rank}: padding, without loss")
+            continue
         tokens = train[k]["tokens"].tolist()
         sequences = [span.sequence for span in spans]
         print(f"   rank {rank}: sample {k} = {tokens}, from documents {sequences}")

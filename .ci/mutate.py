@@ -195,7 +195,7 @@ FAULTS = {
         ("(documents < 0) | (documents >= len(sizes))", "documents >= len(sizes)"),
         ("(documents < 0) | (documents >= len(sizes))", "documents < 0"),
         ("if len(lengths) and lengths.min() < 0:", "if False:"),
-        ("dtype = np.uint32 if", "dtype = np.int64 if"),
+        ("return np.uint32 if", "dtype = np.int64 if"),
         (
             "shuffle(shuffle_index[:num_samples], random_state)",
             "shuffle(shuffle_index, random_state)",
@@ -595,7 +595,7 @@ FAULTS = {
         ('side="right"', 'side="left"'),
         ("if kept_group != group", "if kept_group is None"),
     ],
-    "20": [
+    "21": [
         ("        return 130\n", "        return 1\n"),
         ("    sys.exit(143)\n", "    sys.exit(1)\n"),
         ("    signal.signal(signal.SIGTERM, previous)\n", "    pass\n"),
