@@ -1950,6 +1950,17 @@ def test_a_longer_stable_dataset_begins_with_the_shorter_one(mm, tmp_path):
             assert [shorter[k]["tokens"].tolist() for k in range(n)] == texts[:n]
 
 
+def test_upstreams_order_depends_on_the_number_of_samples(mm, up, tmp_path):
+    """README's numbers: two samples more, and 3 of the first 200 stay where they were."""
+    prefix = mk(mm, tmp_path / "p", [[2 + d] * 9 for d in range(200)])
+    for names, fields, wanted in [(up, {}, 3), (mm, {}, 3), (mm, {"stable_order": True}, 200)]:
+        before, after = [gpt(names, prefix, size, **fields) for size in (224, 226)]
+        equal = 0
+        for k in range(200):
+            equal += torch.equal(before[k]["tokens"], after[k]["tokens"])
+        assert equal == wanted
+
+
 def test_no_document_comes_twice_before_each_came_once(mm, tmp_path):
     for rng in cases(25):
         make = growing(mm, tmp_path, rng, stable_order=True)
@@ -8946,6 +8957,29 @@ def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
     assert code == 0 and out.count("valid: ") == 2, err
 
 
+def test_build_in_phases(mm, tmp_path, capsys):
+    a = mk(mm, tmp_path / "a", [[i] * 9 for i in range(40)])
+    b = mk(mm, tmp_path / "b", [[i] * 9 for i in range(25)])
+    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
+    common = ["--sequence-length", 8, "--random-seed", 7, "--path-to-cache", mine]
+    flags = ["--blend", a, b, "--split", "1", "--sizes", "none", 0, 0, "--stable-order"]
+    flags += ["--phase", 30, 70, 30, "--phase", 25, 0.5, 0.5]
+    code, out, err = command(mm, capsys, "build", *flags, *common)
+    assert code == 0 and "train: 55 samples" in out, err
+    cfg = config(
+        mm,
+        ([a, b], None),
+        blend_phases=[(30, [70, 30]), (25, [1, 1])],
+        stable_order=True,
+        split="1",
+        random_seed=7,
+        path_to_cache=theirs,
+        tokenizer=mm.ByteTokenizer(),
+    )
+    build(mm, [None, 0, 0], cfg)
+    assert files_of(mine) == files_of(theirs)
+
+
 def test_every_field_of_the_config_has_a_flag(one, tmp_path, capsys, monkeypatch):
     """Each field that a shell can write arrives in the config with the value that was given."""
     values = {"int": 3, "float": 0.25, "str": "1,0,0"}
@@ -9015,6 +9049,8 @@ WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), 
     ),
     "build-corpus": ("build --blend none --split 1" + COMMON, "none"),
     "build-blend": ("build --blend 1 p 2 --split 1" + COMMON, "blend"),
+    "build-phase": ("build --blend p p --split 1 --phase 9 1 x" + COMMON, "--phase"),
+    "build-phases": ("build --blend p p --split 1 --phase 9 1" + COMMON, "phase 0"),
     "build-empty-split": ("build --blend p --split 99,1,0" + COMMON, "99,1,0"),
 }
 
