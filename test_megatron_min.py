@@ -2011,11 +2011,11 @@ def test_stable_indices_grow_out_of_their_dtypes(mm, tmp_path, monkeypatch):
     make = growing(mm, tmp_path, np.random.default_rng(5), stable_order=True)
     shorter = make(20)
 
-    def number_in_int64(total_size):
-        return np.arange(total_size)
+    def int64_for(documents):
+        return np.int64
 
-    monkeypatch.setattr(mm, "_number_samples", number_in_int64)
-    monkeypatch.setattr(mm, "_sample_index_dtype", lambda documents: np.int64)
+    monkeypatch.setattr(mm, "_number_samples", np.arange)  # int64
+    monkeypatch.setattr(mm, "_sample_index_dtype", int64_for)
     longer = make(100)
     assert longer.sample_index.dtype == longer.shuffle_index.dtype == np.int64
     assert longer.shuffle_index[: len(shorter)].tolist() == shorter.shuffle_index.tolist()
@@ -2985,7 +2985,7 @@ def phases_by_hand(phases):
         before = [sum(which == d for which, _ in pairs) for d in range(len(weights))]
         for i in range(samples):
             lags = {d: w * max(i, 1) - taken[d] for d, w in enumerate(weights) if w > 0}
-            d = max(lags, key=lambda d: (lags[d], -d))
+            d = max(lags, key=lags.get)  # the first of equals
             pairs.append((d, before[d] + taken[d]))
             taken[d] += 1
     return pairs
@@ -3415,7 +3415,11 @@ def test_each_corpus_lasts_for_all_phases(mm, tmp_path):
 def test_a_corpus_that_phases_would_exhaust_is_built_larger(mm, tmp_path, monkeypatch):
     """The rounding of a long run may make a corpus give one sample more than was reckoned."""
     prefixes = [mk(mm, tmp_path / name, [[1] * 8]) for name in "abc"]
-    monkeypatch.setattr(mm.BlendedMegatronDatasetBuilder, "_size_with_surplus", lambda *_: 3)
+
+    def three(builder, phases, d):
+        return 3
+
+    monkeypatch.setattr(mm.BlendedMegatronDatasetBuilder, "_size_with_surplus", three)
     cfg = config(mm, (prefixes, None), blend_phases=[(6, [1, 1, 1]), (6, [0, 1, 2])])
     train = build(mm, [12, 0, 0], cfg)[0]
     assert [part.num_samples for part in train.datasets] == [3, 4, 6]
