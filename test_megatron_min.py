@@ -3076,6 +3076,7 @@ def test_phases_that_ask_for_too_much(mm):
         ([], "wanted"),
         (5, "wanted"),
         ([5], "phase 0: wanted .samples, weights., got 5"),
+        ([(4, [1, 1], 2)], "phase 0: wanted .samples, weights., got"),
         ([(4, [1, 1]), (0, [1, 1])], "phase 1: wanted 1 sample or more, got 0"),
         ([(4.0, [1, 1])], "phase 0: wanted 1 sample or more, got 4.0"),
         ([(4, [1])], "phase 0: 1 weights for 2"),
