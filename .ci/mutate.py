@@ -166,7 +166,10 @@ FAULTS = {
         ("first_document = epoch * num_documents", "first_document = 0"),
         ("sample_edges[epoch] : sample_edges[epoch + 1]", ": sample_edges[epoch + 1]"),
         ("return [*edges, plan.num_samples]", "return [*edges, plan.num_samples - 1]"),
-        ("S, True, x)", "S, False, x)"),
+        (
+            "count_samples(tokens, sequence_length, True,",
+            "count_samples(tokens, sequence_length, False,",
+        ),
         ("if rest and not drop_last_partial_sequence:", "if rest and drop_last_partial_sequence:"),
         ("max(0, tokens - int(add_extra_token_to_sequence))", "max(0, tokens)"),
         ("if num_samples is not None and num_samples < 0:", "if False:"),
