@@ -3445,7 +3445,7 @@ def test_phases_are_for_train(mm, corpora, weights):
     cfg = config(
         mm, (corpora, weights), split="8,1,1", blend_phases=[(9, [1, 1, 0]), (6, [0, 1, 2])]
     )
-    train, valid, test = quiet(build, mm, [15, 5, 5], cfg)
+    train, valid, test = quiet(build, mm, [None, 5, 5], cfg)
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (6, [0.0, 1 / 3, 2 / 3])]
     plain = quiet(build, mm, [15, 5, 5], config(mm, (corpora, weights), split="8,1,1"))
     for found, wanted in zip((valid, test), plain[1:], strict=True):
