@@ -1478,7 +1478,6 @@ def test_a_longer_stable_dataset_begins_with_the_shorter_one(mm, tmp_path):
         most = 6 * len(make(None)) + 6
         longest = make(most)
         assert longest.is_stable
-        texts = [longest[k]["tokens"].tolist() for k in range(len(longest))]
         for size in [None, 0, *rng.integers(1, most, 10).tolist()]:
             shorter = make(size)
             n = len(shorter)
@@ -1486,7 +1485,8 @@ def test_a_longer_stable_dataset_begins_with_the_shorter_one(mm, tmp_path):
             same(shorter.document_index, longest.document_index[: len(shorter.document_index)])
             same(shorter.sample_index, longest.sample_index[: n + 1])
             same(shorter.shuffle_index, longest.shuffle_index[:n])
-            assert [shorter[k]["tokens"].tolist() for k in range(n)] == texts[:n]
+        for k in range(0, n, 7):
+            same_samples(shorter[k], longest[k])
 
 
 def test_upstreams_order_depends_on_the_number_of_samples(mm, up, tmp_path):

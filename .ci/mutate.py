@@ -221,7 +221,10 @@ FAULTS = {
         ("    shuffle(shuffle_index[num_samples:], random_state)\n", ""),
         ("if values.ndim != 1:", "if False:"),
         ("if found != dtype:", "if False:"),
-        ("np.asarray(documents, np.int32)", "np.asarray(documents)"),
+        (
+            "np.asarray(documents, np.int32), num_epochs)\n    if",
+            "np.asarray(documents), num_epochs)\n    if",
+        ),
         ("tokens = int(num_epochs) * int(tokens_per_epoch)", "tokens = int(tokens_per_epoch)"),
     ],
     "5": [
