@@ -4752,7 +4752,8 @@ def gradients_of_uneven_tokens(job, options):
 )
 def test_gradients_on_ranks(one, run_on_ranks, scenario, world):
     """With a fifth of the options on two ranks, with all of them on four."""
-    for options in OPTIONS[::5] if world == 2 else OPTIONS:
+    chosen = OPTIONS[::5] if world == 2 else OPTIONS
+    for options in chosen:
         run_on_ranks(one, world, scenario, options)
 
 
