@@ -5142,6 +5142,21 @@ def test_one_rank_reads_the_whole_files_for_all(one, tmp_path, group, monkeypatc
     assert "order.npy was" in message
 
 
+def test_a_cache_that_another_process_writes_anew_while_it_is_read(one, tmp_path, monkeypatch):
+    """Its manifest goes first, so there is no reason to warn of what does not fit."""
+    whole = damaged_toy(one, tmp_path, "order.npy", ALTERED)
+    manifest = whole["k-manifest.json"].decode()
+    read = {"k-description.txt": "a toy", "k-manifest.json": manifest}
+
+    def read_and_remove(path, encoding):
+        (tmp_path / "k-manifest.json").unlink(missing_ok=True)
+        return read[path.name]
+
+    monkeypatch.setattr(pathlib.Path, "read_text", read_and_remove)
+    assert load_toy(toy_cache(one, tmp_path), Build()) == []
+    assert files_of(tmp_path) == whole
+
+
 # -- errors of the build, and of the disk ----------------------------------------------------------
 
 
