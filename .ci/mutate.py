@@ -420,6 +420,12 @@ FAULTS = {
         ("bounds = sorted({0, *starts, length})", "bounds = [0, length]"),
         ("back = end - (cp_rank + 1) * size", "back = end - cp_rank * size - size // 2"),
         ("front = begin + cp_rank * size", "front = begin"),
+        ("if min(tensor, context, data, pipeline) < 1:", "if False:"),
+        ("if min(tensor, context, pipeline) < 1 or", "if"),
+        ("if kind not in self._ranks:", "if True:"),
+        ('torch.distributed.get_backend() != "gloo":', "False:"),
+        ("if data_iterator is None:", "if False:"),
+        ("if found == shape and batch", "if False and batch"),
     ],
     "10": [
         ("if bucket_size < 1:", "if False:"),
@@ -450,6 +456,23 @@ FAULTS = {
         ("            if not forward_only:\n", "            if True:\n"),
         ('group = groups.group("dp-cp")', "pass"),
         ("self.wrapper = weakref.ref(wrapper)", "self.wrapper = lambda: wrapper"),
+        ("            self._in_sync = before\n", "            pass\n"),
+        ("        self._must_send = False\n", "        pass\n"),
+        (
+            "operation = torch.distributed.ReduceOp.AVG",
+            "operation = torch.distributed.ReduceOp.SUM",
+        ),
+        (
+            "if param.grad is None:\n                param.main_grad",
+            "if False:\n                param.main_grad",
+        ),
+        (
+            "for param in self._names:\n            torch",
+            "for param in self._bucket_of:\n            torch",
+        ),
+        ("if num_microbatches < 1:", "if False:"),
+        ("token_counts.append(tokens)", "pass"),
+        ("elif num_tokens is not None and num_tokens != 0:", "elif num_tokens is not None:"),
     ],
     "11": [
         ("if folder and not os.path.isdir(folder):", "if False:"),
@@ -465,6 +488,8 @@ FAULTS = {
         ("pathlib.Path(index.path).unlink(missing_ok=True)", "pass"),
         ("    tokens.commit()\n    index.commit()\n", "    index.commit()\n    tokens.commit()\n"),
         ("if os.path.getsize(path) == 0:", "if False:"),
+        ("    tokens.sync()\n    index.sync()\n", ""),
+        ("        self.sync()\n", "        self.file.flush()\n"),
     ],
     "12": [
         ("json.dumps(identifiers, indent=4,", "json.dumps(identifiers, indent=2,"),
@@ -473,10 +498,7 @@ FAULTS = {
         ("if trust and self.exists():", "if False:"),
         ("if self._is_valid():", "if False:"),
         ("        if defer:\n", "        if False:\n"),
-        (
-            'manifest.json")):\n                return False',
-            'manifest.json")):\n                pass',
-        ),
+        ("            return False  # another process", "            pass  # another process"),
         ("if description != self.description:", "if False:"),
         ('if manifest["made_from"].get(key) != value:', "if False:"),
         ("if found != noted:", "if False:"),
@@ -496,6 +518,12 @@ FAULTS = {
             "        if self.folder is None:\n            self._arrays =",
             "        if False:\n            self._arrays =",
         ),
+        ("self.folder = folder if folder else None", "self.folder = folder"),
+        (
+            "        if self._is_saved:\n            self._arrays",
+            "        if True:\n            self._arrays",
+        ),
+        ("os.makedirs(self.folder, exist_ok=True)", "pass"),
     ],
     "13": [
         ("self.tokens[start : start + count]", "self.tokens[start : start + count].copy()"),
