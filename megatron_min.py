@@ -6323,7 +6323,10 @@ class JsonlRows:
         starts = array.array("q")
         end_of_line = 0  # where the last line that was found ends
         size = 0
-        while block := self._file.read(self._BLOCK):
+        while True:
+            block = self._file.read(self._BLOCK)
+            if not block:
+                break
             ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (size + 1)
             size += len(block)
             if len(ends):
@@ -7675,7 +7678,7 @@ def _parse_phases(phases):
         values = [_number(weight) for weight in weights]
         if not samples.isdecimal() or None in values:
             given = " ".join([samples, *weights])
-            raise ValueError(f"a phase: wanted a number of samples, and weights, got {given}")
+            raise ValueError(f"--phase: wanted a number of samples, and weights, got {given}")
         parsed.append((int(samples), values))
     return parsed
 
