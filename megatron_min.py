@@ -6557,9 +6557,8 @@ class SampleFinder:
         sample_index = self._dataset.sample_index
         starts = sample_index[:, 0]  # the documents in which samples start; they never go back
         num_samples = len(sample_index) - 1
-        first = max(
-            0, bisect.bisect_left(starts, d) - 1
-        )  # starts before d, and ends there or later
+        # the last sample that starts before d ends there or later
+        first = max(0, bisect.bisect_left(starts, d) - 1)
         end = min(bisect.bisect_right(starts, d), num_samples)
         for j in range(first, end):
             part_begin, part_end = self._dataset._part(sample_index[j : j + 2].tolist(), d, i)
