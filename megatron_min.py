@@ -6943,7 +6943,8 @@ def _plan_rows(split, shares, global_batch_size):
 
 
 _MANY_EPOCHS = 4  # repeating data more often than this is known to teach a model less and less
-_NEAR = 0.01  # shares of samples and tokens below this are small
+_NEAR = 0.01  # by this share more or fewer samples a run may well be planned anew
+_MUCH = 0.05  # from this share on, a difference is worth a note
 
 
 def _notes_of_config(config):
@@ -6973,7 +6974,7 @@ def _notes_of_row(row, part):
     notes = []
     if row.samples_built == 0 and row.samples_requested != 0:
         notes.append(f"{name}: its {row.tokens:,} tokens are too few for one sample")
-    elif row.samples_drawn and row.tokens_cut > _NEAR * row.tokens:
+    elif row.samples_drawn and row.tokens_cut > _MUCH * row.tokens:
         share = row.tokens_cut / row.tokens
         notes.append(
             f"{name}: {row.tokens_cut:,} tokens at the end of its stream fill no sample, "
@@ -6992,15 +6993,10 @@ def _notes_of_row(row, part):
             "the run may become longer or shorter"
         )
     difference = abs(float(row.weight_achieved) - row.weight_asked)
-    if difference > _NEAR * row.weight_asked:
+    if difference > _MUCH * row.weight_asked:
         notes.append(
             f"{name}: a weight of {row.weight_asked:.4g} cannot be met with so few samples: "
             f"{row.samples_drawn:,} are drawn, {float(row.weight_achieved):.4g} of all"
-        )
-    if not part.config.stable_order and _epochs_of_pile(part) > 1 and row.samples_drawn:
-        notes.append(
-            f"{name}: {_epochs_of_pile(part)} epochs are shuffled as one pile: some documents come "
-            "several times before others come once (stable_order shuffles each epoch by itself)"
         )
     return notes
 
@@ -7011,23 +7007,33 @@ def _epochs_of_pile(part):
 
 
 def _notes_of_splits(config, rows, parts, global_batch_size):
-    """Sentences on all corpora of a split together."""
+    """Sentences on several corpora of a split together."""
     notes = []
     same_order = {}
+    piles = {}
     samples_of_train = 0
     for row, part in zip(rows, parts, strict=True):
-        if row.documents > 1 and row.samples_drawn:
-            key = row.split, row.documents
-            if not config.stable_order:
-                key += part.epoch_plan.num_epochs, part.epoch_plan.separate_final_epoch
-            same_order.setdefault(key, []).append(_name(part))
         if row.split == Split.train.name:
             samples_of_train += row.samples_drawn
+        if row.documents < 2 or row.samples_drawn == 0:
+            continue
+        key = row.split, row.documents
+        if not config.stable_order:
+            key += part.epoch_plan.num_epochs, part.epoch_plan.separate_final_epoch
+            if _epochs_of_pile(part) > 1:
+                piles.setdefault(row.split, []).append(_name(part))
+        same_order.setdefault(key, []).append(_name(part))
+    for split, names in piles.items():
+        notes.append(
+            f"{split}: several epochs of {_list_names(names)} are shuffled as one pile: some "
+            "documents come several times before others come once (stable_order shuffles each "
+            "epoch by itself)"
+        )
     for (split, documents, *_), names in same_order.items():
         if len(names) > 1:
             notes.append(
-                f"{split}: {', '.join(names)} have {documents:,} documents each, so with one seed "
-                "these come in the same order in each of them"
+                f"{split}: {_list_names(names)} have {documents:,} documents each, so with one "
+                "seed these come in the same order in each of them"
             )
     if global_batch_size is not None and samples_of_train % global_batch_size:
         notes.append(
@@ -7035,6 +7041,12 @@ def _notes_of_splits(config, rows, parts, global_batch_size):
             f"{samples_of_train:,} fill no step of {global_batch_size:,}"
         )
     return notes
+
+
+def _list_names(names):
+    """The first names of a list, and how many more there are."""
+    text = ", ".join(names[:4])
+    return text if len(names) <= 4 else f"{text} and {len(names) - 4} more"
 
 
 # -- verify_cache() ----------------------------------------------------------------------------
