@@ -420,7 +420,10 @@ def public_definitions(tree):
 
 
 def public_functions(tree):
-    """{name: syntax tree} of the public functions and methods, and of each __init__."""
+    """{name: syntax tree} of the public functions and methods, and of each __init__.
+
+    A property that can be set is there once, as the function that reads it.
+    """
     functions = {}
     for node in public_definitions(tree):
         if isinstance(node, ast.FunctionDef):
@@ -429,7 +432,7 @@ def public_functions(tree):
         for member in node.body:
             is_function = isinstance(member, ast.FunctionDef)
             if is_function and (member.name == "__init__" or not member.name.startswith("_")):
-                functions[f"{node.name}.{member.name}"] = member
+                functions.setdefault(f"{node.name}.{member.name}", member)
     return functions
 
 
@@ -1006,6 +1009,21 @@ def test_a_missing_file_is_not_found(one, pair, missing):
             one.IndexedDataset(pair, mmap=mmap)
 
 
+def test_names_that_callers_of_upstream_use(one, pair):
+    """.index has the arrays of the .idx, and fast_cache_load does without the whole check."""
+    ds = one.IndexedDataset(pair)
+    for name in ("sequence_lengths", "sequence_pointers", "document_indices", "dtype"):
+        assert getattr(ds.index, name) is getattr(ds, name)
+    assert ds.index.sequence_modes is None
+    assert ds.get_document_indices() is ds.document_indices
+    patch(pair + ".idx", *CORRUPT["length-wrong"][:2])
+    fast = one.IndexedDataset(pair, fast_cache_load=True)
+    for opened in (fast, pickle.loads(pickle.dumps(fast))):
+        assert opened[0].tolist() == ds[0][:4].tolist()
+    with pytest.raises(one.DatasetFormatError):
+        one.IndexedDataset(pair, fast_cache_load=True, check=True)
+
+
 @pytest.mark.parametrize("mmap", [True, False])
 def test_pickle_is_the_path(one, pair, mmap):
     ds = one.IndexedDataset(pair, mmap=mmap, check=True)
@@ -1304,16 +1322,34 @@ def test_half_a_character_is_replaced(one):
 @pytest.mark.parametrize(
     "text, append_eod, ids",
     [
-        ("1 2", False, [1, 2]),
-        ("1 2", True, [1, 2, 9]),
+        ("1 2", False, [[1, 2]]),
+        ("1 2", True, [[1, 2, 9]]),
         ("", False, []),
         ("", True, []),
         (" ", True, []),  # a text, but no token
-        ("9", True, [9, 9]),
+        ("9", True, [[9, 9]]),
+        (["1 2", "3"], False, [[1, 2], [3]]),
+        (["1 2", "", "3", " "], True, [[1, 2], [3, 9]]),
+        ([], True, []),
+        (["", ""], True, []),
     ],
 )
 def test_encode_document(one, text, append_eod, ids):
     assert one.encode_document(text, Tok(eod=9), append_eod) == ids
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_texts_that_are_lists_of_sentences(one, tmp_path, append_eod):
+    """Each sentence with tokens is a sequence, as in upstream's tool; each line is a document."""
+    path = jsonl(tmp_path / "a.jsonl", [["1 2", "", "3"], "4 5", [], ["", " "], ["6"]])
+    one.encode_jsonl(path, tmp_path / "plain", Tok(eod=9), append_eod=append_eod)
+    made = one.preprocess(path, tmp_path / "fast", Tok(eod=9), append_eod=append_eod)
+    eod = [9] if append_eod else []
+    for prefix in (tmp_path / "plain", made["text"]):
+        ds = one.IndexedDataset(prefix)
+        sequences = [sequence.tolist() for sequence in ds[:]]
+        assert sequences == [[1, 2], [3, *eod], [4, 5, *eod], [6, *eod]]
+        assert ds.document_indices.tolist() == [0, 2, 3, 3, 3, 4]
 
 
 def test_encode_jsonl_by_hand(one, tmp_path):
@@ -1502,7 +1538,9 @@ BAD_CONFIGS = [  # what is changed in a good config, and a word of the sentence
     ({"blend": (["p", "q"], [1.0, math.nan])}, "weight of q"),
     ({"blend": (["p", "q"], [math.inf, 1.0])}, "weight of p"),
     ({"blend": (["p", "q"], [1.0, 10**309])}, "weight of q"),
-    ({"blend": (["p", "q"], ["1", 2])}, "weight of p"),
+    ({"blend": (["p", "q"], ["x", 2])}, "weight of p.*'x'"),
+    ({"blend": (["p", "q"], ["1", "-2"])}, "weight of q"),
+    ({"blend": (["p", "q"], ["nan", "2"])}, "weight of p.*'nan'"),
     ({"blend": (["p", "q"], [0.0, 0.0])}, "sum > 0"),
     ({"blend": (["p", "q"], [1e308, 1e308])}, "finite sum"),
     ({"tokenizer": None}, "tokenizer"),
@@ -1554,6 +1592,34 @@ def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
     assert json.loads(json.dumps(state)) == state
     blend = one.BlendedDataset([train, train], np.array([1, 2]), np.int64(4), of_numpy)
     assert json.loads(blend.unique_description)["size"] == 4
+
+
+def test_weights_may_be_numbers_in_text(one):
+    """As they come out of a file of JSON; upstream takes them, too."""
+    wanted = (["p", "q"], [30.0, 0.5])
+    assert config(one, (["p", "q"], ["30", " .5 "])).blend == wanted
+    per_split = [None, (["p", "q"], ("30", 0.5)), None]
+    assert config(one, blend_per_split=per_split).blend_per_split == [None, wanted, None]
+    assert one.normalize(["30", "70"]) == [0.3, 0.7]
+
+
+def positional_values(one):
+    """A value for each field of a GPTDatasetConfig that may be given by its position."""
+    needed = {"random_seed": 1, "sequence_length": 8, "tokenizer": Tok()}
+    values = []
+    for field in dataclasses.fields(one.GPTDatasetConfig):
+        if field.init and not field.kw_only:
+            values.append(needed.get(field.name, field.default))
+    return values
+
+
+def test_our_own_fields_are_keyword_only(one):
+    """In upstream, position 22 is data_parallel_size."""
+    values = positional_values(one)
+    values[22] = 4
+    assert one.GPTDatasetConfig(*values).data_parallel_size == 4
+    with pytest.raises(TypeError):
+        one.GPTDatasetConfig(*values, True)
 
 
 def test_what_upstream_would_do_differently_is_refused(one):
@@ -2205,11 +2271,36 @@ class NoAttributes(Tok):
         raise NotImplementedError
 
     eos = pad
+    special_tokens_dict = pad
 
 
 def test_attributes_that_are_not_implemented_are_not_there(mm, toy):
     ds = gpt(mm, toy, 3, sequence_length=4, tokenizer=NoAttributes())
     check_against_loops(ds[0], brute_sample(ds, 0))
+
+
+class NoEod(Tok):
+    """A tokenizer that has a pad, and says of eod and eos that there are none."""
+
+    pad = 7
+
+    @property
+    def eod(self):
+        raise NotImplementedError
+
+    @eod.setter
+    def eod(self, value):
+        pass
+
+    eos = eod
+
+
+def test_a_pad_beside_attributes_that_are_not_implemented(mm, toy):
+    fields = {"reset_position_ids": True, "eod_mask_loss": True}
+    ds = quiet(gpt, mm, toy, 3, sequence_length=4, tokenizer=NoEod(), **fields)
+    assert ds._pad_token_id == 7
+    assert ds[0]["position_ids"].tolist() == [0, 1, 2, 3]
+    assert ds[0]["loss_mask"].tolist() == [1, 1, 1, 1]
 
 
 def test_real_tokens_that_equal_the_pad_id(mm, tmp_path):
@@ -2499,15 +2590,120 @@ def test_datasets_of_the_users_own(one):
     assert valid.batch([0, 1])["number"].tolist() == [15, 10]
 
 
-@pytest.mark.parametrize(
-    "missing",
-    ["__len__", "__getitem__", "build_low_level_dataset", "numel_low_level_dataset"],
-)
-def test_a_dataset_without_its_methods_is_abstract(one, missing):
+def numbers_without(one, missing):
+    """The class above without one of its methods."""
     methods = {name: value for name, value in vars(NumbersMethods).items() if name != missing}
-    cls = type("Part", (one.MegatronDataset,), methods)
+    return type("Part", (one.MegatronDataset,), methods)
+
+
+@pytest.mark.parametrize("missing", ["__len__", "__getitem__"])
+def test_a_dataset_without_samples_is_abstract(one, missing):
+    cls = numbers_without(one, missing)
     with pytest.raises(TypeError, match=f"abstract.*{missing}"):
         cls([0], "x", [0], None, one.Split.train, config(one, (["x"], None)))
+
+
+@pytest.mark.parametrize("missing", ["build_low_level_dataset", "numel_low_level_dataset"])
+def test_a_dataset_that_is_made_by_hand_needs_samples_alone(one, missing):
+    """As in upstream: only the builder asks for the two static methods."""
+    cls = numbers_without(one, missing)
+    cfg = config(one, (["ten"], None), tokenizer=Tok(pad=7))
+    ds = cls(range(30, 40), None, [2, 3], None, one.Split.train, cfg)
+    assert [ds[k] for k in range(2)] == [{"number": 32}, {"number": 33}]
+    assert ds._pad_token_id == 7
+    with pytest.raises(NotImplementedError, match=missing):
+        build(one, [3, 3, 0], cfg, cls)
+
+
+def test_the_pad_id_of_a_config_without_a_tokenizer(one):
+    cfg = one.BlendedMegatronDatasetConfig(1, 8, blend=(["ten"], None), split="1")
+    cls = type("Numbers", (NumbersMethods, one.MegatronDataset), {})
+    assert cls([0], None, [0], None, one.Split.train, cfg)._pad_token_id == -1
+
+
+# -- arrays that are set, and the methods that subclasses of upstream's class override ---------
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_arrays_may_be_set(mm, tmp_path, defer):
+    """They count from then on, in batches, in blends and in a pickle; the cache keeps its own."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(90)] * 3)
+    plain = gpt(mm, prefix)
+    before = files_of(tmp_path)
+    ds = gpt(mm, prefix, defer_npy_index_mmap=defer)
+    last = len(plain) - 1
+    ds.shuffle_index = np.array(plain.shuffle_index[::-1])
+    for found in (ds, pickle.loads(pickle.dumps(ds))):
+        same_samples(found[0], plain[last])
+        same(found.batch([0, 1])["tokens"], plain.batch([last, last - 1])["tokens"])
+        same(found.document_index, plain.document_index)
+    ds.document_index = np.zeros_like(plain.document_index)
+    ds.sample_index = plain.sample_index[:3]
+    assert len(ds) == 2
+    assert ds.document_index.tolist() == [0, 0, 0]
+    assert files_of(tmp_path) == before
+
+    blend = mm.BlendedDataset([plain, plain], [1, 1], 4, plain.config)
+    blend.dataset_index = np.array([1, 1, 0, 0], np.int16)
+    blend.dataset_sample_index = np.array([3, 2, 1, 0])
+    same(blend.batch([0, 3])["dataset_id"], np.array([1, 0], np.int16))
+    same(blend.batch([0, 3])["tokens"], plain.batch([3, 0])["tokens"])
+
+
+def orders_of_its_own(mm, calls_super):
+    """A subclass with its samples in the order of the stream, or with arrays made by hand."""
+
+    class InOrder(mm.GPTDataset):
+        def _build_document_sample_shuffle_indices(self):
+            if calls_super:
+                documents, samples, order = super()._build_document_sample_shuffle_indices()
+                return documents, samples, np.sort(order)
+            rows = np.array([[0, 0], [0, 8], [1, 2]], np.int32)
+            return np.array([2, 0], np.int32), rows, np.arange(2, dtype=np.uint32)
+
+    return InOrder
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("calls_super", [False, True])
+def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path, calls_super, defer):
+    """It is asked each time, and what it returns is not put into the cache."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(100), np.arange(50), np.arange(200, 214)])
+    plain = gpt(mm, prefix)
+    by_hand = np.array([*range(200, 214), *range(100)])
+    tokens = stream(plain) if calls_super else by_hand
+    folder = tmp_path / "cache"
+    cfg = config(mm, ([prefix], None), path_to_cache=str(folder), defer_npy_index_mmap=defer)
+    cls = orders_of_its_own(mm, calls_super)
+    for _ in range(2):
+        ds = cls(plain.dataset, prefix, plain.indices, None, mm.Split.train, cfg)
+        assert len(ds) == (len(plain) if calls_super else 2)
+        same(ds[1]["tokens"], tokens[8:16])
+        same(ds.batch([1, 0])["labels"][0], tokens[9:17])
+        assert folder.exists() == calls_super
+    if calls_super:
+        (saved,) = folder.glob("*shuffle_index.npy")
+        same(np.load(saved), plain.shuffle_index)
+
+
+def test_c_steps_aside_for_all_that_the_definitions_call(tree, mm):
+    """_METHODS_IN_C has each method that __getitem__ leads to.
+
+    Two only make an error or a warning, which C leaves to them.
+    """
+    (cls,) = (node for node in tree.body if getattr(node, "name", "") == "GPTDataset")
+    methods = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
+    called = {"__getitem__"}
+    waiting = ["__getitem__"]
+    while waiting:
+        for node in ast.walk(methods[waiting.pop()]):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if ast.unparse(node.func.value) == "self" and node.func.attr not in called:
+                called.add(node.func.attr)
+                waiting.append(node.func.attr)
+    only_words = {"_damaged", "_warn_of_real_pads"}
+    assert called - only_words | {"__getitems__"} == set(mm._METHODS_IN_C)
 
 
 def test_mock_data(mm):
@@ -2528,6 +2724,18 @@ def test_mock_data(mm):
             text += ds.dataset.get(i, offset, length).tolist()
         assert ds[0]["tokens"].tolist() == text[:-1]
         assert ds.batch([0])["labels"][0].tolist() == text[1:]
+
+
+def test_arguments_of_mock_data_have_upstreams_names(mm):
+    ds = mm.MockGPTDataset(
+        dataset=mm.MockGPTLowLevelDataset(Tok(99, 50)),
+        dataset_path=None,
+        indices=np.arange(7, dtype=np.int32),
+        num_samples=5,
+        index_split=mm.Split.train,
+        config=config(mm, tokenizer=Tok(99, 50)),
+    )
+    assert sorted(ds.document_index.tolist()) == list(range(7))
 
 
 def test_gpt_dataset_without_a_blend_is_an_error(mm):
@@ -3034,6 +3242,8 @@ def test_threads_build_the_same_files(mm, corpora, tmp_path):
 BAD_BUILDS = {
     "two sizes": ([1, 2], 3, {}, ValueError, r"sizes.*\[1, 2\]"),
     "weights without size": ([None, 0, 0], 3, {}, ValueError, "needs a size"),
+    "a size below 0": ([-1, 0, 0], 3, {}, ValueError, "size of train.*-1"),
+    "a size that is text": (["9", 0, 0], 3, {}, ValueError, "size of train.*'9'"),
     "no such corpus": ([9, 0, 0], 4, {}, FileNotFoundError, "none"),
     "no such corpus, in a thread": (
         [9, 0, 0],
@@ -3051,6 +3261,27 @@ def test_builds_that_are_refused(mm, corpora, case):
     prefixes = [*corpora, "/none/x"][:count]
     with pytest.raises(kind, match=words):
         build(mm, sizes, config(mm, (prefixes, [1] * count), **fields))
+
+
+def test_wrong_sizes_are_refused_before_the_build(one, corpora):
+    """As upstream refuses them; and no more than these."""
+    two = (corpora[:2], [1, 1])
+    alone = (corpora[:1], [1])
+    builder = one.BlendedMegatronDatasetBuilder
+    for blends, sizes in [
+        ([two, None, None], [None, 0, 0]),
+        ([None, two, alone], [0, None, None]),
+    ]:
+        with pytest.raises(ValueError, match="needs a size"):
+            builder(one.GPTDataset, sizes, yes, config(one, blend_per_split=blends))
+    for fields, sizes in [
+        ({"blend": two, "split": "1,0,0"}, [9, None, None]),
+        ({"blend": (corpora[:2], None)}, [None] * 3),
+        ({"blend_per_split": [two, None, alone]}, [9, None, None]),
+        ({"blend_per_split": [two, two, two], "multiple_validation_sets": True}, [9, None, 9]),
+        ({}, [None] * 3),  # mock data
+    ]:
+        builder(one.GPTDataset, sizes, yes, config(one, **fields))
 
 
 def test_full_validation_of_several_sets_wants_no_size(mm, corpora):
@@ -3617,12 +3848,21 @@ def test_consumed_samples_count_on_over_epochs(one):
 
 
 def test_rerun_data_iterator(one):
-    """Against a list and two places in it."""
+    """Against a list and two places in it; a new one may go on with the state of the last."""
     for rng in cases(50):
         numbers = one.RerunDataIterator(range(20))
-        start = place = 0
-        for action in rng.choice(["next", "next", "next", "rewind", "advance"], 60):
-            if action == "rewind":
+        numbers.advance()
+        start = place = read = 0
+        for action in rng.choice(["next", "next", "next", "rewind", "advance", "resume"], 60):
+            read = max(read, place)
+            if action == "resume":
+                state = numbers.state_dict()
+                assert state["saved_microbatches"] == list(range(start, read))
+                numbers = one.RerunDataIterator(range(read, 20))
+                numbers.load_state_dict(state)
+                if start == read:
+                    numbers.advance()  # nothing was kept, and the new one has to be told to
+            elif action == "rewind":
                 numbers.rewind()
                 place = start
             elif action == "advance":
@@ -3635,6 +3875,26 @@ def test_rerun_data_iterator(one):
                 with pytest.raises(StopIteration):
                     next(numbers)
         assert list(numbers) == list(range(place, 20))
+
+
+def test_batches_do_not_pile_up_without_advance(one):
+    numbers = one.RerunDataIterator(itertools.count())
+    for _ in range(9):
+        next(numbers)
+    assert numbers.saved_microbatches == []
+    with pytest.raises(ValueError, match="advance"):
+        numbers.rewind()
+    numbers.advance()
+    assert [next(numbers), next(numbers)] == numbers.saved_microbatches == [9, 10]
+
+
+def test_the_state_of_a_rerun_data_iterator_is_a_copy(one):
+    numbers = one.RerunDataIterator(itertools.count())
+    numbers.advance()
+    next(numbers)
+    state = numbers.state_dict()
+    next(numbers)
+    assert state == {"saved_microbatches": [0], "replaying": False, "replay_pos": 0}
 
 
 # (train_iters, train_samples, full_validation, wanted); evaluations after 30, 60, 90 and at the end
@@ -3658,6 +3918,19 @@ def test_samples_of_a_run(one, train_iters, train_samples, full_validation, want
         train_samples=train_samples,
         full_validation=full_validation,
     )
+
+
+def test_samples_of_a_run_that_only_evaluates(one):
+    fields = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2, "train_iters": 100}
+    found = one.get_train_valid_test_num_samples(**fields, skip_train=True)
+    assert found == (800, 16, 16)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_the_part_of_a_rank_in_a_round(one, rank):
+    sampler = one.MegatronPretrainingSampler(24, 0, 4, rank, 3)
+    first, end = sampler.get_start_end_idx()
+    assert list(sampler)[0] == list(range(24))[first:end]
 
 
 @pytest.mark.parametrize(
@@ -7999,6 +8272,36 @@ def test_hugging_face_tokenizer_in_commands(one, tmp_path, hf, capsys, workers):
     assert code == 0 and "ja nein ja" in out
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_special_tokens_of_a_post_processor(one, tmp_path, hf, capsys, adds):
+    """A file as Llama's, which puts a token before each text; only those who ask get the token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    with_start = tokenizers.Tokenizer.from_file(hf)
+    with_start.post_processor = tokenizers.processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 4)]
+    )
+    path = str(tmp_path / "start.json")
+    with_start.save(path)
+    start = [4] if adds else []
+    tokenizer = one.build_tokenizer(path, add_special_tokens=adds)
+    assert tokenizer.tokenize("ja nein") == [*start, 1, 2]
+    assert tokenizer.tokenize_batch(["ja", "nein"]) == [[*start, 1], [*start, 2]]
+    assert ("add_special_tokens" in tokenizer.unique_identifiers) == adds
+
+    texts = jsonl(tmp_path / "a.jsonl", ["ja", "nein ja"])
+    flags = ["--tokenizer", path, "--append-eod"]
+    if adds:
+        flags.append("--add-special-tokens")
+    code, _, err = preprocess_command(one, capsys, texts, tmp_path / "o", *flags)
+    assert code == 0, err
+    assert texts_of(one, tmp_path / "o_text_document") == [[*start, 1, 3], [*start, 2, 1, 3]]
+
+
+def test_only_a_file_has_special_tokens_to_add(one):
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        one.build_tokenizer("bytes", add_special_tokens=True)
+
+
 def test_hugging_face_tokenizer_without_its_package(one, hf, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     with pytest.raises(ImportError, match="megatron-min.tools"):
@@ -8088,6 +8391,7 @@ BAD_LINES = {  # a line, and a word of the reason
     "blank": (b"", "'text'"),
     "spaces": (b"   ", "'text'"),
     "number": (b'{"text": 5}', "'text'"),
+    "number-among-sentences": (b'{"text": ["a", 5]}', "'text'"),
     "null": (b'{"text": null}', "'text'"),
     "list": (b'["text"]', "'text'"),
     "bad-utf8": (b'{"text": "\xff"}', "utf-8"),
