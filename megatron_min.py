@@ -1863,9 +1863,10 @@ class GPTDataset(MegatronDataset):
         return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the cache")
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of sample idx before padding, int64, and the sequences they are from.
+        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
 
-        A subclass may override this method, which has upstream's name, to change the tokens.
+        A subclass may override this method, which has upstream's name, to change the tokens.  If it
+        returns fewer than S + x of them, padding follows.
         """
         pieces = self.pieces(idx)
         parts = [self.dataset.get(i, offset, length) for i, offset, length in pieces]
@@ -1875,7 +1876,9 @@ class GPTDataset(MegatronDataset):
             raise ValueError(
                 f"{_name(self)}: wanted {wanted} tokens of {pieces}, got {len(token_ids)}"
             )
-        return token_ids, np.array([i for i, _, _ in pieces], np.int64)
+        if (token_ids == self._pad_token_id).any():
+            self._warn_of_real_pads()
+        return self._pad(idx, token_ids), np.array([i for i, _, _ in pieces], np.int64)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         if idx is None:
@@ -1886,8 +1889,9 @@ class GPTDataset(MegatronDataset):
         S = config.sequence_length
         token_ids, _ = self._query_document_sample_shuffle_indices(idx)
         padded = self._pad(idx, token_ids)
-        tokens = padded[:-1].copy()
-        labels = padded[1:].copy()
+        tokens = padded[:S].copy()
+        labels = np.full(S, self._pad_token_id, np.int64)  # with x = 0 the last label is padding
+        labels[: len(padded) - 1] = padded[1:]
 
         # the places of the sample where positions count from 0 again
         after_eod = self._starts_after_eod(tokens)
@@ -1913,14 +1917,12 @@ class GPTDataset(MegatronDataset):
         return {key: torch.from_numpy(values) for key, values in sample.items()}
 
     def _pad(self, idx, token_ids):
-        """The tokens of a sample, filled up to S + 1: with x = 0 the last label is padding too."""
-        most = self.config.sequence_length + self._extra
-        if len(token_ids) > most:
-            raise self._damaged(idx, f"wanted {most} tokens, got {len(token_ids)}")
-        padded = np.full(self.config.sequence_length + 1, self._pad_token_id, np.int64)
+        """The tokens of a sample, filled up to S + x."""
+        wanted = self.config.sequence_length + self._extra
+        if len(token_ids) > wanted:
+            raise self._damaged(idx, f"wanted {wanted} tokens, got {len(token_ids)}")
+        padded = np.full(wanted, self._pad_token_id, np.int64)
         padded[: len(token_ids)] = token_ids
-        if (token_ids == self._pad_token_id).any():
-            self._warn_of_real_pads()
         return padded
 
     def _warn_of_real_pads(self):

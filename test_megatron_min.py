@@ -147,11 +147,13 @@ def up():
             "helpers",
             "indexed_dataset",
             "blended_megatron_dataset_config",
+            "megatron_tokenizer",
             "utils",
         ):
             found = importlib.import_module(f"megatron.core.datasets.{module}")
             vars(names).update({k: v for k, v in vars(found).items() if not k.startswith("__")})
         names.calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+        names.rerun = importlib.import_module("megatron.core.rerun_state_machine")
     gc.freeze()  # see no_fsync
     return names
 
@@ -2173,7 +2175,9 @@ def test_pieces_cover_the_stream(mm, tmp_path):
                 found += [(sequence, offset + at) for at in range(length)]
             assert found == places[j * S :][:end], (case, j)
             text, documents = ds._query_document_sample_shuffle_indices(k)
-            same(text, stream(ds)[j * S :][:end], (case, j))
+            wanted = stream(ds)[j * S :][:end]
+            padding = [ds._pad_token_id] * (end - len(wanted))
+            same(text, np.array([*wanted, *padding], np.int64), (case, j))
             assert documents.tolist() == [sequence for sequence, _, _ in pieces], (case, j)
 
 
@@ -9256,15 +9260,19 @@ def test_no_blend_is_no_blend_for_upstream_either(one, up):
     assert one.get_blend_from_list(None) is up.get_blend_from_list(None) is None
 
 
-def test_config_fields_are_upstreams(one, up):
-    """The same names in the same order with the same defaults."""
-    theirs = {field.name: field.default for field in dataclasses.fields(up.GPTDatasetConfig)}
-    ours = {field.name: field.default for field in dataclasses.fields(one.GPTDatasetConfig)}
-    assert list(ours)[: len(theirs)] == list(theirs)
-    for name in theirs:
-        is_required = theirs[name] is dataclasses.MISSING
-        assert is_required == (ours[name] is dataclasses.MISSING), name
-        assert is_required or ours[name] == theirs[name], name
+def fields_by_position(cls):
+    """(name, default, may it be given?) of each field but those that are keyword-only."""
+    found = []
+    for field in dataclasses.fields(cls):
+        if not field.kw_only:
+            found.append((field.name, field.default, field.init))
+    return found
+
+
+@pytest.mark.parametrize("name", ["BlendedMegatronDatasetConfig", "GPTDatasetConfig"])
+def test_config_fields_are_upstreams(one, up, name):
+    """All of them, in upstream's order, with its defaults; ours alone are keyword-only."""
+    assert fields_by_position(getattr(one, name)) == fields_by_position(getattr(up, name))
 
 
 def test_ramp_up_equals_upstreams(one, up):
@@ -9335,9 +9343,13 @@ def test_files_equal_upstreams(one, up, tmp_path, multimodal):
         for i in range(len(by_us)):
             same_outcome(by_us[i], by_them[i], (seed, i))
         same_outcome(by_us[1:], by_them[1:], seed)
-        for name in ("sequence_lengths", "sequence_pointers", "document_indices"):
-            same(getattr(by_us, name), getattr(by_them.index, name), seed)
-        assert by_us.dtype is by_them.index.dtype
+        names_of_arrays = ["sequence_lengths", "sequence_pointers", "document_indices"]
+        if multimodal:
+            names_of_arrays.append("sequence_modes")
+        for name in names_of_arrays:
+            same(getattr(by_us.index, name), getattr(by_them.index, name), seed)
+        same(by_us.get_document_indices(), by_them.get_document_indices(), seed)
+        assert by_us.index.dtype is by_them.index.dtype
         del by_us, by_them  # the next case writes over their files
 
 
@@ -9361,7 +9373,9 @@ def same_items(ours, theirs, indices, note=""):
     """These samples of two datasets, alone and, of ours, as one batch."""
     wanted = [quiet(theirs.__getitem__, k) for k in indices]
     for k, sample in zip(indices, wanted, strict=True):
-        same_samples(quiet(ours.__getitem__, k), sample, (note, k))
+        found = quiet(ours.__getitem__, k)
+        assert list(found) == list(sample), "in the same order"
+        same_samples(found, sample, (note, k))
     if wanted:
         batch = torch.utils.data.default_collate(wanted)
         same_samples(quiet(ours.batch, indices), batch, note)
@@ -9417,6 +9431,9 @@ def test_dataset_equals_upstreams(mm, up, tmp_path, split):
         same_dataset(ours, theirs, case)
         some = rng.integers(0, len(ours), 6).tolist() if len(ours) else []
         same_items(ours, theirs_afresh(theirs), some, case)
+        for k in some[:2]:
+            found = ours._query_document_sample_shuffle_indices(k)
+            same_outcome(found, theirs._query_document_sample_shuffle_indices(k), case)
         if len(ours):
             same_samples(quiet(ours.__getitem__, None), quiet(theirs.__getitem__, None), case)
         compared += 1
@@ -9631,6 +9648,222 @@ def test_upstreams_cache_of_other_data_is_not_used(mm, up, six_corpora, tmp_path
     mk(mm, prefix, [[1, 2, 3, 4]] * 33)
     found = gpt(mm, prefix, 50, path_to_cache=str(tmp_path / "cache"))
     same_dataset(found, gpt(mm, prefix, 50, path_to_cache=str(tmp_path / "new")))
+
+
+# -- What scripts, subclasses and tests that were written for upstream do ----------------------
+
+
+class LegacyMethods:
+    """A tokenizer of upstream's old kind, whose base class implements nothing more."""
+
+    vocab = inv_vocab = {}
+    vocab_size = 1000
+    eod = 0
+
+    def tokenize(self, text):
+        return [int(word) for word in text.split()]
+
+
+def legacy_tokenizer(up):
+    """One such tokenizer, made by upstream's base class."""
+    return quiet(type("Legacy", (LegacyMethods, up.MegatronLegacyTokenizer), {}), "file", size=9)
+
+
+RESETS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_a_legacy_tokenizer_serves_both(mm, up, tmp_path, allow):
+    """Its pad is not implemented.  The corpus is made by preprocess, and the key is upstream's."""
+    tokenizer = legacy_tokenizer(up)
+    with pytest.raises(NotImplementedError):
+        assert tokenizer.pad
+    path = jsonl(tmp_path / "a.jsonl", ["5 6 7", "8", "9 1 2 3 4 5 6"])
+    prefix = mm.preprocess(path, tmp_path / "a", tokenizer, append_eod=True)["text"]
+    fields = RESETS | {
+        "tokenizer": tokenizer,
+        "create_attention_mask": True,
+        "allow_ambiguous_pad_tokens": allow,
+        "drop_last_partial_validation_sequence": False,
+    }
+    ours = gpt(mm, prefix, None, "valid", path_to_cache=str(tmp_path / "ours"), **fields)
+    theirs = quiet(gpt, up, prefix, None, "valid", path_to_cache=str(tmp_path / "theirs"), **fields)
+    same_dataset(ours, theirs)
+    same_items(ours, theirs_afresh(theirs), [0, 1])
+    identifiers = json.loads(ours.unique_description)["tokenizer"]
+    assert identifiers == json.loads(theirs.unique_description)["tokenizer"]
+
+
+def with_pictures(names):
+    """A config and a class that add an image to each sample, as a multimodal script has them."""
+
+    @dataclasses.dataclass
+    class PictureConfig(names.GPTDatasetConfig):
+        image_h: int = 0
+        image_w: int = 0
+        transform: object = None
+
+        def __post_init__(self):
+            super().__post_init__()
+            assert self.image_h and self.image_w
+
+    class PictureDataset(names.MockGPTDataset):
+        def __init__(self, dataset, dataset_path, indices, num_samples, index_split, config):
+            super().__init__(
+                dataset=dataset,
+                dataset_path=dataset_path,
+                indices=indices,
+                num_samples=num_samples,
+                index_split=index_split,
+                config=config,
+            )
+
+        def __getitem__(self, idx):
+            sample = super().__getitem__(idx)
+            sample["image"] = torch.full((self.config.image_h, self.config.image_w), idx)
+            sample["tokens"] = self.config.transform(sample["tokens"])
+            return sample
+
+    return PictureConfig, PictureDataset
+
+
+def test_a_multimodal_subclass_serves_both(mm, up):
+    """Its samples also come in batches, alone and in a blend of their own."""
+    built = []
+    for names in (mm, up):
+        config_class, cls = with_pictures(names)
+        cfg = config_class(
+            random_seed=3,
+            sequence_length=999,
+            tokenizer=legacy_tokenizer(up),
+            image_h=2,
+            image_w=3,
+            transform=torch.neg,
+            **RESETS,
+        )
+        built.append(quiet(build, names, [9, 9, 9], cfg, cls))
+    for ours, theirs in zip(*built, strict=True):
+        same_dataset(ours, theirs)
+        same_items(ours, theirs_afresh(theirs), [0, 8])
+
+
+FAST_BUILDS = [
+    {"fast_cache_load": True},
+    {"defer_npy_index_mmap": True},
+    {"fast_cache_load": True, "defer_npy_index_mmap": True, "num_dataset_builder_threads": 3},
+    {"fast_cache_load": True, "sequences_per_dataset": True},
+    {"mmap_bin_files": False, "num_dataset_builder_threads": 3},
+    {"context_parallel_size": 2, "data_parallel_size": 4, "sequence_parallel_size": 2},
+    {"object_storage_cache_path": None, "hybrid_context_parallel": False},
+]
+
+
+@pytest.mark.parametrize("fields", FAST_BUILDS, ids=str)
+def test_a_fast_build_equals_upstreams(mm, up, tmp_path, group, fields):
+    """Weights in text, as in a JSON file of arguments; the second build finds the first's cache."""
+    prefixes = []
+    for name in "abcd":
+        docs = [np.arange(n + 9) for n in range(30)]
+        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
+    if fields.get("sequences_per_dataset"):
+        fields = fields | {"sequences_per_dataset": dict.fromkeys(prefixes, (30, 31))}
+    blends = [(prefixes[:2], ["1", "3"]), (prefixes[2:], None), (prefixes[3:], ["1"])]
+    tokenizer = legacy_tokenizer(up)
+    built = []
+    for names, folder in ((mm, "ours"), (up, "theirs")):
+        usual = {"blend_per_split": blends, "tokenizer": tokenizer}
+        usual["path_to_cache"] = str(tmp_path / folder)
+        quiet(build, names, [50, 20, 10], config(names, **usual))
+        built.append(quiet(build, names, [50, 20, 10], config(names, **usual, **fields)))
+        for ds in built[-1]:  # with defer_npy_index_mmap upstream has no arrays before this
+            for part in (ds, *getattr(ds, "datasets", [])):
+                quiet(part.__getitem__, 0)
+    same_built(*built)
+
+
+def fill_in_the_middle(names):
+    """A subclass that moves the middle of each piece to its end, by upstream's indices alone."""
+
+    class MiddleLast(names.GPTDataset):
+        def __init__(self, indexed_dataset, dataset_path, indexed_indices, *rest):
+            super().__init__(indexed_dataset, dataset_path, indexed_indices, *rest)
+            self.generator = np.random.RandomState(seed=self.config.random_seed)
+            assert self._pad_token_id == -1
+
+        def _query_document_sample_shuffle_indices(self, idx):
+            j = self.shuffle_index[idx]
+            first, first_offset = self.sample_index[j]
+            last, last_offset = self.sample_index[j + 1]
+            numbers = []
+            parts = []
+            for d in range(first, last + 1):
+                numbers.append(self.document_index[d])
+                begin = first_offset if d == first else 0
+                length = None
+                if d == last:
+                    length = last_offset - begin + self.config.add_extra_token_to_sequence
+                part = self.dataset.get(self.document_index[d], offset=begin, length=length)
+                cut, end = sorted(self.generator.randint(0, len(part) + 1, 2))
+                parts += [part[:cut], part[end:], part[cut:end]]
+            tokens = np.concatenate(parts).astype(np.int64)
+            wanted = self.config.sequence_length + self.config.add_extra_token_to_sequence
+            padding = np.full(wanted - len(tokens), self._pad_token_id)
+            return np.concatenate([tokens, padding]), np.array(numbers, np.int64)
+
+    return MiddleLast
+
+
+@pytest.mark.parametrize("extra", [True, False], ids=["x1", "x0"])
+def test_a_fill_in_the_middle_subclass_serves_both(mm, up, tmp_path, extra):
+    """Samples of its own, also in a blend and in a loader's batches."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(1, 40), np.arange(40, 50), np.arange(50, 99)])
+    fields = {"add_extra_token_to_sequence": extra, "drop_last_partial_validation_sequence": False}
+    built = []
+    for names, folder in ((mm, "ours"), (up, "theirs")):
+        cfg = config(
+            names,
+            blend_per_split=[None, ([prefix], None), None],
+            tokenizer=legacy_tokenizer(up),
+            path_to_cache=str(tmp_path / folder),
+            **fields,
+        )
+        built.append(quiet(build, names, [0, 20, 0], cfg, fill_in_the_middle(names))[1])
+    ours, theirs = built
+    same_dataset(ours, theirs)
+    theirs_afresh(theirs)
+    wanted = [quiet(theirs.__getitem__, k) for k in range(len(theirs))]
+    loader = mm.build_pretraining_data_loader(ours, 0, micro_batch_size=1)
+    for k, batch in enumerate(loader):
+        same_samples({key: values[0] for key, values in batch.items()}, wanted[k], k)
+    plain = gpt(mm, prefix, 20, "valid", **fields)
+    assert any(not torch.equal(plain[k]["tokens"], wanted[k]["tokens"]) for k in range(9))
+
+
+def test_upstreams_cache_is_kept_when_the_tokenizer_changes(mm, up, tmp_path):
+    """The new tokenizer is given the identifiers of the old one, as README says."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(30)] * 9)
+    cache = tmp_path / "cache"
+    old = {"path_to_cache": str(cache), "tokenizer": legacy_tokenizer(up)}
+    theirs = quiet(gpt, up, prefix, 20, **old)
+    before = identity_of_files(cache)
+    (description,) = cache.glob("*-description.txt")
+    tokenizer = mm.ByteTokenizer()
+    tokenizer.unique_identifiers = json.loads(description.read_text())["tokenizer"]
+    fields = {"path_to_cache": str(cache), "tokenizer": tokenizer, "fast_cache_load": True}
+    same_dataset(gpt(mm, prefix, 20, **fields), theirs)
+    assert identity_of_files(cache) == before
+
+
+def test_states_of_a_rerun_data_iterator_have_upstreams_keys(one, up):
+    ours = one.RerunDataIterator(iter(range(9)))
+    theirs = up.rerun.RerunDataIterator(iter(range(9)))
+    for numbers in (ours, theirs):
+        numbers.advance()
+    assert ours.state_dict() == theirs.state_dict()
+    theirs.load_state_dict({"saved_microbatches": [5, 6], "replaying": True, "replay_pos": 1})
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state_dict() == theirs.state_dict()
+    assert next(ours) == next(theirs) == 6
 
 
 # ==============================================================================
