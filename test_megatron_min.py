@@ -10429,15 +10429,78 @@ def test_a_job_touches_nothing_but_what_was_named(tmp_path):
 
 
 # ==============================================================================
-# README's training script
+# README's scripts
 # ==============================================================================
 
 
-def training_script():
-    """The script of README's section "Your data"."""
-    readme = (HERE / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    return next(block for block in blocks if "python train.py PREFIX" in block)
+def readme_script(words):
+    """The block of Python in README that has these words; the suite may stand without README."""
+    path = HERE / "README.md"
+    if not path.exists():
+        pytest.skip("README.md is not beside this file")
+    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    (script,) = [block for block in blocks if words in block]
+    return script
+
+
+ARGS_OF_PRETRAINING = {  # names of upstream's arguments
+    "seed": 7,
+    "seq_length": 8,
+    "split": "8,1,1",
+    "reset_position_ids": True,
+    "reset_attention_mask": False,
+    "eod_mask_loss": True,
+    "create_attention_mask_in_dataloader": False,
+    "train_iters": 6,
+    "global_batch_size": 4,
+    "micro_batch_size": 2,
+    "eval_interval": 3,
+    "eval_iters": 1,
+    "num_workers": 1,
+}
+
+
+@pytest.mark.parametrize("consumed", [0, 8])
+def test_the_data_path_of_pretrain_gpt(mm, up, tmp_path, group, monkeypatch, consumed):
+    """Its batches are upstream's samples in order, also where a run goes on."""
+    rng = np.random.default_rng(3)
+    prefixes = []
+    for name in "ab":
+        docs = [[*rng.integers(1, 90, 20), 0] for _ in range(60)]
+        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
+    args = types.SimpleNamespace(
+        data_path=["3", prefixes[0], "7", prefixes[1]],
+        data_cache_path=str(tmp_path / "ours"),
+        **ARGS_OF_PRETRAINING,
+    )
+    monkeypatch.setitem(sys.modules, "megatron_min", mm)
+    names = {}
+    exec(readme_script("From pretrain_gpt.py"), names)
+    groups = mm.ParallelGroups()
+    iterators = names["build_data_iterators"](args, Tok(), groups, consumed)
+
+    cfg = config(
+        up,
+        (prefixes, [3.0, 7.0]),
+        split="8,1,1",
+        random_seed=7,
+        reset_position_ids=True,
+        eod_mask_loss=True,
+        path_to_cache=str(tmp_path / "theirs"),
+    )
+    theirs = quiet(build, up, [6 * 4, 3 * 4, 4], cfg)
+    firsts = [consumed, 0, 0]
+    for iterator, dataset, first in zip(iterators, theirs, firsts, strict=True):
+        for k in range(first, len(dataset) - 1, 2):
+            batch = names["next_batch"](args, iterator, groups)
+            rows = [quiet(dataset.__getitem__, k), quiet(dataset.__getitem__, k + 1)]
+            wanted = torch.utils.data.default_collate(rows)
+            keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+            for key, found in zip(keys, batch, strict=True):
+                if key == "attention_mask":
+                    assert found is None
+                else:
+                    same(found, wanted[key], (key, k))
 
 
 def losses_of_training(folder, num_ranks, *layout):
@@ -10459,9 +10522,9 @@ def losses_of_training(folder, num_ranks, *layout):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (HERE / "README.md").exists(), reason="needs README.md beside the suite")
 def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, tmp_path):
-    (tmp_path / "train.py").write_text(training_script(), encoding="utf-8")
+    script = readme_script("python train.py PREFIX")
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
     one.preprocess(jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "corpus", append_eod=True)
