@@ -1890,8 +1890,9 @@ class GPTDataset(MegatronDataset):
         token_ids, _ = self._query_document_sample_shuffle_indices(idx)
         padded = self._pad(idx, token_ids)
         tokens = padded[:S].copy()
-        labels = np.full(S, self._pad_token_id, np.int64)  # with x = 0 the last label is padding
-        labels[: len(padded) - 1] = padded[1:]
+        labels = padded[1:].copy()
+        if not self._extra:
+            labels = np.append(labels, self._pad_token_id)
 
         # the places of the sample where positions count from 0 again
         after_eod = self._starts_after_eod(tokens)
@@ -1919,6 +1920,8 @@ class GPTDataset(MegatronDataset):
     def _pad(self, idx, token_ids):
         """The tokens of a sample, filled up to S + x."""
         wanted = self.config.sequence_length + self._extra
+        if len(token_ids) == wanted:
+            return np.asarray(token_ids, np.int64)
         if len(token_ids) > wanted:
             raise self._damaged(idx, f"wanted {wanted} tokens, got {len(token_ids)}")
         padded = np.full(wanted, self._pad_token_id, np.int64)

@@ -255,7 +255,11 @@ FAULTS = {
         ('self._cache["shuffle_index"] = values', "pass"),
         ('self._cache["sample_index"] = values', "pass"),
         ("return self._pad(idx, token_ids), np.array(", "return token_ids, np.array("),
-        ("labels[: len(padded) - 1] = padded[1:]", "labels[: len(padded) - 1] = padded[:-1]"),
+        (
+            "        if not self._extra:\n            labels",
+            "        if False:\n            labels",
+        ),
+        ("labels = padded[1:].copy()", "labels = padded[1:]"),
         (
             "        self._pad_token_id = _pad_token_id(config)\n",
             "        self._pad_token_id = -1\n",
