@@ -1799,6 +1799,7 @@ class GPTDataset(MegatronDataset):
 
     @document_index.setter
     def document_index(self, values: np.ndarray) -> None:
+        """Use these documents, in this order."""
         self._cache["document_index"] = values
 
     @property
@@ -1808,6 +1809,7 @@ class GPTDataset(MegatronDataset):
 
     @sample_index.setter
     def sample_index(self, values: np.ndarray) -> None:
+        """Use these starts of samples."""
         self._cache["sample_index"] = values
 
     @property
@@ -1817,6 +1819,7 @@ class GPTDataset(MegatronDataset):
 
     @shuffle_index.setter
     def shuffle_index(self, values: np.ndarray) -> None:
+        """Use this order of samples."""
         self._cache["shuffle_index"] = values
 
     # ---- the samples
@@ -2394,6 +2397,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 
     @dataset_index.setter
     def dataset_index(self, values: np.ndarray) -> None:
+        """Use these datasets."""
         self._cache["dataset_index"] = values
 
     @property
@@ -2403,6 +2407,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 
     @dataset_sample_index.setter
     def dataset_sample_index(self, values: np.ndarray) -> None:
+        """Use these samples of the datasets."""
         self._cache["dataset_sample_index"] = values
 
     def __len__(self) -> int:
