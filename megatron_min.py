@@ -8373,7 +8373,9 @@ def _explain_texts(texts, folder):
     print("1. Text to tokens: a byte is a token, and 256 is eod")
     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint16) as builder:
         for text in texts:
-            tokens = encode_document(text, tokenizer, append_eod=True)
+            tokens = []
+            for sequence in encode_document(text, tokenizer, append_eod=True):
+                tokens += sequence
             _print_array(_quote(text, 17), tokens)
             builder.add_document(tokens, [len(tokens)])
     pair = IndexedDataset(prefix)

@@ -8556,7 +8556,8 @@ def check_spans(ds, k):
         first = span.byte_offset // 2
         assert span.byte_offset % 2 == 0
         np.testing.assert_array_equal(in_file[first : first + span.length], parts[-1])
-    np.testing.assert_array_equal(np.concatenate(parts), tokens)
+    np.testing.assert_array_equal(np.concatenate(parts), tokens[:at])
+    assert set(tokens[at:].tolist()) <= {ds._pad_token_id}
 
 
 def samples_with(ds, prefix, sequence):
@@ -8909,6 +8910,14 @@ def test_most_repeats_by_hand(mm, toy, n, stable, repeats):
     assert [ds.most_repeats(drawn) for drawn in range(len(ds) + 1)] == repeats
 
 
+def test_plan_of_phases_by_hand(one, tmp_path):
+    prefixes = [mk(one, tmp_path / name, [[1] * 9] * 20) for name in "ab"]
+    cfg = config(one, (prefixes, None), blend_phases=[(30, [1, 1]), (10, [0, 4])])
+    a, b = quiet(one.plan, cfg, [None, 0, 0])
+    assert (a.samples_drawn, a.weight_asked, a.weight_achieved) == (15, 15 / 40, 15 / 40)
+    assert (b.samples_drawn, b.weight_asked, b.weight_achieved) == (25, 25 / 40, 25 / 40)
+
+
 def test_plan_reads_no_tokens_and_writes_nothing(one, tmp_path, monkeypatch):
     prefixes = [mk(one, tmp_path / name, [[1] * 9] * 30) for name in "ab"]
     monkeypatch.setattr(one.MappedTokens, "read", mock.Mock(side_effect=AssertionError))
@@ -8933,7 +8942,7 @@ NOTES = {
     "tail": ([2], None, 1, {}, "fill no sample"),
     "no-sample": ([1], None, None, {"sequence_length": 64}, "too few for one sample"),
     "pad": ([100], None, 60, {"tokenizer": Tok(pad=9)}, "padding has the id 9"),
-    "ambiguous": ([100], None, 60, {"tokenizer": Tok(pad=0)}, "tokenizer's eod"),
+    "ambiguous": ([100, 90], [1, 1], 60, {"tokenizer": Tok(pad=0)}, "tokenizer's eod"),
     "no-eod": (
         [100],
         None,
@@ -8962,10 +8971,12 @@ def test_notes_of_a_plan(one, tmp_path, case):
     assert len(set(notes)) == len(notes)
 
 
-def test_a_quiet_plan(one, tmp_path):
-    """Half an epoch of one corpus in whole steps: there is nothing to say."""
+@pytest.mark.parametrize("eod", [0, None])
+def test_a_quiet_plan(one, tmp_path, eod):
+    """Half an epoch of one corpus in whole steps, without resets: there is nothing to say."""
     prefix = mk(one, tmp_path / "p", [[1] * 9] * 1000)
-    assert one.plan(config(one, ([prefix], None)), [400, 0, 0], 4).notes == []
+    cfg = config(one, ([prefix], None), tokenizer=Tok(eod=eod))
+    assert one.plan(cfg, [400, 0, 0], 4).notes == []
 
 
 def test_plan_notes_a_corpus_that_is_built_again(one, tmp_path):
@@ -9005,8 +9016,10 @@ def test_samples_to_a_new_order_by_hand(mm):
 @pytest.mark.parametrize("epochs", [1, 2, 5])
 def test_steps_of_whole_epochs(one, tmp_path, epochs):
     """One step more would need another epoch."""
-    prefix = mk(one, tmp_path / "p", [[1] * 9] * 37)
-    planned = one.plan(config(one, ([prefix], None)), [50, 0, 0], 4)
+    prefix = mk(one, tmp_path / "p", [[1] * 9] * 74)
+    planned = one.plan(config(one, ([prefix], None), split="1,1,0"), [50, 20, 0], 4)
+    assert [row.documents for row in planned] == [37, 37]
+    assert planned[1].steps_per_epoch is None
     steps = planned.steps(epochs)
     assert one.plan_epochs(9 * 37, steps * 4, 8).num_epochs == epochs
     assert one.plan_epochs(9 * 37, steps * 4 + 4, 8).num_epochs == epochs + 1
@@ -9522,6 +9535,11 @@ WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), 
     "trace-layout": ("trace p --split 1 --step 1" + COMMON, "--global-batch-size"),
     "trace-step": ("trace p --split 1 --step 99 --global-batch-size 1" + COMMON, "no such step"),
     "trace-split": ("trace p --split 1 --sample 0 --index-split valid" + COMMON, "no valid"),
+    "trace-list": (
+        "trace --train-blend p --valid-blend p q --multiple-validation-sets --index-split valid "
+        "--sample 0" + COMMON,
+        "2 datasets",
+    ),
     "find-nothing": ("find p --split 1" + COMMON, "--sequence"),
     "find-sequence": ("find p --split 1 --sequence 9" + COMMON, "index 9"),
     "find-prefix": ("find p q --split 1 --sequence 0" + COMMON, "--path-prefix"),
