@@ -6315,9 +6315,9 @@ def wait_until_threads_end(count):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("order, first", [("single", 0), ("cyclic", 2)])
-def test_a_loop_can_be_left_and_begun_again(mm, tmp_path, num_workers, order, first):
-    """In order the next pass starts at 0; shuffled passes go on after the last used batch."""
+@pytest.mark.parametrize("order", ["single", "cyclic"])
+def test_a_loop_can_be_left_and_begun_again(mm, tmp_path, num_workers, order):
+    """In order each pass starts at 0; shuffled passes go on after the last used batch."""
     dataset = dataset_of(mm, tmp_path, "plain")
     before = threading.active_count()
     fields = {"dataloader_type": order, "seed": 1}
@@ -6328,7 +6328,10 @@ def test_a_loop_can_be_left_and_begun_again(mm, tmp_path, num_workers, order, fi
     next(iterator)
     del iterator
     assert loader.state_dict()["consumed_samples"] == 8
-    same_batches(loader, whole[first:])
+    same_batches(loader, whole[2:] if order == "cyclic" else whole)
+    assert len(list(loader)) == len(whole)
+    passes = 2 if order == "cyclic" else 1  # shuffled ones are counted over all epochs
+    assert loader.state_dict()["consumed_samples"] == 4 * len(whole) * passes
     del loader
     wait_until_threads_end(before)
 
@@ -6418,6 +6421,7 @@ SHARED_ERRORS = [
     (ValueError("\U0001f600" * 2000), ValueError, "\U0001f600" * 500),
     (ValueError("\udcff in a name"), ValueError, "\udcff in a name"),
     (ValueError('"quotes"\n\0'), ValueError, '"quotes"\n\0'),
+    (type("ValueError", (Exception,), {})("own"), RuntimeError, "ValueError: own"),
 ]
 
 
@@ -6879,6 +6883,7 @@ def test_blend_of_as_many_datasets_as_int16_can_number(mm):
 def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
     """However many cores: as many parts, side by side; empty documents on every edge."""
     monkeypatch.setattr(c, "_DOCUMENTS_OF_A_THREAD", 1)
+    monkeypatch.setattr(c.build_sample_idx, "__wrapped__", None)  # C alone has to do it
     for rng in cases(100):
         sizes, documents, S = random_stream(rng)
         tokens = int(sizes[documents].sum())
@@ -7351,7 +7356,7 @@ def fuzz_c(c, name, rng):
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
-    "first, end", [(0, 80), pytest.param(80, 80 + round(150 * FUZZ), marks=pytest.mark.slow)]
+    "first, end", [(0, 100), pytest.param(100, 100 + round(150 * FUZZ), marks=pytest.mark.slow)]
 )
 def test_fuzzed_calls_of_c(c, name, first, end):
     refused = 0
