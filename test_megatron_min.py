@@ -7134,7 +7134,7 @@ def test_which_datasets_release_the_gil(mm, tmp_path):
 OUT_OF_RANGE = {
     "build_sample_idx": {
         "sample_index": [np.zeros((4, 3), np.int32)],
-        "sizes": [int32(4, -3, 6)],
+        "sizes": [int32(8, -1, 6)],
         "document_index": [int32(0, 3, 2), int32(0, 1, -1), int32(0, 1)],
         "sequence_length": [0, -1, 2**62, 2**63],
         "add_extra_token": [-1, 2],
