@@ -6231,6 +6231,11 @@ def test_loaders_of_each_kind(one):
         assert [[batch["k"].tolist() for batch in loader] for loader in of_ranks] == wanted
         consumed = {loader.state_dict()["consumed_samples"] for loader in of_ranks}
         assert consumed == {total if fields else 6}
+    for sharding in (False, True):
+        fields = {"dataloader_type": "cyclic", "data_sharding": sharding, "seed": 3}
+        loader = loaders(one, Numbers(40), 2, 2, **fields)[1]
+        sampler = one.MegatronPretrainingRandomSampler(None, 40, 0, 2, 1, 2, sharding, 3)
+        assert [batch["k"].tolist() for batch in loader] == list(sampler)
     data = [1, 2]
     assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
     assert loader_of(one, data, dataloader_type="external") is data
