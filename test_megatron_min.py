@@ -7029,8 +7029,8 @@ def random_datasets(mm, folder, seed):
         tokenizer.pad = int(rng.integers(-1, 4))
         fields["add_extra_token_to_sequence"] = bool(rng.integers(2))
     lowest = 0
-    if np.dtype(dtype).kind == "i" and rng.random() < 0.5:
-        lowest = -1  # which pads where a tokenizer has no pad
+    if rng.random() < 0.5:  # -1 pads where a tokenizer has no pad
+        lowest = -1 if np.dtype(dtype).kind == "i" else np.iinfo(dtype).max - 5
     prefixes = []
     for d in range(2):
         docs = [np.add(doc, lowest) for doc in random_docs(rng, most=8, longest=9, vocab=5)]
