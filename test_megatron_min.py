@@ -7263,6 +7263,7 @@ def test_c_reads_the_toy_corpus(c):
 @pytest.mark.parametrize(
     "k, name, values",
     [
+        (1, "sample_index", [[0, 0], [-1, 2], [0, 2], [2, 5]]),  # begins before the first one
         (1, "sample_index", [[0, 0], [1, -1], [2, 0], [2, 5]]),  # begins before a document
         (1, "sample_index", [[0, 0], [1, 0], [2, -2], [2, 5]]),
         (2, "sample_index", [[0, 0], [1, 0], [2, 3], [3, 0]]),  # ends in a fourth of three
@@ -7284,12 +7285,12 @@ def test_c_reads_the_toy_corpus(c):
     ids=str,
 )
 def test_c_reads_nothing_outside_of_an_array(c, k, name, values):
-    """Behind the end of each array lies a copy of its last item, which would do as one more."""
+    """In front and behind of each array lies a copy of an item, which would do as one more."""
     call = toy_call("read_samples")
     call |= {"wanted": np.array([k]), name: np.array(values, call[name].dtype)}
     for key, array in call.items():
         if isinstance(array, np.ndarray):
-            call[key] = np.concatenate([array, array[-1:]])[: len(array)]
+            call[key] = np.concatenate([array[:1], array, array[-1:]])[1:-1]
     assert call_c(c, "read_samples", call) == -1
 
 
