@@ -6019,7 +6019,7 @@ READ_DTYPES = [np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64]
 INDEX_ARRAYS = ["document_index", "sample_index", "shuffle_index"]
 ENTRIES = ["sequence_lengths", "sequence_pointers"]
 FLAGS = ["create_attention_mask", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"]
-FLAGS += ["inter_document_masking", "add_extra_token_to_sequence", "allow_ambiguous_pad_tokens"]
+FLAGS += ["inter_document_masking", "allow_ambiguous_pad_tokens"]
 FLAGS += ["drop_last_partial_validation_sequence"]
 
 
@@ -6032,10 +6032,10 @@ def random_datasets(mm, folder, seed):
         fields[flag] = bool(rng.random() < [0, 0.5, 0.8][seed % 3])
     if fields["inter_document_masking"] or not fields["create_attention_mask"]:
         fields["reset_attention_mask"] = False
+    fields["add_extra_token_to_sequence"] = bool(rng.integers(2))
     tokenizer = Tok(eod=int(rng.integers(0, 5)))
     if seed % 3:  # else the ids are looked at once only
         tokenizer.pad = int(rng.integers(-1, 4))
-        fields["add_extra_token_to_sequence"] = bool(rng.integers(2))
     lowest = 0
     if rng.random() < 0.5:  # -1 pads where a tokenizer has no pad
         lowest = -1 if np.dtype(dtype).kind == "i" else np.iinfo(dtype).max - 5
