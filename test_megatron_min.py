@@ -6037,7 +6037,7 @@ def random_datasets(mm, folder, seed):
     if seed % 3:  # else the ids are looked at once only
         tokenizer.pad = int(rng.integers(-1, 4))
     lowest = 0
-    if rng.random() < 0.5:  # -1 pads where a tokenizer has no pad
+    if seed % 2:  # -1 pads where a tokenizer has no pad
         lowest = -1 if np.dtype(dtype).kind == "i" else np.iinfo(dtype).max - 5
     prefixes = []
     for d in range(2):
