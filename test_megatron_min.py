@@ -6268,6 +6268,16 @@ def test_c_reads_the_toy_corpus(c):
     assert call_c(c, "read_samples", call) == 0, "padding is no real token"
 
 
+@pytest.mark.parametrize("dtype, pad", [("u1", 98), ("i4", -1)])
+def test_c_finds_real_tokens_that_equal_the_pad_id(c, dtype, pad):
+    """Four b in the samples aaaab, bbbcc and ccccc, where no setting asks to look at each token."""
+    text = int32(*b"aaaabbbcccccc")
+    items = np.where(text == 98, pad, text).astype(dtype)
+    call = toy_call("read_samples") | {"items": items, "pad": pad, "attention_mask": None}
+    call |= {"pointers": np.array([0, 4, 7]) * items.itemsize, "mask_loss": False}
+    assert call_c(c, "read_samples", call) == 4
+
+
 @pytest.mark.parametrize(
     "k, name, values",
     [
