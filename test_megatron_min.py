@@ -3113,12 +3113,14 @@ def test_wrong_sizes_are_refused_before_the_build(one, corpora):
     two = (corpora[:2], [1, 1])
     alone = (corpora[:1], [1])
     builder = one.BlendedMegatronDatasetBuilder
-    for blends, sizes in [
-        ([two, None, None], [None, 0, 0]),
-        ([None, two, alone], [0, None, None]),
+    for blends, sizes, several in [
+        ([two, None, None], [None, 0, 0], False),
+        ([None, two, alone], [0, None, None], False),
+        ([None, two, two], [0, None, None], True),  # valid is two datasets then, test a blend
     ]:
+        cfg = config(one, blend_per_split=blends, multiple_validation_sets=several)
         with pytest.raises(ValueError, match="needs a size"):
-            builder(one.GPTDataset, sizes, yes, config(one, blend_per_split=blends))
+            builder(one.GPTDataset, sizes, yes, cfg)
     for fields, sizes in [
         ({"blend": two, "split": "1,0,0"}, [9, None, None]),
         ({"blend": (corpora[:2], None)}, [None] * 3),
