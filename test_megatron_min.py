@@ -2205,17 +2205,17 @@ def test_only_whole_numbers_are_indices(toy_datasets):
         assert data.__getitems__([]) == []
 
 
-@pytest.mark.parametrize(
-    "length, dtype, documents, error, words",
-    [
-        (9, np.int32, [0, 3], IndexError, "documents 0 .. 3 of 3"),
-        (9, np.int32, [-1, 0], IndexError, "documents -1 .. 0 of 3"),
-        (9, np.int32, [-1, 3], IndexError, "documents -1 .. 3 of 3"),
-        (9, np.float32, [0], ValueError, "float32"),
-        (9, np.int32, [], ValueError, "train of split '1,0,0' holds no tokens for 1 samples"),
-        (0, np.int32, [0, 1, 2], ValueError, "no tokens"),
-    ],
-)
+BAD_DATASETS = [  # length and dtype of three documents, documents of the dataset, error, words
+    (9, np.int32, [0, 3], IndexError, "documents 0 .. 3 of 3"),
+    (9, np.int32, [-1, 0], IndexError, "documents -1 .. 0 of 3"),
+    (9, np.int32, [-1, 3], IndexError, "documents -1 .. 3 of 3"),
+    (9, np.float32, [0], ValueError, "float32"),
+    (9, np.int32, [], ValueError, "train of split '1,0,0' holds no tokens for 1 samples"),
+    (0, np.int32, [0, 1, 2], ValueError, "no tokens"),
+]
+
+
+@pytest.mark.parametrize("length, dtype, documents, error, words", BAD_DATASETS)
 def test_datasets_that_cannot_be(mm, tmp_path, length, dtype, documents, error, words):
     """Upstream never returns where there are no tokens for the samples that are wanted."""
     prefix = mk(mm, tmp_path / "p", [[1] * length] * 3, dtype)
@@ -2223,11 +2223,11 @@ def test_datasets_that_cannot_be(mm, tmp_path, length, dtype, documents, error, 
         gpt(mm, prefix, 1, documents=np.array(documents, np.int32))
 
 
-@pytest.mark.parametrize("length, documents", [(8, [0]), (9, [])])
-def test_one_epoch_may_have_no_samples(mm, tmp_path, length, documents):
-    """Samples of 8 tokens and a label."""
-    prefix = mk(mm, tmp_path / "p", [[1] * length])
-    assert len(gpt(mm, prefix, None, documents=np.array(documents, np.int32))) == 0
+@pytest.mark.parametrize("documents", [[0], []])
+def test_one_epoch_may_have_no_samples(mm, tmp_path, documents):
+    """The only document has 8 tokens, and a sample is 8 tokens and a label."""
+    prefix = mk(mm, tmp_path / "p", [[1] * 8])
+    assert len(gpt(mm, prefix, documents=np.array(documents, np.int32))) == 0
 
 
 # Sample 1 of the stream is between rows 1 and 2 of sample_index, (1, 0) and (2, 1): b b b c c.
@@ -2409,29 +2409,25 @@ def blended(mm, sizes, weights, size, **fields):
     return mm.BlendedDataset(datasets, weights, size, config(mm, (["x"], None), **fields))
 
 
-@pytest.mark.parametrize(
-    "weights, size, datasets, samples",
-    [
-        ([0.25, 0.75], 4, [1, 0, 1, 1], [0, 0, 1, 2]),
-        ([1, 3], 8, [1, 0, 1, 1, 0, 1, 1, 1], [0, 0, 1, 2, 1, 3, 4, 5]),
-        ([1, 1], 5, [0, 1, 0, 1, 0], [0, 0, 1, 1, 2]),
-        ([5], 2, [0, 0], [0, 1]),
-        ([1, 1], 0, [], []),
-        ([1, 3], None, [1, 0, 1, 1], [0, 0, 1, 2]),
-        ([2, 2], None, [0, 1, 0, 1], [0, 0, 1, 1]),
-        ([1.0, 3.0], None, [1, 0, 1, 1], [0, 0, 1, 2]),
-    ],
-    ids=str,
-)
+BLENDS_BY_HAND = [  # weights, size, which dataset, which of its samples
+    ([0.25, 0.75], 4, [1, 0, 1, 1], [0, 0, 1, 2]),
+    ([1, 3], 8, [1, 0, 1, 1, 0, 1, 1, 1], [0, 0, 1, 2, 1, 3, 4, 5]),
+    ([1, 1], 5, [0, 1, 0, 1, 0], [0, 0, 1, 1, 2]),
+    ([1, 1], 0, [], []),
+    ([1, 3], None, [1, 0, 1, 1], [0, 0, 1, 2]),
+    ([2.0, 2.0], None, [0, 1, 0, 1], [0, 0, 1, 1]),
+]
+
+
+@pytest.mark.parametrize("weights, size, datasets, samples", BLENDS_BY_HAND)
 def test_blend_by_hand(mm, weights, size, datasets, samples):
     """Without a size the weights are counts.  Upstream: counts that are floats are an error."""
-    ds = blended(mm, [9] * len(weights), weights, size)
+    ds = blended(mm, [9, 9], weights, size)
     same(ds.dataset_index, np.array(datasets, np.int16))
     same(ds.dataset_sample_index, np.array(samples, np.int64))
     assert len(ds) == len(datasets)
     for i, (d, k) in enumerate(zip(datasets, samples, strict=True)):
         assert ds[i] == ds[i - len(ds)] == {"dataset_id": d, "sample": k}
-        assert isinstance(ds[i]["dataset_id"], np.int16)
 
 
 @pytest.mark.parametrize("weights", [[2**70, 2**71], [1e307, 2e307], [1e-310, 2e-310], [0.5, 1]])
@@ -2494,26 +2490,24 @@ def check_samples_of_blend(ds, indices):
     check_nothing_is_shared(tensors)
 
 
-@pytest.mark.parametrize(
-    "fields, of_blend, of_last",
-    [
-        ({}, {}, {}),
-        ({"create_attention_mask": True, "reset_attention_mask": True}, {}, {}),
-        ({"inter_document_masking": True}, {}, {}),
-        ({"reset_position_ids": True, "eod_mask_loss": True, "mmap_bin_files": False}, {}, {}),
-        ({}, {"create_attention_mask": True}, {}),
-        ({}, {"sequence_length": 5}, {}),
-        ({}, {"sequence_length": 11}, {"eod_mask_loss": True, "random_seed": 5}),
-    ],
-    ids=str,
-)
+CONFIGS_OF_BLENDS = [  # fields of all datasets, of the blend, of its last dataset
+    ({}, {}, {}),
+    ({"create_attention_mask": True, "reset_attention_mask": True}, {}, {}),
+    ({"inter_document_masking": True}, {}, {}),
+    ({"reset_position_ids": True, "eod_mask_loss": True, "mmap_bin_files": False}, {}, {}),
+    ({}, {"create_attention_mask": True}, {}),
+    ({}, {"sequence_length": 5}, {}),
+    ({}, {"sequence_length": 11}, {"eod_mask_loss": True, "random_seed": 5}),
+]
+
+
+@pytest.mark.parametrize("fields, of_blend, of_last", CONFIGS_OF_BLENDS)
 def test_a_blend_has_the_samples_of_its_datasets(mm, three, fields, of_blend, of_last):
     """Each dataset makes its samples as its own config says, whatever that of the blend says."""
     ds = quiet(build, mm, [30, 0, 0], config(mm, (three, [1, 2, 3]), **fields))[0]
     if of_blend:
         parts = [*ds.datasets[:2], quiet(gpt, mm, three[2], 30, **of_last)]
-        cfg = config(mm, (three, [1, 2, 3]), **of_blend)
-        ds = mm.BlendedDataset(parts, [1, 2, 3], 30, cfg)
+        ds = mm.BlendedDataset(parts, [1, 2, 3], 30, config(mm, (three, None), **of_blend))
     check_samples_of_blend(ds, [7, 0, None, 29, 7, -1, 3, *range(12)])
 
 
@@ -2527,24 +2521,23 @@ def test_blend_of_blends(mm, three):
 # -- weights and sizes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "weights, size, words",
-    [
-        ([1, -1], 4, "weight of bare: wanted a finite number >= 0, got -1"),
-        ([1, math.nan], 4, "weight of bare: .*nan"),
-        ([math.inf, 1], 4, "weight of bare: .*inf"),
-        ([1, 10**400], 4, "weight of bare: wanted a finite number"),
-        (["1", 1], 4, "weight of bare: .*'1'"),
-        ([None, 1], 4, "weight of bare: .*None"),
-        ([0, 0], 4, "finite sum > 0"),
-        ([1e308, 1.7e308], 4, "finite sum > 0"),
-        ([1], 4, "1 weights for 2 datasets"),
-        ([1, 1, 1], 4, "3 weights for 2 datasets"),
-        ([1.5, 2.5], None, "numbers of samples"),
-        ([1, 1], -1, "size >= 0, got -1"),
-    ],
-    ids=str,
-)
+BAD_BLENDS = [  # weights of two datasets, size, words
+    ([1, -1], 4, "weight of bare: wanted a finite number >= 0, got -1"),
+    ([1, math.nan], 4, "weight of bare: .*nan"),
+    ([math.inf, 1], 4, "weight of bare: .*inf"),
+    ([1, 10**400], 4, "weight of bare: wanted a finite number"),
+    (["1", 1], 4, "weight of bare: .*'1'"),
+    ([None, 1], 4, "weight of bare: .*None"),
+    ([0, 0], 4, "finite sum > 0"),
+    ([1e308, 1.7e308], 4, "finite sum > 0"),
+    ([1], 4, "1 weights for 2 datasets"),
+    ([1, 1, 1], 4, "3 weights for 2 datasets"),
+    ([1.5, 2.5], None, "numbers of samples"),
+    ([1, 1], -1, "size >= 0, got -1"),
+]
+
+
+@pytest.mark.parametrize("weights, size, words", BAD_BLENDS)
 def test_refused_weights_and_sizes(mm, weights, size, words):
     with pytest.raises(ValueError, match=words):
         blended(mm, [9, 9], weights, size)
@@ -2576,24 +2569,21 @@ def test_weight_0_drops_the_dataset(mm, caplog):
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize(
-    "sizes, weights, size, needed",
-    [
-        ([5, 9], [1, 1], 10, {}),
-        ([4, 9], [1, 1], 10, {4: 5}),
-        ([9, 4], [1, 1], 10, {4: 5}),
-        ([2, 3], [1, 1], 10, {2: 5, 3: 5}),
-        ([9, 3], [9, 3], None, {}),
-        ([9, 2], [9, 3], None, {2: 3}),
-        ([0, 2], [9, 3], None, {0: 9, 2: 3}),
-    ],
-    ids=str,
-)
-def test_a_blend_that_asks_for_too_much(mm, sizes, weights, size, needed):
-    """needed: {samples that a dataset has: samples that the blend takes of it}.
+# sizes of the datasets, weights, size, {size: samples that the blend takes of that dataset}
+DEMANDS = [
+    ([5, 9], [1, 1], 10, {}),
+    ([4, 9], [1, 1], 10, {4: 5}),
+    ([9, 4], [1, 1], 10, {4: 5}),
+    ([2, 3], [1, 1], 10, {2: 5, 3: 5}),
+    ([9, 3], [9, 3], None, {}),
+    ([9, 2], [9, 3], None, {2: 3}),
+    ([0, 2], [9, 3], None, {0: 9, 2: 3}),
+]
 
-    Upstream: an IndexError in the middle of the run.
-    """
+
+@pytest.mark.parametrize("sizes, weights, size, needed", DEMANDS)
+def test_a_blend_that_asks_for_too_much(mm, sizes, weights, size, needed):
+    """Upstream: an IndexError in the middle of the run."""
     if not needed:
         blended(mm, sizes, weights, size)
         return
@@ -2615,15 +2605,8 @@ def test_cache_files_of_a_blend(mm, tmp_path, weights, size):
         "weights": [0.25, 0.75] if size else weights,
         "size": size,
     }
-    assert ds.unique_description_hash == hashlib.md5(ds.unique_description.encode()).hexdigest()
-    stem = f"{ds.unique_description_hash}-BlendedDataset-train"
-    files = files_of(tmp_path)
-    assert files.pop(f"{stem}-description.txt").decode() == ds.unique_description
-    assert sorted(files) == [
-        f"{stem}-dataset_index.npy",
-        f"{stem}-dataset_sample_index.npy",
-        f"{stem}-manifest.json",
-    ]
+    stem = f"{hashlib.md5(ds.unique_description.encode()).hexdigest()}-BlendedDataset-train"
+    assert (tmp_path / f"{stem}-description.txt").read_text() == ds.unique_description
     same(np.load(tmp_path / f"{stem}-dataset_index.npy"), ds.dataset_index)
     same(np.load(tmp_path / f"{stem}-dataset_sample_index.npy"), ds.dataset_sample_index)
 
@@ -2664,77 +2647,47 @@ def outline(built):
     return built.index_split.name, first, end, built.num_samples
 
 
-SEVERAL = {"multiple_validation_sets": True}
-FULL = {"full_validation": True}
-BUILDS = {  # sizes, fields of the config, [train, valid, test] as outlines
-    "one corpus without weights is plain": (
-        [100, 10, None],
-        {"blend": ([A], None), "split": "8,1,1"},
-        [("train", 0, 32, 100), ("valid", 32, 36, 10), ("test", 36, 40, None)],
-    ),
-    "a blend that is cut by the split": (
-        [50, 20, 5],
-        {"blend": ([A, B], [3, 2]), "split": "8,2,0"},
-        [
-            [("train", 0, 32, 31), ("train", 0, 20, 21)],
-            [("valid", 32, 40, 13), ("valid", 20, 25, 9)],
-            None,
-        ],
-    ),
-    "blends of the splits' own, of whole corpora; one corpus is plain": (
-        [40, 5, 5],
-        {"blend_per_split": [([A, B], [1, 3]), ([C], [7]), None]},
-        [[("train", 0, 40, 11), ("train", 0, 25, 31)], ("valid", 0, 10, 5), None],
-    ),
-    "a corpus of weight 0 is not opened (upstream: it is)": (
-        [50, 0, 0],
-        {"blend": ([A, "in/none"], [1, 0.0])},
-        [[("train", 0, 40, 51)], None, None],
-    ),
-    "mock data": (
-        [20, 2, 1],
-        {"sequence_length": 4096},
-        [("train", 0, 33333, 20), ("valid", 33333, 66667, 2), ("test", 66667, 100000, 1)],
-    ),
-    "several validation sets": (
-        [10, 5, 0],
-        {"blend_per_split": [([A, B], None), ([A, C], None), None], **SEVERAL},
-        [
-            [("train", 0, 40, None), ("train", 0, 25, None)],
-            (("valid", 0, 40, 5), ("valid", 0, 10, 5)),
-            None,
-        ],
-    ),
-    "several validation sets, each one epoch": (
-        [10, None, 0],
-        {"blend_per_split": [None, ([A, C], None), None], **SEVERAL, **FULL},
-        [None, (("valid", 0, 40, None), ("valid", 0, 10, None)), None],
-    ),
-    "one of several validation sets": (
-        [10, 5, 0],
-        {"blend_per_split": [None, ([A], None), None], **SEVERAL},
-        [None, ("valid", 0, 40, 5), None],
-    ),
-    "full validation of a blend with weights leaves the size to the caller": (
-        [None, 9, None],
-        {"blend_per_split": [None, ([A, B, C], [1, 1, 1]), None], **FULL},
-        [None, [("valid", 0, 40, 4), ("valid", 0, 25, 4), ("valid", 0, 10, 4)], None],
-    ),
-}
+def outlines(mm, sizes, cls=None, **fields):
+    """The outlines of train, valid and test, as a config with these fields means them."""
+    return [outline(built) for built in build(mm, sizes, config(mm, **fields), cls)]
 
 
-@pytest.mark.parametrize("case", BUILDS)
-def test_what_a_config_means(mm, corpora, case):
-    sizes, fields, wanted = BUILDS[case]
-    cfg = config(mm, **fields)
-    built = build(mm, sizes, cfg, mm.MockGPTDataset if cfg.mock else mm.GPTDataset)
-    assert [outline(dataset) for dataset in built] == wanted
+def test_a_corpus_or_a_blend_is_cut_by_the_split(mm, corpora):
+    found = outlines(mm, [100, 10, None], blend=([A], None), split="8,1,1")
+    assert found == [("train", 0, 32, 100), ("valid", 32, 36, 10), ("test", 36, 40, None)]
+    train, valid, test = outlines(mm, [50, 20, 5], blend=([A, B], [3, 2]), split="8,2,0")
+    assert train == [("train", 0, 32, 31), ("train", 0, 20, 21)]
+    assert valid == [("valid", 32, 40, 13), ("valid", 20, 25, 9)]
+    assert test is None
+    mock_data = outlines(mm, [20, 2, None], mm.MockGPTDataset, sequence_length=4096)
+    assert mock_data[:2] == [("train", 0, 33333, 20), ("valid", 33333, 66667, 2)]
+
+
+def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora):
+    """One corpus is no blend, whatever its weight; none is opened whose weight is 0."""
+    blends = [([A, "in/none", B], [1, 0.0, 3]), ([C], [7]), None]
+    found = outlines(mm, [40, 5, 5], blend_per_split=blends)
+    assert found == [[("train", 0, 40, 11), ("train", 0, 25, 31)], ("valid", 0, 10, 5), None]
+
+
+def test_validation_sets(mm, corpora):
+    """Several ones, whole or of a size; the size of a blend with weights is left to the caller."""
+    blends = [None, ([A, C], None), None]
+    fields = {"blend_per_split": blends, "multiple_validation_sets": True}
+    found = outlines(mm, [10, 5, 0], **fields)
+    assert found[1] == (("valid", 0, 40, 5), ("valid", 0, 10, 5))
+    found = outlines(mm, [10, None, 0], full_validation=True, **fields)
+    assert found[1] == (("valid", 0, 40, None), ("valid", 0, 10, None))
+    blends[1] = ([A], None)
+    assert outlines(mm, [10, 5, 0], **fields)[1] == ("valid", 0, 40, 5)
+    blends[1] = ([A, C], [1, 1])
+    found = outlines(mm, [None, 9, None], blend_per_split=blends, full_validation=True)
+    assert found[1] == [("valid", 0, 40, 6), ("valid", 0, 10, 6)]
 
 
 def test_a_corpus_is_opened_once(mm, corpora):
-    train, valid, _ = build(mm, [9, 9, 0], config(mm, ([A, B], [1, 1]), split="8,2,0"))
-    for part, other in zip(train.datasets, valid.datasets, strict=True):
-        assert part.dataset is other.dataset
+    train, valid, _ = build(mm, [9, 9, None], config(mm, ([A], None), split="8,2,0"))
+    assert train.dataset is valid.dataset
 
 
 # -- sizes -----------------------------------------------------------------------------------------
@@ -2824,29 +2777,25 @@ def test_threads_build_the_same_files(mm, corpora):
     assert len(files) == 2 * (3 * 5 + 4), "of 2 splits, each 3 corpora and a blend"
 
 
-def nowhere():
-    """Whether the datasets are built on this rank."""
-    return False
-
-
 def test_a_rank_may_go_without(mm, corpora, group):
     cfg = config(mm, ([A], None))
-    assert outline(build(mm, [9, 0, 0], cfg)[0]) == ("train", 0, 40, 9)
+    nowhere = mock.Mock(return_value=False)
     builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [9, 0, 0], nowhere, cfg)
     assert builder.build() == [None, None, None]
+    assert outline(build(mm, [9, 0, 0], cfg)[0]) == ("train", 0, 40, 9)
 
 
+WHOLE_SETS = {
+    "blend_per_split": [None, ([A, B], None), None],
+    "multiple_validation_sets": True,
+    "full_validation": True,
+}
 BAD_BUILDS = [  # sizes, fields of the config, error, words
     ([1, 2], {"blend": ([A], None)}, ValueError, r"sizes.*\[1, 2\]"),
     ([None, 0, 0], {"blend": ([A, B], [1, 1])}, ValueError, "needs a size"),
     ([9, 0, 0], {"blend": ([A, "in/none"], [1, 1])}, FileNotFoundError, "in/none"),
     ([9, 0, 0], {}, ValueError, "MockGPTDataset"),
-    (
-        [0, 5, 0],
-        {"blend_per_split": [None, ([A, B], None), None], **SEVERAL, **FULL},
-        ValueError,
-        "size of valid must be None",
-    ),
+    ([0, 5, 0], WHOLE_SETS, ValueError, "size of valid must be None"),
 ]
 
 
@@ -2858,16 +2807,11 @@ def test_builds_that_are_refused(mm, corpora, sizes, fields, error, words, threa
         build(mm, sizes, cfg)
 
 
-def test_more_sequences_than_int32_numbers(mm, corpora):
+def test_more_sequences_than_int32_numbers(mm, corpora, monkeypatch):
     """Upstream: the numbers wrap."""
-
-    class Huge(mm.GPTDataset):
-        @staticmethod
-        def numel_low_level_dataset(low_level_dataset):
-            return 2**31 + 2
-
+    monkeypatch.setattr(mm.IndexedDataset, "__len__", mock.Mock(return_value=2**31 + 2))
     with pytest.raises(ValueError, match="2147483650 sequences"):
-        build(mm, [9, 0, 0], config(mm, ([A], None)), Huge)
+        build(mm, [9, 0, 0], config(mm, ([A], None)))
 
 
 # ==============================================================================
@@ -2953,23 +2897,7 @@ def test_orders(one, kind):
             wanted = dealt(kind, order[done:], micro, ranks)
             assert one_pass(all_ranks) == wanted, (total, consumed, micro, ranks, later)
             done = 0
-
-
-@pytest.mark.parametrize(
-    "kind, sizes, batches",
-    [
-        ("single", (8, 2, 2, 1, 2), [[4, 5]]),
-        ("single", (9, 4, 2, 0, 1), [[4, 5], [6, 7]]),
-        ("single", (8, 8, 2, 0, 1), []),
-        ("single", (3, 0, 2, 0, 2), []),
-        ("sharded", (8, 0, 1, 0, 1), [[4], [0], [7], [3], [2], [5], [1], [6]]),
-    ],
-)
-def test_orders_by_hand(one, kind, sizes, batches):
-    """Upstream: a run that has ended, or has no whole global batch, is an AssertionError."""
-    sampler = sampler_of(one, kind, *sizes)
-    assert list(sampler) == batches
-    assert sampler.micro_batch_times_data_parallel_size == sizes[2] * sizes[4]
+        assert all_ranks[0].micro_batch_times_data_parallel_size == group
 
 
 @pytest.mark.parametrize("consumed", [0, 2**31, 2**32, 2**62, 2**63 - 8])
@@ -2986,10 +2914,7 @@ def real_samples(steps):
 
 
 def test_the_tail_is_shared_out(one):
-    """Full batches, equally many on all ranks, None in the missing places.
-
-    Upstream: ranks stop at different times.
-    """
+    """All ranks have equally many full batches, padded with None.  Upstream: they have not."""
     for rng in cases(200):
         total, micro, ranks = int(rng.integers(1, 60)), *rng.integers(1, 5, 2).tolist()
         consumed = int(rng.integers(total + 1))
@@ -3276,72 +3201,60 @@ def test_rerun_data_iterator(one):
         assert list(numbers) == list(range(place, 20))
 
 
-@pytest.mark.parametrize(
-    "fields, wanted",
-    [
-        ({"train_iters": 100}, (800, 4 * 16, 16)),  # evaluations after 30, 60, 90 and at the end
-        ({"train_samples": 805}, (805, 4 * 16, 16)),
-        ({"train_iters": 90}, (720, 4 * 16, 16)),
-        ({"train_iters": 89}, (712, 3 * 16, 16)),
-        ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
-        ({"train_iters": 0}, (0, 16, 16)),
-        ({"train_iters": 10, "eval_interval": 0}, "eval_interval"),
-        ({"train_iters": 10, "global_batch_size": 0}, "global_batch_size"),
-        ({}, "train_iters or train_samples"),
-        ({"train_iters": 10, "train_samples": 80}, "train_iters or train_samples"),
-    ],
-    ids=str,
-)
-def test_samples_of_a_run(one, fields, wanted):
-    """How many are needed of train, valid and test; or the words of an error."""
-    fields = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2} | fields
-    if isinstance(wanted, tuple):
-        assert one.get_train_valid_test_num_samples(**fields) == wanted
-        return
-    with pytest.raises(ValueError, match=wanted):
-        one.get_train_valid_test_num_samples(**fields)
+LENGTHS_OF_RUNS = [  # arguments, samples of train, valid and test or the words of an error
+    ({"train_iters": 100}, (800, 4 * 16, 16)),  # evaluations after 30, 60, 90 and at the end
+    ({"train_samples": 805}, (805, 4 * 16, 16)),
+    ({"train_iters": 90}, (720, 4 * 16, 16)),
+    ({"train_iters": 89}, (712, 3 * 16, 16)),
+    ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
+    ({"train_iters": 0}, (0, 16, 16)),
+    ({"train_iters": 10, "eval_interval": 0}, "eval_interval"),
+    ({"train_iters": 10, "global_batch_size": 0}, "global_batch_size"),
+    ({}, "train_iters or train_samples"),
+    ({"train_iters": 10, "train_samples": 80}, "train_iters or train_samples"),
+]
+
+
+@pytest.mark.parametrize("arguments, wanted", LENGTHS_OF_RUNS)
+def test_samples_of_a_run(one, arguments, wanted):
+    arguments = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2} | arguments
+    if isinstance(wanted, str):
+        with pytest.raises(ValueError, match=wanted):
+            one.get_train_valid_test_num_samples(**arguments)
+    else:
+        assert one.get_train_valid_test_num_samples(**arguments) == wanted
 
 
 SIZES_OF_RAMP = {0: 16, 49: 16, 50: 24, 99: 24, 101: 32, 1000: 32}
+RAMPS = [  # arguments, {consumed samples: global batch size} or the words of an error
+    ((32, 4, 2), {0: 32, 10**9: 32}),
+    ((32, 4, 2, (16, 8, 100)), SIZES_OF_RAMP),
+    ((32, 4, 2, (8, 24, 100)), {0: 8, 99: 8, 101: 32}),
+    ((32, 4, 2, (16, 8, 0)), {0: 32}),
+    ((32, 4, 2, (32, 8, 100)), {0: 32, 101: 32}),
+    ((30, 4, 2), "30 samples is no multiple"),
+    ((32, 0, 2), "must be >= 1, got 0"),
+    ((32, 4, 2, (16, 6, 100)), "equal steps up to 32"),
+    ((32, 4, 2, (40, 8, 100)), "equal steps up to 32"),
+    ((32, 4, 2, (16, 4, 100)), "20 samples is no multiple"),
+    ((32, 4, 2, (16, 8, -1)), "samples >= 0"),
+    ((32, 4, 2, (0, 8, 100)), "start and increment >= 1"),
+    ((32, 4, 2, (16, 8)), "start, increment, samples"),
+]
 
 
-@pytest.mark.parametrize(
-    "ramp, wanted",
-    [
-        (None, {0: 32, 10**9: 32}),
-        ((16, 8, 100), SIZES_OF_RAMP),
-        ((8, 24, 100), {0: 8, 99: 8, 101: 32}),
-        ((16, 8, 0), {0: 32}),
-        ((32, 8, 100), {0: 32, 101: 32}),
-    ],
-)
-def test_num_micro_batches(one, ramp, wanted):
-    """{consumed samples: global batch size}; 4 samples on each of 2 ranks at once."""
-    steps = one.NumMicroBatches(32, 4, 2, ramp)
-    assert steps.get_current_global_batch_size() == wanted[0], "before any update()"
+@pytest.mark.parametrize("arguments, wanted", RAMPS)
+def test_num_micro_batches(one, arguments, wanted):
+    if isinstance(wanted, str):
+        with pytest.raises(ValueError, match=wanted):
+            one.NumMicroBatches(*arguments)
+        return
+    ramp = one.NumMicroBatches(*arguments)
+    assert ramp.get_current_global_batch_size() == wanted[0], "before any update()"
     for consumed, size in wanted.items():
-        steps.update(consumed)
-        assert steps.get_current_global_batch_size() == size, consumed
-        assert steps.get() == size // 8, consumed
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ((30, 4, 2), "30 samples is no multiple"),
-        ((32, 0, 2), "must be >= 1, got 0"),
-        ((32, 4, 2, (16, 6, 100)), "equal steps up to 32"),
-        ((32, 4, 2, (40, 8, 100)), "equal steps up to 32"),
-        ((32, 4, 2, (16, 4, 100)), "20 samples is no multiple"),
-        ((32, 4, 2, (16, 8, -1)), "samples >= 0"),
-        ((32, 4, 2, (0, 8, 100)), "start and increment >= 1"),
-        ((32, 4, 2, (16, 8)), "start, increment, samples"),
-    ],
-    ids=str,
-)
-def test_num_micro_batches_that_cannot_be(one, arguments, words):
-    with pytest.raises(ValueError, match=words):
-        one.NumMicroBatches(*arguments)
+        ramp.update(consumed)
+        assert ramp.get_current_global_batch_size() == size, consumed
+        assert ramp.get() == size // 8, consumed
 
 
 # ==============================================================================
