@@ -1928,11 +1928,6 @@ def read_in_all_ways(ds, indices):
     return [ds[k] for k in indices], ds.__getitems__(indices), rows
 
 
-def check_nothing_is_shared(tensors):
-    for a, b in itertools.combinations(tensors, 2):
-        assert not np.shares_memory(a.numpy(), b.numpy())
-
-
 # -- samples by loops ------------------------------------------------------------------------------
 
 
@@ -2029,24 +2024,9 @@ def random_dataset(mm, rng, prefix, dtype=np.int32, most=40):
     return gpt(mm, mk(mm, prefix, docs, dtype), n, split, documents, **random_flags(rng))
 
 
-class ListReader:
-    """A reader of the user's own: documents as lists, no file."""
-
-    def __init__(self, dataset):
-        self.documents = [document.tolist() for document in dataset]
-        self.sequence_lengths = dataset.sequence_lengths
-
-    def __len__(self):
-        return len(self.documents)
-
-    def get(self, i, offset=0, length=None):
-        end = None if length is None else offset + length
-        return np.array(self.documents[i][offset:end], np.int32)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_samples_equal_the_loops(mm, tmp_path):
-    """Under every flag, from every dtype and reader; None is sample 0 without any loss."""
+    """Under every flag, from every dtype, mapped or not; None is sample 0 without any loss."""
     for case, rng in enumerate(cases(30)):
         ds = random_dataset(mm, rng, tmp_path / f"{case}/p", INTEGERS[case % len(INTEGERS)])
         if len(ds) == 0:
@@ -2054,12 +2034,11 @@ def test_samples_equal_the_loops(mm, tmp_path):
         some = [-1, 0, *rng.integers(len(ds), size=12).tolist()]
         wanted = {k: brute_sample(ds, k) for k in some}
         wanted[None] = wanted[0] | {"loss_mask": torch.zeros(ds.config.sequence_length)}
-        unmapped = mm.IndexedDataset(ds.dataset_path, mmap=False)
-        for reader in (ds.dataset, unmapped, ListReader(ds.dataset)):
-            ds.dataset = reader
+        for mmap in (True, False):
+            ds.dataset = mm.IndexedDataset(ds.dataset_path, mmap=mmap)
             for samples in read_in_all_ways(ds, list(wanted)):
                 for k, sample in zip(wanted, samples, strict=True):
-                    check_against_loops(sample, wanted[k], (case, k, type(reader), ds.config))
+                    check_against_loops(sample, wanted[k], (case, k, mmap, ds.config))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -2096,21 +2075,6 @@ def test_orders_and_pieces(mm, tmp_path):
             tokens, sequences = ds._query_document_sample_shuffle_indices(k)
             same(tokens, text[begin:end], (case, k))
             same(sequences, np.array([sequence for sequence, _, _ in pieces]), (case, k))
-
-
-def test_samples_share_no_memory(mm, tmp_path):
-    """What is done to one does not reach another.  Upstream: masks are shared, padding stays."""
-    prefix = mk(mm, tmp_path / "p", [[1, 2, 3, 0] * 5], np.int64)
-    fields = {"drop_last_partial_validation_sequence": False, "create_attention_mask": True}
-    ds = quiet(gpt, mm, prefix, None, "valid", **fields, reset_position_ids=True)
-    tensors = []
-    for sample in (ds[2], ds[2], *ds.__getitems__([2, 2, 0]), ds.batch([2, 2])):
-        tensors += sample.values()
-    check_nothing_is_shared(tensors)
-    for tensor in tensors:
-        tensor.zero_()
-    for k in range(3):
-        check_against_loops(ds[k], brute_sample(ds, k))
 
 
 # -- padding, and resets that find nothing ---------------------------------------------------------
@@ -2249,8 +2213,7 @@ DAMAGE = [  # array, place, value, extra token, a word of the error
     ("sequence_lengths", 1, -1, True, "wanted"),
     ("sequence_pointers", 1, 2**40, True, "wanted"),
     ("sequence_pointers", 1, -1, True, "wanted"),
-    # in the middle of a token
-    ("sequence_pointers", 1, 11, True, "wanted"),
+    ("sequence_pointers", 1, 11, True, "wanted"),  # in the middle of a token
 ]
 
 
@@ -2278,6 +2241,12 @@ def test_damage_that_is_not_looked_for(mm, toy, tmp_path, name, place, value, ex
             build(mm, [3, 0, 0], cfg)
 
 
+def test_a_reader_that_returns_too_few_tokens(one, tmp_path):
+    ds = gpt(one, mk(one, tmp_path / "p", [[1] * 9]))
+    ds.dataset.get = mock.Mock(return_value=np.ones(8, np.int32))
+    check_refused(ds, 0, ValueError, "wanted 9 tokens of .* got 8")
+
+
 # -- subclasses and other datasets -----------------------------------------------------------------
 
 
@@ -2303,35 +2272,33 @@ class OwnMethods:
 def own_dataset(plain, method):
     """A dataset of the class GPTDataset with one of these methods."""
     cls = type("Own", (type(plain),), {method: vars(OwnMethods)[method]})
-    split = plain.index_split
-    return cls(plain.dataset, plain.dataset_path, plain.indices, None, split, plain.config)
+    arguments = plain.indices, None, plain.index_split, plain.config
+    return cls(plain.dataset, plain.dataset_path, *arguments)
 
 
 @pytest.mark.parametrize(
-    "method, key",
-    [
-        ("__getitem__", "tokens"),
-        ("_query_document_sample_shuffle_indices", "tokens"),
-        ("pieces", "tokens"),
-        ("_loss_mask", "loss_mask"),
-    ],
+    "method", ["__getitem__", "_query_document_sample_shuffle_indices", "pieces", "_loss_mask"]
 )
-def test_a_subclass_keeps_its_own_method(mm, tmp_path, method, key):
+def test_a_subclass_keeps_its_own_method(mm, tmp_path, method):
     """Alone, in a batch, in a blend with a dataset that C reads, and in a batch of that blend."""
     plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
     own = own_dataset(plain, method)
-    wanted = {"tokens": [torch.arange(k, k + 8) for k in range(5)], "loss_mask": torch.zeros(5, 8)}
-    assert not torch.equal(plain[1][key], wanted[key][1])
+    key = "tokens"
+    wanted = [torch.arange(k, k + 8) for k in range(5)]
+    if method == "_loss_mask":
+        key = "loss_mask"
+        wanted = [torch.zeros(8)] * 5
+    assert not torch.equal(plain[1][key], wanted[1])
     for samples in read_in_all_ways(own, range(5)):
         for k, sample in enumerate(samples):
-            same(sample[key], wanted[key][k], k)
+            same(sample[key], wanted[k], k)
     # the other part of the blend has to have the same keys
     others = [own, own] if method == "__getitem__" else [own, plain]
     blend = mm.BlendedDataset(others, [1, 1], 10, plain.config)
     for samples in read_in_all_ways(blend, range(10)):
         for row, k in enumerate(blend.dataset_sample_index.tolist()):
             if blend.dataset_index[row] == 0:
-                same(samples[row][key], wanted[key][k], row)
+                same(samples[row][key], wanted[k], row)
 
 
 def test_a_subclass_may_be_shorter_than_its_indices(mm, tmp_path):
@@ -2360,6 +2327,10 @@ class NumbersMethods:
 
 def test_datasets_of_the_users_own(one):
     """MegatronDataset is a base for them: the builder cuts and blends them."""
+    needed = "__getitem__, __len__, build_low_level_dataset, numel_low_level_dataset"
+    with pytest.raises(TypeError, match=f"abstract.*{needed}"):
+        one.MegatronDataset([0], "x", [0], None, one.Split.train, config(one, (["x"], None)))
+
     cls = type("Numbers", (NumbersMethods, one.MegatronDataset), {})
     cfg = config(one, (["ten"], None), split="5,5,0")
     train, valid, test = build(one, [3, 3, 0], cfg, cls)
@@ -2373,12 +2344,6 @@ def test_datasets_of_the_users_own(one):
     places = [(sample["dataset_id"], sample["number"]) for sample in train]
     assert places == [(0, 10), (1, 0), (0, 11), (1, 1)]
     assert valid.batch([0, 1])["number"].tolist() == [15, 10]
-
-
-def test_a_dataset_without_its_methods_is_abstract(one):
-    needed = "__getitem__, __len__, build_low_level_dataset, numel_low_level_dataset"
-    with pytest.raises(TypeError, match=f"abstract.*{needed}"):
-        one.MegatronDataset([0], "x", [0], None, one.Split.train, config(one, (["x"], None)))
 
 
 def test_mock_data(mm):
@@ -2416,6 +2381,9 @@ BLENDS_BY_HAND = [  # weights, size, which dataset, which of its samples
     ([1, 1], 0, [], []),
     ([1, 3], None, [1, 0, 1, 1], [0, 0, 1, 2]),
     ([2.0, 2.0], None, [0, 1, 0, 1], [0, 0, 1, 1]),
+    ([2**70, 2**71], 3, [1, 0, 1], [0, 0, 1]),
+    ([1e307, 2e307], 3, [1, 0, 1], [0, 0, 1]),
+    ([1e-310, 2e-310], 3, [1, 0, 1], [0, 0, 1]),
 ]
 
 
@@ -2428,12 +2396,6 @@ def test_blend_by_hand(mm, weights, size, datasets, samples):
     assert len(ds) == len(datasets)
     for i, (d, k) in enumerate(zip(datasets, samples, strict=True)):
         assert ds[i] == ds[i - len(ds)] == {"dataset_id": d, "sample": k}
-
-
-@pytest.mark.parametrize("weights", [[2**70, 2**71], [1e307, 2e307], [1e-310, 2e-310], [0.5, 1]])
-def test_weights_of_any_magnitude_are_shares(mm, weights):
-    wanted = blended(mm, [9, 9], [1, 2], 9).dataset_index
-    same(blended(mm, [9, 9], weights, 9).dataset_index, wanted)
 
 
 def test_blends_equal_the_loops(mm):
@@ -2462,16 +2424,19 @@ def test_blends_equal_the_loops(mm):
 
 @pytest.fixture
 def three(mm, tmp_path):
-    """Three corpora of one, two and four bytes a token."""
+    """Three corpora of one, two and eight bytes a token."""
     prefixes = []
-    for k, dtype in enumerate([np.uint8, np.uint16, np.int32]):
+    for k, dtype in enumerate([np.uint8, np.uint16, np.int64]):
         docs = random_docs(np.random.default_rng(k), vocab=5)
         prefixes.append(mk(mm, tmp_path / f"three{k}", docs, dtype))
     return prefixes
 
 
 def check_samples_of_blend(ds, indices):
-    """They are those of the datasets; None is sample 0 of dataset 0, without any loss."""
+    """They are those of the datasets; None is sample 0 of dataset 0, without any loss.
+
+    No two samples share memory.  Upstream: masks are shared, and padding stays in them.
+    """
     wanted = []
     for i in indices:
         d = 0 if i is None else int(ds.dataset_index[i])
@@ -2480,14 +2445,15 @@ def check_samples_of_blend(ds, indices):
         assert wanted[-1]["loss_mask"].any() == (i is not None)
     one_by_one, several, rows = read_in_all_ways(ds, indices)
     for samples in (one_by_one, several, rows):
-        for row, sample in enumerate(samples):
-            assert list(sample) == list(wanted[row])
-            same_samples(sample, wanted[row], row)
+        for sample, expected in zip(samples, wanted, strict=True):
+            assert list(sample) == list(expected)
+            same_samples(sample, expected)
     assert isinstance(one_by_one[0]["dataset_id"], np.int16)
     tensors = [ds.batch(indices)["tokens"]]
     for sample in [*wanted, *one_by_one, *several]:
         tensors += [value for value in sample.values() if isinstance(value, torch.Tensor)]
-    check_nothing_is_shared(tensors)
+    for a, b in itertools.combinations(tensors, 2):
+        assert not np.shares_memory(a.numpy(), b.numpy())
 
 
 CONFIGS_OF_BLENDS = [  # fields of all datasets, of the blend, of its last dataset
@@ -2594,6 +2560,15 @@ def test_a_blend_that_asks_for_too_much(mm, sizes, weights, size, needed):
         assert f"takes {taken} samples of bare, which has {n}" in str(error.value)
 
 
+def test_a_cached_blend_of_data_that_shrank(mm, tmp_path):
+    datasets = [Bare(5, mm.Split.train), Bare(5, mm.Split.train)]
+    cfg = config(mm, (["x"], None), path_to_cache=str(tmp_path))
+    mm.BlendedDataset(datasets, [1, 1], 10, cfg)
+    datasets[0].n = 4
+    with pytest.raises(mm.BlendTooLarge):
+        mm.BlendedDataset(datasets, [1, 1], 10, cfg)
+
+
 @pytest.mark.parametrize("weights, size", [([1, 3], 80), ([9, 27], None)])
 def test_cache_files_of_a_blend(mm, tmp_path, weights, size):
     """Names, description and hash are upstream's; section 12 says more about the cache."""
@@ -2653,8 +2628,10 @@ def outlines(mm, sizes, cls=None, **fields):
 
 
 def test_a_corpus_or_a_blend_is_cut_by_the_split(mm, corpora):
-    found = outlines(mm, [100, 10, None], blend=([A], None), split="8,1,1")
-    assert found == [("train", 0, 32, 100), ("valid", 32, 36, 10), ("test", 36, 40, None)]
+    built = build(mm, [100, 10, None], config(mm, ([A], None), split="8,1,1"))
+    wanted = [("train", 0, 32, 100), ("valid", 32, 36, 10), ("test", 36, 40, None)]
+    assert [outline(dataset) for dataset in built] == wanted
+    assert built[0].dataset is built[2].dataset, "the corpus is opened once"
     train, valid, test = outlines(mm, [50, 20, 5], blend=([A, B], [3, 2]), split="8,2,0")
     assert train == [("train", 0, 32, 31), ("train", 0, 20, 21)]
     assert valid == [("valid", 32, 40, 13), ("valid", 20, 25, 9)]
@@ -2683,11 +2660,6 @@ def test_validation_sets(mm, corpora):
     blends[1] = ([A, C], [1, 1])
     found = outlines(mm, [None, 9, None], blend_per_split=blends, full_validation=True)
     assert found[1] == [("valid", 0, 40, 6), ("valid", 0, 10, 6)]
-
-
-def test_a_corpus_is_opened_once(mm, corpora):
-    train, valid, _ = build(mm, [9, 9, None], config(mm, ([A], None), split="8,2,0"))
-    assert train.dataset is valid.dataset
 
 
 # -- sizes -----------------------------------------------------------------------------------------
@@ -2720,13 +2692,14 @@ def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
         for flag in ("defer_npy_index_mmap", "fast_cache_load"):
             fields[flag] = bool(rng.integers(2))
         cfg = config(mm, ([prefix] * len(weights), weights), **fields)
-        train = build(mm, [size, 0, 0], cfg)[0]
-        taken = np.bincount(train.dataset_index, minlength=len(weights)).tolist()
-        for d, part in enumerate(train.datasets):
-            asked = math.ceil(size * train.weights[d])
-            assert part.num_samples == len(part) == max(asked, taken[d])
-            larger += taken[d] > asked
-        assert train.batch(range(len(train)))["tokens"].shape == (len(train), 8)
+        for _ in range(2):  # the second time from the cache
+            train = build(mm, [size, 0, 0], cfg)[0]
+            taken = np.bincount(train.dataset_index, minlength=len(weights)).tolist()
+            for d, part in enumerate(train.datasets):
+                asked = math.ceil(size * train.weights[d])
+                assert part.num_samples == len(part) == max(asked, taken[d])
+                larger += taken[d] > asked
+            assert train.batch(range(len(train)))["tokens"].shape == (len(train), 8)
     assert larger, "no case needed it: the test shows nothing"
 
 
@@ -2809,7 +2782,8 @@ def test_builds_that_are_refused(mm, corpora, sizes, fields, error, words, threa
 
 def test_more_sequences_than_int32_numbers(mm, corpora, monkeypatch):
     """Upstream: the numbers wrap."""
-    monkeypatch.setattr(mm.IndexedDataset, "__len__", mock.Mock(return_value=2**31 + 2))
+    huge = mock.Mock(return_value=2**31 + 2)
+    monkeypatch.setattr(mm.GPTDataset, "numel_low_level_dataset", huge)
     with pytest.raises(ValueError, match="2147483650 sequences"):
         build(mm, [9, 0, 0], config(mm, ([A], None)))
 
