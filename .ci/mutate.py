@@ -275,7 +275,6 @@ FAULTS = {
         ("        self._check_counts(dataset_index)\n", ""),
         ("            self._check_counts(self.dataset_index)\n", "            pass\n"),
         ('identifiers["split"] = self.split.name', 'identifiers["split"] = None'),
-        ("taken < sizes, lag, -np.inf", "taken <= sizes, lag, -np.inf"),
         ("batch[row] = {", "batch[0] = {"),
     ],
     "7": [
@@ -347,7 +346,6 @@ FAULTS = {
         ('            "epoch": epoch,\n', ""),
         ('"done": done,', ""),
         ('"shuffled": self._num_shuffled(),', ""),
-        ('found.pop("requested", None)', "pass"),
         ('found["size"] = dataset.size', "pass"),
         ('found["data"] = _md5(json.dumps(parts))', "pass"),
         ('found["split"] = dataset.index_split.name', "pass"),
