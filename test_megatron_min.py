@@ -2013,7 +2013,7 @@ def random_dataset(mm, rng, prefix, dtype=np.int32, most=40):
     """A GPTDataset of random documents, of which some end in eod (0), of one or more epochs."""
     docs = []
     for doc in random_docs(rng, vocab=5):
-        docs.append(np.append(doc, 0) if rng.random() < 0.7 else doc)
+        docs.append(np.append(doc, 0) if rng.random() < 0.5 else doc)
     documents = np.arange(len(docs), dtype=np.int32)
     if rng.random() < 0.3:
         documents = rng.permutation(documents)[: rng.integers(1, len(docs) + 1)]
@@ -2031,7 +2031,7 @@ def test_samples_equal_the_loops(mm, tmp_path):
         ds = random_dataset(mm, rng, tmp_path / f"{case}/p", INTEGERS[case % len(INTEGERS)])
         if len(ds) == 0:
             continue
-        some = [-1, 0, *rng.integers(len(ds), size=12).tolist()]
+        some = [-1, 0, *rng.integers(len(ds), size=20).tolist()]
         wanted = {k: brute_sample(ds, k) for k in some}
         wanted[None] = wanted[0] | {"loss_mask": torch.zeros(ds.config.sequence_length)}
         for mmap in (True, False):
@@ -2686,7 +2686,7 @@ def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
     """
     prefix = mk(mm, tmp_path / "p", [[1] * 8])
     larger = 0
-    for rng in cases(20):
+    for rng in cases(10):
         weights = (rng.dirichlet(np.ones(int(rng.integers(2, 12)))) + 1e-3).tolist()
         size = int(rng.integers(50, 300))
         fields = {"mid_level_dataset_surplus": 0.0, "path_to_cache": str(tmp_path / "cache")}

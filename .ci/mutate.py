@@ -354,7 +354,6 @@ FAULTS = {
         ("    sampler.check_start(consumed_samples)\n    here", "    here"),
         ('{"version": state["version"], "sampler"', '{"sampler"'),
         ("if not 0 <= consumed_samples < 2**63 or", "if not 0 <= consumed_samples or"),
-        ("and consumed_samples <= self.samples:", "and consumed_samples < self.samples:"),
         (
             "total_samples, consumed_samples, 1,",
             "total_samples, consumed_samples, micro_batch_size,",
