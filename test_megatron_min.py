@@ -1552,7 +1552,9 @@ def random_dataset(mm, rng, prefix, dtype=np.int32, most=40):
     """A GPTDataset of random documents, of which some end in eod (0), of one or more epochs."""
     docs = []
     for doc in random_docs(rng, vocab=5):
-        docs.append(np.append(doc, 0) if rng.random() < 0.5 else doc)
+        docs.append(np.append(doc, 0) if rng.random() < 0.7 else doc)
+        if rng.random() < 0.2:
+            docs.append(doc[:0])
     documents = np.arange(len(docs), dtype=np.int32)
     if rng.random() < 0.3:
         documents = rng.permutation(documents)[: rng.integers(1, len(docs) + 1)]
