@@ -1642,7 +1642,8 @@ PADS = {  # tokenizer, fields of the config, the pad id that counts, the number 
     "is no special token": (Tok(pad=0, special_tokens_dict={"bos": 9}), {}, 0, 0),
     "is a special token": (Tok(pad=9, special_tokens_dict={"bos": 9}), {}, -1, 1),
     "no special tokens": (Tok(pad=0, special_tokens_dict={}), {}, -1, 1),
-    "pad_token alone": (Tok(pad=0, special_tokens_dict={"pad_token": 0}), {}, -1, 1),
+    "pad_token alone": (Tok(pad=9, special_tokens_dict={"pad_token": 9}), {}, 9, 0),
+    "pad_token alone, is eod": (Tok(pad=0, special_tokens_dict={"pad_token": 0}), {}, -1, 1),
     "special token pad": (Tok(pad=9, special_tokens_dict={"pad": 9}), {}, -1, 1),
 }
 
@@ -2191,9 +2192,10 @@ def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora):
 
 def test_validation_sets(mm, corpora):
     """Several ones, whole or of a size; the size of a blend with weights is left to the caller."""
-    blends = [None, ([A, C], None), None]
+    blends = [([A, B], None), ([A, C], None), None]
     fields = {"blend_per_split": blends, "multiple_validation_sets": True}
     found = outlines(mm, [10, 5, 0], **fields)
+    assert found[0] == [("train", 0, 40, None), ("train", 0, 25, None)]
     assert found[1] == (("valid", 0, 40, 5), ("valid", 0, 10, 5))
     found = outlines(mm, [10, None, 0], full_validation=True, **fields)
     assert found[1] == (("valid", 0, 40, None), ("valid", 0, 10, None))
