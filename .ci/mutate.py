@@ -125,6 +125,14 @@ FAULTS = {
         ),
     ],
     "3": [
+        ("or len(phases) == 0:", "or False:"),
+        ("or len(phase) != 2:", "or False:"),
+        ("or samples < 1:", "or samples < 0:"),
+        ("weights[is_used] = normalize(weights[is_used])", "pass"),
+        (
+            "if self.split_matrix is not None and self.split_matrix[Split.train.value] is None:",
+            "if False:",
+        ),
         ("missing = len(Split) - len(shares)", "missing = 0"),
         ("min(shares) < 0 or", "False or"),
         ("[+-]?([0-9]+", "[+-]?([0-9_]+"),
@@ -167,6 +175,16 @@ FAULTS = {
         ("if self.blend is not None or self.split is not None:", "if self.split is not None:"),
     ],
     "4": [
+        ("random_state.seed([random_seed, epoch])", "random_state.seed(random_seed + epoch)"),
+        ("            random_state.seed([random_seed, epoch])\n", "            pass\n"),
+        ("if epoch > 0:", "if epoch >= 0:"),
+        ("first_document = epoch * num_documents", "first_document = 0"),
+        ("sample_edges[epoch] : sample_edges[epoch + 1]", ": sample_edges[epoch + 1]"),
+        ("return [*edges, plan.num_samples]", "return [*edges, plan.num_samples - 1]"),
+        (
+            "count_samples(tokens, sequence_length, True,",
+            "count_samples(tokens, sequence_length, False,",
+        ),
         ("if rest and not drop_last_partial_sequence:", "if rest and drop_last_partial_sequence:"),
         ("max(0, tokens - int(add_extra_token_to_sequence))", "max(0, tokens)"),
         ("if num_samples is not None and num_samples < 0:", "if False:"),
@@ -203,7 +221,10 @@ FAULTS = {
         ("    shuffle(shuffle_index[num_samples:], random_state)\n", ""),
         ("if values.ndim != 1:", "if False:"),
         ("if found != dtype:", "if False:"),
-        ("np.asarray(documents, np.int32)", "np.asarray(documents)"),
+        (
+            "np.asarray(documents, np.int32), num_epochs)\n    if",
+            "np.asarray(documents), num_epochs)\n    if",
+        ),
         ("tokens = int(num_epochs) * int(tokens_per_epoch)", "tokens = int(tokens_per_epoch)"),
     ],
     "5": [
@@ -215,7 +236,10 @@ FAULTS = {
         ("if last_tokens and self._eod_token_id not in last_tokens:", "if False:"),
         ("index_split is Split.valid and not config", "not config"),
         ("            self.dataset.verify()\n", "            pass\n"),
-        ("np.random.RandomState(config.random_seed)", "np.random.RandomState(0)"),
+        ("np.random.RandomState(self.config.random_seed)", "np.random.RandomState(0)"),
+        ("self.config.stable_order and not self._keep_partial", "self.config.stable_order"),
+        ('corrections["stable_order"] = True', "pass"),
+        ("if config.stable_order:", "if False:"),
         (
             "first_part = plan.samples_before_final_epoch",
             "first_part = plan.num_samples",
@@ -269,6 +293,17 @@ FAULTS = {
         ("end = None if length is None else offset + length", "end = None"),
     ],
     "6": [
+        ("used = np.flatnonzero(weights)", "used = np.arange(len(weights))"),
+        ("d = used[dataset_index[part]]", "d = dataset_index[part]"),
+        ("dataset_sample_index[part] += taken_before[d]", "pass"),
+        ("taken_before = taken.copy()", "taken_before = taken"),
+        ("taken += np.bincount(d", "taken = np.bincount(d"),
+        ("elif weights is None and size is None:", "elif True:"),
+        ("len(self.phases) == 1 and all(weights)", "len(self.phases) == 1"),
+        ("len(self.phases) == 1 and all(weights)", "all(weights)"),
+        ('identifiers["phases"] = self.phases', "pass"),
+        ("        return self.phases is not None\n", "        return True\n"),
+        ("or not dataset.is_stable:", "or False:"),
         ("np.argmax(weights * max(i, 1) - taken)", "np.argmax(weights * (i + 1) - taken)"),
         ("lag = weights * max(i, 1) - taken", "lag = weights * i - taken"),
         (
@@ -297,18 +332,24 @@ FAULTS = {
     "7": [
         ("if len(sizes) != len(Split):", "if False:"),
         ("if sizes[Split.valid.value] is not None:", "if False:"),
-        (
-            "0 if size is None else math.ceil(size * weight)",
-            "0 if size is None else round(size * weight)",
-        ),
-        ("math.ceil(target * factor)", "target"),
+        ("target += math.ceil(samples * weights[d])", "target += round(samples * weights[d])"),
+        ("target += math.ceil(samples * weights[d])", "target = math.ceil(samples * weights[d])"),
+        ("math.ceil(target * (1", "round(target * (1"),
         ("1 + self.config.mid_level_dataset_surplus", "1"),
-        ("            weights = normalize(weights)\n", ""),
+        ("            weights = _normalize_used(weights)\n", ""),
+        ("sizes = [None] * len(Split)", "pass"),
+        ("if size is not None and size > total:", "if False:"),
+        ("if phases is None:  # a phase may", "if True:  # a phase may"),
+        ("has_phases = split is Split.train and phases is not None", "has_phases = False"),
+        (
+            "self._blend_exactly(parts, None, None, phases)",
+            "self._blend_exactly(parts, [1] * len(parts), 1)",
+        ),
         ("if n >= 2**31:", "if False:"),
         ("size = sum(math.ceil(size * weight) for weight in weights)", "pass"),
         ("weights = [len(part) for part in parts]", "weights = [1 for part in parts]"),
         ("if size is not None and size > sum(weights):", "if False:"),
-        ("needed[part], split", "part.num_samples, split"),
+        ("needed[part], part.index_split", "part.num_samples, part.index_split"),
         ("several = split is Split.valid and", "several = True and"),
         (
             "if len(prefixes) == 1:\n            weights = None",
@@ -317,11 +358,20 @@ FAULTS = {
         ("matrix[split.value] = (0.0, 1.0)", "matrix[split.value] = (0.0, 0.9)"),
         ("return datasets if is_wanted else [None] * len(Split)", "return datasets"),
         ("                if size == 0:\n", "                if False:\n"),
-        ("sizes_of_corpora = [[None] * len(Split)", "sizes_of_corpora = [[1] * len(Split)"),
         ("prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)", "pass"),
         ("if several and len(prefixes) > 1:", "if several:"),
     ],
     "8": [
+        ("is_in_order = False", "is_in_order = True"),
+        ("found.pop(key, None)", "pass"),
+        ("if left > 0:", "if left >= 0:"),
+        ("past.append((min(samples, left), weights))", "past.append((samples, weights))"),
+        ("        left -= samples\n", "        pass\n"),
+        ('described[f"phase {number}"] = [samples, _md5(str(used))]', "pass"),
+        ("if any(weights[d] for _, weights in phases):", "if True:"),
+        ("parts.append([d, fingerprint_of_past", "parts.append([0, fingerprint_of_past"),
+        ('found["stable_order"] = True', "pass"),
+        ("_md5(str(dataset.phases))", "None"),
         ("            if size < 1:\n", "            if size < 0:\n"),
         ("if not 0 <= data_parallel_rank < data_parallel_size:", "if False:"),
         ("if rest and not self.drop_last:", "if not self.drop_last:"),
@@ -364,7 +414,10 @@ FAULTS = {
         ('"done": done,', ""),
         ('"shuffled": self._num_shuffled(),', ""),
         ('found["size"] = dataset.size', "pass"),
-        ('found["data"] = _md5(json.dumps(parts))', "pass"),
+        (
+            'found["data"] = _md5(json.dumps(parts))\n    if',
+            "pass\n    if",
+        ),
         ('found["split"] = dataset.index_split.name', "pass"),
         ('found["requested"] = dataset.num_samples', "pass"),
         ('found["sequence_length"] = dataset.config.sequence_length', "pass"),
@@ -402,6 +455,12 @@ FAULTS = {
         ("bounds = sorted({0, *starts, length})", "bounds = [0, length]"),
         ("back = end - (cp_rank + 1) * size", "back = end - cp_rank * size - size // 2"),
         ("front = begin + cp_rank * size", "front = begin"),
+        ("if min(tensor, context, data, pipeline) < 1:", "if False:"),
+        ("if min(tensor, context, pipeline) < 1 or", "if"),
+        ("if kind not in self._ranks:", "if True:"),
+        ('torch.distributed.get_backend() != "gloo":', "False:"),
+        ("if data_iterator is None:", "if False:"),
+        ("if found == shape and batch", "if False and batch"),
     ],
     "10": [
         ("if bucket_size < 1:", "if False:"),
@@ -432,6 +491,23 @@ FAULTS = {
         ("            if not forward_only:\n", "            if True:\n"),
         ('group = groups.group("dp-cp")', "pass"),
         ("self.wrapper = weakref.ref(wrapper)", "self.wrapper = lambda: wrapper"),
+        ("            self._in_sync = before\n", "            pass\n"),
+        ("        self._must_send = False\n", "        pass\n"),
+        (
+            "operation = torch.distributed.ReduceOp.AVG",
+            "operation = torch.distributed.ReduceOp.SUM",
+        ),
+        (
+            "if param.grad is None:\n                param.main_grad",
+            "if False:\n                param.main_grad",
+        ),
+        (
+            "for param in self._names:\n            torch",
+            "for param in self._bucket_of:\n            torch",
+        ),
+        ("if num_microbatches < 1:", "if False:"),
+        ("token_counts.append(tokens)", "pass"),
+        ("elif num_tokens is not None and num_tokens != 0:", "elif num_tokens is not None:"),
     ],
     "11": [
         ("if folder and not os.path.isdir(folder):", "if False:"),
@@ -447,6 +523,8 @@ FAULTS = {
         ("pathlib.Path(index.path).unlink(missing_ok=True)", "pass"),
         ("    tokens.commit()\n    index.commit()\n", "    index.commit()\n    tokens.commit()\n"),
         ("if os.path.getsize(path) == 0:", "if False:"),
+        ("    tokens.sync()\n    index.sync()\n", ""),
+        ("        self.sync()\n", "        self.file.flush()\n"),
     ],
     "12": [
         ("json.dumps(identifiers, indent=4,", "json.dumps(identifiers, indent=2,"),
@@ -455,10 +533,7 @@ FAULTS = {
         ("if trust and self.exists():", "if False:"),
         ("if self._is_valid():", "if False:"),
         ("        if defer:\n", "        if False:\n"),
-        (
-            'manifest.json")):\n                return False',
-            'manifest.json")):\n                pass',
-        ),
+        ("            return False  # another process", "            pass  # another process"),
         ("if description != self.description:", "if False:"),
         ('if manifest["made_from"].get(key) != value:', "if False:"),
         ("if found != noted:", "if False:"),
@@ -478,6 +553,12 @@ FAULTS = {
             "        if self.folder is None:\n            self._arrays =",
             "        if False:\n            self._arrays =",
         ),
+        ("self.folder = folder if folder else None", "self.folder = folder"),
+        (
+            "        if self._is_saved:\n            self._arrays",
+            "        if True:\n            self._arrays",
+        ),
+        ("os.makedirs(self.folder, exist_ok=True)", "pass"),
     ],
     "13": [
         ("self.tokens[start : start + count]", "self.tokens[start : start + count].copy()"),
@@ -588,6 +669,8 @@ FAULTS = {
         ("num_bytes = file.tell() - position", "num_bytes = 0"),
     ],
     "19": [
+        ("parsed.append((int(samples), values))", "parsed.append((int(samples), weights))"),
+        ("if not samples.isdecimal() or None in values:", "if False:"),
         ("        return 130\n", "        return 1\n"),
         ("    sys.exit(143)\n", "    sys.exit(1)\n"),
         ("    signal.signal(signal.SIGTERM, previous)\n", "    pass\n"),
@@ -725,7 +808,7 @@ def put_fault(section, old, new):
     at = source.index(old, begin, end)
     text = source[:at] + new + source[at + len(old) :]
     if name.endswith(".py"):
-        compile(text, name, "exec")
+        compile(text[begin : end - len(old) + len(new)], name, "exec")  # a section: it is faster
     return name, text
 
 
