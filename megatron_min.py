@@ -2545,7 +2545,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         self.split = self.datasets[0].index_split
         self._open_indices()
         if not self._cache.is_trusted:
-            self._check_counts()
+            self._check_counts(self.dataset_index)
         if config.defer_npy_index_mmap:  # the counting has opened files
             for dataset in (self, *self.datasets):
                 if hasattr(dataset, "_cache"):
@@ -2608,13 +2608,15 @@ class BlendedDataset(torch.utils.data.Dataset):
             build_phase_indices(*arrays, self.phases)
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
+        # not only after they are loaded: fast_cache_load would trust what is saved
+        self._check_counts(dataset_index)
         return arrays
 
-    def _check_counts(self):
+    def _check_counts(self, dataset_index):
         """BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
         taken = np.zeros(len(self.datasets), np.int64)
         for low in range(0, len(self), _CHUNK):
-            part = self.dataset_index[low : low + _CHUNK]
+            part = dataset_index[low : low + _CHUNK]
             taken += np.bincount(part, minlength=len(self.datasets))
         needed = {}
         sentences = []
