@@ -2620,7 +2620,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         self.split = self.datasets[0].index_split
         self._open_indices()
         if not self._cache.is_trusted:
-            self._check_counts()
+            self._check_counts(self.dataset_index)
         if config.defer_npy_index_mmap:  # the counting has opened files
             for dataset in (self, *self.datasets):
                 if hasattr(dataset, "_cache"):
@@ -2683,19 +2683,21 @@ class BlendedDataset(torch.utils.data.Dataset):
             build_phase_indices(*arrays, self.phases)
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
+        # not only after they are loaded: fast_cache_load would trust what is saved
+        self._check_counts(dataset_index)
         return arrays
 
-    def _count_taken(self):
+    def _count_taken(self, dataset_index):
         """How many samples the blend takes of each dataset: int64 (datasets,)."""
         taken = np.zeros(len(self.datasets), np.int64)
         for low in range(0, len(self), _CHUNK):
-            part = self.dataset_index[low : low + _CHUNK]
+            part = dataset_index[low : low + _CHUNK]
             taken += np.bincount(part, minlength=len(self.datasets))
         return taken
 
-    def _check_counts(self):
+    def _check_counts(self, dataset_index):
         """BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
-        taken = self._count_taken()
+        taken = self._count_taken(dataset_index)
         needed = {}
         sentences = []
         for d, dataset in enumerate(self.datasets):
@@ -7099,7 +7101,7 @@ def _shares(dataset):
     if not isinstance(dataset, BlendedDataset):
         drawn = len(dataset) if dataset.num_samples is None else dataset.num_samples
         return [(dataset, drawn, 1.0)]
-    taken = dataset._count_taken().tolist()
+    taken = dataset._count_taken(dataset.dataset_index).tolist()
     if dataset.phases is None:
         weights = normalize(dataset.weights)
     else:
