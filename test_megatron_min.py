@@ -7960,7 +7960,7 @@ def parts_of(built):
     return parts
 
 
-def outcome(function, *arguments):
+def returned_or_refused(function, *arguments):
     """(what a function returns, None), or (None, the sentence of its ValueError)."""
     try:
         return quiet(function, *arguments), None
@@ -7993,9 +7993,9 @@ def test_plan_equals_what_is_built_and_drawn(mm, tmp_path):
         fields, sizes = random_plan(rng, prefixes)
         cache = str(tmp_path / f"cache{number}")
         cfg = config(mm, **fields, path_to_cache=cache)
-        planned, error = outcome(mm.plan, cfg, sizes, 4)
+        planned, error = returned_or_refused(mm.plan, cfg, sizes, 4)
         assert not os.path.exists(cache)
-        built, wanted_error = outcome(build, mm, sizes, cfg)
+        built, wanted_error = returned_or_refused(build, mm, sizes, cfg)
         assert error == wanted_error
         if error is not None:
             continue
@@ -8256,6 +8256,8 @@ def test_commands_by_hand(one, tmp_path, capsys):
     code, out, _ = command(one, capsys, "inspect", prefix, "--tokens", 3)
     assert code == 0 and "13 tokens of uint16" in out
     assert "[97, 97, 97]\n" in out and "'aaa'" in out and "[3, 3, 4, 4, 5, 6, 6]" in out
+    bars = re.findall(r"^ +(\d+) +(\d+) +([\d.]+%)", out, re.M)
+    assert bars == [("2", "3", "33.3%"), ("4", "7", "66.7%")]
     code, out, _ = command(one, capsys, "verify", prefix, prefix)
     assert code == 0 and out.count(prefix) == 2
     flags = ["--input", prefix, prefix, "--output-prefix", tmp_path / "two"]
@@ -8471,8 +8473,11 @@ def test_plan_trace_and_find_print_what_the_functions_return(one, run_folder, ca
         assert entry["step"] == entry["sample"] // 4
         lengths = {span[:2]: span.length for span in train.trace(entry["sample"])}
         assert entry["tokens"] == lengths["b", 9]
-    found = json_of(one, capsys, *argv, "--consumed-samples", found[0]["sample"] + 1)
-    assert found[0]["step"] is None
+    k = found[0]["sample"]
+    for consumed, step in ((k + 1, None), (k, 0), (k - 4, 1)):
+        assert consumed >= 0
+        found = json_of(one, capsys, *argv, "--consumed-samples", consumed)
+        assert found[0]["step"] == step
 
 
 @pytest.mark.parametrize(
@@ -8520,6 +8525,7 @@ def test_tables_of_large_numbers_fit_100_columns(one, capsys):
     one._print_spans([span | {"text": "\n" * 99}])
     out = capsys.readouterr().out
     assert max(len(line) for line in out.split("\n")) <= 100
+    assert "'\\n\\n" in out
     assert "1,000G" in out and "10.0M" in out and "...path/a/very" in out.replace("/long/", "/")
 
 
@@ -8533,7 +8539,7 @@ def test_short_counts(one, number, text):
 
 def test_a_drawing_by_hand(one, run_folder, capsys):
     """A sign for each of nine tokens: b's, then eod, then a's; and a wide one."""
-    mk(one, run_folder / "hand", [[98, 98, 256], [97] * 200], np.uint16)
+    mk(one, run_folder / "hand", [[98, 98, 98, 256], [97] * 200], np.uint16)
     argv = ["trace", "hand", "--split", "1", "--random-seed", 7, "--sample", 0, "--draw"]
     _, out, _ = command(one, capsys, *argv, "--sequence-length", 8)
     [drawn] = re.findall(r"^  \|(.+)\|$", out, re.M)
@@ -8547,6 +8553,19 @@ def test_a_drawing_by_hand(one, run_folder, capsys):
     _, out, _ = command(one, capsys, *argv, "--sequence-length", 199)
     [drawn] = re.findall(r"^  \|(.+)\|$", out, re.M)
     assert len(drawn) == 96 and drawn.count("$") == 1 and {"A", "B"} <= set(drawn)
+
+
+def test_find_counts_a_sequence_that_comes_twice_in_a_sample(one, run_folder, capsys):
+    mk(one, run_folder / "hand", [[98, 98, 98, 256], [97] * 20], np.uint16)
+    argv = ["find", "hand", "--split", "1", "--random-seed", 7, "--sequence", 0, "--sizes", 3, 0, 0]
+    entries = json_of(one, capsys, *argv, "--sequence-length", 60)
+    assert len(entries) > 1
+    cfg = config(one, (["hand"], None), random_seed=7, sequence_length=60)
+    ds = build(one, [3, 0, 0], cfg)[0]
+    for entry in entries:
+        tokens, _ = ds._query_document_sample_shuffle_indices(entry["sample"])
+        assert entry["tokens"] == np.isin(tokens, [98, 256]).sum()
+    assert max(entry["tokens"] for entry in entries) > 4
 
 
 def run_hand(mm):
