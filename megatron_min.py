@@ -2898,13 +2898,13 @@ def _fingerprint_of_corpus(dataset):
     if isinstance(dataset, MegatronDataset):
         found["requested"] = dataset.num_samples
     if isinstance(dataset, GPTDataset):
-        data = dataset.made_from()
-        data.pop("idx_mtime_ns", None)  # a copy of a corpus is the same corpus
-        first, end, _ = data["documents"]
-        found["num_sequences"] = len(dataset.dataset)
+        found |= dataset.made_from()
+        found.pop("idx_mtime_ns", None)  # a copy of a corpus is the same corpus
+        first, end, digest = found["documents"]
         found["documents"] = [first, end]
-        found["extra_token"] = data["extra_token"]
-        found["contents"] = _md5(json.dumps(data))
+        contents = digest, found.pop("idx_size", None), found.pop("idx_ends", None)
+        found["contents"] = _md5(json.dumps(contents))
+        found["num_sequences"] = len(dataset.dataset)
     return found
 
 
@@ -2960,6 +2960,7 @@ def _flatten_position(state):
 
 # What the entries of a position are called in a message, where their own name does not say it.
 _WORDS_OF_POSITION = {
+    "documents": "the range of documents",
     "done": "the number of samples done in the epoch",
     "requested": "the number of samples asked for",
     "shuffled": "the number of samples shuffled in an epoch",

@@ -1269,6 +1269,20 @@ def test_merge_refuses(one, pair, tmp_path):
         assert files_of(tmp_path) == before
 
 
+def test_a_missing_pair_names_its_neighbours(one, tmp_path):
+    for name in ("books_text_document", "wiki_text_document"):
+        mk(one, tmp_path / name, [[1]])
+    words = {
+        "books": "did you mean .*/books_text_document\\?$",
+        "wiki_text_documents.idx": "did you mean .*/wiki_text_document or ",
+        "none": "no such file: wanted the path of a pair",
+        "no/books": "there is no folder .*/no$",
+    }
+    for prefix, sentence in words.items():
+        with pytest.raises(FileNotFoundError, match=sentence):
+            one.IndexedDataset(tmp_path / prefix)
+
+
 # ==============================================================================
 # 2. Text to tokens
 # ==============================================================================
@@ -1364,6 +1378,14 @@ def test_the_vocabulary_decides_the_dtype(one, tmp_path):
     for vocab_size, dtype in [(65499, np.uint16), (65500, np.int32)]:
         one.encode_jsonl(path, tmp_path / "out", Tok(vocab_size=vocab_size))
         assert one.IndexedDataset(tmp_path / "out").dtype is dtype
+
+
+def test_byte_tokenizer_takes_many_texts(one):
+    tokenizer = one.ByteTokenizer()
+    texts = ["aé", "", "x"]
+    assert [ids.tolist() for ids in tokenizer.tokenize_batch(texts)] == [
+        tokenizer.tokenize(text) for text in texts
+    ]
 
 
 # ==============================================================================
@@ -3432,17 +3454,17 @@ MISFITS = {
     "sharded, other parts": (
         CYCLIC | {"total": 67},
         {"micro_batch_size": 2},
-        "shuffled is 66 here, 64",
+        "shuffled in an epoch is 66 here, 64",
     ),
     "unsharded, fewer are left out": (
         UNSHARDED | {"total": 67},
         {"micro_batch_size": 2},
-        "shuffled is 66 here, 64",
+        "shuffled in an epoch is 66 here, 64",
     ),
     "unsharded, epochs of other lengths": (
         UNSHARDED | {"total": 20, "consumed": 40, "micro_batch_size": 4},
         TWO_RANKS,
-        "done is 8 here, 0 in the state",
+        "done in the epoch is 8 here, 0 in the state",
     ),
 }
 
@@ -3485,31 +3507,36 @@ def data_of_a_run(mm, folder, lengths=(17, 9, 30), documents=3, split="train", s
 def blend_of_a_run(mm, folder, weights=(1, 2), lengths=(9, 20), size=40):
     """A BlendedDataset of two corpora in a folder, whose documents have these lengths."""
     prefixes = []
-    for name, length in zip("ab", lengths, strict=True):
+    for name, length in zip("abc", lengths, strict=False):
         prefixes.append(mk(mm, folder / name, [[1] * length] * 3))
     return build(mm, [size, 0, 0], config(mm, (prefixes, list(weights))))[0]
 
 
-# {case: (function, what is other here, the word that the error must hold)}
+# {case: (function, what is other here, words of the error)}
 OTHER_DATA = {
-    "lengths": (data_of_a_run, {"lengths": (9, 17, 30)}, "data"),
-    "documents": (data_of_a_run, {"documents": 2}, "data"),
-    "seed": (data_of_a_run, {"random_seed": 5}, "random_seed"),
-    "length of a sample": (data_of_a_run, {"sequence_length": 4}, "sequence_length"),
-    "size": (data_of_a_run, {"size": 41}, "the number of samples asked for"),
-    "split": (data_of_a_run, {"split": "valid"}, "split"),
-    "extra token": (data_of_a_run, {"add_extra_token_to_sequence": False}, "data"),
-    "weights": (blend_of_a_run, {"weights": (1, 3)}, "weights"),
-    "order of corpora": (blend_of_a_run, {"lengths": (20, 9)}, "data"),
-    "second corpus": (blend_of_a_run, {"lengths": (9, 19)}, "data"),
-    "size of a blend": (blend_of_a_run, {"size": 41}, "size"),
+    "lengths": (data_of_a_run, {"lengths": (9, 17, 30)}, r"contents of corpus 0 \(p\)"),
+    "documents": (data_of_a_run, {"documents": 2}, r"documents of corpus 0 \(p\) is \[0, 2\]"),
+    "seed": (data_of_a_run, {"random_seed": 5}, "random_seed is 5 here, 1,234 in"),
+    "length of a sample": (data_of_a_run, {"sequence_length": 4}, "sequence_length is 4 here, 8"),
+    "size": (data_of_a_run, {"size": 41}, "the number of samples asked for is 41 here, 40"),
+    "split": (data_of_a_run, {"split": "valid"}, "split is 'valid'"),
+    "extra token": (data_of_a_run, {"add_extra_token_to_sequence": False}, "extra_token of corpus"),
+    "weights": (blend_of_a_run, {"weights": (1, 3)}, r"weight of corpus 1 \(b\) is 0.75 here, 0.6"),
+    "order of corpora": (blend_of_a_run, {"lengths": (20, 9)}, r"corpus 0 \(a\) .* corpus 1 \(b\)"),
+    "second corpus": (blend_of_a_run, {"lengths": (9, 19)}, r"the contents of corpus 1 \(b\)"),
+    "a corpus more": (
+        blend_of_a_run,
+        {"lengths": (9, 20, 9), "weights": (1, 2, 1)},
+        "corpora is 3",
+    ),
+    "size of a blend": (blend_of_a_run, {"size": 41}, "size is 4"),
 }
 
 
 @pytest.mark.parametrize("case", OTHER_DATA)
 def test_a_state_of_other_data_is_refused(one, tmp_path, case):
     """A copy of the corpus elsewhere is the same data."""
-    function, changes, word = OTHER_DATA[case]
+    function, changes, words = OTHER_DATA[case]
     data = function(one, tmp_path / "here")
     state = one.build_pretraining_data_loader(data, 8, micro_batch_size=4).state_dict()
 
@@ -3520,8 +3547,11 @@ def test_a_state_of_other_data_is_refused(one, tmp_path, case):
 
     other = quiet(function, one, tmp_path / "here", **changes)
     loader = one.build_pretraining_data_loader(other, 0, micro_batch_size=4)
-    with pytest.raises(ValueError, match=f"does not fit.*{word} is "):
+    with pytest.raises(ValueError, match=f"does not fit.*{words}") as refused:
         loader.load_state_dict(state)
+    assert "strict=False" in str(refused.value) and not re.search(
+        "[0-9a-f]{32}", str(refused.value)
+    )
 
 
 ODD_VALUES = [None, True, -1, 0, 1, 8, 16, 64, 2**31, 2**63, 10**30, 0.5, 8.0, math.nan, "", "8"]
@@ -6576,6 +6606,25 @@ def test_worker_processes_read_a_blend(tmp_path, method):
     assert ran.stdout == "equal\n", ran.stderr
 
 
+@pytest.mark.parametrize("kind", KINDS_OF_ORDER)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_that_is_loaded_while_an_iterator_runs(mm, tmp_path, kind, num_workers):
+    """It is never ignored: the iterator ends with an error, and the next one is at its place."""
+    data = gpt(mm, mk(mm, tmp_path / "p", [range(1, 9)] * 40), 32)
+    fields = fields_of(kind) | {"micro_batch_size": 4, "num_workers": num_workers}
+    loader = mm.build_pretraining_data_loader(data, 0, **fields)
+    wanted = [batch["tokens"].tolist() for batch in loader]
+    loader = mm.build_pretraining_data_loader(data, 0, **fields)
+    state = loader.state_dict()
+    running = iter(loader)
+    next(running)
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"iter\(loader\)"):
+        next(running)
+    assert loader.state_dict() == state
+    assert [batch["tokens"].tolist() for batch in loader] == wanted
+
+
 # ==============================================================================
 # 15. One error for every rank
 # ==============================================================================
@@ -7901,6 +7950,20 @@ def test_blends_without_vectors(c, portable, name):
         getattr(c, name).__wrapped__(**theirs)
         for key, value in theirs.items():
             same(ours[key], value, key)
+
+
+def test_large_indices_in_python_are_said_once(mm, tmp_path, monkeypatch, recwarn):
+    """What is large is made small here: a million entries take seconds."""
+    prefixes = [mk(mm, tmp_path / name, [[1] * 20] * 30) for name in "ab"]
+    monkeypatch.setattr(mm, "_has_warned_of_python", False)
+    build(mm, [10, 0, 0], config(mm, (prefixes, [1, 1])))
+    assert [str(warning.message) for warning in recwarn] == []
+    monkeypatch.setattr(mm, "_MANY_ENTRIES", 59)
+    for size in (50, 200):  # the indices of each corpus have fewer entries than the blend at first
+        build(mm, [size, 0, 0], config(mm, (prefixes, [1, 1])))
+    said = [str(warning.message) for warning in recwarn]
+    assert len(said) == (mm.IMPLEMENTATION == "python")
+    assert all("in Python" in sentence for sentence in said)
 
 
 # ==============================================================================
