@@ -9425,7 +9425,7 @@ def random_place(rng, data):
     return int(rng.integers(begin, min(len(data), begin + room) + 1))
 
 
-def damage(rng, data, others):
+def damaged_bytes(rng, data, others):
     """One of ten damages: other bytes, or None for a file that is gone."""
     at = random_place(rng, data)
     flipped = bytes(byte ^ 1 << int(rng.integers(8)) for byte in data[at : at + 1])
@@ -9484,7 +9484,7 @@ def damaged_files(rng, good):
         data = good[path]
         for _ in range(rng.choice([1, 1, 3])):
             if data is not None:
-                data = damage(rng, data, others)
+                data = damaged_bytes(rng, data, others)
         damaged[str(path)] = data
     return damaged
 
