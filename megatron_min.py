@@ -5651,9 +5651,20 @@ def _start_worker(encoder):
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # A terminal sends Ctrl-C to all processes.  The parent alone answers: it ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the handler that was forked along
+    signal.signal(signal.SIGTERM, _exit_soon)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _exit_soon(signal_number, frame):
+    """End this worker in a second: a cluster sends SIGTERM to all processes of a job.
+
+    A worker that ended at once might be sending a block, and the parent would wait for the rest of
+    it for ever.
+    """
+    timer = threading.Timer(1.0, os._exit, [1])
+    timer.daemon = True
+    timer.start()
 
 
 def _exit_with_parent():

@@ -8724,8 +8724,13 @@ def signal_until_it_ends(process, number, to_all):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number, to_all, code",
-    [(signal.SIGKILL, False, -9), (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)],
-    ids=["killed", "ctrl-c", "sigterm"],
+    [
+        (signal.SIGKILL, False, -9),
+        (signal.SIGINT, True, 130),
+        (signal.SIGTERM, False, 143),
+        (signal.SIGTERM, True, 143),
+    ],
+    ids=["killed", "ctrl-c", "sigterm", "sigterm to all"],
 )
 def test_a_signal_ends_the_workers_too(one, tmp_path, number, to_all, code):
     """preprocess has two workers that wait for text; an older pair has the names of the output."""
