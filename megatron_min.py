@@ -2590,8 +2590,8 @@ class BlendedMegatronDatasetBuilder:
                 raise ValueError(f"{split.name}: wanted {wanted}, but no corpus has a sample in it")
             if size is not None and size > sum(weights):
                 warnings.warn(
-                    f"{split.name}: an epoch has {sum(weights):,} samples, not {size:,}: the run will "
-                    "end early; give weights, to repeat corpora",
+                    f"{split.name}: an epoch has {sum(weights):,} samples, not {size:,}: the run "
+                    "will end early; give weights, to repeat corpora",
                     stacklevel=2,
                 )
                 size = sum(weights)

@@ -7760,12 +7760,12 @@ def test_bad_lines_are_skipped_and_counted(one, tmp_path, capsys, workers):
 
 
 def test_files_without_documents_are_said(one, tmp_path, recwarn):
-    for name, content in (("a", GOOD), ("b", b""), ("c", b"\n"), ("d", b"bad\n")):
+    for name, content in (("a", GOOD), ("b", b""), ("c", b"\n"), ("d", b"bad\n" * 1000)):
         (tmp_path / f"{name}.jsonl").write_bytes(content)
     one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", on_error="skip")
     one.preprocess(tmp_path / "b.jsonl", tmp_path / "o")
     said = [str(warning.message) for warning in recwarn]
-    assert "1 bad line;" in said[0] and "d.jsonl: line 1: " in said[0]
+    assert "1,000 bad lines;" in said[0] and "d.jsonl: line 1: " in said[0]
     assert re.search(r"no document .*b\.jsonl, .*c\.jsonl, .*d\.jsonl \(3 files\)", said[1])
     assert re.search(r"no document .*b\.jsonl: the pairs are empty", said[2])
     assert len(said) == 3
