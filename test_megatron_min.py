@@ -3025,7 +3025,7 @@ def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
     assert len(small) == 10
     assert [len(part) for part in small.datasets] == lengths
 
-    with pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1000000"):
+    with pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1,000,000"):
         large = build(mm, [1000000, 0, 0], config(mm, (corpora, None)))[0]
     assert len(large) == sum(lengths)
 
