@@ -55,7 +55,8 @@ Part II, the workshop
 Part III, the tools
     17. Tokenizers                which tokenizers can a command use?
     18. Preprocessing             how is a big corpus tokenized, on all cores?
-    19. The command line          how is all this run from a shell?
+    19. Fine-tuning data          how does a conversation become a sample, at access?
+    20. The command line          how is all this run from a shell?
 """
 
 import abc
@@ -133,6 +134,7 @@ __all__ = [
     "IndexCache",
     "IndexedDataset",
     "IndexedDatasetBuilder",
+    "JsonlRows",
     "MappedTokens",
     "MegatronDataset",
     "MegatronFullValidationSampler",
@@ -144,8 +146,10 @@ __all__ = [
     "NullTokenizer",
     "NumMicroBatches",
     "ParallelGroups",
+    "ParquetRows",
     "PretrainingDataLoader",
     "RerunDataIterator",
+    "SFTDataset",
     "Split",
     "TokenSource",
     "__version__",
@@ -167,6 +171,7 @@ __all__ = [
     "count_samples_of_epochs",
     "cyclic_iter",
     "describe",
+    "encode_conversation",
     "encode_document",
     "encode_jsonl",
     "finalize_model_grads",
@@ -185,6 +190,7 @@ __all__ = [
     "merge",
     "normalize",
     "on_every_rank",
+    "pack_conversations",
     "parse_and_normalize_split",
     "plan_epochs",
     "positions_from",
@@ -192,6 +198,7 @@ __all__ = [
     "releases_the_gil",
     "save_position",
     "shuffle",
+    "split_conversations",
     "split_range",
     "toy_corpus",
 ]
@@ -1775,6 +1782,10 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         """Return how many elements the opened data have for the split to cut."""
         raise NotImplementedError("the builder wants a class with numel_low_level_dataset()")
 
+    def made_from(self) -> dict:
+        """Return what the samples are made from, JSON-able: a resumed run must find it again."""
+        return {}
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -3327,14 +3338,22 @@ def _fingerprint_of_corpus(dataset):
     found = {"name": os.path.basename(_name(dataset)), "num_samples": len(dataset)}
     if isinstance(dataset, MegatronDataset):
         found["requested"] = dataset.num_samples
-    if isinstance(dataset, GPTDataset):
-        found |= dataset.made_from()
-        found.pop("idx_mtime_ns", None)  # a copy of a corpus is the same corpus
-        first, end, digest = found["documents"]
-        found["documents"] = [first, end]
-        contents = digest, found.pop("idx_size", None), found.pop("idx_ends", None)
-        found["contents"] = _md5(json.dumps(contents))
-        found["num_sequences"] = len(dataset.dataset)
+        found |= _describe_contents(dataset)
+    return found
+
+
+def _describe_contents(dataset):
+    """Which documents of which data, and how they are cut; a digest stands for the data."""
+    made_from = dataset.made_from()
+    if not made_from:
+        return {}
+    made_from.pop("idx_mtime_ns", None)  # a copy of a corpus is the same corpus
+    first, end, digest = made_from.pop("documents")
+    found = {"documents": [first, end], "num_sequences": len(dataset.dataset)}
+    for name in ("keep_partial", "extra_token"):
+        if name in made_from:
+            found[name] = made_from.pop(name)
+    found["contents"] = _md5(json.dumps([digest, made_from]))
     return found
 
 
@@ -6361,7 +6380,429 @@ def _size(num_bytes):
 
 
 # ==============================================================================
-# 19. The command line
+# 19. Fine-tuning data
+# ==============================================================================
+# Question answered here: how does a conversation become a sample, at access?
+#
+#   a row       {"messages": [{"role": "user", "content": "2+2"},
+#                             {"role": "assistant", "content": "4"}]}
+#
+#   text        u s e r :   2 + 2 ; a s s i s t a n t :   4 $      ; is a line end, $ is eod
+#   targets     . . . . . . . . . . . . . . . . . . . . . 4 $      . is -100: nothing to learn here
+#
+#   a sample    |<- conversation 0 ->|<-- conversation 1 -->|<- filled up ->|     S + 1 places
+#   tokens      all places but the last
+#   labels      all targets but the first: the label of a token is the target of the next one
+#   cu_seqlens  0                    ^ begins conversation 1                S S S ...
+#
+# A sample is made of one row of the file, and its text is tokenized when the sample is read.  So
+# there is no pair of files, no shuffled order and no cache: sample k is row k of the split, modulo
+# the number of rows, and the cyclic sampler of section 8 shuffles where that is wanted.
+#
+# A row may hold several conversations: each "system" message begins a new one.  Attention stays
+# within a conversation: cu_seqlens says where each begins, as attention kernels for packed
+# sequences want it, and positions count from 0 in each.
+
+_IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
+
+
+class SFTDataset(MegatronDataset):
+    """Samples of conversations, tokenized at access.  Upstream: SFTDataset.
+
+    dataset        JsonlRows or ParquetRows
+    dataset_path   the path of the file
+    indices        int32, the rows of this split
+    num_samples    how many samples; None: each row once
+    config         GPTDatasetConfig without create_attention_mask, reset_attention_mask and
+                   reset_position_ids
+
+    ds[k] is a dict of new tensors:
+      tokens, labels   int64 (S,); labels are -100 where nothing is learned, and keep the pad id
+      loss_mask        float32 (S,), 0 where the label is -100 or padding
+      position_ids     int64 (S,), from 0 in each conversation
+      cu_seqlens       int32 (S+1,): where the conversations begin, and then S in all entries left
+      max_seqlen       int32 (): the length of the longest conversation, with its padding
+    ds[None] is sample 0 without any loss.  A row without messages that can be used is a ValueError
+    that names its file and its line.  Cost: to tokenize one row for each sample.
+
+    The tokenizer may have tokenize_conversation(conversation, return_target=True,
+    add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
+    Any other tokenizer gets the template of encode_conversation().
+
+    A sample that is too long is cut, and one that is too short is filled with tokenizer.pad.  A
+    tokenizer without pad fills with eod; only the filled places are masked then, so that each real
+    eod is learned.  With context_parallel_size cp > 1 each conversation is filled up to a multiple
+    of 2 * cp tokens, so that section 9 can cut it for the ranks.  eod_mask_loss changes nothing:
+    the targets say what is learned.
+
+    >>> path = os.path.join(tempfile.mkdtemp(), "chat.jsonl")
+    >>> messages = [{"role": "u", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    >>> with open(path, "w") as file:
+    ...     _ = file.write(json.dumps({"messages": messages}))
+    >>> config = GPTDatasetConfig(1234, 24, blend=([path], None), split="1",
+    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> rows = SFTDataset.build_low_level_dataset(path, config)
+    >>> ds = SFTDataset(rows, path, np.arange(1, dtype=np.int32), None, Split.train, config)
+    >>> ByteTokenizer().detokenize(ds[0]["tokens"])
+    'u: 2+2\\nassistant: 4'
+    >>> ds[0]["labels"][ds[0]["loss_mask"] == 1].tolist()         # what is learned: 4 and eod
+    [52, 256]
+    """
+
+    def __init__(
+        self,
+        dataset: "JsonlRows | ParquetRows",
+        dataset_path: str | os.PathLike | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"{name} must be False for SFTDataset: cu_seqlens and position_ids keep the "
+                    "conversations of a sample apart"
+                )
+        if self.num_samples and not len(self.indices):
+            raise ValueError(
+                f"{_name(self)}: {index_split.name} of split {config.split!r} holds no rows for "
+                f"{self.num_samples} samples: enlarge it"
+            )
+        self._pad_token_id = _attribute(config.tokenizer, "pad")
+        self._granularity = 1
+        if config.context_parallel_size is not None and config.context_parallel_size > 1:
+            self._granularity = 2 * config.context_parallel_size
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: GPTDatasetConfig
+    ) -> "JsonlRows | ParquetRows":
+        """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
+        if dataset_path is None:
+            raise ValueError(
+                "SFTDataset has no mock data: give a blend of .jsonl or .parquet files"
+            )
+        if os.fspath(dataset_path).endswith(".parquet"):
+            return ParquetRows(dataset_path)
+        return JsonlRows(dataset_path)
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: "JsonlRows | ParquetRows") -> int:
+        """Return the number of rows of the file."""
+        return len(low_level_dataset)
+
+    def __len__(self) -> int:
+        return len(self.indices) if self.num_samples is None else self.num_samples
+
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        if idx is None:
+            sample = self[0]
+            sample["loss_mask"].zero_()
+            return sample
+        k = _position(idx, len(self), f"the samples of {_name(self)}")
+        row = int(self.indices[k % len(self.indices)])
+        S = self.config.sequence_length
+        fill = self._pad_token_id
+        if fill is None:
+            fill = self.config.tokenizer.eod
+        packed = pack_conversations(self._encode_row(row), S, fill, self._granularity)
+        tokens, targets, is_filled, ends = packed
+        labels = targets[1:].copy()
+        is_learned = (labels != _IGNORED) & ~is_filled[1:]
+        if self._pad_token_id is not None:
+            is_learned &= labels != self._pad_token_id
+        cu_seqlens = np.full(S + 1, S, np.int32)
+        cu_seqlens[: len(ends)] = ends[: S + 1]
+        sample = {
+            "tokens": tokens[:-1].copy(),
+            "labels": labels,
+            "loss_mask": is_learned.astype(np.float32),
+            "position_ids": positions_from(ends[:-1], S),
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": np.array(np.diff(ends).max(), np.int32),
+        }
+        return {key: torch.from_numpy(values) for key, values in sample.items()}
+
+    def _encode_row(self, row):
+        """Yield (tokens, targets), int64, of one conversation of a row after the other."""
+        try:
+            for conversation in split_conversations(self.dataset[row]):
+                tokens, targets = self._encode(conversation)
+                if len(tokens) != len(targets):
+                    raise ValueError(
+                        f"the tokenizer gave {len(tokens)} tokens and {len(targets)} targets"
+                    )
+                yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
+        except Exception as error:
+            raise ValueError(f"{self.dataset.describe_place(row)}: {error}") from error
+
+    def _encode(self, conversation):
+        """The tokens and targets of one conversation, by the tokenizer's template or by ours."""
+        tokenizer = self.config.tokenizer
+        tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
+        if tokenize_conversation is None:
+            return encode_conversation(conversation, tokenizer)
+        return tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
+
+    def made_from(self) -> dict:
+        """Return which rows of which file the samples are made from."""
+        return {"documents": _describe_documents(self.indices)} | self.dataset.identity()
+
+    @property
+    def is_stable(self) -> bool:
+        """Sample k is the same row, however many samples are asked for."""
+        return True
+
+
+def split_conversations(messages: list[dict]) -> list[list[dict]]:
+    """Cut the messages of a row into conversations: each system message begins a new one.
+
+    Anything but a list of messages is a ValueError.
+
+    >>> messages = [{"role": role, "content": "hi"} for role in ("user", "system", "user")]
+    >>> [len(conversation) for conversation in split_conversations(messages)]
+    [1, 2]
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(
+            'wanted "messages", a list of {"role": ..., "content": ...}, '
+            f"got {str(messages)[:80]}"
+        )
+    conversations = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f'a message wants a "role", got {str(message)[:80]}')
+        if message["role"] == "system" or not conversations:
+            conversations.append([])
+        conversations[-1].append(message)
+    return conversations
+
+
+def encode_conversation(
+    conversation: typing.Sequence[dict], tokenizer: typing.Any
+) -> tuple[list[int], list[int]]:
+    """Return the tokens and the targets of a conversation, by a plain template.
+
+    A message is the line "role: content".  Only the content of the assistant's messages and the eod
+    that ends each of them are learned; eod stands in the place of the line's end there.
+
+    >>> messages = [{"role": "u", "content": "2"}, {"role": "assistant", "content": "4"}]
+    >>> tokens, targets = encode_conversation(messages, ByteTokenizer())
+    >>> bytes(tokens[:-1]), tokens[-1]
+    (b'u: 2\\nassistant: 4', 256)
+    >>> targets[-3:]
+    [-100, 52, 256]
+    """
+    tokens = []
+    targets = []
+    for message in conversation:
+        content = message.get("content")
+        if not isinstance(content, str):
+            raise ValueError(f'a message wants a text as "content", got {str(content)[:80]}')
+        if message["role"] == "assistant":
+            prompt = list(tokenizer.tokenize("assistant: "))
+            answer = [*tokenizer.tokenize(content), tokenizer.eod]
+        else:
+            prompt = list(tokenizer.tokenize(f"{message['role']}: {content}\n"))
+            answer = []
+        tokens += prompt + answer
+        targets += [_IGNORED] * len(prompt) + answer
+    return tokens, targets
+
+
+def pack_conversations(
+    encoded: typing.Iterable[tuple[np.ndarray, np.ndarray]],
+    sequence_length: int,
+    fill: int,
+    granularity: int = 1,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+    """Lay conversations end to end in the S + 1 places of a sample.
+
+    encoded       (tokens, targets) of each conversation, as many as fit; what is too long is cut
+    fill          the id that fills up tokens and targets, to S + 1 and to the granularity
+    granularity   the place where a conversation ends is a multiple of it
+    Returns       tokens and targets, int64 (S+1,); a bool (S+1,), True at filled places; and the
+                  list of the places where conversations end, from 0 to S
+
+    The last place is filled in any case, or all would be cut one token later: upstream does so.
+
+    >>> two = [([1, 2, 3], [-100, 2, 3]), ([4, 5], [4, 5])]
+    >>> tokens, targets, is_filled, ends = pack_conversations(two, 8, 0, granularity=4)
+    >>> tokens.tolist(), ends
+    ([1, 2, 3, 0, 4, 5, 0, 0, 0], [0, 4, 8])
+    """
+    S = sequence_length
+    tokens = np.full(S + 1, fill, np.int64)
+    targets = np.full(S + 1, fill, np.int64)
+    is_filled = np.ones(S + 1, bool)
+    ends = [0]
+    for conversation_tokens, conversation_targets in encoded:
+        begin = ends[-1]
+        end = begin + len(conversation_tokens)
+        room = S - begin
+        places = slice(begin, min(end, S))
+        tokens[places] = conversation_tokens[:room]
+        targets[places] = conversation_targets[:room]
+        is_filled[places] = False
+        ends.append(end + -end % granularity)
+        if ends[-1] > S:
+            break
+    ends[-1] = S
+    return tokens, targets, is_filled, ends
+
+
+class JsonlRows:
+    """The rows of a file of JSON lines, by number.  Only the place of each line is kept in memory.
+
+    Empty lines are no rows.  Cost: one pass over the file to open it, 8 bytes for each row; one
+    read for each row.  Objects can be pickled, and used by threads and by forked processes.
+    """
+
+    _BLOCK = 1 << 22  # bytes that are read at once to find the lines
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = os.fspath(path)
+        if self.path.endswith((".gz", ".zst", ".bz2", ".xz")):
+            raise ValueError(
+                f"{self.path}: rows are read in any order, and a compressed file can only be read "
+                "from its beginning: decompress it first"
+            )
+        self._open()
+        self._starts = self._find_lines()
+
+    def _open(self):
+        """Open the file; os.pread has no position that threads could mix up."""
+        self._file = open(self.path, "rb", buffering=0)
+        weakref.finalize(self, self._file.close)
+
+    def _find_lines(self):
+        """int64 (rows + 1,): where each row begins, and the size of the file.
+
+        A row reaches to where the next one begins, so it includes the empty lines behind it.
+        """
+        starts = array.array("q")
+        end_of_line = 0  # where the last line that was found ends
+        size = 0
+        while block := self._file.read(self._BLOCK):
+            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (size + 1)
+            size += len(block)
+            if len(ends):
+                lengths = np.diff(ends, prepend=end_of_line)
+                is_row = lengths > len("\r\n")
+                starts.frombytes((ends - lengths)[is_row].tobytes())
+                end_of_line = int(ends[-1])
+        if size > end_of_line:  # the last line may lack its end
+            starts.append(end_of_line)
+        if starts:
+            starts[0] = 0  # whatever stands before the first row must be read, or it would be lost
+        starts.append(size)
+        return np.frombuffer(starts, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, row: int) -> typing.Any:
+        """Return the "messages" of a row; None if the row has none."""
+        begin, end = self._starts[row : row + 2].tolist()
+        line = os.pread(self._file.fileno(), end - begin, begin)
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"no JSON: {error}") from None
+        return value.get("messages") if isinstance(value, dict) else None
+
+    def describe_place(self, row: int) -> str:
+        """Return the file and the number of the line, for errors: the lines before are counted."""
+        begin = int(self._starts[row])
+        line_number = 1
+        for position in range(0, begin, self._BLOCK):
+            count = min(self._BLOCK, begin - position)
+            line_number += os.pread(self._file.fileno(), count, position).count(b"\n")
+        return f"{self.path}, line {line_number}"
+
+    def identity(self) -> dict:
+        """Return what tells this file from another: its size and a digest of its two ends."""
+        size = int(self._starts[-1])
+        first = os.pread(self._file.fileno(), 65536, 0)
+        last = os.pread(self._file.fileno(), 65536, max(0, size - 65536))
+        return {"size": size, "file_ends": _md5(first + last)}
+
+    def __getstate__(self):
+        """Leave the open file out of a pickle."""
+        state = self.__dict__.copy()
+        del state["_file"]
+        return state
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._open()
+
+
+class ParquetRows:
+    """The rows of a Parquet file, by number, read with the package pyarrow (extra "storage").
+
+    Parquet is read in row groups, and the last one is kept.  So rows in order cost little, and rows
+    in any order want small row groups: pyarrow.parquet.write_table(..., row_group_size=1000).
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = os.fspath(path)
+        self._open()
+
+    def _open(self):
+        """Open the file, and see in its footer where the row groups begin."""
+        try:
+            import pyarrow.parquet
+        except ModuleNotFoundError:
+            raise ImportError(
+                f'{self.path} needs the package pyarrow (extra "storage"): pip install pyarrow'
+            ) from None
+        self._file = pyarrow.parquet.ParquetFile(self.path)
+        names = self._file.schema_arrow.names
+        if "messages" not in names:
+            raise ValueError(f'{self.path}: wanted a column "messages", found {", ".join(names)}')
+        metadata = self._file.metadata
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._starts = np.cumsum([0, *sizes])
+        self._kept = None, None  # the number of the last row group that was read, and its messages
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, row: int) -> typing.Any:
+        """Return the "messages" of a row, a list of dicts."""
+        group = int(np.searchsorted(self._starts, row, side="right")) - 1
+        kept_group, messages = self._kept
+        if kept_group != group:
+            # without threads of pyarrow's own, which a forked process would lack
+            table = self._file.read_row_group(group, columns=["messages"], use_threads=False)
+            messages = table.column("messages")
+            self._kept = group, messages
+        return messages[row - int(self._starts[group])].as_py()
+
+    def describe_place(self, row: int) -> str:
+        """Return the name of the file and the number of the row, from 1."""
+        return f"{self.path}, row {row + 1}"
+
+    def identity(self) -> dict:
+        """Return what tells this file from another: its size and a digest of its footer."""
+        metadata = self._file.metadata
+        footer = f"{metadata.num_rows} {metadata.serialized_size} {self._starts.tolist()}"
+        return {"size": os.path.getsize(self.path), "file_ends": _md5(footer)}
+
+    def __getstate__(self):
+        """A pickle is the path: the file is opened again."""
+        return {"path": self.path}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._open()
+
+
+# ==============================================================================
+# 20. The command line
 # ==============================================================================
 # Question answered here: how is all this run from a shell?
 #

@@ -7387,7 +7387,317 @@ def test_memory_of_a_long_line(one, tmp_path):
 
 
 # ==============================================================================
-# 19. The command line
+# 19. Fine-tuning data
+# ==============================================================================
+
+
+class ChatTokenizer(Tok):
+    """A tokenizer with a template of its own, as upstream's for fine-tuning have."""
+
+    def tokenize_conversation(self, conversation, return_target, add_generation_prompt):
+        assert return_target and not add_generation_prompt
+        tokens = []
+        targets = []
+        for message in conversation:
+            numbers = self.tokenize(message["content"])
+            tokens += numbers
+            learned = message["role"] == "assistant"
+            targets += numbers if learned else [-100] * len(numbers)
+        return np.array(tokens), np.array(targets)
+
+
+def chat_config(one, path, **fields):
+    """A config for SFTDataset, with S = 8."""
+    fields = {"tokenizer": ChatTokenizer(pad=999)} | fields
+    return config(one, ([str(path)], None), **fields)
+
+
+def chat(one, path, n=None, rows=None, **fields):
+    """An SFTDataset of n samples over all (or the given) rows of a file."""
+    cfg = chat_config(one, path, **fields)
+    opened = one.SFTDataset.build_low_level_dataset(str(path), cfg)
+    rows = np.arange(len(opened), dtype=np.int32) if rows is None else np.array(rows, np.int32)
+    return one.SFTDataset(opened, str(path), rows, n, one.Split.train, cfg)
+
+
+def messages_of(text):
+    """ "s:1 2|a:3" -> the messages of a row; s, u and a are system, user and assistant."""
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    messages = []
+    for part in text.split("|"):
+        role, _, content = part.partition(":")
+        messages.append({"role": roles[role], "content": content})
+    return messages
+
+
+def write_rows(path, texts):
+    """A file of JSON lines with one row for each text of messages_of() -> its path."""
+    lines = [json.dumps({"messages": messages_of(text)}) + "\n" for text in texts]
+    path.write_text("".join(lines))
+    return path
+
+
+def random_rows(rng, count, longest):
+    """Texts for messages_of(), of one to five conversations each."""
+    texts = []
+    for _ in range(count):
+        parts = []
+        for _ in range(rng.integers(1, 6)):
+            for role in "sua"[rng.integers(0, 2) :]:
+                numbers = rng.integers(1, 50, rng.integers(1, longest))
+                parts.append(f"{role}:{' '.join(map(str, numbers))}")
+        texts.append("|".join(parts))
+    return texts
+
+
+def brute_chat_sample(texts, k, S, pad, eod, cp):
+    """Sample k by the rules of upstream, one after the other, on lists."""
+    messages = messages_of(texts[k % len(texts)])
+    conversations = []
+    for message in messages:
+        if message["role"] == "system" or not conversations:
+            conversations.append([])
+        conversations[-1].append(message)
+    fill = eod if pad is None else pad
+    tokens, targets, positions, filled, cu_seqlens = [], [], [], [], [0]
+    for conversation in conversations:
+        position = 0
+        for message in conversation:
+            for number in message["content"].split():
+                tokens.append(int(number))
+                targets.append(int(number) if message["role"] == "assistant" else -100)
+                positions.append(position)
+                filled.append(False)
+                position += 1
+        while cp > 1 and len(tokens) % (2 * cp):
+            tokens.append(fill)
+            targets.append(fill)
+            positions.append(position)
+            filled.append(True)
+            position += 1
+        cu_seqlens.append(len(tokens))
+        if len(tokens) >= S + 1:
+            tokens = tokens[:S] + [fill]
+            targets = targets[:S] + [fill]
+            positions = positions[: S + 1]
+            filled = filled[:S] + [True]
+            break
+    while len(tokens) < S + 1:
+        tokens.append(fill)
+        targets.append(fill)
+        positions.append(position)
+        filled.append(True)
+        position += 1
+    cu_seqlens[-1] = S
+    loss_mask = []
+    for label, is_filled in zip(targets[1:], filled[1:], strict=True):
+        is_padding = is_filled if pad is None else label == pad
+        loss_mask.append(0.0 if is_padding or label == -100 else 1.0)
+    longest = max(end - begin for begin, end in itertools.pairwise(cu_seqlens))
+    return {
+        "tokens": np.array(tokens[:-1]),
+        "labels": np.array(targets[1:]),
+        "loss_mask": np.array(loss_mask, np.float32),
+        "position_ids": np.array(positions[:-1]),
+        "cu_seqlens": np.array((cu_seqlens + [S] * (S + 1))[: S + 1], np.int32),
+        "max_seqlen": np.array(longest, np.int32),
+    }
+
+
+# S = 8, pad 99, eod 0; x is -100
+@pytest.mark.parametrize(
+    ("row", "cp", "tokens", "labels", "ends", "longest"),
+    [
+        ("u:1 2|a:3 4", 1, "1 2 3 4 99 99 99 99", "x 3 4 99 99 99 99 99", [0, 8], 8),
+        ("u:1|a:2|s:3|a:4", 1, "1 2 3 4 99 99 99 99", "2 x 4 99 99 99 99 99", [0, 2, 8], 6),
+        ("u:1|a:2|s:3|a:4", 2, "1 2 99 99 3 4 99 99", "2 99 99 x 4 99 99 99", [0, 4, 8], 4),
+        ("u:1|a:2 3 4 5 6 7 8", 1, "1 2 3 4 5 6 7 8", "2 3 4 5 6 7 8 99", [0, 8], 8),
+        ("u:1|a:2 3 4 5 6 7 8 9", 1, "1 2 3 4 5 6 7 8", "2 3 4 5 6 7 8 99", [0, 8], 8),
+        ("a:1 2 3 4 5|s:6|a:7 8 9|s:10", 1, "1 2 3 4 5 6 7 8", "2 3 4 5 x 7 8 99", [0, 5, 8], 5),
+    ],
+    ids=["fills up", "two conversations", "in pieces for cp", "just fits", "is cut", "drops"],
+)
+def test_samples_of_conversations_by_hand(one, tmp_path, row, cp, tokens, labels, ends, longest):
+    path = write_rows(tmp_path / "chat.jsonl", [row])
+    ds = chat(one, path, tokenizer=ChatTokenizer(pad=99), context_parallel_size=cp)
+    sample = ds[0]
+    keys = "tokens labels loss_mask position_ids cu_seqlens max_seqlen"
+    assert list(sample) == keys.split()
+    assert sample["tokens"].tolist() == [int(token) for token in tokens.split()]
+    assert sample["labels"].tolist() == [
+        int(label) for label in labels.replace("x", "-100").split()
+    ]
+    assert sample["cu_seqlens"].tolist() == (ends + [8] * 9)[:9]
+    assert sample["max_seqlen"].item() == longest
+
+
+@pytest.mark.parametrize("pad", [999, None, 7])
+def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
+    """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
+    for rng in cases(40):
+        texts = random_rows(rng, int(rng.integers(1, 6)), int(rng.integers(2, 12)))
+        S = int(2 ** rng.uniform(0, 5))
+        cp = int(rng.integers(1, 4))
+        path = write_rows(tmp_path / "chat.jsonl", texts)
+        tokenizer = ChatTokenizer(pad=pad)
+        fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
+        ds = chat(one, path, 2 * len(texts), **fields)
+        for k in range(len(ds)):
+            same_samples(ds[k], brute_chat_sample(texts, k, S, pad, 0, cp), (texts, k, S, cp))
+
+
+def test_the_plain_template(one, tmp_path):
+    """A tokenizer without tokenize_conversation learns the assistant's texts and their eods."""
+    rows = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": rows + rows[:1]}))
+    sample = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=40)[0]
+    text = b"user: hi\nassistant: yo"
+    begin = text.index(b"yo")
+    assert sample["tokens"].tolist() == [*text, 256, *b"user: hi\n"] + [256] * 8
+    learned = np.flatnonzero(sample["loss_mask"]).tolist()
+    assert learned == [begin - 1, begin, begin + 1]
+    assert sample["labels"][learned].tolist() == [*b"yo", 256]
+
+
+def test_padding_sample_has_no_loss(one, tmp_path):
+    ds = chat(one, write_rows(tmp_path / "chat.jsonl", ["a:1 2 3"]))
+    same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(8)})
+
+
+@pytest.mark.parametrize("rows", ["jsonl", "parquet"])
+def test_rows_are_found_wherever_they_lie(one, tmp_path, monkeypatch, rows):
+    """Lines of all lengths around the ends of blocks, empty lines, a last line without an end."""
+    monkeypatch.setattr(one.JsonlRows, "_BLOCK", 64)
+    for rng in cases(30):
+        texts = random_rows(rng, int(rng.integers(1, 9)), 30)
+        wanted = [messages_of(text) for text in texts]
+        if rows == "parquet":
+            pyarrow = pytest.importorskip("pyarrow")
+            parquet = pytest.importorskip("pyarrow.parquet")
+            path = tmp_path / "chat.parquet"
+            table = pyarrow.table({"id": range(len(wanted)), "messages": wanted})
+            parquet.write_table(table, path, row_group_size=int(rng.integers(1, 5)))
+            found = one.ParquetRows(path)
+        else:
+            path = tmp_path / "chat.jsonl"
+            empty = ["", "\n", "\r\n\n"]
+            content = str(rng.choice(empty))
+            for messages in wanted:
+                content += json.dumps({"messages": messages}) + "\n" + str(rng.choice(empty))
+            path.write_text(content.removesuffix("\n"))
+            found = one.JsonlRows(path)
+        assert [found[row] for row in range(len(found))] == wanted
+        copy_of_rows = pickle.loads(pickle.dumps(found))
+        for row in rng.permutation(len(found)).tolist():
+            assert copy_of_rows[row] == wanted[row]
+        assert copy_of_rows.identity() == found.identity()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{oops", "no JSON"),
+        ("[1, 2]", "messages"),
+        ('{"text": "a"}', "messages"),
+        ('{"messages": []}', "messages"),
+        ('{"messages": "hello"}', "messages"),
+        ('{"messages": ["hello"]}', "role"),
+        ('{"messages": [{"content": "1"}]}', "role"),
+        ('{"messages": [{"role": "user", "content": null}]}', "content"),
+        ('{"messages": [{"role": "user", "content": "one"}]}', "invalid literal"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line, words):
+    good = json.dumps({"messages": messages_of("u:1|a:2")})
+    path = tmp_path / "chat.jsonl"
+    path.write_text(f"{good}\n\n{line}\n{good}\n")
+    ds = chat(one, path, tokenizer=Tok())
+    assert len(ds) == 3
+    with pytest.raises(ValueError, match=rf"chat\.jsonl, line 3: .*{words}"):
+        ds[1]
+
+
+def test_a_line_too_short_for_a_row_is_not_lost(one, tmp_path):
+    """Only white space may stand between rows."""
+    row = json.dumps({"messages": messages_of("a:1")})
+    for place, content in enumerate([f"7\n{row}\n", f"{row}\n7\n"]):
+        path = tmp_path / f"chat{place}.jsonl"
+        path.write_text(content)
+        with pytest.raises(ValueError, match="no JSON"):
+            chat(one, path)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("chat.jsonl", {"create_attention_mask": True}, "create_attention_mask must be False"),
+        ("chat.jsonl", {"reset_position_ids": True}, "reset_position_ids must be False"),
+        ("chat.jsonl", {"n": 3, "rows": []}, "holds no rows for 3 samples"),
+        ("chat.jsonl.gz", {}, "decompress"),
+    ],
+)
+def test_what_fine_tuning_refuses(one, tmp_path, name, fields, words):
+    path = write_rows(tmp_path / name, ["a:1"])
+    with pytest.raises(ValueError, match=words):
+        chat(one, path, **fields)
+
+
+def test_a_tokenizer_with_fewer_targets_than_tokens_is_named(one, tmp_path):
+    tokenizer = ChatTokenizer()
+    tokenizer.tokenize_conversation = mock.Mock(return_value=([1, 2], [1]))
+    ds = chat(one, write_rows(tmp_path / "chat.jsonl", ["a:1"]), tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="line 1: the tokenizer gave 2 tokens and 1 targets"):
+        ds[0]
+
+
+def test_parquet_says_what_is_missing(one, tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "chat.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a"]}), path)
+    with pytest.raises(ValueError, match='column "messages", found text'):
+        one.ParquetRows(path)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ImportError, match=r'pyarrow \(extra "storage"\)'):
+        one.ParquetRows(path)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fine_tuning_sets_in_builder_blend_loader_and_resume(mm, tmp_path, workers):
+    """Split, blend and batches of fine-tuning sets, and a run that goes on where it stopped."""
+    rng = np.random.default_rng(0)
+    paths = []
+    for name in "ab":
+        texts = random_rows(rng, 20, 5)
+        paths.append(str(write_rows(tmp_path / f"{name}.jsonl", texts)))
+    cfg = config(mm, (paths, [1, 3]), split="8,1,1", tokenizer=ChatTokenizer(pad=999))
+    train, valid, test = build(mm, [24, 4, 0], cfg, mm.SFTDataset)
+    assert (len(train), len(valid), len(test)) == (24, 4, 0)
+    assert [len(part.indices) for part in (*train.datasets, *valid.datasets)] == [16, 16, 2, 2]
+    arguments = {"micro_batch_size": 4, "num_workers": workers, "dataloader_type": "cyclic"}
+    loader = mm.build_pretraining_data_loader(train, 0, **arguments)
+    batches = list(loader)
+    assert batches[0]["tokens"].shape == (4, 8)
+    assert batches[0]["cu_seqlens"].shape == (4, 9)
+
+    first = mm.build_pretraining_data_loader(train, 0, **arguments)
+    iterator = iter(first)
+    begun = [next(iterator) for _ in range(3)]
+    later = mm.build_pretraining_data_loader(train, 0, **arguments)
+    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for found, wanted in zip([*begun, *later], batches, strict=True):
+        same_samples(found, wanted)
+
+    write_rows(tmp_path / "a.jsonl", ["a:1"] * 20)  # another file under the same name
+    changed, _, _ = build(mm, [24, 4, 0], cfg, mm.SFTDataset)
+    other = mm.build_pretraining_data_loader(changed, 0, **arguments)
+    with pytest.raises(ValueError, match="does not fit"):
+        other.load_state_dict(first.state_dict())
+
+
+# ==============================================================================
+# 20. The command line
 # ==============================================================================
 
 
