@@ -5008,6 +5008,18 @@ if IMPLEMENTATION == "c":
     BlendedDataset.batch = _c_blended_batch
 
 
+def _describe_kernels():
+    """Return which kernels run, and why those of C do not; pip hides what a build says."""
+    if IMPLEMENTATION == "c":
+        return "kernels: c"
+    if os.environ.get("MEGATRON_MIN_C") == "0":
+        return "kernels: python, for MEGATRON_MIN_C=0"
+    return (
+        "kernels: python, for the C extension was not built or cannot be loaded; "
+        "reinstall with MEGATRON_MIN_C=1 to see why"
+    )
+
+
 # ==============================================================================
 # PART III: THE TOOLS
 # ==============================================================================
@@ -5601,7 +5613,8 @@ def _make_parser():
     """Return the parser of all commands; each stores the function that runs it as options.run."""
     description = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser("megatron-min", description=description)
-    parser.add_argument("--version", action="version", version=f"{__version__} ({IMPLEMENTATION})")
+    version = f"{__version__} ({_describe_kernels()})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_preprocess(commands)
     _add_merge(commands)

@@ -475,6 +475,10 @@ FAULTS = {
     ],
     "16": [
         (
+            '    if os.environ.get("MEGATRON_MIN_C") == "0":\n        return',
+            "    if True:\n        return",
+        ),
+        (
             'if os.environ.get("MEGATRON_MIN_C") == "1":\n            raise',
             "if False:\n            raise",
         ),
@@ -538,6 +542,7 @@ FAULTS = {
         ("num_bytes = file.tell() - position", "num_bytes = 0"),
     ],
     "19": [
+        ('f"{__version__} ({_describe_kernels()})"', "__version__"),
         ("        return 130\n", "        return 1\n"),
         ("    sys.exit(143)\n", "    sys.exit(1)\n"),
         ("    signal.signal(signal.SIGTERM, previous)\n", "    pass\n"),
