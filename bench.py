@@ -386,13 +386,16 @@ def cache_hit(mm, clock, n, **options):
 
 
 def build_four(mm, clock, n):
-    """The builder, in four threads, for 90 % of an epoch of four corpora."""
-    prefixes = [corpus(n // 4, seed, hole=True) for seed in range(4)]
-    cache = fresh_folder()
+    """The builder, in four threads: 90 % of an epoch of four corpora, their caches beside them."""
+    folder = fresh_folder()
+    prefixes = [os.path.join(folder, name) for name in "abcd"]
+    for prefix in prefixes:
+        os.symlink(f"{corpus(n // 4, hole=True)}.bin", f"{prefix}.bin")
+        os.symlink(f"{corpus(n // 4, hole=True)}.idx", f"{prefix}.idx")
     num_samples = int(0.9 * n * 500 / 2048)
     threads = {"num_dataset_builder_threads": 4}
     with clock:
-        dataset = build_dataset(mm, prefixes, 2048, cache, num_samples, **threads)
+        dataset = build_dataset(mm, prefixes, 2048, None, num_samples, **threads)
     parts = [indices_of(part) for part in dataset.datasets]
     return [dataset.dataset_index, dataset.dataset_sample_index, parts]
 

@@ -137,7 +137,7 @@ setup(
     entry_points={"console_scripts": ["megatron-min = megatron_min:main"]},
     install_requires=["numpy", "torch"],
     extras_require={
-        "test": ["pytest", "pytest-benchmark", "tokenizers"],
+        "test": ["pytest", "pytest-benchmark", "setuptools>=70.1", "tokenizers"],
         "tools": ["tokenizers"],  # of the commands: a tokenizer.json of Hugging Face
         "parity": ["megatron-core==0.16.1"],  # to compare with, in the tests and in bench.py
     },
