@@ -302,8 +302,8 @@ def two_ranks():
 def join_job(store, rank):
     """What each of the two processes does first."""
     torch.set_num_threads(1)
-    minute = datetime.timedelta(minutes=1)
-    torch.distributed.init_process_group("gloo", store, minute, world_size=2, rank=rank)
+    timeout = datetime.timedelta(minutes=10)
+    torch.distributed.init_process_group("gloo", store, timeout, world_size=2, rank=rank)
 
 
 # -- 3. The cases ----------------------------------------------------------------------------------

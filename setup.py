@@ -129,13 +129,12 @@ setup(
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
-        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     python_requires=">=3.11",
     py_modules=["megatron_min"],
     entry_points={"console_scripts": ["megatron-min = megatron_min:main"]},
-    install_requires=["numpy", "torch"],
+    install_requires=["numpy>=1.26", "torch>=2.2"],  # the oldest that were tried
     extras_require={
         "test": ["pytest", "pytest-benchmark", "setuptools>=70.1", "tokenizers"],
         "tools": ["tokenizers"],  # of the commands: a tokenizer.json of Hugging Face
