@@ -62,37 +62,29 @@ HERE = pathlib.Path(__file__).resolve().parent
 CASES = float(os.environ.get("MEGATRON_MIN_CASES", 1))
 FUZZ = float(os.environ.get("MEGATRON_MIN_FUZZ", 1))
 IMPLEMENTATIONS = ["python"] if os.environ.get("MEGATRON_MIN_C") == "0" else ["python", "c"]
-MODULES = {}
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and limits that hold")
 
 torch.set_num_threads(1)
 
 
-def load(implementation):
-    """A private copy of the module with these kernels; None if they are not built."""
+@functools.cache
+def copy_of_module(implementation):
+    """A private copy of the module with these kernels; skips the test if they are not built."""
     name = f"megatron_min_{implementation}"
-    needed = implementation == "python" or os.environ.get("MEGATRON_MIN_C") == "1"
     spec = importlib.util.spec_from_file_location(name, HERE / "megatron_min.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look for it
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_MIN_C", "1" if implementation == "c" else "0")
         patch.syspath_prepend(str(HERE))
-        patch.setitem(sys.modules, name, module)
         try:
             spec.loader.exec_module(module)
         except ImportError:
-            if needed:
+            if implementation == "python" or os.environ.get("MEGATRON_MIN_C") == "1":
                 raise
-            return None
-    sys.modules[name] = module  # pickle looks for it
+            pytest.skip("_megatron_min is not built")
     return module
-
-
-def copy_of_module(implementation):
-    if implementation not in MODULES:
-        MODULES[implementation] = load(implementation)
-    return MODULES[implementation] or pytest.skip("_megatron_min is not built")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -133,6 +125,14 @@ def require_upstream():
         pytest.skip("megatron-core is not installed: pip install 'megatron-min[parity]'")
 
 
+UPSTREAM = [
+    "blended_dataset",
+    "blended_megatron_dataset_builder",
+    "blended_megatron_dataset_config",
+]
+UPSTREAM += ["gpt_dataset", "helpers", "indexed_dataset", "utils"]
+
+
 @pytest.fixture(scope="session")
 def up():
     """megatron-core's names in one namespace, so that helpers work on it as on our module."""
@@ -140,15 +140,7 @@ def up():
     names = types.SimpleNamespace()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for module in (
-            "blended_dataset",
-            "blended_megatron_dataset_builder",
-            "gpt_dataset",
-            "helpers",
-            "indexed_dataset",
-            "blended_megatron_dataset_config",
-            "utils",
-        ):
+        for module in UPSTREAM:
             found = importlib.import_module(f"megatron.core.datasets.{module}")
             vars(names).update({k: v for k, v in vars(found).items() if not k.startswith("__")})
         names.calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
@@ -376,244 +368,8 @@ def toy(mm, tmp_path):
 
 
 # ==============================================================================
-# The module itself
+# The toy corpus by hand, and the module itself
 # ==============================================================================
-
-C_LOOPS = {  # what _helpers.c has
-    "build_sample_idx",
-    "shuffle",
-    "build_blending_indices",
-    "build_exhaustive_blending_indices",
-    "read_samples",
-}
-ADAPTED = [  # what section 16 makes faster
-    "build_sample_idx",
-    "shuffle",
-    "build_blending_indices",
-    "build_exhaustive_blending_indices",
-    "GPTDataset.__getitem__",
-    "GPTDataset.__getitems__",
-    "GPTDataset.batch",
-    "BlendedDataset.batch",
-]
-
-
-@pytest.fixture(scope="session")
-def source():
-    """The text of the module."""
-    return (HERE / "megatron_min.py").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="session")
-def tree(source):
-    """The module as a syntax tree."""
-    return ast.parse(source)
-
-
-def public_definitions(tree):
-    """The public functions and classes of the module, as syntax trees."""
-    return [
-        node
-        for node in tree.body
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
-    ]
-
-
-def public_functions(tree):
-    """{name: syntax tree} of the public functions and methods, and of each __init__."""
-    functions = {}
-    for node in public_definitions(tree):
-        if isinstance(node, ast.FunctionDef):
-            functions[node.name] = node
-            continue
-        for member in node.body:
-            is_function = isinstance(member, ast.FunctionDef)
-            if is_function and (member.name == "__init__" or not member.name.startswith("_")):
-                functions[f"{node.name}.{member.name}"] = member
-    return functions
-
-
-def words_of(title):
-    """The words of a title, which a table of contents and a banner write in their own ways."""
-    return re.findall(r"\w+", title.upper())
-
-
-def test_contents_match_banners(source, one):
-    """The docstring lists the parts and the sections, in the order in which they stand."""
-    promised = re.findall(r"^ *(Part I+, .+|\d+\. .+?)(?:  +.+)?$", one.__doc__, re.M)
-    banners = re.findall(r"^# =+\n# (PART I+: .+|\d+\. .+)\n# =+$", source, re.M)
-    assert [words_of(title) for title in promised] == [words_of(title) for title in banners]
-    numbers = [int(title.split(".")[0]) for title in banners if not title.startswith("PART")]
-    assert numbers == list(range(1, len(numbers) + 1))
-    assert len(banners) - len(numbers) == 3
-
-
-def test_each_section_opens_with_its_question(source):
-    sections = re.findall(r"^# =+\n# (\d+\. .+)\n# =+\n(.+)$", source, re.M)
-    assert len(sections) > 10
-    for title, line in sections:
-        assert re.fullmatch(r"# Question answered here: .+\?", line), title
-
-
-def test_the_switch_reaches_every_loop(mm, toy, request, monkeypatch):
-    """With C every adapter is in place, and each loop of _helpers.c runs; without it, none."""
-    is_c = request.node.callspec.params["mm"] == "c"
-    assert mm.IMPLEMENTATION == ("c" if is_c else "python")
-    for name in ADAPTED:
-        owner, _, attribute = name.rpartition(".")
-        function = getattr(getattr(mm, owner) if owner else mm, attribute)
-        assert hasattr(function, "__wrapped__") == is_c, name
-    if not is_c:
-        assert not hasattr(mm, "_megatron_min")
-        return
-    spy = mock.Mock(wraps=mm._megatron_min)
-    monkeypatch.setattr(mm, "_megatron_min", spy)
-    for weights in ([1, 2], None):
-        train = build(mm, [None if weights is None else 6, 0, 0], config(mm, ([toy] * 2, weights)))
-        train[0].batch([0])
-    assert {call[0] for call in spy.mock_calls} == C_LOOPS
-
-
-@pytest.mark.parametrize(
-    "setting, implementation", [("1", "an error"), ("0", "python"), (None, "python")]
-)
-def test_the_switch_where_c_is_not_built(monkeypatch, setting, implementation):
-    """=1 asks for C, so its absence is an error; =0 and unset go without."""
-    monkeypatch.delenv("MEGATRON_MIN_C", raising=False)
-    if setting is not None:
-        monkeypatch.setenv("MEGATRON_MIN_C", setting)
-    monkeypatch.setitem(sys.modules, "_megatron_min", None)  # importing it is an ImportError
-    spec = importlib.util.spec_from_file_location("megatron_min_alone", HERE / "megatron_min.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "megatron_min_alone", module)
-    if implementation == "an error":
-        with pytest.raises(ImportError, match="_megatron_min"):
-            spec.loader.exec_module(module)
-        return
-    spec.loader.exec_module(module)
-    assert module.IMPLEMENTATION == implementation
-
-
-def test_doctests_of_the_module(mm, monkeypatch, tmp_path):
-    monkeypatch.setattr(mm.tempfile, "tempdir", str(tmp_path))
-    result = doctest.testmod(mm)
-    assert result.failed == 0
-    assert result.attempted > 40
-
-
-def test_doctests_of_the_readme(one, monkeypatch, tmp_path):
-    if not (HERE / "README.md").exists():
-        pytest.skip("README.md is not beside this file")
-    monkeypatch.setattr(one.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "megatron_min", one)
-    result = doctest.testfile(str(HERE / "README.md"), module_relative=False)
-    assert result.failed == 0
-    assert result.attempted > 0
-
-
-def test_all_is_complete(tree, mm):
-    """__all__ is every public function and class, and two constants, sorted; each exists."""
-    names = [node.name for node in public_definitions(tree)]
-    assert mm.__all__ == sorted([*names, "IMPLEMENTATION", "__version__"])
-    for name in mm.__all__:
-        assert hasattr(mm, name), name
-
-
-def test_every_public_name_has_a_docstring(tree):
-    documented = {node.name: node for node in public_definitions(tree)} | public_functions(tree)
-    for name, node in documented.items():
-        if not name.endswith(".__init__"):  # the docstring of the class has the arguments
-            assert ast.get_docstring(node), name
-
-
-def test_every_public_function_is_annotated(tree):
-    for name, node in public_functions(tree).items():
-        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        if "." in name and "staticmethod" not in decorators:
-            arguments = arguments[1:]  # self or cls
-        for extra in (node.args.vararg, node.args.kwarg):
-            if extra is not None:
-                arguments.append(extra)
-        bare = [argument.arg for argument in arguments if argument.annotation is None]
-        assert bare == [], name
-        assert node.returns is not None, name
-
-
-@pytest.mark.parametrize(
-    "name", ["megatron_min.py", "_helpers.c", "setup.py", "bench.py", "test_megatron_min.py"]
-)
-def test_no_line_is_wider_than_100(name):
-    if not (HERE / name).exists():
-        pytest.skip("copied alone")
-    lines = (HERE / name).read_text(encoding="utf-8").split("\n")
-    assert [number for number, line in enumerate(lines, 1) if len(line) > 100] == []
-
-
-def is_truth_value(node):
-    """Is this expression a comparison, a not, an and, or an or?"""
-    if isinstance(node, ast.UnaryOp):
-        return isinstance(node.op, ast.Not)
-    return isinstance(node, (ast.Compare, ast.BoolOp))
-
-
-def idiom_of(node):
-    """The name of the riddle that this part of a syntax tree is; None if it is plain Python."""
-    if isinstance(node, ast.Lambda):
-        return "a lambda"
-    if isinstance(node, ast.Import) and len(node.names) > 1:
-        return "several imports in a line"
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-        if isinstance(node.targets[0], ast.Tuple) and len(node.value.elts) > 2:
-            return "three things assigned in a line"
-    if isinstance(node, ast.Expr):
-        if isinstance(node.value, (ast.BoolOp, ast.IfExp, ast.Tuple, ast.List, ast.ListComp)):
-            return "an expression as a statement"
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        if is_truth_value(node.left) or is_truth_value(node.right):
-            return "something times a bool"
-    if isinstance(node, ast.Call):
-        if ast.unparse(node.func).endswith(("partial", "attrgetter", "itemgetter")):
-            return "a function made of a function"
-        values = [*node.args, *[keyword.value for keyword in node.keywords]]
-        if any(isinstance(value, ast.NamedExpr) for value in values):
-            return "a walrus in a call"
-    if isinstance(node, ast.For):
-        if isinstance(node.iter, ast.IfExp):
-            return "a loop that is an if"
-        if len(node.body) == 1 and isinstance(node.body[0], ast.Raise):
-            return "a loop that is an if"
-    if isinstance(node, ast.FunctionDef):
-        if any(isinstance(statement, ast.FunctionDef) for statement in node.body):
-            return "a function in a function"
-    return None
-
-
-IDIOMS = [
-    ("property(lambda self: 1)", "a lambda"),
-    ("import os, sys", "several imports in a line"),
-    ("a, b, c = 1, 2, 3", "three things assigned in a line"),
-    ("found and print(found)", "an expression as a statement"),
-    ("keys = ['labels'] * (not last)", "something times a bool"),
-    ("size = (a < b) * 2", "something times a bool"),
-    ("read = functools.partial(f, 1)", "a function made of a function"),
-    ("f(x := g(), x + 1)", "a walrus in a call"),
-    ("for x in y if c else (): f(x)", "a loop that is an if"),
-    ("for d in wrong: raise ValueError(d)", "a loop that is an if"),
-    ("def f():\n    def g(): pass", "a function in a function"),
-    ("a, b = b, a\nfor x in y: f(x * 2)\nimport os\nimport sys", None),
-]
-
-
-@pytest.mark.parametrize("code, wanted", IDIOMS)
-def test_the_search_for_riddles_finds_them(code, wanted):
-    found = [idiom_of(node) for node in ast.walk(ast.parse(code))]
-    assert {idiom for idiom in found if idiom is not None} == ({wanted} - {None})
-
-
-def test_the_module_is_plain_python(tree):
-    found = [(node.lineno, idiom_of(node)) for node in ast.walk(tree) if idiom_of(node) is not None]
-    assert found == []
 
 
 def test_the_toy_example_by_hand(mm, tmp_path):
@@ -638,53 +394,172 @@ def test_the_toy_example_by_hand(mm, tmp_path):
     same(ds.shuffle_index, np.array([1, 2, 0], np.uint32))
 
     # the samples, in the shuffled order 1, 2, 0
-    assert [ds.pieces(k) for k in range(3)] == [
-        [(1, 0, 3), (2, 0, 2)],
-        [(2, 1, 5)],
-        [(0, 0, 4), (1, 0, 1)],
-    ]
+    pieces = [[(1, 0, 3), (2, 0, 2)], [(2, 1, 5)], [(0, 0, 4), (1, 0, 1)]]
+    assert [ds.pieces(k) for k in range(3)] == pieces
     text = {"tokens": [b"bbbc", b"cccc", b"aaaa"], "labels": [b"bbcc", b"cccc", b"aaab"]}
     for k in range(3):
-        wanted = {
-            "tokens": torch.tensor(list(text["tokens"][k])),
-            "labels": torch.tensor(list(text["labels"][k])),
-            "loss_mask": torch.ones(4),
-            "position_ids": torch.arange(4),
-        }
+        wanted = {key: torch.tensor(list(rows[k])) for key, rows in text.items()}
+        wanted |= {"loss_mask": torch.ones(4), "position_ids": torch.arange(4)}
         same_samples(ds[k], wanted, k)
 
     # the batches of two ranks: rank 0 gets samples 0 and 2; rank 1 sample 1 and padding, no loss
-    for rank, samples in ((0, [0, 2]), (1, [1, None])):
-        loader = mm.build_pretraining_data_loader(
-            ds,
-            0,
-            micro_batch_size=1,
-            data_parallel_rank=rank,
-            data_parallel_size=2,
-            drop_last=False,
-        )
-        batches = list(loader)
-        assert len(batches) == 2
-        for batch, k in zip(batches, samples, strict=True):
-            tokens = text["tokens"][0 if k is None else k]
-            assert bytes(batch["tokens"][0].tolist()) == tokens
-            assert batch["loss_mask"].tolist() == [[0.0 if k is None else 1.0] * 4]
+    for rank, rows in ((0, [b"bbbc", b"aaaa"]), (1, [b"cccc", b"bbbc"])):
+        fields = {"micro_batch_size": 1, "data_parallel_rank": rank, "data_parallel_size": 2}
+        batches = list(mm.build_pretraining_data_loader(ds, 0, **fields, drop_last=False))
+        assert [bytes(batch["tokens"][0].tolist()) for batch in batches] == rows
+        assert [batch["loss_mask"].sum().item() for batch in batches] == [4, 4 - 4 * rank]
+
+
+@pytest.fixture(scope="session")
+def source():
+    """The text of the module."""
+    return (HERE / "megatron_min.py").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def tree(source):
+    """The module as a syntax tree."""
+    return ast.parse(source)
+
+
+def words_of(title):
+    """The words of a title, which a table of contents and a banner write in their own ways."""
+    return re.findall(r"\w+", title.upper())
+
+
+def test_contents_match_banners(source, one):
+    """The docstring lists the parts and the sections; each section opens with its question."""
+    promised = re.findall(r"^ *(Part I+, .+|\d+\. .+?)(?:  +.+)?$", one.__doc__, re.M)
+    banners = re.findall(r"^# =+\n# (PART I+: .+|\d+\. .+)\n# =+\n(.*)$", source, re.M)
+    assert [words_of(title) for title in promised] == [words_of(title) for title, _ in banners]
+    sections = [banner for banner in banners if not banner[0].startswith("PART")]
+    assert len(banners) - len(sections) == 3
+    for number, (title, line) in enumerate(sections, 1):
+        assert title.startswith(f"{number}. ")
+        assert re.fullmatch(r"# Question answered here: .+\?", line), title
+
+
+def test_the_switch_reaches_every_loop(mm, toy, request, monkeypatch):
+    """With C every function of _helpers.c runs, in each way to read samples; without C none."""
+    implementation = request.node.callspec.params["mm"]
+    assert mm.IMPLEMENTATION == implementation
+    if implementation == "python":
+        assert not hasattr(mm, "_megatron_min")
+        return
+    kernels = mm._megatron_min
+    spy = mock.Mock(wraps=kernels)
+    monkeypatch.setattr(mm, "_megatron_min", spy)
+    for size, weights in ((6, [1, 2]), (None, None)):
+        blend = build(mm, [size, 0, 0], config(mm, ([toy] * 2, weights)))[0]
+    dataset = blend.datasets[0]
+    for read in (blend.batch, dataset.batch, dataset.__getitems__):
+        read([0])
+    dataset[0]
+    assert spy.read_samples.call_count == 4
+    loops = {name for name in dir(kernels) if not name.startswith("_")}
+    assert {call[0] for call in spy.mock_calls} == loops
+
+
+def test_doctests_of_the_module(mm, monkeypatch, tmp_path):
+    monkeypatch.setattr(mm.tempfile, "tempdir", str(tmp_path))
+    result = doctest.testmod(mm)
+    assert result.failed == 0
+    assert result.attempted > 40
+
+
+def test_doctests_of_the_readme(one, monkeypatch, tmp_path):
+    if not (HERE / "README.md").exists():
+        pytest.skip("README.md is not beside this file")
+    monkeypatch.setattr(one.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "megatron_min", one)
+    result = doctest.testfile(str(HERE / "README.md"), module_relative=False)
+    assert result.failed == 0
+    assert result.attempted > 0
+
+
+def public_nodes(nodes):
+    """The public functions and classes among some syntax trees, and each __init__."""
+    defined = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return [node for node in defined if re.match("[^_]|__init__", node.name)]
+
+
+def test_all_is_complete(tree, one):
+    """__all__ is every public function and class, and two constants, sorted."""
+    names = [node.name for node in public_nodes(tree.body)]
+    assert one.__all__ == sorted([*names, "IMPLEMENTATION", "__version__"])
+
+
+def test_public_names_are_documented_and_annotated(tree):
+    """The arguments of an __init__ are in the docstring of its class."""
+    nodes = public_nodes(tree.body)
+    for node in list(nodes):
+        if isinstance(node, ast.ClassDef):
+            nodes += public_nodes(node.body)
+    for node in nodes:
+        assert ast.get_docstring(node) or node.name == "__init__", node.name
+        if isinstance(node, ast.FunctionDef):
+            arguments = [part for part in ast.walk(node.args) if isinstance(part, ast.arg)]
+            bare = {argument.arg for argument in arguments if argument.annotation is None}
+            assert bare <= {"self", "cls"}, node.name
+            assert node.returns is not None, node.name
+
+
+def test_no_line_of_c_is_wider_than_100():
+    """The linter looks at the Python files."""
+    if not (HERE / "_helpers.c").exists():
+        pytest.skip("copied alone")
+    lines = (HERE / "_helpers.c").read_text(encoding="utf-8").splitlines()
+    assert max(len(line) for line in lines) <= 100
+
+
+def is_riddle(node):
+    """Is this part of a syntax tree something that a good reader stops at?"""
+    match node:
+        case ast.Lambda() | ast.NamedExpr():
+            return True
+        case ast.For(iter=ast.IfExp()) | ast.For(body=[ast.Raise()]):  # a loop that is an if
+            return True
+        case ast.Assign(targets=[ast.Tuple()], value=ast.Tuple(elts=[_, _, _, *_])):
+            return True
+        case ast.Call(func=ast.Attribute(attr="partial" | "attrgetter" | "itemgetter")):
+            return True
+        case ast.Expr():
+            return not isinstance(node.value, (ast.Call, ast.Constant, ast.Yield, ast.YieldFrom))
+        case ast.BinOp(op=ast.Mult(), left=ast.Compare()) | ast.BinOp(right=ast.UnaryOp(ast.Not())):
+            return True
+        case ast.FunctionDef():
+            return any(isinstance(part, ast.FunctionDef) for part in node.body)
+    return False
+
+
+RIDDLES = """\
+property(lambda self: 1)
+a, b, c = 1, 2, 3
+found and print(found)
+keys = ['labels'] * (not last)
+size = (a < b) * 2
+read = functools.partial(f, 1)
+f(x := g(), x + 1)
+for x in y if c else (): f(x)
+for d in wrong: raise ValueError(d)
+def f():
+    def g(): pass
+"""
+
+
+def test_the_module_is_plain_python(tree):
+    """The search finds every statement above, and nothing in the module."""
+    found = {node.lineno for node in ast.walk(ast.parse(RIDDLES)) if is_riddle(node)}
+    assert found == {node.lineno for node in ast.parse(RIDDLES).body}
+    assert [node.lineno for node in ast.walk(tree) if is_riddle(node)] == []
 
 
 # ==============================================================================
 # 1. The file pair
 # ==============================================================================
 
-DTYPES = {  # the codes of the format
-    1: np.uint8,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    6: np.float64,
-    7: np.float32,
-    8: np.uint16,
-}
+# the dtypes of the format's codes 1, 2, ...
+DTYPES = [np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16]
 
 
 def idx_bytes(lengths, documents, code=4, size=4, modes=()):
@@ -724,113 +599,74 @@ def pair(one, tmp_path):
 # ---- the format
 
 
-def test_bytes_on_disk_by_hand(one, pair):
-    assert pathlib.Path(pair + ".idx").read_bytes() == idx_bytes([3, 2, 0, 4], [0, 1, 2, 3, 4])
-    tokens = np.array([1, 1, 1, 2, 2, 3, 3, 3, 3], "<i4")
-    assert pathlib.Path(pair + ".bin").read_bytes() == tokens.tobytes()
-    assert (one.get_bin_path("a/b"), one.get_idx_path("a/b")) == ("a/b.bin", "a/b.idx")
+@pytest.mark.parametrize("code, dtype", list(enumerate(DTYPES, 1)))
+def test_a_pair_of_every_dtype(one, tmp_path, code, dtype):
+    """The bytes on disk, and what is read back, mapped or not."""
+    size = np.dtype(dtype).itemsize
+    assert (one.DType.code_from_dtype(dtype), one.DType.dtype_from_code(code)) == (code, dtype)
+    assert one.DType.size(code) == one.DType.size(dtype) == size
+    docs = [np.array([1, 2, 100], dtype), np.array([], dtype), np.array([7], dtype)]
+    prefix = mk(one, tmp_path / "p", docs, dtype)
+    assert (tmp_path / "p.bin").read_bytes() == np.array([1, 2, 100, 7], dtype).tobytes()
+    assert (tmp_path / "p.idx").read_bytes() == idx_bytes([3, 0, 1], range(4), code, size)
+    for mmap in (True, False):
+        ds = one.IndexedDataset(prefix, mmap=mmap)
+        assert ds.dtype is dtype
+        for found, wanted in zip(ds[:], docs, strict=True):
+            same(found, wanted)
+        same(ds.sequence_lengths, np.array([3, 0, 1], np.int32))
+        same(ds.sequence_pointers, np.array([0, 3, 3], np.int64) * size)
+        same(ds.document_indices, np.arange(4, dtype=np.int64))
+        assert ds.sequence_modes is None
+        assert ds.index is ds  # upstream: the arrays are attributes of ds.index
 
 
-def test_dtype_codes(one):
-    for code, dtype in DTYPES.items():
-        name = np.dtype(dtype).name
-        size = np.dtype(dtype).itemsize
-        assert one.DType[name].value == one.DType.code_from_dtype(dtype) == code
-        assert one.DType.dtype_from_code(code) is dtype
-        assert one.DType.size(code) == one.DType.size(dtype) == size
+def test_dtypes(one, tmp_path):
     assert one.DType.optimal_dtype(65499) is np.uint16
     assert one.DType.optimal_dtype(65500) is one.DType.optimal_dtype(None) is np.int32
-    with pytest.raises(ValueError, match="complex64"):
-        one.DType.code_from_dtype(np.complex64)
     for code in (0, 9):
         with pytest.raises(ValueError, match=f"code {code}"):
             one.DType.dtype_from_code(code)
-
-
-@pytest.mark.parametrize("mmap", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES.values())
-def test_every_dtype_comes_back(one, tmp_path, dtype, mmap):
-    docs = [np.array([1, 2, 100], dtype), np.array([], dtype), np.array([7], dtype)]
-    ds = one.IndexedDataset(mk(one, tmp_path / "p", docs, dtype), mmap=mmap)
-    assert ds.dtype is dtype
-    assert len(ds) == 3
-    for found, wanted in zip(ds[:], docs, strict=True):
-        same(found, wanted)
-    same(ds.sequence_lengths, np.array([3, 0, 1], np.int32))
-    same(ds.sequence_pointers, np.array([0, 3, 3], np.int64) * np.dtype(dtype).itemsize)
-    same(ds.document_indices, np.arange(4, dtype=np.int64))
-    assert ds.sequence_modes is None
-    assert ds.index is ds  # upstream: the arrays are attributes of ds.index
-
-
-def test_modes(one, tmp_path):
-    """Upstream: modes cannot be left out, nor read back."""
-    with one.IndexedDatasetBuilder(tmp_path / "m.bin", np.int16, multimodal=True) as builder:
-        builder.add_document([1, 2, 3], [1, 2], [1, -2])
-        builder.add_document([4], [1])
-        builder.add_item([5, 6], mode=3)
-        builder.end_document()
-    wanted = idx_bytes([1, 2, 1, 2], [0, 2, 3, 4], code=3, size=2, modes=[1, -2, 0, 3])
-    assert (tmp_path / "m.idx").read_bytes() == wanted
-    ds = one.IndexedDataset(tmp_path / "m", multimodal=True)
-    same(ds.sequence_modes, np.array([1, -2, 0, 3], np.int8))
-    tokens, mode = ds[1]
-    assert (tokens.tolist(), mode) == ([2, 3], -2)
-    tokens, mode = ds.get(3, 1)
-    assert (tokens.tolist(), mode) == ([6], 3)
-    sequences, modes = ds[1:3]
-    assert (lists(sequences), modes.tolist()) == ([[2, 3], [4]], [-2, 0])
-    assert one.IndexedDataset(tmp_path / "m")[1].tolist() == [2, 3]  # modes need not be read
-
-
-def test_multimodal_needs_modes_in_the_file(one, pair):
-    with pytest.raises(one.DatasetFormatError, match="modes"):
-        one.IndexedDataset(pair, multimodal=True)
+    with pytest.raises(ValueError, match="complex64"):
+        one.IndexedDatasetBuilder(tmp_path / "p.bin", np.complex64)
+    assert os.listdir(tmp_path) == []
 
 
 # ---- the builder
 
 
-def test_tokens_may_be_tensors_arrays_or_lists(one, tmp_path):
-    with one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint16) as builder:
-        builder.add_item(torch.tensor([[1], [2]]))  # flattened
-        builder.add_item(np.array([3, 4], np.int64))
-        builder.add_item([5, 6])
-        builder.add_item((7,))
+def test_all_ways_to_add(one, pair, tmp_path):
+    """Tensors, arrays and lists; a document goes on until it is ended; modes are kept.
+
+    Upstream: modes cannot be left out, nor read back.
+    """
+    with one.IndexedDatasetBuilder(tmp_path / "m.bin", np.int16, multimodal=True) as builder:
+        builder.add_document([1, 2, 3], (n for n in (1, 2)), [1, -2])
+        builder.add_document([np.array([4, 5]), torch.tensor([6, 7])], [4])
+        builder.add_item(torch.tensor([[8], [9]]), mode=3)  # flattened
         builder.add_item(np.array([], np.float64))
         builder.end_document()
-        builder.add_document(torch.tensor([8, 9], dtype=torch.int32), [1, 1])
-        builder.add_document([np.array([10, 11]), torch.tensor([12, 13])], (n for n in (1, 3)))
-    ds = one.IndexedDataset(tmp_path / "p")
-    wanted = [[1, 2], [3, 4], [5, 6], [7], [], [8], [9], [10], [11, 12, 13]]
-    assert lists(ds[:]) == wanted
-    assert ds.document_indices.tolist() == [0, 5, 7, 9]
-
-
-def test_many_sequences_at_once_equal_one_by_one(one, tmp_path):
-    """add_sequences() goes on with the document that is not yet ended, as add_item() does."""
-    with one.IndexedDatasetBuilder(tmp_path / "a.bin", multimodal=True) as builder:
-        builder.add_item([1], 5)
-        builder.add_item([2, 3], 6)
-        builder.end_document()
-        builder.end_document()
-        builder.add_item([], 7)
-        builder.add_item([4], 8)
-        builder.end_document()
-    with one.IndexedDatasetBuilder(tmp_path / "b.bin", multimodal=True) as builder:
-        builder.add_sequences([1], [1], [5])
-        builder.add_sequences([2, 3, 4], [2, 0, 1], [6, 7, 8], ends=[1, 1, 3])
-    for extension in (".bin", ".idx"):
-        assert (tmp_path / f"a{extension}").read_bytes() == (
-            tmp_path / f"b{extension}"
-        ).read_bytes()
+        builder.add_item((10,))
+        builder.add_sequences(np.array([11, 12, 13]), [2, 0, 1], [4, 5, 6], ends=[1, 1, 3])
+    lengths, modes = [1, 2, 4, 2, 0, 1, 2, 0, 1], [1, -2, 0, 3, 0, 0, 4, 5, 6]
+    wanted = idx_bytes(lengths, [0, 2, 3, 5, 7, 7, 9], code=3, size=2, modes=modes)
+    assert (tmp_path / "m.idx").read_bytes() == wanted
+    assert (tmp_path / "m.bin").read_bytes() == np.arange(1, 14, dtype="<i2").tobytes()
+    ds = one.IndexedDataset(tmp_path / "m", multimodal=True)
+    same(ds.sequence_modes, np.array(modes, np.int8))
+    for (tokens, mode), wanted in ((ds[1], ([2, 3], -2)), (ds.get(3, 1), ([9], 3))):
+        assert (tokens.tolist(), mode) == wanted
+    sequences, modes = ds[1:3]
+    assert (lists(sequences), modes.tolist()) == ([[2, 3], [4, 5, 6, 7]], [-2, 0])
+    assert one.IndexedDataset(tmp_path / "m")[1].tolist() == [2, 3]  # modes need not be read
+    with pytest.raises(one.DatasetFormatError, match="modes"):
+        one.IndexedDataset(pair, multimodal=True)
 
 
 # name: (dtype, method, arguments, the word that matters)
 REFUSED_BY_BUILDER = {
     # upstream: such ids are wrapped, and written as others
     "tensor-too-large": (np.uint16, "add_item", (torch.tensor([1, 70000, -1]),), "70000"),
-    "array-too-large": (np.uint16, "add_item", (np.array([1, 65536]),), "65536"),
     "list-too-large": (np.uint16, "add_item", ([65536],), "65536"),
     "negative": (np.uint16, "add_item", (np.array([-1]),), "-1"),
     "uint64": (np.int64, "add_item", (np.array([2**63], np.uint64),), str(2**63)),
@@ -853,43 +689,27 @@ REFUSED_BY_BUILDER = {
 @pytest.mark.parametrize("case", REFUSED_BY_BUILDER)
 def test_builder_refuses_before_it_writes(one, tmp_path, case):
     dtype, method, arguments, word = REFUSED_BY_BUILDER[case]
-    builder = one.IndexedDatasetBuilder(tmp_path / "p.bin", dtype, multimodal=True)
-    builder.add_document([1, 2], [2], [7])
-    with pytest.raises((TypeError, ValueError), match=re.escape(word)):
-        getattr(builder, method)(*arguments)
-    builder.add_document([3], [1])
-    builder.finalize(tmp_path / "p.idx")
+    with one.IndexedDatasetBuilder(tmp_path / "p.bin", dtype, multimodal=True) as builder:
+        builder.add_document([1, 2], [2], [7])
+        with pytest.raises((TypeError, ValueError), match=re.escape(word)):
+            getattr(builder, method)(*arguments)
+        builder.add_document([3], [1])
     ds = one.IndexedDataset(tmp_path / "p", multimodal=True)
     assert [(tokens.tolist(), mode) for tokens, mode in ds] == [([1, 2], 7), ([3], 0)]
 
 
-def test_a_dtype_without_a_code_makes_no_file(one, tmp_path):
-    with pytest.raises(ValueError, match="complex64"):
-        one.IndexedDatasetBuilder(tmp_path / "p.bin", np.complex64)
-    assert os.listdir(tmp_path) == []
-
-
-def test_builder_wants_the_last_document_ended(one, tmp_path):
+def test_the_life_of_a_builder(one, pair, tmp_path):
+    """finalize() wants the last document ended, and gives both files their names, once."""
     builder = one.IndexedDatasetBuilder(tmp_path / "p.bin")
     builder.add_item([1])
     with pytest.raises(ValueError, match="end_document"):
         builder.finalize(tmp_path / "p.idx")
     builder.end_document()
+    assert not one.IndexedDataset.exists(tmp_path / "p")
     builder.finalize(tmp_path / "p.idx")
-    assert one.IndexedDataset(tmp_path / "p")[0].tolist() == [1]
-
-
-def test_finalized_builder_takes_no_more(one, tmp_path):
-    """A second finalize() must not replace the index of the first."""
-    other = mk(one, tmp_path / "other", [[1]])
-    builder = one.IndexedDatasetBuilder(tmp_path / "p.bin")
-    builder.add_document([1], [1])
-    builder.finalize(tmp_path / "p.idx")
-    for method, argument in (
-        ("finalize", tmp_path / "p.idx"),
-        ("add_item", [1]),
-        ("add_index", other),
-    ):
+    assert one.IndexedDataset.exists(tmp_path / "p")
+    calls = [("finalize", tmp_path / "p.idx"), ("add_item", [1]), ("add_index", pair)]
+    for method, argument in calls:
         with pytest.raises(ValueError, match="finalized"):
             getattr(builder, method)(argument)
     assert lists(one.IndexedDataset(tmp_path / "p")) == [[1]]
@@ -897,87 +717,76 @@ def test_finalized_builder_takes_no_more(one, tmp_path):
 
 def test_the_with_block_of_a_builder(one, tmp_path):
     """Both files appear at its end; after an error there is none, nor a temporary one."""
-    with pytest.raises(KeyError), one.IndexedDatasetBuilder(tmp_path / "p.bin") as builder:
-        builder.add_document([1], [1])
-        raise KeyError("stop")
-    with pytest.raises(ValueError, match="end_document"):
-        with one.IndexedDatasetBuilder(tmp_path / "p.bin") as builder:
+    for error in (KeyError, ValueError):  # the block's own, and that of its end
+        with pytest.raises(error), one.IndexedDatasetBuilder(tmp_path / "p.bin") as builder:
             builder.add_item([1])
-    assert os.listdir(tmp_path) == []
+            if error is KeyError:
+                raise KeyError("stop")
+        assert os.listdir(tmp_path) == []
     with one.IndexedDatasetBuilder(tmp_path / "p.bin") as builder:
-        builder.add_document([1], [1])
+        builder.add_document([2], [1])
         assert not one.IndexedDataset.exists(tmp_path / "p")
     assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
-    assert one.IndexedDataset.exists(tmp_path / "p")
-
-
-def test_index_arrays_cost_bytes_not_objects(one, tmp_path):
-    """4 bytes for a sequence and 8 for a document; upstream: a Python int for each."""
-    with one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint8) as builder:
-        for _ in range(1000):
-            builder.add_document([0], [1])
-        held = sys.getsizeof(builder.sequence_lengths) + sys.getsizeof(builder.document_indices)
-        assert held < 1000 * (4 + 8) * 1.5
+    os.mkdir(tmp_path / "q.idx")  # in the place of a file
+    with pytest.raises(OSError), one.IndexedDatasetBuilder(tmp_path / "q.bin") as builder:
+        builder.add_document([2], [1])
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx", "q.idx"]
 
 
 # ---- reading
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_access_is_a_lists(one, pair, mmap):
-    ds = one.IndexedDataset(pair, mmap=mmap)
-    for i in (0, 3, -1, -4, np.int64(1)):
-        assert ds[i].tolist() == PAIR[i]
-    cuts = [(None, None), (1, 3), (-2, None), (2, 1), (1, 1), (5, 9)]  # upstream: no empty ones
-    for start, stop in cuts:
-        assert lists(ds[start:stop]) == PAIR[start:stop]
+@pytest.mark.parametrize("docs", [[[1, 2, 3], [4, 5], [], [6, 7, 8, 9]], [], [[], []]], ids=str)
+def test_access_is_a_lists(one, tmp_path, docs, mmap):
+    """Upstream: no empty slices nor datasets, and get() reads on behind the sequence."""
+    ds = one.IndexedDataset(mk(one, tmp_path / "p", docs), mmap=mmap)
+    n = len(docs)
+    assert (len(ds), lists(ds), ds.document_indices.tolist()) == (n, docs, list(range(n + 1)))
+    for i in (n, -n - 1, 10**12, 2**70):
+        with pytest.raises(IndexError, match=f"which has {n} entries"):
+            ds[i]
+    for start, stop in itertools.product([None, *range(-5, 6)], repeat=2):
+        assert lists(ds[start:stop]) == docs[start:stop]
     with pytest.raises(ValueError, match="step 2"):
         ds[::2]
-    for i in (4, -5, 10**12, 2**70):
-        with pytest.raises(IndexError, match="which has 4"):
-            ds[i]
-    assert lists(ds) == PAIR  # iteration ends
-
-
-@pytest.mark.parametrize("mmap", [True, False])
-def test_get_stays_inside_the_sequence(one, pair, mmap):
-    """Upstream: the tokens of the next sequences, or of nothing."""
-    ds = one.IndexedDataset(pair, mmap=mmap)
-    for arguments, wanted in (
-        ((3, 1, 2), [3, 3]),
-        ((0, 3), []),
-        ((0, 1), [1, 1]),
-        ((2, 0, 0), []),
-        ((-1,), [3] * 4),
-    ):
-        assert ds.get(*arguments).tolist() == wanted
-    for arguments in ((0, 1, 5), (1, -2, 2), (0, 0, -1), (0, 4), (2, 0, 1)):
-        with pytest.raises(IndexError, match=r"has \d tokens"):
-            ds.get(*arguments)
-
-
-@pytest.mark.parametrize("mmap", [True, False])
-def test_empty_datasets(one, tmp_path, mmap):
-    """No documents at all, and documents without a token; upstream: an error."""
-    none = one.IndexedDataset(mk(one, tmp_path / "none", []), mmap=mmap)
-    assert len(none) == 0
-    assert none[:] == []
-    assert none.document_indices.tolist() == [0]
-    blank = one.IndexedDataset(mk(one, tmp_path / "blank", [[], []]), mmap=mmap)
-    assert lists(blank[:]) == [[], []]
-    assert blank[1].dtype == np.int32
+    places = itertools.product(range(-n, n), range(-2, 6), [None, *range(-1, 6)])
+    for i, offset, length in places:
+        assert ds[np.int64(i)].tolist() == docs[i]
+        size = len(docs[i])
+        end = size if length is None else offset + length
+        if 0 <= offset <= end <= size:
+            same(ds.get(i, offset, length), np.array(docs[i][offset:end], np.int32))
+        else:
+            with pytest.raises(IndexError, match=f"has {size} tokens"):
+                ds.get(i, offset, length)
 
 
 def test_rewriting_a_pair_leaves_open_readers_alone(one, pair):
     """The new pair takes the name, the old bytes stay mapped; upstream: overwritten in place."""
     old = one.IndexedDataset(pair)
-    before = old.identity()
-    assert one.IndexedDataset(pair).identity() == before
     mk(one, pair, [[7] * 3, [8] * 9])
     assert lists(old[:]) == PAIR
-    new = one.IndexedDataset(pair)
-    assert lists(new[:]) == [[7] * 3, [8] * 9]
-    assert new.identity() != before
+    assert lists(one.IndexedDataset(pair)[:]) == [[7] * 3, [8] * 9]
+
+
+def test_identity_tells_one_index_from_another(one, tmp_path):
+    """By its size, its time, and its first and last 64 KiB."""
+    prefix = mk(one, tmp_path / "p", [[1]] * 7000)
+    identities = []
+    for size, seconds, offset, byte in (
+        (140042, 1, 34, b"\1"),
+        (140042, 2, 34, b"\1"),  # another time
+        (140042, 2, 34, b"\2"),  # a length at the begin of the file
+        (140042, 2, -16, b"\2"),  # the begin of a document at its end
+        (147042, 2, -16, b"\2"),  # modes
+    ):
+        os.truncate(f"{prefix}.idx", size)
+        patch(f"{prefix}.idx", offset, byte)
+        os.utime(f"{prefix}.idx", (seconds, seconds))
+        for _ in range(2):
+            identities.append(str(one.IndexedDataset(prefix, check=False).identity()))
+    assert len(set(identities)) == 5
 
 
 def test_a_pair_that_is_replaced_while_it_is_opened(one, pair, monkeypatch):
@@ -1008,92 +817,60 @@ def test_a_missing_file_is_not_found(one, pair, missing):
 
 @pytest.mark.parametrize("mmap", [True, False])
 def test_pickle_is_the_path(one, pair, mmap):
-    ds = one.IndexedDataset(pair, mmap=mmap, check=True)
-    pickled = pickle.dumps(ds)
-    again = pickle.loads(pickled)
+    pickled = pickle.dumps(one.IndexedDataset(pair, mmap=mmap, check=True))
     assert len(pickled) < 500
-    assert (again.mmap, again.check) == (mmap, True)
-    assert lists(again) == PAIR
-
-
-@pytest.mark.slow
-def test_other_processes_read_it(pair, tmp_path):
-    """A forked process inherits the open files, a spawned one opens them again."""
-    script = tmp_path / "script.py"
-    script.write_text("""
-import multiprocessing, sys
-import megatron_min
-
-def total(ds):
-    return sum(int(sequence.sum()) for sequence in ds)
-
-if __name__ == "__main__":
-    for method in ("fork", "spawn"):
-        with multiprocessing.get_context(method).Pool(1) as pool:
-            for mmap in (True, False):
-                ds = megatron_min.IndexedDataset(sys.argv[1], mmap=mmap)
-                print(*pool.map(total, [ds, ds]), total(ds))
-""")
-    ran = subprocess.run(
-        [sys.executable, script, pair],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(HERE)},
-        timeout=100,
-    )
-    assert ran.stdout == "19 19 19\n" * 4, ran.stderr
+    again = pickle.loads(pickled)
+    assert (again.mmap, again.check, lists(again)) == (mmap, True, PAIR)
 
 
 # ---- damaged files
 
 # The pair has 4 sequences and 5 document_indices.
-# name: (offset in the .idx, its new bytes, the word in the message, does every open see it?)
+# name: (offset in the .idx, its format and new value, the word in the message, None if every open
+#        sees it, else which sequences are refused where no open has checked the whole .idx)
 CORRUPT = {
-    "magic": (0, b"X", "magic", True),
-    "version": (9, b"\2", "version", True),
-    "dtype-code-0": (17, b"\0", "dtype", True),
-    "dtype-code-9": (17, b"\11", "dtype", True),
-    "dtype-of-another-size": (17, b"\5", "multiple of 8", True),  # upstream: other tokens
-    "n-small": (18, struct.pack("<Q", 3), "size", True),
-    "n-huge": (18, struct.pack("<Q", 2**63), "size", True),
-    "m-small": (26, struct.pack("<Q", 4), "size", True),
-    "m-huge": (26, struct.pack("<Q", 2**62), "size", True),
-    "length-negative": (34, struct.pack("<i", -5), r"sequence_lengths\[0\]", False),
-    "length-wrong": (34, struct.pack("<i", 4), r"sequence_pointers\[1\]", False),
-    "last-length": (46, struct.pack("<i", 5), "size", True),
-    "pointer": (58, struct.pack("<q", 16), r"sequence_pointers\[1\]", False),
-    "pointer-unaligned": (58, struct.pack("<q", 13), r"sequence_pointers\[1\]", False),
-    "last-pointer": (74, struct.pack("<q", 24), "size", True),
-    "document-first": (82, struct.pack("<q", 1), "document_indices", True),
-    "document-last": (-8, struct.pack("<q", 3), "document_indices", True),
-    "document-falls": (98, struct.pack("<q", 0), r"document_indices\[2\]", False),
-    "document-beyond": (98, struct.pack("<q", 9), r"document_indices\[3\]", False),
+    "magic": (0, "c", b"X", "magic", None),
+    "version": (9, "B", 2, "version", None),
+    "dtype-code-0": (17, "B", 0, "dtype", None),
+    "dtype-code-9": (17, "B", 9, "dtype", None),
+    "dtype-of-another-size": (17, "B", 5, "multiple of 8", None),  # upstream: other tokens
+    "n-small": (18, "<Q", 3, "size", None),
+    "n-huge": (18, "<Q", 2**63, "size", None),
+    "m-small": (26, "<Q", 4, "size", None),
+    "m-huge": (26, "<Q", 2**62, "size", None),
+    "length-negative": (34, "<i", -5, r"sequence_lengths\[0\]", [0]),
+    "length-wrong": (34, "<i", 4, r"sequence_pointers\[1\]", []),
+    "last-length": (46, "<i", 5, "size", None),
+    "pointer": (58, "<q", 16, r"sequence_pointers\[1\]", []),
+    "pointer-unaligned": (58, "<q", 13, r"sequence_pointers\[1\]", [1]),
+    "last-pointer": (74, "<q", 24, "size", None),
+    "last-pointer-unaligned": (74, "<q", 21, "multiple of 4", None),
+    "document-first": (82, "<q", 1, "document_indices", None),
+    "document-last": (-8, "<q", 3, "document_indices", None),
+    "document-falls": (98, "<q", 0, r"document_indices\[2\]", []),
+    "document-beyond": (98, "<q", 9, r"document_indices\[3\]", []),
 }
 
 
 @pytest.mark.parametrize("case", CORRUPT)
 def test_a_corrupt_field_is_refused(one, pair, case):
     """At the open, or, without the whole check, at an access that would leave the .bin file."""
-    offset, data, word, always = CORRUPT[case]
-    patch(pair + ".idx", offset, data)
-    checks = [None, True]
-    if always:
-        checks.append(False)
+    offset, code, value, word, refused = CORRUPT[case]
+    patch(pair + ".idx", offset, struct.pack(code, value))
+    checks = [None, True, False] if refused is None else [None, True]
     for check in checks:
-        with pytest.raises(one.DatasetFormatError, match=word) as caught:
+        with pytest.raises(one.DatasetFormatError, match=rf"pair\..*{word}"):
             one.IndexedDataset(pair, check=check)
-        assert f"{pair}." in str(caught.value)
-    if always:
+    if refused is None:
         return
     for mmap in (True, False):
         ds = one.IndexedDataset(pair, mmap=mmap, check=False)
         for i in range(4):
-            is_damaged = (case, i) in (("length-negative", 0), ("pointer-unaligned", 1))
-            if is_damaged:
-                with pytest.raises(one.DatasetFormatError, match=rf"pair\.idx: sequence {i}"):
-                    ds[i]
-            else:
+            if i not in refused:
                 assert len(ds[i]) == ds.sequence_lengths[i]
+                continue
+            with pytest.raises(one.DatasetFormatError, match=rf"pair\.idx: sequence {i}"):
+                ds[i]
         with pytest.raises(one.DatasetFormatError, match=word):
             ds.verify()
 
@@ -1106,54 +883,32 @@ def test_a_large_index_is_checked_in_parts(one, tmp_path):
         builder.add_sequences(np.zeros(n, np.uint8), [1] * n, ends=range(1, n + 1))
     assert len(one.IndexedDataset(prefix)) == n
     whole = pathlib.Path(f"{prefix}.idx").read_bytes()
-    for i in (2**16 - 1, 2**16):
-        for field, offset in (
-            (f"sequence_pointers[{i}]", 34 + 4 * n + 8 * i),
-            (f"document_indices[{i}]", 34 + 12 * n + 8 * i),
-        ):
-            pathlib.Path(f"{prefix}.idx").write_bytes(whole)
-            patch(f"{prefix}.idx", offset, struct.pack("<q", i - 2))
-            with pytest.raises(one.DatasetFormatError, match=re.escape(field)):
-                one.IndexedDataset(prefix)
+    fields = [("sequence_pointers", 34 + 4 * n), ("document_indices", 34 + 12 * n)]
+    for i, (field, begin) in itertools.product((2**16 - 1, 2**16), fields):
+        pathlib.Path(f"{prefix}.idx").write_bytes(whole)
+        patch(f"{prefix}.idx", begin + 8 * i, struct.pack("<q", i - 2))
+        with pytest.raises(one.DatasetFormatError, match=rf"{field}\[{i}\]"):
+            one.IndexedDataset(prefix)
 
 
-@pytest.mark.parametrize(
-    "extension, change",
-    [(".idx", -1), (".idx", -4), (".idx", 1), (".idx", 5), (".idx", -1000), (".idx", -103)]
-    + [(".bin", -1), (".bin", -4), (".bin", 1), (".bin", 4), (".bin", -1000)],
-)
-def test_a_file_of_another_size_is_refused(one, pair, extension, change):
+SIZES = [(".idx", size) for size in (0, 19, 118, 121, 123, 127)]  # right: 122, 126 with modes
+SIZES += [(".bin", size) for size in (0, 32, 35, 37, 40)]  # right: 36
+
+
+@pytest.mark.parametrize("extension, size", SIZES)
+def test_a_file_of_another_size_is_refused(one, pair, extension, size):
     """Upstream: read as if it were right."""
-    size = os.path.getsize(pair + extension)
-    os.truncate(pair + extension, max(0, size + change))
+    os.truncate(pair + extension, size)
     for check in (None, True, False):
-        with pytest.raises(one.DatasetFormatError, match="file size") as caught:
+        with pytest.raises(one.DatasetFormatError, match=rf"pair\{extension}: file size"):
             one.IndexedDataset(pair, check=check)
-        assert pair + extension in str(caught.value)
-
-
-def test_a_file_that_ends_inside_a_token_is_refused(one, pair):
-    """Though its .idx says the same: the last sequence begins and ends a byte later."""
-    patch(pair + ".idx", 74, struct.pack("<q", 21))
-    os.truncate(pair + ".bin", 37)
-    with pytest.raises(
-        one.DatasetFormatError, match=r"pair\.idx: end of the last sequence .* a multiple of 4"
-    ):
-        one.IndexedDataset(pair, check=False)
-
-
-def test_an_index_with_modes_is_longer(one, pair):
-    """One byte more for each sequence: modes, which a reader of tokens does not need."""
-    os.truncate(pair + ".idx", os.path.getsize(pair + ".idx") + 4)
-    assert lists(one.IndexedDataset(pair)) == PAIR
 
 
 @pytest.mark.parametrize("pointer", [2**63 - 1, 2**63 - 4, 2**63 - 2**31, 2**32, -4, -(2**63)])
 def test_no_sum_wraps_on_its_way_into_the_file(mm, pair, pointer):
     """An .idx that changes under an open dataset: no access trusts what was checked before."""
     ds = gpt(mm, pair, 4, sequence_length=4)
-    for i in range(4):
-        patch(pair + ".idx", 50 + 8 * i, struct.pack("<q", pointer))
+    patch(pair + ".idx", 50, struct.pack("<4q", *[pointer] * 4))
     for mmap in (True, False):
         with pytest.raises(mm.DatasetFormatError):
             mm.IndexedDataset(pair, mmap=mmap, check=False)  # the last pointer is checked
@@ -1163,27 +918,18 @@ def test_no_sum_wraps_on_its_way_into_the_file(mm, pair, pointer):
         ds.batch([0, 1, 2, 3])
 
 
-def sparse_pair(prefix, lengths, marks):
-    """A pair of any size that takes no room on the disk: zeros, but for {place: token} (uint8)."""
-    lengths = np.array(lengths, np.int32)
-    with open(f"{prefix}.bin", "wb") as file:
-        file.truncate(int(lengths.sum(dtype=np.int64)))
-        for place, token in marks.items():
-            file.seek(place)
-            file.write(bytes([token]))
-    documents = range(len(lengths) + 1)
-    pathlib.Path(f"{prefix}.idx").write_bytes(idx_bytes(lengths.tolist(), documents, 1, 1))
-    return str(prefix)
-
-
 @pytest.mark.slow
 @linux
 def test_a_pair_of_more_than_2_32_tokens(mm, tmp_path):
-    """What lies far behind is found, by get() and in samples."""
+    """What lies far behind is found, by get() and in samples.  The .bin takes no room on disk."""
     most = 2**31 - 1  # the longest sequence
-    S = 2**20
     marks = {0: 1, most - 1: 2, most: 3, 2 * most - 1: 4, 2 * most: 5, 2 * most + 4: 6}
-    prefix = sparse_pair(tmp_path / "p", [most, most, 5], marks)
+    prefix = str(tmp_path / "p")
+    pathlib.Path(f"{prefix}.idx").write_bytes(idx_bytes([most, most, 5], range(4), 1, 1))
+    pathlib.Path(f"{prefix}.bin").touch()
+    os.truncate(f"{prefix}.bin", 2 * most + 5)
+    for place, token in marks.items():
+        patch(f"{prefix}.bin", place, bytes([token]))
     for mmap in (True, False):
         ds = mm.IndexedDataset(prefix, mmap=mmap, check=True)
         assert ds.num_tokens == 2**32 + 3
@@ -1193,26 +939,12 @@ def test_a_pair_of_more_than_2_32_tokens(mm, tmp_path):
         for offset in (most - 1, most, 2**31, 2**32):
             with pytest.raises(IndexError, match=f"{most} tokens"):
                 ds.get(1, offset, 2)
-    train = gpt(mm, prefix, sequence_length=S)
-    assert train.tokens_per_epoch() == 2**32 + 3
-    assert len(train) == 2**12
-    place_in_stream = {}  # of each mark, by its token
-    before = 0
-    for i in train.document_index.tolist():
-        length = int(train.dataset.sequence_lengths[i])
-        for place, token in marks.items():
-            if i * most <= place < i * most + length:
-                place_in_stream[token] = before + place - i * most
-        before += length
-    assert len(place_in_stream) == len(marks)
-    for token, place in place_in_stream.items():
-        j = min(place // S, len(train) - 1)
-        k = int(np.flatnonzero(train.shuffle_index == j)[0])
-        text = torch.cat([train[k]["tokens"], train[k]["labels"][-1:]])
-        inside = {t: p - j * S for t, p in place_in_stream.items() if j * S <= p <= (j + 1) * S}
-        assert text.nonzero().flatten().tolist() == sorted(inside.values())
-        if place <= 2**32:  # the last two tokens fill no sample
-            assert text[inside[token]] == token
+    train = gpt(mm, prefix, sequence_length=2**20)
+    assert (train.tokens_per_epoch(), len(train)) == (2**32 + 3, 2**12)
+    for k in range(0, len(train), 100):
+        i, offset, _ = train.pieces(k)[0]
+        patch(f"{prefix}.bin", i * most + offset, b"\7")
+        assert train[k]["tokens"][0] == 7
 
 
 # ---- merge
@@ -1220,33 +952,19 @@ def test_a_pair_of_more_than_2_32_tokens(mm, tmp_path):
 
 @pytest.mark.parametrize("multimodal", [False, True])
 def test_merge_equals_one_builder(one, tmp_path, multimodal):
-    parts = []
-    rng = np.random.default_rng(0)
-    whole = one.IndexedDatasetBuilder(tmp_path / "whole.bin", np.uint16, multimodal)
-    for name in ("a", "empty", "c"):
-        part = one.IndexedDatasetBuilder(tmp_path / f"{name}.bin", np.uint16, multimodal)
-        docs = []
-        if name != "empty":
-            docs = random_docs(rng)
-        for doc in docs:
-            for builder in (part, whole):
-                builder.add_document(doc, [len(doc), 0], [1, 2] if multimodal else None)
-        part.finalize(tmp_path / f"{name}.idx")
-        parts.append(tmp_path / name)
-    whole.finalize(tmp_path / "whole.idx")
-    one.merge(iter(parts), tmp_path / "merged", multimodal)
-    for extension in (".bin", ".idx"):
-        merged = (tmp_path / f"merged{extension}").read_bytes()
-        assert merged == (tmp_path / f"whole{extension}").read_bytes()
-
-
-def test_merge_of_one_and_again(one, pair, tmp_path):
-    """A prefix alone is one input; a second merge replaces the first one's files, whole."""
-    one.merge(pair, tmp_path / "all")
-    assert lists(one.IndexedDataset(tmp_path / "all", check=True)) == PAIR
-    for _ in range(2):
-        one.merge([pair, pair], tmp_path / "all")
-        assert lists(one.IndexedDataset(tmp_path / "all", check=True)) == PAIR * 2
+    """Also of a prefix alone, and where it replaces an older pair."""
+    docs = {"a": [[1, 2], [], [3]], "empty": [], "c": [[4], [5, 6, 7]]}
+    docs["whole"] = docs["a"] + docs["c"] + docs["a"]
+    for name in docs:
+        with one.IndexedDatasetBuilder(tmp_path / f"{name}.bin", np.uint16, multimodal) as builder:
+            for doc in docs[name]:
+                builder.add_document(doc, [len(doc), 0], [len(doc), 2])
+    whole = iter([tmp_path / name for name in ("a", "empty", "c", "a")])
+    for parts, name in ((tmp_path / "a", "a"), (whole, "whole")):
+        one.merge(parts, tmp_path / "merged", multimodal)
+        for extension in (".bin", ".idx"):
+            merged = (tmp_path / f"merged{extension}").read_bytes()
+            assert merged == (tmp_path / f"{name}{extension}").read_bytes()
 
 
 def test_merge_refuses(one, pair, tmp_path):
@@ -1277,11 +995,9 @@ def test_merge_refuses(one, pair, tmp_path):
 def texts_of(mm, prefix):
     """The documents of a pair as lists of ids, empty ones too."""
     ds = mm.IndexedDataset(prefix, check=True)
-    ends = ds.document_indices.tolist()
     documents = []
-    for first, last in itertools.pairwise(ends):
-        sequences = [sequence.tolist() for sequence in ds[first:last]]
-        documents.append(sum(sequences, []))
+    for first, end in itertools.pairwise(ds.document_indices.tolist()):
+        documents.append([token for sequence in ds[first:end] for token in sequence.tolist()])
     return documents
 
 
@@ -1292,66 +1008,55 @@ def test_bytes_are_tokens(one, text, ids):
     tokenizer = one.ByteTokenizer()
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
     assert tokenizer.tokenize(text) == ids
-    assert tokenizer.detokenize(ids) == text
     assert tokenizer.detokenize(np.array([*ids, 256], np.uint16)) == text, "eod is no text"
+    assert tokenizer.detokenize([*ids, 195]) == text + "\N{REPLACEMENT CHARACTER}", "half of one"
     assert json.loads(json.dumps(tokenizer.unique_identifiers)) == tokenizer.unique_identifiers
 
 
-def test_half_a_character_is_replaced(one):
-    assert one.ByteTokenizer().detokenize([97, 195]) == "a\N{REPLACEMENT CHARACTER}"
+@pytest.mark.parametrize("text, ids", [("1 2", [1, 2]), ("", []), (" ", []), ("9", [9])])
+def test_encode_document(one, text, ids):
+    """eod is put after tokens only; " " is a text, but no token."""
+    assert one.encode_document(text, Tok(eod=9)) == ids
+    assert one.encode_document(text, Tok(eod=9), append_eod=True) == ids + [9] * min(1, len(ids))
 
 
-@pytest.mark.parametrize(
-    "text, append_eod, ids",
-    [
-        ("1 2", False, [1, 2]),
-        ("1 2", True, [1, 2, 9]),
-        ("", False, []),
-        ("", True, []),
-        (" ", True, []),  # a text, but no token
-        ("9", True, [9, 9]),
-    ],
-)
-def test_encode_document(one, text, append_eod, ids):
-    assert one.encode_document(text, Tok(eod=9), append_eod) == ids
+LINES = [
+    (b"", []),
+    (b'{"text": "1 2"}\n{"text": "3"}', [[1, 2, 0], [3, 0]]),  # no newline at the end
+    (b'{"text": "1"}\n{"text": ""}\n{"text": "2"}\n', [[1, 0], [], [2, 0]]),
+    (b'{"text": "1"}\r\n{"text": "2"}\r\n', [[1, 0], [2, 0]]),
+    (b'{"text":\r"1"}\n', [[1, 0]]),  # a return within a line
+    (b'{"text": "1", "other": 3}\n', [[1, 0]]),
+]
 
 
-def test_encode_jsonl_by_hand(one, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", ["ab", "", "é"])
-    one.encode_jsonl(path, tmp_path / "out", append_eod=True)
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "out.bin", "out.idx"]
-    ds = one.IndexedDataset(tmp_path / "out")
-    assert ds.dtype is np.uint16
-    assert [sequence.tolist() for sequence in ds[:]] == [[97, 98, 256], [195, 169, 256]]
-    assert ds.document_indices.tolist() == [0, 1, 1, 2], "the empty document is there"
-
-
-@pytest.mark.parametrize(
-    "content, documents",
-    [
-        pytest.param(b"", [], id="no-lines"),
-        pytest.param(b'{"text": "1"}\n{"text": "2"}', [[1], [2]], id="no-last-newline"),
-        pytest.param(b'{"text": "1"}\r\n{"text": "2"}\r\n', [[1], [2]], id="windows"),
-        pytest.param(b'{"text":\r"1"}\n', [[1]], id="return-within-a-line"),
-        pytest.param(b'{"text": "1", "other": 3}\n', [[1]], id="other-keys"),
-    ],
-)
-def test_lines_of_a_file(one, tmp_path, content, documents):
+@pytest.mark.parametrize("content, documents", LINES)
+@pytest.mark.parametrize("vocab_size, dtype", [(65499, np.uint16), (65500, np.int32)])
+def test_lines_become_documents(one, tmp_path, content, documents, vocab_size, dtype):
+    """One each, with an eod; preprocess() writes the same pair."""
     (tmp_path / "a.jsonl").write_bytes(content)
-    one.encode_jsonl(tmp_path / "a.jsonl", tmp_path / "plain", Tok())
-    made = one.preprocess(tmp_path / "a.jsonl", tmp_path / "fast", Tok())
-    assert texts_of(one, tmp_path / "plain") == texts_of(one, made["text"]) == documents
+    tokenizer = Tok(vocab_size=vocab_size)
+    one.encode_jsonl(tmp_path / "a.jsonl", tmp_path / "plain", tokenizer, append_eod=True)
+    assert one.IndexedDataset(tmp_path / "plain").dtype is dtype
+    assert texts_of(one, tmp_path / "plain") == documents
+    one.preprocess(tmp_path / "a.jsonl", tmp_path / "fast", tokenizer, append_eod=True)
+    files = files_of(tmp_path)
+    for extension in ("bin", "idx"):
+        assert files[f"plain.{extension}"] == files[f"fast_text_document.{extension}"]
 
 
-@pytest.mark.parametrize(
-    "line, error",
-    [
-        (b'{"text": "1"', ValueError),
-        (b'{"other": "1"}', KeyError),
-        (b"", ValueError),
-        (b'{"text": "70000"}', ValueError),  # Tok has 1,000 ids: tokens are uint16
-    ],
-)
+def test_the_defaults_of_encode_jsonl(one, tmp_path):
+    """Bytes, without eod; the text is found under a key."""
+    path = jsonl(tmp_path / "a.jsonl", ["ab"], key="other")
+    one.encode_jsonl(path, tmp_path / "out", json_key="other")
+    assert texts_of(one, tmp_path / "out") == [[97, 98]]
+
+
+BAD_LINES = [(b'{"text": "1"', ValueError), (b'{"other": "1"}', KeyError), (b"", ValueError)]
+BAD_LINES += [(b'{"text": "70000"}', ValueError)]  # Tok has 1,000 ids: tokens are uint16
+
+
+@pytest.mark.parametrize("line, error", BAD_LINES)
 def test_a_bad_line_leaves_no_pair(one, tmp_path, line, error):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "1"}\n' + line + b'\n{"text": "2"}\n')
     with pytest.raises(error):
@@ -1359,117 +1064,69 @@ def test_a_bad_line_leaves_no_pair(one, tmp_path, line, error):
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-def test_the_vocabulary_decides_the_dtype(one, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", ["1 2"])
-    for vocab_size, dtype in [(65499, np.uint16), (65500, np.int32)]:
-        one.encode_jsonl(path, tmp_path / "out", Tok(vocab_size=vocab_size))
-        assert one.IndexedDataset(tmp_path / "out").dtype is dtype
-
-
 # ==============================================================================
 # 3. Split, blend, config
 # ==============================================================================
 
 
-@pytest.mark.parametrize(
-    "text, shares",
-    [
-        ("99,1,0", [0.99, 0.01, 0.0]),
-        ("98,1,1", [0.98, 0.01, 0.01]),
-        ("3,1", [0.75, 0.25, 0.0]),
-        ("1", [1.0, 0.0, 0.0]),
-        ("0,0,5.", [0.0, 0.0, 1.0]),
-        (".5,+.5", [0.5, 0.5, 0.0]),
-        ("1e3,3E+3", [0.25, 0.75, 0.0]),  # upstream: e ends a number, so these are four
-        ("80 10 10", [0.8, 0.1, 0.1]),
-        ("80;10;10", [0.8, 0.1, 0.1]),
-        ("80/10/10", [0.8, 0.1, 0.1]),
-        ("[80, 10, 10]", [0.8, 0.1, 0.1]),
-        (" 80, 10,10", [0.8, 0.1, 0.1]),
-    ],
-)
-def test_split_is_read(one, text, shares):
-    assert one.parse_and_normalize_split(text) == shares
+def test_split_is_read(one):
+    read = one.parse_and_normalize_split
+    assert read("3,1") == [0.75, 0.25, 0.0]
+    assert read("0,0,5.") == [0.0, 0.0, 1.0]
+    assert read(".5,+.5") == [0.5, 0.5, 0.0]
+    assert read("1e3,3E+3") == [0.25, 0.75, 0.0]  # upstream: e ends a number, so these are four
+    for text in ("80 10 10", "80;10;10", "80/10/10", " [80, 10,10] "):
+        assert read(text) == [0.8, 0.1, 0.1], text
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["99,-1,0", "98,,2", "0,0,0", "", "a,b", "1,2,3,4", "nan,1,0", "inf,0,0", "1_0,1", "1e999,1"],
-)
+BAD_SPLITS = ["99,-1,0", "98,,2", "0,0,0", "", "a,b", "1,2,3,4", "nan,1,0", "inf,0,0", "1_0,1"]
+
+
+@pytest.mark.parametrize("text", [*BAD_SPLITS, "1e999,1"])
 def test_split_is_refused(one, text):
     """Upstream drops signs and empty fields, and takes what is left."""
     with pytest.raises(ValueError, match="wanted up to 3 numbers"):
         one.parse_and_normalize_split(text)
 
 
-@pytest.mark.parametrize(
-    "vectors, matrix",
-    [
-        (([0.99, 0.01, 0],), [(0, 0.99), (0.99, 1.0), None]),
-        (([0, 0.25, 0.75],), [None, (0, 0.25), (0.25, 1.0)]),
-        (([0.5, 0.5, 0], [0.25, 0.75, 0]), [(0, 0.25), (0.5, 1.0), None]),
-        (([0.5, 0.5, 0], [0.75, 0.25, 0]), [(0, 0.5), (0.75, 1.0), None]),
-    ],
-)
-def test_split_matrix_by_hand(one, vectors, matrix):
-    assert one.convert_split_vector_to_split_matrix(*vectors) == matrix
-
-
-@pytest.mark.parametrize(
-    "bounds, num_sequences, documents",
-    [
-        ((0, 0.98), 1000, (0, 980)),
-        ((0, 0.5), 5, (0, 2)),  # Python rounds 2.5 to the even 2 ...
-        ((0.5, 1.0), 7, (4, 7)),  # ... and 3.5 to the even 4
-        ((0.99, 1.0), 3, (3, 3)),
-        ((0, 1.0), 0, (0, 0)),
-    ],
-)
-def test_range_of_a_split_by_hand(one, bounds, num_sequences, documents):
-    assert one.split_range(bounds, num_sequences) == documents
+def test_split_by_hand(one):
+    """Shares to fractions, of one cut or of two; fractions to documents."""
+    matrix = one.convert_split_vector_to_split_matrix
+    assert matrix([0.99, 0.01, 0]) == [(0, 0.99), (0.99, 1.0), None]
+    assert matrix([0, 0.25, 0.75]) == [None, (0, 0.25), (0.25, 1.0)]
+    assert matrix([0.5, 0.5, 0], [0.25, 0.75, 0]) == [(0, 0.25), (0.5, 1.0), None]
+    assert matrix([0.5, 0.5, 0], [0.75, 0.25, 0]) == [(0, 0.5), (0.75, 1.0), None]
+    assert one.split_range((0, 0.98), 1000) == (0, 980)
+    assert one.split_range((0, 0.5), 5) == (0, 2)  # Python rounds 2.5 to the even 2 ...
+    assert one.split_range((0.5, 1.0), 7) == (4, 7)  # ... and 3.5 to the even 4
+    assert one.split_range((0.99, 1.0), 3) == (3, 3)
 
 
 def test_splits_hold_each_document_once(one):
     for rng in cases(100):
         shares = one.normalize(rng.integers(0, 9, 3) + [1, 0, 0])
         n = int(rng.integers(0, 1000))
-        end = 0
-        for bounds in one.convert_split_vector_to_split_matrix(shares):
-            if bounds is not None:
-                first, next_end = one.split_range(bounds, n)
-                assert first == end <= next_end
-                end = next_end
-        assert end == n
+        matrix = one.convert_split_vector_to_split_matrix(shares)
+        ranges = [one.split_range(bounds, n) for bounds in matrix if bounds is not None]
+        assert [i for first, end in ranges for i in range(first, end)] == list(range(n))
 
 
-@pytest.mark.parametrize(
-    "blend, wanted",
-    [
-        (None, None),
-        (["p1"], (["p1"], None)),
-        (["p1", "p2"], (["p1", "p2"], None)),
-        (["30", "p1", "70", "p2"], (["p1", "p2"], [30.0, 70.0])),
-        ([30, "p1", 0.5, pathlib.Path("p2")], (["p1", "p2"], [30.0, 0.5])),
-        ([" 1e-3 ", " p1 "], (["p1"], [0.001])),
-        (["1", "./2023", "2", "./2024"], (["./2023", "./2024"], [1.0, 2.0])),
-        # float() takes each of these names for a number
-        (["2023_01", "wiki"], (["2023_01", "wiki"], None)),
-        (["1_000", "wiki"], (["1_000", "wiki"], None)),
-        (["inf", "wiki"], (["inf", "wiki"], None)),
-        (["nan", "wiki"], (["nan", "wiki"], None)),
-        (["1", "2023_01", "2", "infinity"], (["2023_01", "infinity"], [1.0, 2.0])),
-    ],
-    ids=str,
-)
-def test_blend_from_list(one, blend, wanted):
-    assert one.get_blend_from_list(blend) == wanted
+def test_blend_from_list(one):
+    """Weights and prefixes in turn, or prefixes alone; numbers are decimal numbers."""
+    read = one.get_blend_from_list
+    assert read(None) is None
+    assert read(["p1"]) == (["p1"], None)
+    assert read([30, "p1", 0.5, pathlib.Path("p2")]) == (["p1", "p2"], [30.0, 0.5])
+    assert read([" 1e-3 ", " p1 "]) == (["p1"], [0.001])
+    names = ["2023_01", "inf", "nan", "1e999"]  # float() takes each of these for a number
+    assert read(names) == (names, None)
+    assert read(["1", "./2023", "2", "infinity"]) == (["./2023", "infinity"], [1.0, 2.0])
 
 
-@pytest.mark.parametrize(
-    "blend",
-    [["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], ["1"]],
-    ids=" ".join,
-)
+BAD_BLENDS = [["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], ["1"]]
+
+
+@pytest.mark.parametrize("blend", BAD_BLENDS, ids=" ".join)
 def test_blend_from_list_does_not_guess(one, blend):
     """Upstream pairs them anyway, or takes weights for prefixes."""
     with pytest.raises(ValueError, match="weights and prefixes in turn"):
@@ -1477,105 +1134,72 @@ def test_blend_from_list_does_not_guess(one, blend):
 
 
 PER_SPLIT = [(["q"], None), None, None]
+MASKS = ["reset_attention_mask", "create_attention_mask", "inter_document_masking"]
 
-BAD_CONFIGS = [  # what is changed in a good config, and a word of the sentence
-    ({"sequence_length": 0}, "sequence_length"),
-    ({"sequence_length": None}, "sequence_length"),
-    ({"sequence_length": 8.0}, "sequence_length"),
-    ({"sequence_length": 2**32}, "sequence_length"),
-    ({"random_seed": -1}, "random_seed"),
-    ({"random_seed": 1.5}, "random_seed"),
-    ({"num_dataset_builder_threads": 0}, "num_dataset_builder_threads"),
-    ({"mid_level_dataset_surplus": -0.1}, "mid_level_dataset_surplus"),
-    ({"mid_level_dataset_surplus": math.nan}, "mid_level_dataset_surplus"),
-    ({"split": None}, "needs a split"),
-    ({"split": [8, 1, 1, 1]}, "up to 3 numbers"),
-    ({"blend_per_split": PER_SPLIT}, "blend_per_split"),
-    ({"blend": None, "split": "1", "blend_per_split": PER_SPLIT}, "blend_per_split"),
-    ({"blend": None, "split": None, "blend_per_split": PER_SPLIT[:2]}, "3 entries"),
-    ({"multiple_validation_sets": True}, "blend_per_split"),
-    ({"blend": ([], None)}, "a blend is"),
-    ({"blend": ("p", None)}, "a blend is"),
-    ({"blend": [("p", 1), ("q", 2)]}, "a blend is"),
-    ({"blend": (["p", "q"], [1.0])}, "1 weights for 2"),
-    ({"blend": (["p", "q"], [1.0, -1.0])}, "weight of q"),
-    ({"blend": (["p", "q"], [1.0, math.nan])}, "weight of q"),
-    ({"blend": (["p", "q"], [math.inf, 1.0])}, "weight of p"),
-    ({"blend": (["p", "q"], [1.0, 10**309])}, "weight of q"),
-    ({"blend": (["p", "q"], ["1", 2])}, "weight of p"),
-    ({"blend": (["p", "q"], [0.0, 0.0])}, "sum > 0"),
-    ({"blend": (["p", "q"], [1e308, 1e308])}, "finite sum"),
-    ({"tokenizer": None}, "tokenizer"),
-    ({"reset_attention_mask": True}, "create_attention_mask"),  # upstream: no effect, no word
-    (
-        {
-            "reset_attention_mask": True,
-            "create_attention_mask": True,
-            "inter_document_masking": True,
-        },
-        "inter_document_masking",
-    ),
-]
+BAD_CONFIGS = {  # a word of the sentence: what is changed in a good config
+    "sequence_length": [{"sequence_length": value} for value in (0, None, 8.0, 2**32)],
+    "random_seed": [{"random_seed": -1}, {"random_seed": 1.5}],
+    "num_dataset_builder_threads": [{"num_dataset_builder_threads": 0}],
+    "mid_level_dataset_surplus": [{"mid_level_dataset_surplus": n} for n in (-0.1, math.nan)],
+    "needs a split": [{"split": None}],
+    "up to 3 numbers": [{"split": [8, 1, 1, 1]}],
+    "to be None": [{"blend_per_split": PER_SPLIT, key: None} for key in ("blend", "split")],
+    "3 entries": [{"blend": None, "split": None, "blend_per_split": PER_SPLIT[:2]}],
+    "needs blend_per_split": [{"multiple_validation_sets": True}],
+    "a blend is": [{"blend": b} for b in (([], None), ("p", None), [("p", 1), ("q", 2)])],
+    "1 weights for 2": [{"blend": (["p", "q"], [1.0])}],
+    "weight of p": [{"blend": (["p", "q"], [weight, 1.0])} for weight in ("1", math.inf)],
+    "weight of q": [{"blend": (["p", "q"], [1.0, w])} for w in (-1.0, math.nan, 10**309)],
+    "sum > 0": [{"blend": (["p", "q"], [0.0, 0.0])}],
+    "finite sum": [{"blend": (["p", "q"], [1e308, 1e308])}],
+    "tokenizer": [{"tokenizer": None}],
+    "hybrid_context_parallel": [{"hybrid_context_parallel": True}],
+    "set create_attention_mask": [{MASKS[0]: True}],  # upstream: no effect, no word
+    "use inter_document_masking": [dict.fromkeys(MASKS, True)],
+}
 
 
-@pytest.mark.parametrize("fields, word", BAD_CONFIGS, ids=str)
-def test_bad_config_is_a_sentence(one, fields, word):
-    with pytest.raises(ValueError, match=word):
-        config(one, **{"blend": (["p"], None), "split": "1"} | fields)
+@pytest.mark.parametrize("word", BAD_CONFIGS)
+def test_bad_config_is_a_sentence(one, word):
+    for fields in BAD_CONFIGS[word]:
+        with pytest.raises(ValueError, match=word):
+            config(one, **{"blend": (["p"], None), "split": "1"} | fields)
 
 
 def test_what_a_config_derives(one):
-    cut = config(one, (["p"], None), split="3,1")
-    assert cut.split_matrix == [(0, 0.75), (0.75, 1.0), None]
-    assert not cut.mock
-    mock_data = config(one)
-    assert mock_data.mock
-    assert mock_data.split == "1,1,1"
+    cut = config(one, (["p"], None), split="3,1", context_parallel_size=2)
+    assert (cut.mock, cut.split_matrix) == (False, [(0, 0.75), (0.75, 1.0), None])
+    nothing = config(one, random_seed=0)
+    assert (nothing.mock, nothing.split) == (True, "1,1,1")
+    assert nothing.mid_level_dataset_surplus == 0.005
     per_split = config(one, blend_per_split=PER_SPLIT)
-    assert not per_split.mock
-    assert per_split.split is None
-    assert per_split.split_matrix is None
-    assert config(one, create_attention_mask=True).has_dense_mask
-    both = config(one, create_attention_mask=True, inter_document_masking=True)
-    assert not both.has_dense_mask
+    assert (per_split.mock, per_split.split, per_split.split_matrix) == (False, None, None)
+    for masking in (False, True):
+        masked = config(one, create_attention_mask=True, inter_document_masking=masking)
+        assert masked.has_dense_mask == (not masking)
 
 
 def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
     """They must not reach the JSON of a cache's description or of a state."""
-    prefix = pathlib.Path(mk(one, tmp_path / "p", [[1] * 20] * 9))
-    of_numpy = config(one, ([prefix], None), random_seed=np.int64(8), sequence_length=np.int64(4))
-    plain = config(one, ([str(prefix)], None), random_seed=8, sequence_length=4)
-    train = build(one, [np.int64(20), 0, 0], of_numpy)[0]
-    assert train.unique_description == build(one, [20, 0, 0], plain)[0].unique_description
-    loader = one.build_pretraining_data_loader(
-        train, np.int64(4), micro_batch_size=np.int64(2), dataloader_type="cyclic", seed=np.int64(1)
-    )
-    state = loader.state_dict()
-    assert json.loads(json.dumps(state)) == state
-    blend = one.BlendedDataset([train, train], np.array([1, 2]), np.int64(4), of_numpy)
-    assert json.loads(blend.unique_description)["size"] == 4
-
-
-def test_what_upstream_would_do_differently_is_refused(one):
-    with pytest.raises(ValueError, match="hybrid_context_parallel"):
-        config(one, hybrid_context_parallel=True)
-    assert config(one, context_parallel_size=2, data_parallel_size=4).context_parallel_size == 2
+    prefix = mk(one, tmp_path / "p", [[1] * 20] * 9)
+    descriptions = []
+    for path, number in ((prefix, int), (pathlib.Path(prefix), np.int64)):
+        fields = {"random_seed": number(8), "sequence_length": number(4)}
+        cfg = config(one, ([path], None), **fields)
+        train = build(one, [number(20), 0, 0], cfg)[0]
+        blend = one.BlendedDataset([train] * 3, np.array([1, 2, 0]), number(4), cfg)
+        assert len(blend.datasets) == 2  # that of weight 0 is dropped
+        loader = one.build_pretraining_data_loader(
+            train, number(4), micro_batch_size=number(2), dataloader_type="cyclic", seed=number(1)
+        )
+        state = json.dumps(loader.state_dict())
+        descriptions.append((train.unique_description, blend.unique_description, state))
+    assert descriptions[0] == descriptions[1]
 
 
 # ==============================================================================
 # 4. Three orders
 # ==============================================================================
-
-
-def test_the_toy_corpus_by_hand(mm):
-    """aaaa bbb cccccc, S = 4: the drawing at the top of the section."""
-    sizes = np.array([4, 3, 6], np.int32)
-    documents = np.array([0, 1, 2], np.int32)
-    rows = mm.build_sample_idx(sizes, documents, 4, 1, 13)
-    same(rows, np.array([[0, 0], [1, 0], [2, 1], [2, 5]], np.int32))
-    assert mm.plan_epochs(13, None, 4) == (1, 3, False, 0)
-    assert mm.plan_epochs(13, 4, 4) == (2, 6, True, 3)
-
 
 # -- how many epochs and samples -------------------------------------------------------------------
 
@@ -1583,11 +1207,8 @@ def test_the_toy_corpus_by_hand(mm):
 def test_epochs_are_counted_one_by_one(one):
     """E by counting up, the number of samples by division, the last epoch by the 80 % rule."""
     for rng in cases(400):
-        tokens = int(rng.integers(2, 200))
-        S = int(rng.integers(1, 20))
-        x = int(rng.integers(2))
-        wanted = int(rng.integers(1, 100))
-        drop = bool(rng.integers(2))
+        tokens, S, wanted = rng.integers([2, 1, 1], [200, 20, 100]).tolist()
+        x, drop = rng.integers(2, size=2).tolist()
         epochs = 1
         while epochs * tokens < wanted * S + x:
             epochs += 1
@@ -1595,22 +1216,21 @@ def test_epochs_are_counted_one_by_one(one):
         num_samples = inputs // S if drop else math.ceil(inputs / S)
         before_final = max(0, (epochs - 1) * tokens - x) // S
         separate = epochs > 1 and wanted - before_final < int(0.80 * ((tokens - x) // S))
-        plan = one.plan_epochs(tokens, wanted, S, drop, bool(x))
+        plan = one.plan_epochs(tokens, wanted, S, bool(drop), bool(x))
         assert plan[:3] == (epochs, num_samples, separate), (tokens, wanted, S, drop, x)
         if separate:
             assert plan.samples_before_final_epoch == before_final
 
 
-@pytest.mark.parametrize("tokens, wanted", [(0, 1), (13, -1)])
-def test_samples_that_no_epochs_give(one, tokens, wanted):
-    """Upstream never returns for a split without tokens."""
-    with pytest.raises(ValueError, match="wanted"):
-        one.plan_epochs(tokens, wanted, 4)
-
-
-def test_no_samples_of_no_tokens(one):
-    assert one.plan_epochs(0, 0, 4) == (1, 0, False, 0)
-    assert one.plan_epochs(0, None, 4) == (1, 0, False, 0)
+def test_epochs_by_hand(one):
+    assert one.plan_epochs(13, None, 4) == (1, 3, False, 0)
+    assert one.plan_epochs(13, 4, 4) == (2, 6, True, 3)
+    for wanted, separate in ((179, True), (180, False)):  # 80 of 100 samples of the last epoch
+        assert one.plan_epochs(101, wanted, 1) == (2, 201, separate, 100)
+    assert one.plan_epochs(0, 0, 4) == one.plan_epochs(0, None, 4) == (1, 0, False, 0)
+    for tokens, wanted in ((0, 1), (13, -1)):  # upstream never returns without tokens
+        with pytest.raises(ValueError, match="wanted"):
+            one.plan_epochs(tokens, wanted, 4)
 
 
 @pytest.mark.parametrize("wanted", [2**31, 2**43, 2**44 + 1, 2**62, 2**63, 2**70])
@@ -1621,8 +1241,7 @@ def test_counts_are_exact_integers(one, wanted):
     plan = one.plan_epochs(13, wanted, S)
     assert 13 * (plan.num_epochs - 1) < tokens <= 13 * plan.num_epochs
     assert plan.num_samples == (13 * plan.num_epochs - 1) // S >= wanted
-    assert one.count_samples(tokens, S) == wanted
-    assert one.count_samples(tokens, S, False) == wanted
+    assert one.count_samples(tokens, S) == one.count_samples(tokens, S, False) == wanted
     assert one.count_samples(tokens + 1, S, False) == wanted + 1
 
 
@@ -1651,103 +1270,75 @@ def cut_into_samples(sizes, documents, S, drop_last, x):
     return np.array(rows, np.int32)
 
 
-def check_sample_index(mm, sizes, documents, S, drop_last, x):
+def check_sample_index(mm, sizes, documents, S):
     """build_sample_idx() and count_samples() give what brute force gives."""
-    note = (sizes, documents, S, drop_last, x)
-    wanted = cut_into_samples(sizes, documents, S, drop_last, x)
-    tokens = sum(sizes[document] for document in documents)
     arrays = np.array(sizes, np.int32), np.array(documents, np.int32)
-    same(mm.build_sample_idx(*arrays, S, 1, tokens, drop_last, bool(x)), wanted, note)
-    assert mm.count_samples(tokens, S, drop_last, bool(x)) == len(wanted) - 1, note
+    tokens = sum(sizes[document] for document in documents)
+    for drop_last, x in itertools.product((True, False), (1, 0)):
+        note = (sizes, documents, S, drop_last, x)
+        wanted = cut_into_samples(sizes, documents, S, drop_last, x)
+        assert mm.count_samples(tokens, S, drop_last, bool(x)) == len(wanted) - 1, note
+        for epochs in (1, 2):  # their product is all that epochs and tokens_per_epoch say
+            if tokens % epochs == 0:
+                counts = epochs, tokens // epochs
+                same(mm.build_sample_idx(*arrays, S, *counts, drop_last, bool(x)), wanted, note)
 
 
-@pytest.mark.parametrize("drop_last", [True, False], ids=["drop", "keep"])
-@pytest.mark.parametrize("x", [1, 0], ids=["x1", "x0"])
-@pytest.mark.parametrize(
-    "sizes, documents, S",
-    [
-        pytest.param([4, 3, 6], [0, 1, 2], 4, id="toy"),
-        pytest.param([1], [0], 4, id="one-token"),
-        pytest.param([1], [0], 1, id="one-token-S1"),
-        pytest.param([2], [0], 1, id="two-tokens-S1"),
-        pytest.param([4, 3, 6], [2, 0, 1], 1, id="S1"),
-        pytest.param([5, 4, 4], [0, 1, 2], 4, id="exact-fit"),
-        pytest.param([4, 4, 4], [0, 1, 2], 4, id="exact-fit-without-extra"),
-        pytest.param([5, 5], [0, 1], 4, id="one-over"),
-        pytest.param([1000], [0], 7, id="long-document"),
-        pytest.param([2, 500, 1], [1, 0, 2, 1], 7, id="long-among-short"),
-        pytest.param([0, 9], [0, 1], 4, id="empty-first"),
-        pytest.param([9, 0], [0, 1], 4, id="empty-last"),
-        pytest.param([5, 0], [0, 1], 3, id="empty-last-S3"),
-        pytest.param([0, 5, 0, 0, 4, 0], [0, 2, 1, 3, 5, 4, 0, 2], 4, id="empty-many"),
-        pytest.param([0, 0], [0, 1], 4, id="all-empty"),
-        pytest.param([4], [], 4, id="no-documents"),
-        pytest.param([4, 3, 6], [0, 1, 2], 100, id="S-longer-than-all"),
-        pytest.param([4, 3, 6], [0, 1, 2, 2, 1, 0], 5, id="repeated"),
-    ],
-)
-def test_sample_index_by_brute_force(mm, sizes, documents, S, x, drop_last):
-    check_sample_index(mm, sizes, documents, S, drop_last, x)
+@pytest.mark.parametrize("S", [1, 2, 3, 5, 2**31 - 1, 2**31, 2**32 - 1])
+def test_every_small_sample_index(mm, S):
+    """Of all corpora of up to three documents of up to three tokens."""
+    for n in range(4):
+        for sizes in itertools.product(range(4), repeat=n):
+            check_sample_index(mm, sizes, range(n), S)
 
 
 def test_random_sample_indices_by_brute_force(mm):
-    for rng in cases(300):
+    for rng in cases(80):
         longest = rng.choice([3, 10, 200])
-        sizes = rng.integers(0, longest, rng.integers(1, 20))
-        if rng.random() < 0.1:
-            sizes[:] = 0
-        documents = rng.integers(0, len(sizes), rng.integers(1, 30))
-        S = int(rng.integers(1, rng.choice([3, 9, 50])))
-        drop_last = bool(rng.integers(2))
-        check_sample_index(mm, sizes.tolist(), documents.tolist(), S, drop_last, rng.integers(2))
+        sizes = rng.integers(0, longest, rng.integers(1, 20)).tolist()
+        documents = rng.integers(0, len(sizes), rng.integers(1, 30)).tolist()
+        check_sample_index(mm, sizes, documents, int(rng.integers(1, rng.choice([3, 9, 50]))))
 
 
-def test_epochs_are_counted_in_the_tokens(mm):
-    """num_epochs * tokens_per_epoch is all that they say."""
-    sizes = np.array([4, 3, 6], np.int32)
-    documents = np.array([0, 1, 2, 2, 1, 0], np.int32)
-    wanted = mm.build_sample_idx(sizes, documents, 5, 1, 26)
-    same(mm.build_sample_idx(sizes, documents, 5, 2, 13), wanted)
+BAD_STREAMS = [
+    ([4, 3], [0, 1], 4, ValueError, "hold 7"),
+    ([4, 3, 6], [0, -1, 2], 4, IndexError, "-1 of 3"),
+    ([4, 3, 6], [0, 3, 2], 4, IndexError, "3 of 3"),
+    ([-4, 3, 6], [0, 1, 2], 4, ValueError, "negative"),
+    ([[4], [9]], [0, 1], 4, ValueError, "1-D"),
+    ([13], [0], 0, ValueError, "sequence_length"),
+    ([13], [0], 2**32, ValueError, "sequence_length"),
+    ([13], np.array([0.0]), 4, TypeError, "float64"),
+]
 
 
-@pytest.mark.parametrize("S", [2**31 - 1, 2**31, 2**32 - 1])
-@pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("x", [1, 0])
-def test_samples_longer_than_any_document(mm, S, drop_last, x):
-    """There is one sample, and only if it may be partial."""
-    wanted = [[0, 0]]
-    if not drop_last:
-        wanted.append([2, 6 - x])
-    arrays = np.array([4, 3, 6], np.int32), np.arange(3, dtype=np.int32)
-    rows = mm.build_sample_idx(*arrays, S, 1, 13, drop_last, bool(x))
-    same(rows, np.array(wanted, np.int32))
+@pytest.mark.parametrize("sizes, documents, S, error, word", BAD_STREAMS)
+def test_bad_streams_are_a_sentence(mm, sizes, documents, S, error, word):
+    """It should have 13 tokens.  Upstream reads outside of its arrays."""
+    if isinstance(documents, list):
+        documents = np.array(documents, np.int32)
+    with pytest.raises(error, match=word):
+        mm.build_sample_idx(np.array(sizes, np.int32), documents, S, 1, 13)
 
 
 def test_streams_longer_than_2_31_tokens(mm):
     """Three documents of 2**31 - 1 tokens: the running count passes int32."""
-    sizes = [2**31 - 1, 1]
-    documents = [0, 1, 0, 0]
+    sizes = np.array([2**31 - 1, 1], np.int32)
+    documents = np.array([0, 1, 0, 0], np.int32)
+    starts = [0, 2**31 - 1, 2**31, 2**32 - 1, 2**32 + 2**31 - 2]  # of each document, and the end
     S = 2**30
-    tokens = 3 * (2**31 - 1) + 1
     wanted = []
-    for k in range((tokens - 1) // S + 1):
-        d = 0
-        before = 0
-        while before + sizes[documents[d]] < k * S + 1:
-            before += sizes[documents[d]]
-            d += 1
-        wanted.append((d, k * S - before))
-    arrays = np.array(sizes, np.int32), np.array(documents, np.int32)
-    same(mm.build_sample_idx(*arrays, S, 1, tokens), np.array(wanted, np.int32))
+    for k in range((starts[4] - 1) // S + 1):
+        d = max(d for d in range(4) if starts[d] <= k * S)
+        wanted.append((d, k * S - starts[d]))
+    same(mm.build_sample_idx(sizes, documents, S, 1, starts[4]), np.array(wanted, np.int32))
 
 
 def test_partial_samples_are_counted_in_integers(mm):
     """Upstream divides in float32: here it would leave out the last sample."""
-    S = 1024
     sizes = np.full(1025, 2**15, np.int32)
     sizes[-1] = 2
-    documents = np.arange(1025, dtype=np.int32)
-    rows = mm.build_sample_idx(sizes, documents, S, 1, 2**25 + 2, False)
+    rows = mm.build_sample_idx(sizes, np.arange(1025, dtype=np.int32), 1024, 1, 2**25 + 2, False)
     assert len(rows) == 32769 + 1
     assert rows[-1].tolist() == [1024, 1]
     # a longer stream, which no array has to hold: there float32 counts four samples too many
@@ -1757,98 +1348,55 @@ def test_partial_samples_are_counted_in_integers(mm):
 # -- the shuffles ----------------------------------------------------------------------------------
 
 
-def check_shuffle(mm, items, seed, burn=0):
+def same_numbers(ours, theirs):
+    """Two generators go on with the same numbers; the first may be a saved normal number."""
+    assert ours.standard_normal() == theirs.standard_normal()
+    assert ours.bytes(4 * 624) == theirs.bytes(4 * 624)
+
+
+def check_shuffle(mm, items, generator):
     """mm.shuffle() does to the items and to the generator what numpy's own shuffle does."""
-    ours = np.random.RandomState(seed)
-    theirs = np.random.RandomState(seed)
-    for state in (ours, theirs):
-        state.bytes(4 * burn)
-        state.randn(1)  # leaves a second normal number in the state
+    numpys = copy.deepcopy(generator)
     found = items.copy()
     wanted = items.copy()
     for _ in range(2):  # the second time begins in the middle of a block of 624 numbers
-        mm.shuffle(found, ours)
-        theirs.shuffle(wanted)
-        same(found, wanted, (seed, burn))
-    same_state(ours, theirs)
+        mm.shuffle(found, generator)
+        numpys.shuffle(wanted)
+        same(found, wanted)
+    same_numbers(generator, numpys)
 
 
-def same_state(ours, theirs):
-    """Two generators go on with the same numbers."""
-    our_state = ours.get_state(legacy=False)
-    their_state = theirs.get_state(legacy=False)
-    same(our_state["state"]["key"], their_state["state"]["key"])
-    for state in (our_state, their_state):
-        del state["state"]["key"]
-    assert our_state == their_state  # the position in the key, and a saved normal number
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
-@pytest.mark.parametrize("seed", [0, 1234, 2**32 - 1])
+@pytest.mark.parametrize("dtype, seed", [("i4", 0), ("u4", 1234), ("i8", 2**32 - 1)])
 def test_shuffle_is_numpys(mm, dtype, seed):
-    edges = [2**k + d for k in range(2, 14) for d in (-1, 0, 1)]
-    for n in [0, 1, 2, 624, 625, *edges]:
-        check_shuffle(mm, np.arange(n, dtype=dtype), seed)
+    """Around each power of two more bits of a number are used; each call finds another state."""
+    state = np.random.RandomState(seed)
+    edges = [2**k + d for k in range(1, 18) for d in (-1, 0, 1)]
+    for n in [0, 624, 625, *edges]:
+        check_shuffle(mm, np.arange(n, dtype=dtype), state)
 
 
-def test_shuffle_from_any_state(mm):
-    for rng in cases(60):
-        items = np.arange(rng.integers(0, 5000))
-        check_shuffle(mm, items, int(rng.integers(2**32)), int(rng.integers(1300)))
+ITEMS = [np.arange(9).astype(dtype) for dtype in (float, np.int16, ">i4", object)]
+ITEMS += [np.arange(12).reshape(4, 3), list("abcdef")]
 
 
-def test_shuffle_of_a_million(mm):
-    """Past 2**16 and 2**20 items, where more bits of a number are used."""
-    check_shuffle(mm, np.arange(2**20 + 77, dtype=np.uint32), 5)
-
-
-@pytest.mark.parametrize(
-    "items",
-    [
-        np.arange(9.0),
-        np.arange(9, dtype=np.int16),
-        np.arange(9, dtype=">i4"),
-        np.arange(9).astype(object),
-        np.arange(12).reshape(4, 3),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("items", ITEMS, ids=repr)
 def test_shuffle_takes_what_numpy_takes(mm, items):
-    check_shuffle(mm, items, 7)
+    generators = [np.random.RandomState(7), np.random.default_rng(7)]
+    generators.append(np.random.RandomState(np.random.PCG64(7)))
+    for generator in generators:
+        check_shuffle(mm, items, generator)
 
 
-def test_shuffle_of_views_and_lists(mm):
+def test_shuffle_of_views(mm):
     for step in (2, -1):
         found = np.arange(9)
         wanted = np.arange(9)
         mm.shuffle(found[::step], np.random.RandomState(3))
         np.random.RandomState(3).shuffle(wanted[::step])
         same(found, wanted)
-    names = list("abcdef")
-    mm.shuffle(names, np.random.RandomState(3))
-    wanted = list("abcdef")
-    np.random.RandomState(3).shuffle(wanted)
-    assert names == wanted
-
-
-@pytest.mark.parametrize(
-    "make_generator", [np.random.default_rng, np.random.PCG64], ids=["Generator", "PCG64"]
-)
-def test_shuffle_with_another_generator(mm, make_generator):
-    ours, theirs = make_generator(5), make_generator(5)
-    if make_generator is np.random.PCG64:
-        ours, theirs = np.random.RandomState(ours), np.random.RandomState(theirs)
-    found, wanted = np.arange(99), np.arange(99)
-    mm.shuffle(found, ours)
-    theirs.shuffle(wanted)
-    same(found, wanted)
-
-
-def test_shuffle_of_a_read_only_array_is_numpys_error(mm):
-    items = np.arange(9)
-    items.flags.writeable = False
+    found.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        mm.shuffle(items, np.random.RandomState(0))
+        mm.shuffle(found, np.random.RandomState(0))
 
 
 def test_document_and_shuffle_index_by_numpys_shuffle(mm):
@@ -1859,9 +1407,9 @@ def test_document_and_shuffle_index_by_numpys_shuffle(mm):
         last = len(documents) * (epochs - 1) if separate else 0
         total = int(rng.integers(1, 60))
         first_part = int(rng.integers(0, total + 1))
-        seed = int(rng.integers(2**32))
 
-        theirs = np.random.RandomState(seed)
+        ours = np.random.RandomState(rng.integers(2**32))
+        theirs = copy.deepcopy(ours)
         document_index = np.tile(documents, epochs).astype(np.int32)
         shuffle_index = np.arange(total, dtype=np.uint32)
         for part in (document_index[:last], document_index[last:]):
@@ -1869,18 +1417,9 @@ def test_document_and_shuffle_index_by_numpys_shuffle(mm):
         for part in (shuffle_index[:first_part], shuffle_index[first_part:]):
             theirs.shuffle(part)
 
-        ours = np.random.RandomState(seed)
         same(mm.build_document_index(documents, epochs, ours, separate), document_index)
         same(mm.build_shuffle_index(first_part, total, ours), shuffle_index)
-        same_state(ours, theirs)
-
-
-@pytest.mark.parametrize("documents", [[2, 0, 1], range(3), np.arange(3)], ids=str)
-def test_document_index_is_int32_whatever_names_the_documents(mm, documents):
-    found = mm.build_document_index(documents, 2, np.random.RandomState(0), True)
-    assert found.dtype == np.int32
-    assert sorted(found[:3].tolist()) == [0, 1, 2]
-    assert sorted(found[3:].tolist()) == [0, 1, 2]
+        same_numbers(ours, theirs)
 
 
 # ==============================================================================

@@ -105,6 +105,11 @@ FAULTS = {
         ("return idx_exists and", "return True or"),
         ("if not -n <= i < n:", "if not -n <= i <= n:"),
         ("self.multimodal, self.mmap\n", "self.multimodal, True\n"),
+        ("self.document_indices.append(len(self.sequence_lengths))", "pass"),
+        ("if in_order != sorted(in_order):", "if False:"),
+        ("if isinstance(prefixes, (str, os.PathLike)):", "if isinstance(prefixes, str):"),
+        ("if not prefixes:", "if False:"),
+        ('dtype.kind == "f" or len(tokens) == 0:', 'dtype.kind == "f":'),
     ],
     "2": [
         ("if token < 256", "if token <= 256"),
@@ -112,6 +117,12 @@ FAULTS = {
         ("builder.add_document([], [])", "pass"),
         ("DType.optimal_dtype(tokenizer.vocab_size)", "np.int32"),
         ('errors="replace"', 'errors="strict"'),
+        ("json.loads(line)[json_key]", 'json.loads(line)["text"]'),
+        ('open(input_path, "rb")', "open(input_path)"),
+        (
+            "is None:\n        tokenizer = ByteTokenizer()",
+            "is None:\n        tokenizer = NullTokenizer(9)",
+        ),
     ],
     "3": [
         ("missing = len(Split) - len(shares)", "missing = 0"),
@@ -150,6 +161,10 @@ FAULTS = {
             "self.create_attention_mask and not self.inter_document_masking",
             "self.create_attention_mask",
         ),
+        ("if self.hybrid_context_parallel:", "if False:"),
+        ("isinstance(blend[0], str) or", "False or"),
+        ("if len(self.blend_per_split) != len(Split):", "if False:"),
+        ("if self.blend is not None or self.split is not None:", "if self.split is not None:"),
     ],
     "4": [
         ("if rest and not drop_last_partial_sequence:", "if rest and drop_last_partial_sequence:"),
@@ -188,6 +203,8 @@ FAULTS = {
         ("    shuffle(shuffle_index[num_samples:], random_state)\n", ""),
         ("if values.ndim != 1:", "if False:"),
         ("if found != dtype:", "if False:"),
+        ("np.asarray(documents, np.int32)", "np.asarray(documents)"),
+        ("tokens = int(num_epochs) * int(tokens_per_epoch)", "tokens = int(tokens_per_epoch)"),
     ],
     "5": [
         ('"split_matrix", "tokenizer"]', '"split_matrix"]'),
