@@ -134,7 +134,7 @@ setup(
     python_requires=">=3.11",
     py_modules=["megatron_min"],
     entry_points={"console_scripts": ["megatron-min = megatron_min:main"]},
-    install_requires=["numpy>=1.26", "torch>=2.2"],  # the oldest that were tried
+    install_requires=["numpy>=1.26", "torch>=2.8"],  # the oldest that were tried
     extras_require={
         "test": ["pytest", "pytest-benchmark", "setuptools>=70.1", "tokenizers"],
         "tools": ["tokenizers"],  # of the commands: a tokenizer.json of Hugging Face
