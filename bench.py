@@ -62,6 +62,7 @@ if "OMP_NUM_THREADS" not in os.environ:
 
 NAMES = ("upstream", "Python", "C")
 NO_C = ("upstream", "Python")  # for rows in which no C kernel runs
+OURS = ("Python", "C")  # for what upstream does not have
 
 
 @functools.cache
@@ -375,6 +376,29 @@ def build(mm, clock, n):
     return [indices_of(dataset), written_files()]
 
 
+def build_epochs(mm, clock, n, epochs, **options):
+    """The builder, for several epochs, n documents in all."""
+    prefix = corpus(n // epochs, hole=True)
+    cache = fresh_folder()
+    num_tokens = int(mm.IndexedDataset(prefix).sequence_lengths.sum(dtype=np.int64))
+    num_samples = num_tokens * epochs // 2048 - 1
+    with clock:
+        dataset = build_dataset(mm, [prefix], 2048, cache, num_samples, **options)
+    return [indices_of(dataset), written_files()]
+
+
+def phases(mm, clock, n, datasets):
+    """build_phase_indices: four phases with random weights."""
+    mixes = []
+    for weights in np.random.default_rng(SEED).random((4, datasets)):
+        mixes.append((n // 4, weights / weights.sum()))
+    which = np.zeros(n, np.int16)
+    sample = np.zeros(n, np.int64)
+    with clock:
+        mm.build_phase_indices(which, sample, mixes)
+    return [which, sample]
+
+
 def cache_hit(mm, clock, n, **options):
     """The builder, with a cache that is there: all open the same one, which our Python wrote."""
     prefix = corpus(n, hole=True)
@@ -556,6 +580,7 @@ class Case:
 RESETS = {"reset_position_ids": True, "eod_mask_loss": True}
 DENSE = {"reset_attention_mask": True, "create_attention_mask": True, **RESETS}
 PACKED = {"inter_document_masking": True, "eod_mask_loss": True}  # not in upstream 0.16.1
+STABLE = {"epochs": 2, "stable_order": True}
 TRUST = {"fast_cache_load": True}
 LISTS = {"convert": np.ndarray.tolist}
 ITEM_LISTS = {"convert": np.ndarray.tolist, "by_item": True}  # upstream takes tensors only
@@ -579,13 +604,16 @@ SCREEN = [  # the rows that tell most
 ]
 
 MORE = [  # with --full
-    Case("loader, cu_seqlens", loader, 4000, "samples", ("Python", "C"), PACKED),
+    Case("loader, cu_seqlens", loader, 4000, "samples", OURS, PACKED),
     Case("sample index, S=128", sample_index, 10**7, "documents", NAMES, {"S": 128}),
     Case("sample index, S=8192", sample_index, 10**7, "documents", NAMES, {"S": 8192}),
     Case("blend, 4 datasets", blend, 100_000, "samples", NAMES, {"datasets": 4}),
     Case("blend, 64 datasets", blend, 100_000, "samples", NAMES, {"datasets": 64}),
     Case("blend, 256 datasets", blend, 100_000, "samples", NAMES, {"datasets": 256}),
     Case("blend, 4,096 datasets", blend, 100_000, "samples", NAMES, {"datasets": 4096}),
+    Case("blend, 16 datasets, 4 phases", phases, 100_000, "samples", OURS, {"datasets": 16}),
+    Case("build, 2 epochs", build_epochs, 10**7, "documents", NAMES, {"epochs": 2}),
+    Case("stable_order, 2 epochs", build_epochs, 10**7, "documents", OURS, STABLE),
     Case("cache hit, S=2048", cache_hit, 10**7, "documents", NO_C),
     Case("cache hit, fast_cache_load", cache_hit, 10**7, "documents", NO_C, TRUST),
     Case("builder, 4 corpora, threads", build_four, 10**6, "documents"),
