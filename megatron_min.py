@@ -4232,8 +4232,8 @@ class DistributedDataParallel(torch.nn.Module):
     overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
     use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, in
                                grad_shards, becomes the average; False: all-reduce
-    average_in_collective      the collective divides by the number of ranks; False: gradients are
-                               divided by it before they are sent
+    average_in_collective      the collective divides by the number of ranks, where NCCL is the
+                               backend; else gradients are divided by it before they are sent
     check_for_nan_in_grad      where a gradient is nan, finish_grad_sync() raises ValueError on
                                every rank, naming parameter and rank
 
@@ -4266,6 +4266,9 @@ class DistributedDataParallel(torch.nn.Module):
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
         self.average_in_collective = average_in_collective
+        if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
+            # gloo refuses to average in torch 2.7, and adds without a word in torch 2.8
+            self.average_in_collective = False
         self.check_for_nan_in_grad = check_for_nan_in_grad
         self.grad_buffers = []
         self.grad_shards = []
@@ -5697,6 +5700,18 @@ if IMPLEMENTATION == "c":
     BlendedDataset.batch = _c_blended_batch
 
 
+def _describe_kernels():
+    """Return which kernels run, and why those of C do not; pip hides what a build says."""
+    if IMPLEMENTATION == "c":
+        return "kernels: c"
+    if os.environ.get("MEGATRON_MIN_C") == "0":
+        return "kernels: python, for MEGATRON_MIN_C=0"
+    return (
+        "kernels: python, for the C extension was not built or cannot be loaded; "
+        "reinstall with MEGATRON_MIN_C=1 to see why"
+    )
+
+
 # ==============================================================================
 # PART III: THE TOOLS
 # ==============================================================================
@@ -6685,7 +6700,8 @@ class JsonlRows:
         starts = array.array("q")
         end_of_line = 0  # where the last line that was found ends
         size = 0
-        while block := self._file.read(self._BLOCK):
+        block = self._file.read(self._BLOCK)
+        while block:
             ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (size + 1)
             size += len(block)
             if len(ends):
@@ -6693,6 +6709,7 @@ class JsonlRows:
                 is_row = lengths > len("\r\n")
                 starts.frombytes((ends - lengths)[is_row].tobytes())
                 end_of_line = int(ends[-1])
+            block = self._file.read(self._BLOCK)
         if size > end_of_line:  # the last line may lack its end
             starts.append(end_of_line)
         if starts:
@@ -6844,7 +6861,8 @@ def _make_parser():
         description=description,
         epilog=f"{_program_name()} COMMAND --help shows the options of a command, and an example.",
     )
-    parser.add_argument("--version", action="version", version=f"{__version__} ({IMPLEMENTATION})")
+    version = f"{__version__} ({_describe_kernels()})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_preprocess(commands)
     _add_merge(commands)

@@ -671,6 +671,10 @@ FAULTS = {
         ("    _has_warned_of_python = True\n", "    pass\n"),
         ("num_entries <= _MANY_ENTRIES or", ""),
         (
+            '    if os.environ.get("MEGATRON_MIN_C") == "0":\n        return',
+            "    if True:\n        return",
+        ),
+        (
             'if os.environ.get("MEGATRON_MIN_C") == "1":\n            sentence',
             "if False:\n            sentence",
         ),
@@ -803,6 +807,7 @@ FAULTS = {
         ("if kept_group != group", "if kept_group is None"),
     ],
     "20": [
+        ('f"{__version__} ({_describe_kernels()})"', "__version__"),
         ("parsed.append((int(samples), values))", "parsed.append((int(samples), weights))"),
         ("if not samples.isdecimal() or None in values:", "if False:"),
         ("        return 130\n", "        return 1\n"),
