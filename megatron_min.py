@@ -4332,8 +4332,8 @@ class DistributedDataParallel(torch.nn.Module):
     overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
     use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, in
                                grad_shards, becomes the average; False: all-reduce
-    average_in_collective      the collective divides by the number of ranks; False: gradients are
-                               divided by it before they are sent
+    average_in_collective      the collective divides by the number of ranks, where NCCL is the
+                               backend; else gradients are divided by it before they are sent
     check_for_nan_in_grad      where a gradient is nan, finish_grad_sync() raises ValueError on
                                every rank, naming parameter and rank
 
@@ -4366,6 +4366,9 @@ class DistributedDataParallel(torch.nn.Module):
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
         self.average_in_collective = average_in_collective
+        if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
+            # gloo refuses to average in torch 2.7, and adds without a word in torch 2.8
+            self.average_in_collective = False
         self.check_for_nan_in_grad = check_for_nan_in_grad
         self.grad_buffers = []
         self.grad_shards = []
@@ -5798,6 +5801,18 @@ if IMPLEMENTATION == "c":
     BlendedDataset.batch = _c_blended_batch
 
 
+def _describe_kernels():
+    """Return which kernels run, and why those of C do not; pip hides what a build says."""
+    if IMPLEMENTATION == "c":
+        return "kernels: c"
+    if os.environ.get("MEGATRON_MIN_C") == "0":
+        return "kernels: python, for MEGATRON_MIN_C=0"
+    return (
+        "kernels: python, for the C extension was not built or cannot be loaded; "
+        "reinstall with MEGATRON_MIN_C=1 to see why"
+    )
+
+
 # ==============================================================================
 # PART III: THE TOOLS
 # ==============================================================================
@@ -6786,10 +6801,8 @@ class JsonlRows:
         starts = array.array("q")
         end_of_line = 0  # where the last line that was found ends
         size = 0
-        while True:
-            block = self._file.read(self._BLOCK)
-            if not block:
-                break
+        block = self._file.read(self._BLOCK)
+        while block:
             ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (size + 1)
             size += len(block)
             if len(ends):
@@ -6797,6 +6810,7 @@ class JsonlRows:
                 is_row = lengths > len("\r\n")
                 starts.frombytes((ends - lengths)[is_row].tobytes())
                 end_of_line = int(ends[-1])
+            block = self._file.read(self._BLOCK)
         if size > end_of_line:  # the last line may lack its end
             starts.append(end_of_line)
         if starts:
@@ -8009,7 +8023,7 @@ def _add_verify(commands):
         "verify",
         _run_verify,
         "check every entry of a pair, or every file of an index cache",
-        "books_text_document cache",
+        "books_text_document cache --json",
     )
     parser.add_argument(
         "path",

@@ -6938,6 +6938,7 @@ def portable(tmp_path_factory):
     """C as built for a machine without SSE2; shuffles take two words a draw from 1000 items on."""
     if "c" not in IMPLEMENTATIONS or not (HERE / "setup.py").exists():
         pytest.skip("the C kernels are switched off, or have no setup.py")
+    pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("portable")
     for name in ("setup.py", "megatron_min.py", "_helpers.c"):
         shutil.copy(HERE / name, folder)
@@ -6991,6 +6992,67 @@ def test_large_indices_in_python_are_said_once(mm, tmp_path, monkeypatch, recwar
     said = [str(warning.message) for warning in recwarn]
     assert len(said) == (mm.IMPLEMENTATION == "python")
     assert all("in Python" in sentence for sentence in said)
+
+
+# -- what setup.py packs ---------------------------------------------------------------------------
+
+
+def run_setup(folder, *words, **variables):
+    """Run setup.py in a folder with these environment variables, and without a network."""
+    variables = {"MEGATRON_MIN_C": "", **variables}
+    run = [sys.executable, "-W", "ignore", "setup.py", "-q", *words]
+    subprocess.run(run, cwd=folder, env=os.environ | variables, check=True, capture_output=True)
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A folder with the files of the project."""
+    if not (HERE / "setup.py").exists():
+        pytest.skip("setup.py is not beside this file")
+    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
+    folder = tmp_path / "sources"
+    shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variables, tag",
+    [
+        pytest.param({"MEGATRON_MIN_C": "0"}, "py3-none-any", id="not wanted"),
+        pytest.param({"CC": "false"}, "py3-none-any", id="no compiler"),
+        pytest.param({"MEGATRON_MIN_C": "1"}, "cp311-abi3-", id="C"),
+    ],
+)
+def test_a_wheel_without_c_is_pure(sources, variables, tag):
+    if tag == "cp311-abi3-" and "c" not in IMPLEMENTATIONS:
+        pytest.skip("there is no C compiler")
+    run_setup(sources, "bdist_wheel", **variables)
+    [wheel] = (sources / "dist").iterdir()
+    assert tag in wheel.name
+    modules = {name.partition(".")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert ("_megatron_min" in modules) == (tag != "py3-none-any")
+
+
+@pytest.mark.slow
+def test_a_build_without_c_is_an_error_where_c_is_wanted(sources):
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run_setup(sources, "bdist_wheel", MEGATRON_MIN_C="1", CC="false")
+    assert b"'false'" in error.value.stderr
+
+
+@pytest.mark.slow
+def test_an_sdist_builds_and_passes_its_tests(sources, tmp_path):
+    run_setup(sources, "sdist", MEGATRON_MIN_C="0")
+    [archive] = (sources / "dist").iterdir()
+    shutil.unpack_archive(archive, tmp_path)
+    [folder] = tmp_path.glob("megatron_min-*")
+    switch = "1" if "c" in IMPLEMENTATIONS else "0"
+    run_setup(folder, "build_ext", "--inplace", MEGATRON_MIN_C=switch)
+    run = [sys.executable, "-m", "pytest", "-q", "-k", "wider or by_hand or switch"]
+    environment = os.environ | {"MEGATRON_MIN_C": switch}
+    ran = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
 
 
 # ==============================================================================
@@ -8335,8 +8397,14 @@ def test_commands_by_hand(one, tmp_path, capsys):
     flags = ["--input", tmp_path / "p", "--output-prefix", tmp_path / "q", "--multimodal"]
     assert command(one, capsys, "merge", *flags)[0] == 0
     assert one.IndexedDataset(tmp_path / "q", multimodal=True).sequence_modes.tolist() == [0, 5]
-    code, out, _ = command(one, capsys, "--version")
-    assert code == 0 and one.__version__ in out and "python" in out
+
+
+@pytest.mark.parametrize("switch, word", [("0", "MEGATRON_MIN_C=0"), ("", "reinstall")])
+def test_version_says_which_kernels_run_and_why(mm, monkeypatch, capsys, switch, word):
+    monkeypatch.setenv("MEGATRON_MIN_C", switch)
+    code, out, _ = command(mm, capsys, "--version")
+    assert code == 0 and mm.__version__ in out and f"kernels: {mm.IMPLEMENTATION}" in out
+    assert (word in out) == (mm.IMPLEMENTATION == "python")
 
 
 TEXT = list("aé".encode())

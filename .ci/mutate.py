@@ -684,6 +684,10 @@ FAULTS = {
         ("    _has_warned_of_python = True\n", "    pass\n"),
         ("num_entries <= _MANY_ENTRIES or", ""),
         (
+            '    if os.environ.get("MEGATRON_MIN_C") == "0":\n        return',
+            "    if True:\n        return",
+        ),
+        (
             'if os.environ.get("MEGATRON_MIN_C") == "1":\n            sentence',
             "if False:\n            sentence",
         ),
@@ -898,6 +902,7 @@ FAULTS = {
         ('shapes["dataset_sample_index"] == (num_samples,)', "True"),
     ],
     "21": [
+        ('f"{__version__} ({_describe_kernels()})"', "__version__"),
         ("parsed.append((int(samples), values))", "parsed.append((int(samples), weights))"),
         ("if not samples.isdecimal() or None in values:", "if False:"),
         ("        return 130\n", "        return 1\n"),
@@ -959,7 +964,7 @@ FAULTS = {
             "(prefix, options.sequence):\n                tokens +=",
             "(prefix, options.sequence):\n                tokens =",
         ),
-        ("_add_switch(parser, flag, None, text)", "_add_switch(parser, flag, True, text)"),
+        ("default=None, shown=bool(defaults[name])", "default=True, shown=bool(defaults[name])"),
         (
             "        if value is not None:\n            layout",
             "        if value:\n            layout",
