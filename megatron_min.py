@@ -5262,13 +5262,14 @@ def import_extra(module: str, extra: str, user: str) -> types.ModuleType:
     """
     package = module.partition(".")[0]
     try:
-        return importlib.import_module(module)
+        importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:  # something that the package needs
             raise
         raise ImportError(
             f'{user} needs the package {package}: pip install {package}, or "megatron-min[{extra}]"'
         ) from None
+    return importlib.import_module(module)
 
 
 def build_tokenizer(name: str = "bytes", eod_token: str | None = None) -> typing.Any:

@@ -7216,7 +7216,8 @@ def test_a_shard_is_made_once(one, tmp_path, monkeypatch, case):
     for number_of_calls in (is_anew, is_anew):  # the third job finds what the second has made
         made = quiet(one.preprocess, **common | arguments)
         assert write.call_count == number_of_calls
-    assert len(texts_of(one, made["text"])) in (3, 5), "inputs of 3 lines each, cut in two"
+    fresh = quiet(one.preprocess, **common | arguments | {"output_prefix": "fresh"})
+    assert texts_of(one, made["text"]) == texts_of(one, fresh["text"])
 
 
 def test_a_bad_line_of_a_shard(one, tmp_path):
@@ -7224,7 +7225,7 @@ def test_a_bad_line_of_a_shard(one, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(GOOD * 10 + b"oops\n")
     one.preprocess(path, tmp_path / "o", shard=(0, 2))
-    with pytest.raises(ValueError, match=r"a\.jsonl: line 6 from byte 70 on: "):
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 5 from byte 84 on: "):
         one.preprocess(path, tmp_path / "o", shard=(1, 2))
     left = sorted(os.listdir(tmp_path))
     pair = [f"o_text_document_00000_of_00002.{kind}" for kind in ("bin", "idx")]
@@ -7398,7 +7399,7 @@ PARQUET = {  # columns, arguments, and the documents of each key or a word of th
     "no rows": ({"text": []}, {}, [[]]),
     "no such column": (TWO_COLUMNS, {}, "a.parquet: wanted a column 'text', got n, x, y"),
     "numbers": (TWO_COLUMNS, {"json_keys": "n"}, "a.parquet: row 1: wanted .* text under 'n'"),
-    "bytes": ({"text": ["a", "b", "c"][:0] + [b"a"]}, {}, "a.parquet: row 1: wanted"),
+    "bytes": ({"text": [b"a"]}, {}, "a.parquet: row 1: wanted"),
     "a missing text": ({"text": ["a"] * 299 + [None]}, {}, "a.parquet: row 300: wanted"),
     "skipped": ({"text": ["a", None, "c"]}, {"on_error": "skip"}, [[[97], [99]]]),
 }
@@ -7457,11 +7458,8 @@ def test_remote_inputs(one, tmp_path, memory, count):
     inputs = ["memory://books/c.jsonl.gz", parquet, "memory://books/b*.jsonl"]
     inputs.append("memory://books/d.parquet")
     wanted = [[49], [112], [113], [97], list(b"bcdefg"), [], [104], [120], [49], [49], [49]]
-    make_shards(one, inputs, tmp_path, count) if count > 1 else None
-    made = one.preprocess(inputs, tmp_path / "whole")["text"]
-    assert texts_of(one, made) == [*wanted, [112], [113]]
-    if count > 1:
-        assert texts_of(one, tmp_path / "merged") == [*wanted, [112], [113]]
+    make_shards(one, inputs, tmp_path, count)
+    assert texts_of(one, tmp_path / "merged") == [*wanted, [112], [113]]
 
 
 REMOTE_FAULTS = {  # a URL, the error, and a word of it
