@@ -490,18 +490,70 @@ def merge(mm, clock, n):
     return written_files()
 
 
-def preprocess(mm, clock, n):
-    """preprocess in one process, into bytes, of pieces of Python's own library."""
+@functools.cache
+def json_lines(n):
+    """Write n pieces of Python's own library, of 2 kB each, as JSON lines -> the path."""
     modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]
     code = "".join(path.read_text("utf-8", "replace") for path in modules)
     pieces = [code[i : i + 2000] for i in range(0, len(code), 2000)]
-    folder = fresh_folder()
-    with open(f"{folder}/text.jsonl", "w", encoding="utf-8") as file:
+    path = os.path.join(home(), f"text-{n}.jsonl")
+    with open(path, "w", encoding="utf-8") as file:
         for text in itertools.islice(itertools.cycle(pieces), n):
             file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def preprocess(mm, clock, n):
+    """preprocess in one process, into bytes."""
+    path = json_lines(n)
+    output = os.path.join(fresh_folder(), "pair")
     with clock:
-        mm.preprocess(f"{folder}/text.jsonl", f"{folder}/pair", append_eod=True)
+        mm.preprocess(path, output, append_eod=True)
     return written_files()
+
+
+@functools.cache
+def trained_tokenizer():
+    """Train a byte-level BPE of 8,000 ids with the package tokenizers -> its tokenizer.json."""
+    import tokenizers
+
+    # Read when the library first uses several threads, which must not be before a worker is forked.
+    os.environ["RAYON_NUM_THREADS"] = "2"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    texts = [json.loads(line)["text"] for line in open(json_lines(500), encoding="utf-8")]
+    special = ["<|endoftext|>"]
+    tokenizer.train_from_iterator(texts, 8000, special_tokens=special, show_progress=False)
+    path = os.path.join(home(), "tokenizer.json")
+    tokenizer.save(path)
+    return path
+
+
+def preprocess_trained(mm, clock, n, workers):
+    """preprocess with a tokenizer.json -> the number of tokens."""
+    path = json_lines(n)
+    tokenizer = mm.HuggingFaceTokenizer(trained_tokenizer())
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    output = os.path.join(fresh_folder(), "pair")
+    with clock:
+        prefixes = mm.preprocess(path, output, tokenizer, workers=workers)
+    return mm.IndexedDataset(prefixes["text"]).num_tokens
+
+
+def library_alone(mm, clock, n, workers):
+    """The package tokenizers on the same file, in threads of its own -> the number of tokens."""
+    import tokenizers
+
+    path = json_lines(n)
+    tokenizer = tokenizers.Tokenizer.from_file(trained_tokenizer())
+    os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers == 1 else "true"
+    num_tokens = 0
+    with clock, open(path, "rb") as file:
+        texts = [json.loads(line)["text"] for line in file]
+        for first in range(0, n, 500):
+            for encoding in tokenizer.encode_batch_fast(texts[first : first + 500]):
+                num_tokens += len(encoding.ids)
+    return num_tokens
 
 
 def first_batch(mm, clock, n):
@@ -702,10 +754,33 @@ def more_cases():
         add_case("add_item, lists", add_item, np.ndarray.tolist, ("Python",)),
         Case("merge two pairs *", merge, 100_000, "documents", {}, WITHOUT_C),
         Case("preprocess, bytes", preprocess, 10_000, "pages of 2 kB", {}, ("Python",)),
+        *preprocess_cases(),
         Case("import to first batch", first_batch, 100_000, "documents", {}, WITHOUT_C),
         Case("cp batch, S=8192", cp_batch, 200, "batches", {"S": 8192}, WITHOUT_C, ranks=2),
         Case("DDP (torch's)", ddp_steps, 16, "steps", {}, WITHOUT_C, peer=torch_ddp_steps, ranks=2),
     ]
+
+
+def preprocess_cases():
+    """preprocess with a tokenizer.json, beside the package tokenizers alone, if it is there."""
+    if importlib.util.find_spec("tokenizers") is None:
+        return []
+    found = []
+    for workers in (1, 2):
+        title = f"preprocess, BPE, {workers} (library)"
+        sizes = {"workers": workers}
+        found.append(
+            Case(
+                title,
+                preprocess_trained,
+                1000,
+                "pages of 2 kB",
+                sizes,
+                WITHOUT_C,
+                peer=library_alone,
+            )
+        )
+    return found
 
 
 def blend_case(datasets):

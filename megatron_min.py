@@ -5603,10 +5603,7 @@ def _merge_shards_of_ranks(prefixes, shard):
 
     The other ranks get an empty list.  A rank that fails does not come here: torchrun ends the job.
     """
-    # A rank with long documents may need days more than another.
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(days=365))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    _wait_for_ranks()
     index, count = shard
     if index != 0:
         return []
@@ -5616,6 +5613,20 @@ def _merge_shards_of_ranks(prefixes, shard):
         merge([whole + _shard_name((i, count)) for i in range(count)], whole)
         wholes.append(whole)
     return wholes
+
+
+def _wait_for_ranks():
+    """Under torchrun: wait until all ranks have come here."""
+    # Python would handle a signal only after the wait, which is not in Python, and torchrun would
+    # have to kill this process.  No file is open now: a signal may simply end it.
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    # A rank with long documents may need days more than another.
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(days=365))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
 
 
 # -- Inputs ------------------------------------------------------------------------------------
