@@ -7168,9 +7168,14 @@ class CountingFile(io.FileIO):
         return count
 
 
+def open_counting(path):
+    """In place of the function that opens an input."""
+    return io.BufferedReader(CountingFile(path))
+
+
 def test_a_shard_reads_its_share_and_no_more(one, tmp_path, monkeypatch):
     path = jsonl(tmp_path / "a.jsonl", ["x" * 100] * 20_000)
-    monkeypatch.setattr(one, "_open_input", lambda path: io.BufferedReader(CountingFile(path)))
+    monkeypatch.setattr(one, "_open_input", open_counting)
     for index in range(4):
         CountingFile.num_read = 0
         one.preprocess(path, tmp_path / "s", shard=(index, 4))
@@ -7184,33 +7189,33 @@ def touch(path):
 
 
 SHARD = {"shard": (1, 2)}
-MADE_ANEW = {  # what happens between two jobs; the arguments of the second; is the shard made anew?
-    "nothing": (None, {}, False),
-    "other workers": (None, {"workers": 2, "verbose": True}, False),
-    "an input changed": (lambda: touch("b.jsonl"), {}, True),
-    "an input more": (None, {"input": ["a.jsonl", "b.jsonl", "a.jsonl"]}, True),
-    "inputs in another order": (None, {"input": ["b.jsonl", "a.jsonl"]}, True),
-    "another tokenizer": (None, {"tokenizer": Tok()}, True),
-    "eods": (None, {"append_eod": True}, True),
-    "skipped lines": (None, {"on_error": "skip"}, True),
-    "more keys": (None, {"json_keys": ["text", "other"]}, True),
-    "the pair is gone": (lambda: os.remove("s_text_document_00001_of_00002.bin"), {}, True),
-    "the pair is another": (lambda: touch("s_text_document_00001_of_00002.idx"), {}, True),
-    "the record is gone": (lambda: os.remove("s_00001_of_00002.json"), {}, True),
+MADE_ANEW = {  # what happens to which file, arguments of the second job, is the shard made anew?
+    "nothing": (None, None, {}, False),
+    "other workers": (None, None, {"workers": 2, "verbose": True}, False),
+    "an input changed": (touch, "b.jsonl", {}, True),
+    "an input more": (None, None, {"input": ["a.jsonl", "b.jsonl", "a.jsonl"]}, True),
+    "inputs in another order": (None, None, {"input": ["b.jsonl", "a.jsonl"]}, True),
+    "another tokenizer": (None, None, {"tokenizer": Tok()}, True),
+    "eods": (None, None, {"append_eod": True}, True),
+    "skipped lines": (None, None, {"on_error": "skip"}, True),
+    "more keys": (None, None, {"json_keys": ["text", "other"]}, True),
+    "the pair is gone": (os.remove, "s_text_document_00001_of_00002.bin", {}, True),
+    "the pair is another": (touch, "s_text_document_00001_of_00002.idx", {}, True),
+    "the record is gone": (os.remove, "s_00001_of_00002.json", {}, True),
 }
 
 
 @pytest.mark.parametrize("case", MADE_ANEW)
 def test_a_shard_is_made_once(one, tmp_path, monkeypatch, case):
     """A job that is started again makes only what is missing, or made in another way."""
-    happens, arguments, is_anew = MADE_ANEW[case]
+    happens, name, arguments, is_anew = MADE_ANEW[case]
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
         pathlib.Path(name).write_bytes(b'{"text": "1", "other": "22"}\n' * 3)
     common = {"input": ["a.jsonl", "b.jsonl"], "output_prefix": "s", **SHARD}
     one.preprocess(**common)
     if happens is not None:
-        happens()
+        happens(name)
     write = mock.Mock(wraps=one._write_pairs)
     monkeypatch.setattr(one, "_write_pairs", write)
     for number_of_calls in (is_anew, is_anew):  # the third job finds what the second has made
