@@ -153,9 +153,11 @@ __all__ = [
     "build_blending_indices",
     "build_document_index",
     "build_exhaustive_blending_indices",
+    "build_phase_indices",
     "build_pretraining_data_loader",
     "build_sample_idx",
     "build_shuffle_index",
+    "build_stable_orders",
     "build_tokenizer",
     "causal_mask",
     "check_all_shards",
@@ -164,12 +166,14 @@ __all__ = [
     "commit_pair",
     "convert_split_vector_to_split_matrix",
     "count_samples",
+    "count_samples_of_epochs",
     "cyclic_iter",
     "describe",
     "encode_document",
     "encode_jsonl",
     "finalize_model_grads",
     "fingerprint",
+    "fingerprint_of_past",
     "forward_backward_no_pipelining",
     "get_batch",
     "get_batch_on_this_cp_rank",
@@ -523,6 +527,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     object_storage_config  accepted as upstream's; local files do not need it
     check                  True: check the whole .idx when it is opened, as verify() does;
                            False: only what takes O(1); None: the whole if it is below 64 MiB
+    fast_cache_load        upstream's name: True is check=False, where check is None
 
     ds[i] is sequence i, a 1-D array of ds.dtype, and ds[a:b] a list of such arrays.  Opening costs
     O(1), or O(n) with the whole check.  A file that is not what its format says is a
@@ -542,7 +547,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         mmap: bool = True,
         object_storage_config: typing.Any = None,
         check: bool | None = None,
+        fast_cache_load: bool = False,
     ) -> None:
+        if fast_cache_load and check is None:
+            check = False
         self.path_prefix = os.fspath(path_prefix)
         self.multimodal = multimodal
         self.mmap = mmap
@@ -723,6 +731,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         """The object that has the arrays of the .idx, as in upstream: the dataset itself."""
         return self
 
+    def get_document_indices(self) -> np.ndarray:
+        """Return document_indices, under upstream's name."""
+        return self.document_indices
+
     def __reduce__(self):
         """Pickle the path alone: the process that unpickles it opens the files again."""
         arguments = self.path_prefix, self.multimodal, self.mmap
@@ -824,10 +836,11 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   {"text": ""}           ->     (no tokens)    ->                          0 1 1
 #   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
 #
-# A line is a document, and a document becomes one sequence; a blank line is no document.  The
-# end-of-document token, eod, tells a model where one text stops and an unrelated one begins.  A
-# document without tokens becomes no sequence and gets no eod: the number of sequences is repeated
-# in document_indices, so that document d is still line d.  Upstream does the same.
+# A line is a document, and a document becomes one sequence; or, if the text is a list of sentences,
+# one sequence for each sentence that has tokens.  A blank line is no document.  The end-of-document
+# token, eod, tells a model where one text stops and an unrelated one begins.  A document without
+# tokens becomes no sequence and gets no eod: the number of sequences is repeated in
+# document_indices, so that document d is still line d.  Upstream does the same.
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
@@ -872,20 +885,34 @@ class ByteTokenizer:
         return text_bytes.decode("utf-8", errors="replace")
 
 
-def encode_document(text: str, tokenizer: typing.Any, append_eod: bool = False) -> list[int]:
-    """Return the token ids of one document.
+def encode_document(
+    text: str | list[str], tokenizer: typing.Any, append_eod: bool = False
+) -> list[list[int]]:
+    """Return the sequences of one document, each a list of token ids; none is empty.
 
+    text         the text, which becomes one sequence, or a list of sentences, one for each
     append_eod   put tokenizer.eod after the last token, if there is any token
 
     >>> encode_document("bbb", ByteTokenizer(), append_eod=True)
-    [98, 98, 98, 256]
+    [[98, 98, 98, 256]]
+    >>> encode_document(["aa", "", "b"], ByteTokenizer(), append_eod=True)
+    [[97, 97], [98, 256]]
     >>> encode_document("", ByteTokenizer(), append_eod=True)
     []
     """
-    tokens = list(tokenizer.tokenize(text))
-    if append_eod and len(tokens) > 0:
-        tokens.append(tokenizer.eod)
-    return tokens
+    sequences = []
+    for sentence in _sentences(text):
+        tokens = list(tokenizer.tokenize(sentence))
+        if len(tokens) > 0:
+            sequences.append(tokens)
+    if append_eod and len(sequences) > 0:
+        sequences[-1].append(tokenizer.eod)
+    return sequences
+
+
+def _sentences(text):
+    """The sentences of a text; a text that is no list of them is one."""
+    return [text] if isinstance(text, str) else text
 
 
 def encode_jsonl(
@@ -927,11 +954,10 @@ def encode_jsonl(
                 if line.isspace():
                     continue
                 text = json.loads(line)[json_key]
-                tokens = encode_document(text, tokenizer, append_eod)
-                if len(tokens) > 0:
-                    builder.add_document(tokens, [len(tokens)])
-                else:
-                    builder.add_document([], [])  # a document of no sequences
+                sequences = encode_document(text, tokenizer, append_eod)
+                for tokens in sequences:
+                    builder.add_item(tokens)
+                builder.end_document()  # a document may have no sequences
 
 
 # ==============================================================================
@@ -964,7 +990,8 @@ def normalize(weights: typing.Sequence[float]) -> list[float]:
     >>> normalize([30, 70])
     [0.3, 0.7]
     """
-    return np.divide(weights, np.sum(weights, dtype=np.float64)).tolist()
+    weights = np.array(weights, np.float64)
+    return (weights / np.sum(weights)).tolist()
 
 
 def parse_and_normalize_split(split: str) -> list[float]:
@@ -1058,6 +1085,15 @@ def get_blend_from_list(
     return entries[1::2], [float(weight) for weight in entries[0::2]]
 
 
+def _read_weights(weights):
+    """Weights as a list, in which numbers that are text, as in a file of JSON, are numbers."""
+    numbers_read = []
+    for weight in weights:
+        number = _number(weight.strip()) if isinstance(weight, str) else weight
+        numbers_read.append(weight if number is None else number)
+    return numbers_read
+
+
 def _check_weights(weights, names):
     """ValueError that names the dataset whose weight is not a finite number >= 0."""
     if len(weights) != len(names):
@@ -1085,6 +1121,33 @@ def _drop_zero_weights(datasets, weights, names):
     return [dataset for dataset, _ in kept], [weight for _, weight in kept]
 
 
+def _as_phases(phases, names):
+    """Phases as [(samples, normalized weights), ...]; ValueError that says which is no phase."""
+    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    checked = []
+    for number, phase in enumerate(phases):
+        if not isinstance(phase, (list, tuple)) or len(phase) != 2:
+            raise ValueError(f"phase {number}: wanted (samples, weights), got {phase!r}")
+        samples, weights = phase
+        if not isinstance(samples, numbers.Integral) or samples < 1:
+            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples!r}")
+        try:
+            _check_weights(weights, names)
+        except ValueError as error:
+            raise ValueError(f"phase {number}: {error}") from None
+        checked.append((int(samples), _normalize_used(weights)))
+    return checked
+
+
+def _normalize_used(weights):
+    """normalize() of the weights that are not 0: a 0 must not change the rounding of the sum."""
+    weights = np.array(weights, np.float64)
+    is_used = weights > 0
+    weights[is_used] = normalize(weights[is_used])
+    return weights.tolist()
+
+
 @dataclasses.dataclass
 class BlendedMegatronDatasetConfig:
     """What to build.  Field names and defaults are upstream's; ValueError for bad combinations.
@@ -1110,6 +1173,10 @@ class BlendedMegatronDatasetConfig:
                                 token has the same id; if False, padding is -1 in this case
     fast_cache_load             trust a cache that exists, without any check
     defer_npy_index_mmap        open the index files at the first access
+    blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
+                                blend that follow each other, instead of its weights (section 6);
+                                use stable_order with it, so that phases that are added later leave
+                                the order of the corpora as it is
 
     Without blend and blend_per_split the data are mock data, see MockGPTDataset.
     """
@@ -1131,6 +1198,7 @@ class BlendedMegatronDatasetConfig:
     allow_ambiguous_pad_tokens: bool | None = False
     fast_cache_load: bool = False
     defer_npy_index_mmap: bool = False
+    blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self._check_whole_number("random_seed", 0)
@@ -1143,7 +1211,9 @@ class BlendedMegatronDatasetConfig:
             self._check_blend_per_split()
         else:
             self._set_split()
-            self._check_blend(self.blend)
+            self.blend = self._read_blend(self.blend)
+        if self.blend_phases is not None:
+            self._check_phases()
 
     def _check_whole_number(self, name, lowest):
         """The field is a whole number from lowest to 2**32 - 1; numpy's become int, for JSON."""
@@ -1165,8 +1235,7 @@ class BlendedMegatronDatasetConfig:
             raise ValueError(
                 f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
             )
-        for blend in self.blend_per_split:
-            self._check_blend(blend)
+        self.blend_per_split = [self._read_blend(blend) for blend in self.blend_per_split]
 
     def _set_split(self):
         """Derive mock, split and split_matrix from the blend and the split."""
@@ -1180,15 +1249,31 @@ class BlendedMegatronDatasetConfig:
         shares = parse_and_normalize_split(self.split)
         self.split_matrix = convert_split_vector_to_split_matrix(shares)
 
-    def _check_blend(self, blend):
-        """A blend is ([prefix, ...], [weight, ...] or None), or None."""
+    def _read_blend(self, blend):
+        """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
         if blend is None:
-            return
+            return None
         if len(blend) != 2 or isinstance(blend[0], str) or not _are_paths(blend[0]):
             raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
         prefixes, weights = blend
         if weights is not None:
+            weights = _read_weights(weights)
             _check_weights(weights, prefixes)
+        return prefixes, weights
+
+    def _check_phases(self):
+        """blend_phases mixes the corpora of the training blend."""
+        blend = self.blend
+        if self.blend_per_split is not None and any(self.blend_per_split):
+            blend = self.blend_per_split[Split.train.value]
+        if blend is None:
+            raise ValueError(
+                "blend_phases needs a blend for train: it says which corpora are mixed"
+            )
+        if self.split_matrix is not None and self.split_matrix[Split.train.value] is None:
+            raise ValueError(f"blend_phases mixes train, but split {self.split!r} has no train")
+        prefixes, _ = blend
+        _as_phases(self.blend_phases, prefixes)
 
 
 def _are_paths(prefixes):
@@ -1213,7 +1298,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     inter_document_masking   instead of a mask, return where the documents of a sample start, as
                              attention kernels for packed sequences want it: cu_seqlens has these
                              places and then S in all entries that are left, max_seqlen is the
-                             length of the longest; positions restart at each start
+                             length of the longest; positions restart at each start (keyword only,
+                             since the config of upstream 0.16.1 does not have it)
+    stable_order             not of upstream: shuffle each epoch by itself, so that a longer dataset
+                             begins with the shorter one (section 4)
 
     >>> GPTDatasetConfig(1234, 4, blend=(["p1", "p2"], [1, -1]), split="98,1,1")
     Traceback (most recent call last):
@@ -1233,7 +1321,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     sequences_per_dataset: dict | None = None
     token_dtype_code: int | None = dataclasses.field(init=False, default=None)
     context_parallel_size: int | None = None
-    inter_document_masking: bool = False
+    inter_document_masking: bool = dataclasses.field(default=False, kw_only=True)
+    stable_order: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -1277,6 +1366,19 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # With S = 4 and x = 1 a sample is five tokens: four inputs, and one token more, so that the last
 # input has a label too.  The next sample begins with that token, so no token is a label twice, and
 # of the tokens in samples only the first one of the stream is never a label.
+#
+# The shuffles (1) and (3) exist in two kinds.  Upstream's shuffles all epochs as one pile, or all
+# but the last.  So the order depends on how many samples are asked for: a run that is made longer
+# meets another order from its first sample on.  With stable_order each epoch is a pile of its own,
+# drawn with a seed of its own, so epochs that are added change nothing before them:
+#
+#   documents 0 1 2, seed 1234    upstream              stable_order
+#   1 epoch                       0 1 2                 0 1 2
+#   2 epochs                      2 1 2 0 1 0           0 1 2 | 1 0 2
+#   3 epochs                      2 2 1 0 1 1 2 0 0     0 1 2 | 1 0 2 | 1 2 0
+#
+# The samples (3) are shuffled in the same piles.  A sample that begins in one epoch and ends in the
+# next belongs to the pile of the epoch in which it ends.
 
 
 def count_samples(
@@ -1517,11 +1619,75 @@ def build_shuffle_index(
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
     """
-    dtype = np.uint32 if total_size < 2**32 - 2 else np.int64
-    shuffle_index = np.arange(total_size, dtype=dtype)
+    shuffle_index = _number_samples(total_size)
     shuffle(shuffle_index[:num_samples], random_state)
     shuffle(shuffle_index[num_samples:], random_state)
     return shuffle_index
+
+
+def _number_samples(total_size):
+    """0 .. total_size - 1, as uint32 or int64."""
+    dtype = np.uint32 if total_size < 2**32 - 2 else np.int64
+    return np.arange(total_size, dtype=dtype)
+
+
+def build_stable_orders(
+    documents: typing.Any, sample_edges: typing.Sequence[int], random_seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Shuffle each epoch by itself: its documents, then the samples that end in it.
+
+    This is the order of stable_order, instead of build_document_index() and build_shuffle_index().
+    Epoch 0 is drawn with random_seed, as upstream's if it is the only one; epoch e > 0 is drawn
+    with [random_seed, e].
+
+    documents     int32 (D,)   numbers of the split's documents
+    sample_edges  E + 1 ints   epoch e has the samples sample_edges[e] .. sample_edges[e + 1] - 1 of
+                               the stream, see count_samples_of_epochs()
+    random_seed   int          0 to 2**32 - 1
+    Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
+    Cost          that of the shuffles, and less than 1 ms for each epoch
+
+    >>> for sample_edges in [0, 3], [0, 3, 6], [0, 3, 6, 9]:          # 1, 2 and 3 epochs
+    ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 1234)
+    ...     print(document_index.tolist(), shuffle_index.tolist())
+    [0, 1, 2] [1, 2, 0]
+    [0, 1, 2, 1, 0, 2] [1, 2, 0, 4, 3, 5]
+    [0, 1, 2, 1, 0, 2, 1, 2, 0] [1, 2, 0, 4, 3, 5, 6, 8, 7]
+    """
+    num_documents = len(documents)
+    num_epochs = len(sample_edges) - 1
+    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
+    shuffle_index = _number_samples(sample_edges[-1])
+    random_state = np.random.RandomState(random_seed)
+    for epoch in range(num_epochs):
+        if epoch > 0:
+            random_state.seed([random_seed, epoch])
+        first_document = epoch * num_documents
+        shuffle(document_index[first_document : first_document + num_documents], random_state)
+        shuffle(shuffle_index[sample_edges[epoch] : sample_edges[epoch + 1]], random_state)
+    return document_index, shuffle_index
+
+
+def count_samples_of_epochs(
+    plan: EpochPlan,
+    tokens_per_epoch: int,
+    sequence_length: int,
+    add_extra_token_to_sequence: bool = True,
+) -> list[int]:
+    """Count the samples that end before epoch 0, 1, ..., E begins: E + 1 numbers, the last is N.
+
+    A last, short sample ends in the last epoch.  In a longer dataset a whole sample stands in its
+    place and ends in the next epoch, so where short samples are kept, the last epoch of the shorter
+    dataset is another one in the longer dataset; all epochs before it are equal.
+
+    >>> count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4)     # 13, 26, 39 tokens
+    [0, 3, 6, 9]
+    """
+    edges = []
+    for epoch in range(plan.num_epochs):
+        tokens = epoch * tokens_per_epoch
+        edges.append(count_samples(tokens, sequence_length, True, add_extra_token_to_sequence))
+    return [*edges, plan.num_samples]
 
 
 # ==============================================================================
@@ -1560,9 +1726,9 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     config         BlendedMegatronDatasetConfig
 
     A subclass defines
-      build_low_level_dataset(dataset_path, config)   opens the data
-      numel_low_level_dataset(opened)                 how many elements there are for the split
       __len__() and __getitem__(k)                    the samples
+      build_low_level_dataset(dataset_path, config)   opens the data, for the builder
+      numel_low_level_dataset(opened)                 how many elements there are for the split
     """
 
     def __init__(
@@ -1580,6 +1746,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
+        self._pad_token_id = _pad_token_id(config)
         # what tells this dataset from others: the name of its cache files is made from it
         self.unique_identifiers = collections.OrderedDict()
         self.unique_identifiers["class"] = type(self).__name__
@@ -1601,16 +1768,16 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
     @staticmethod
-    @abc.abstractmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> typing.Any:
-        """Open the data at dataset_path."""
+        """Open the data at dataset_path.  A class that no builder builds can do without."""
+        raise NotImplementedError("the builder wants a class with build_low_level_dataset()")
 
     @staticmethod
-    @abc.abstractmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
         """Return how many elements the opened data have for the split to cut."""
+        raise NotImplementedError("the builder wants a class with numel_low_level_dataset()")
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -1627,6 +1794,11 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     def batch(self, indices: typing.Sequence[int | None]) -> dict:
         """Return several samples as one: {key: tensor (B, ...)}."""
         return torch.utils.data.default_collate(self.__getitems__(indices))
+
+    @property
+    def is_stable(self) -> bool:
+        """Does a dataset that is built like this one, for more samples, begin with this one?"""
+        return False
 
 
 class GPTDataset(MegatronDataset):
@@ -1646,6 +1818,10 @@ class GPTDataset(MegatronDataset):
       cu_seqlens, max_seqlen   int32 (S+1,) and (), only with inter_document_masking
     ds[None] is sample 0 without any loss: it fills up a batch.  Cost: that of build_sample_idx() to
     build; for a sample, one read for each document that it touches.
+
+    A subclass may override the two methods _query_document_sample_shuffle_indices(), the tokens of
+    a sample, and _build_document_sample_shuffle_indices(), the three arrays; both names are
+    upstream's.  The arrays may also be set, as attributes.
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -1683,14 +1859,19 @@ class GPTDataset(MegatronDataset):
         self._keep_partial = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
-        self._pad_token_id = _pad_token_id(config)
         self._eod_token_id = None
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self._eod_token_id = _attribute(config.tokenizer, "eod")
             self._warn_if_no_eod()
         self.unique_identifiers.update(self._key_corrections())
         self._describe()
-        self._open_indices()
+        self._cache = self._make_cache()
+        own = type(self)._build_document_sample_shuffle_indices
+        if own is GPTDataset._build_document_sample_shuffle_indices:
+            self._open_indices()
+        else:
+            arrays = self._build_document_sample_shuffle_indices()
+            self.document_index, self.sample_index, self.shuffle_index = arrays
 
     def _check_low_level_dataset(self):
         """The documents exist, document_index can name them, and their tokens are integers."""
@@ -1724,24 +1905,33 @@ class GPTDataset(MegatronDataset):
 
     # ---- the indices
 
-    def _open_indices(self):
-        """Load the three arrays from the cache, or build them."""
-        config = self.config
-        folder = config.path_to_cache
+    def _make_cache(self):
+        """The cache of the three arrays; no file is opened yet."""
+        folder = self.config.path_to_cache
         if not folder and self.dataset_path is not None:
             folder = f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices"
         name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        self._cache = IndexCache(
-            folder, name, self.index_names, self.unique_description, self.made_from()
-        )
+        return IndexCache(folder, name, self.index_names, self.unique_description, self.made_from())
+
+    def _open_indices(self):
+        """Load the three arrays from the cache, or build them."""
         self._cache.load_or_build(
             self._build_indices,
-            trust=config.fast_cache_load,
-            defer=config.defer_npy_index_mmap,
+            trust=self.config.fast_cache_load,
+            defer=self.config.defer_npy_index_mmap,
         )
 
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return document_index, sample_index and shuffle_index, from the cache or newly built.
+
+        A subclass may override this method, which has upstream's name, to have other orders.  What
+        its method returns is kept in memory, and not in a cache.
+        """
+        self._open_indices()
+        return self.document_index, self.sample_index, self.shuffle_index
+
     def _build_indices(self):
-        """One random generator draws the order of documents, then the order of samples."""
+        """The documents in order, where each sample starts among them, and the order of samples."""
         config = self.config
         if isinstance(self.dataset, IndexedDataset):
             self.dataset.verify()
@@ -1755,10 +1945,12 @@ class GPTDataset(MegatronDataset):
             )
         plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
         _warn_if_python_is_slow(plan.num_samples + plan.num_epochs * len(self.indices))
-        random_state = np.random.RandomState(config.random_seed)
-        document_index = build_document_index(
-            self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
-        )
+        if config.stable_order:
+            edges = count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
+            orders = build_stable_orders(self.indices, edges, config.random_seed)
+        else:
+            orders = self._draw_orders(plan)
+        document_index, shuffle_index = orders
         sample_index = build_sample_idx(
             self.dataset.sequence_lengths,
             document_index,
@@ -1768,11 +1960,18 @@ class GPTDataset(MegatronDataset):
             drop_last,
             self._extra,
         )
+        return [document_index, sample_index, shuffle_index]
+
+    def _draw_orders(self, plan):
+        """One random generator draws the order of documents, then the order of samples."""
+        random_state = np.random.RandomState(self.config.random_seed)
+        document_index = build_document_index(
+            self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
+        )
         first_part = plan.num_samples
         if plan.separate_final_epoch:
             first_part = plan.samples_before_final_epoch
-        shuffle_index = build_shuffle_index(first_part, plan.num_samples, random_state)
-        return [document_index, sample_index, shuffle_index]
+        return document_index, build_shuffle_index(first_part, plan.num_samples, random_state)
 
     def tokens_per_epoch(self) -> int:
         """Return T: how many tokens the documents of this split have."""
@@ -1786,15 +1985,30 @@ class GPTDataset(MegatronDataset):
         """int32 (E*D,): the order of the documents."""
         return self._cache["document_index"]
 
+    @document_index.setter
+    def document_index(self, values: np.ndarray) -> None:
+        """Use these documents, in this order."""
+        self._cache["document_index"] = values
+
     @property
     def sample_index(self) -> np.ndarray:
         """int32 or int64 (N+1, 2): where each sample of the stream starts."""
         return self._cache["sample_index"]
 
+    @sample_index.setter
+    def sample_index(self, values: np.ndarray) -> None:
+        """Use these starts of samples."""
+        self._cache["sample_index"] = values
+
     @property
     def shuffle_index(self) -> np.ndarray:
         """uint32 or int64 (N,): the order of the samples."""
         return self._cache["shuffle_index"]
+
+    @shuffle_index.setter
+    def shuffle_index(self, values: np.ndarray) -> None:
+        """Use this order of samples."""
+        self._cache["shuffle_index"] = values
 
     # ---- the samples
 
@@ -1840,9 +2054,10 @@ class GPTDataset(MegatronDataset):
         return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the cache")
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of sample idx before padding, int64, and the sequences they are from.
+        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
 
-        A subclass may override this method, which has upstream's name, to change the tokens.
+        A subclass may override this method, which has upstream's name, to change the tokens.  If it
+        returns fewer than S + x of them, padding follows.
         """
         pieces = self.pieces(idx)
         parts = [self.dataset.get(i, offset, length) for i, offset, length in pieces]
@@ -1852,7 +2067,9 @@ class GPTDataset(MegatronDataset):
             raise ValueError(
                 f"{_name(self)}: wanted {wanted} tokens of {pieces}, got {len(token_ids)}"
             )
-        return token_ids, np.array([i for i, _, _ in pieces], np.int64)
+        if (token_ids == self._pad_token_id).any():
+            self._warn_of_real_pads()
+        return self._pad(idx, token_ids), np.array([i for i, _, _ in pieces], np.int64)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         if idx is None:
@@ -1863,8 +2080,10 @@ class GPTDataset(MegatronDataset):
         S = config.sequence_length
         token_ids, _ = self._query_document_sample_shuffle_indices(idx)
         padded = self._pad(idx, token_ids)
-        tokens = padded[:-1].copy()
+        tokens = padded[:S].copy()
         labels = padded[1:].copy()
+        if not self._extra:
+            labels = np.append(labels, self._pad_token_id)
 
         # the places of the sample where positions count from 0 again
         after_eod = self._starts_after_eod(tokens)
@@ -1890,14 +2109,14 @@ class GPTDataset(MegatronDataset):
         return {key: torch.from_numpy(values) for key, values in sample.items()}
 
     def _pad(self, idx, token_ids):
-        """The tokens of a sample, filled up to S + 1: with x = 0 the last label is padding too."""
-        most = self.config.sequence_length + self._extra
-        if len(token_ids) > most:
-            raise self._damaged(idx, f"wanted {most} tokens, got {len(token_ids)}")
-        padded = np.full(self.config.sequence_length + 1, self._pad_token_id, np.int64)
+        """The tokens of a sample, filled up to S + x."""
+        wanted = self.config.sequence_length + self._extra
+        if len(token_ids) == wanted:
+            return np.asarray(token_ids, np.int64)
+        if len(token_ids) > wanted:
+            raise self._damaged(idx, f"wanted {wanted} tokens, got {len(token_ids)}")
+        padded = np.full(wanted, self._pad_token_id, np.int64)
         padded[: len(token_ids)] = token_ids
-        if (token_ids == self._pad_token_id).any():
-            self._warn_of_real_pads()
         return padded
 
     def _warn_of_real_pads(self):
@@ -1934,6 +2153,15 @@ class GPTDataset(MegatronDataset):
 
     # ---- what the arrays are made from, for the cache and for resuming
 
+    @property
+    def is_stable(self) -> bool:
+        """Does this dataset, built for more samples, begin with all samples that it has now?
+
+        It does with stable_order, unless a last, short sample is kept: with more samples that one
+        would be whole, and the last epoch would be shuffled with one sample fewer.
+        """
+        return self.config.stable_order and not self._keep_partial
+
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: GPTDatasetConfig
@@ -1963,6 +2191,8 @@ class GPTDataset(MegatronDataset):
             corrections["drop_last_partial_validation_sequence"] = False
         if self._documents != self._documents_of_split():
             corrections["documents"] = self._documents
+        if self.config.stable_order:
+            corrections["stable_order"] = True
         return corrections
 
     def _documents_of_split(self):
@@ -1986,6 +2216,8 @@ class GPTDataset(MegatronDataset):
             "keep_partial": self._keep_partial,
             "extra_token": self._extra,
         }
+        if self.config.stable_order:
+            found["stable_order"] = True
         if isinstance(self.dataset, IndexedDataset):
             found |= self.dataset.identity()
         return found
@@ -2117,7 +2349,22 @@ class MockGPTLowLevelDataset:
 
 
 class MockGPTDataset(GPTDataset):
-    """Samples of numbers that count up, for speed runs without data.  Upstream: MockGPTDataset."""
+    """Samples of numbers that count up, for speed runs without data.  Upstream: MockGPTDataset.
+
+    dataset and indices are indexed_dataset and indexed_indices of GPTDataset, under the names that
+    they have in upstream's class.
+    """
+
+    def __init__(
+        self,
+        dataset: MockGPTLowLevelDataset,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
 
     @staticmethod
     def build_low_level_dataset(
@@ -2142,6 +2389,16 @@ class MockGPTDataset(GPTDataset):
 #
 # The lag of a dataset is weight * max(i, 1), minus the samples that it has given before sample i.
 # So at any point of the run, each dataset has given nearly its share.
+#
+# A blend may have phases, each with weights of its own.  In a phase the rule counts from 0 again,
+# and each dataset goes on behind its last sample:
+#
+#   phases                (4, [1, 3])       (4, [1, 1])
+#   sample i              0  1  2  3        4  5  6  7
+#   dataset_index         1  0  1  1        0  1  0  1
+#   dataset_sample_index  0  0  1  2        1  3  2  4
+#
+# So phases that are added, or changed, leave those before them as they are.
 
 
 def build_blending_indices(
@@ -2240,6 +2497,44 @@ def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, 
             raise ValueError(f"weight of dataset {d}: wanted a finite number >= 0, got {weight}")
 
 
+def build_phase_indices(
+    dataset_index: np.ndarray,
+    dataset_sample_index: np.ndarray,
+    phases: typing.Sequence[tuple[int, typing.Sequence[float]]],
+) -> None:
+    """Fill in a blend of several phases.
+
+    In each phase the rule is that of build_blending_indices(), among the datasets whose weight in
+    this phase is not 0.  The samples of a dataset are numbered on over all phases.
+
+    dataset_index, dataset_sample_index   int16 and int64, (samples of all phases,): filled in
+    phases                                [(samples, weights), ...]; the sum of the weights of a
+                                          phase is 1, and each dataset has one
+    Cost                                  that of build_blending_indices(), and O(samples)
+
+    >>> which, sample = np.zeros(8, np.int16), np.zeros(8, np.int64)
+    >>> build_phase_indices(which, sample, [(4, [0.25, 0.75]), (4, [0.5, 0.5])])
+    >>> which.tolist(), sample.tolist()
+    ([1, 0, 1, 1, 0, 1, 0, 1], [0, 0, 1, 2, 1, 3, 2, 4])
+    """
+    _, weights = phases[0]
+    taken = np.zeros(len(weights), np.int64)  # of each dataset, in the phases so far
+    begin = 0
+    for samples, weights in phases:
+        end = begin + samples
+        used = np.flatnonzero(weights)
+        outputs = dataset_index[begin:end], dataset_sample_index[begin:end]
+        build_blending_indices(*outputs, np.take(weights, used), len(used), samples)
+        taken_before = taken.copy()
+        for low in range(begin, end, _CHUNK):
+            part = slice(low, min(low + _CHUNK, end))
+            d = used[dataset_index[part]]  # the blend numbers those that are used: 0, 1, 2, ...
+            dataset_index[part] = d
+            dataset_sample_index[part] += taken_before[d]
+            taken += np.bincount(d, minlength=len(weights))
+        begin = end
+
+
 class BlendTooLarge(ValueError):
     """A blend asks a dataset for more samples than it has.
 
@@ -2260,6 +2555,12 @@ class BlendedDataset(torch.utils.data.Dataset):
     weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a note
     size       number of samples; None: weights are counts, and dataset d gives exactly weights[d]
     config     BlendedMegatronDatasetConfig
+    phases     [(samples, weights), ...] instead of weights and size, which must be None.  Every
+               dataset keeps its number, also one whose weights are all 0: a phase that is added
+               later may use it.  One phase without a weight of 0 is the plain blend.
+
+    After that ds.phases is such a list, with normalized weights, for a blend of one phase too; it
+    is None where the weights are counts.  ds.weights is None where phases have weights.
 
     ds[i] is {"dataset_id": int16, **the sample}; ds[None] fills up a batch, without loss.
     BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a run.  Where
@@ -2274,22 +2575,16 @@ class BlendedDataset(torch.utils.data.Dataset):
         weights: typing.Sequence[float],
         size: int | None,
         config: BlendedMegatronDatasetConfig,
+        phases: list | None = None,
     ) -> None:
-        names = [_name(dataset) for dataset in datasets]
-        _check_weights(weights, names)
-        if size is None and any(weight != int(weight) for weight in weights):
-            raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
-        if size is not None and size < 0:
-            raise ValueError(f"wanted a size >= 0, got {size}")
-        self.datasets, weights = _drop_zero_weights(datasets, weights, names)
+        if phases is None:
+            self._set_weights(datasets, weights, size)
+        elif weights is None and size is None:
+            self._set_phases(datasets, phases)
+        else:
+            raise ValueError("phases stand for weights and size: these must be None")
         self.config = config
         self.split = self.datasets[0].index_split
-        if size is None:
-            self.size = None
-            self.weights = [int(weight) for weight in weights]
-        else:
-            self.size = int(size)
-            self.weights = normalize(weights)
         self._open_indices()
         if not self._cache.is_trusted:
             self._check_counts()
@@ -2297,6 +2592,33 @@ class BlendedDataset(torch.utils.data.Dataset):
             for dataset in (self, *self.datasets):
                 if hasattr(dataset, "_cache"):
                     dataset._cache.close()
+
+    def _set_weights(self, datasets, weights, size):
+        """A blend of one phase, or one whose weights are counts."""
+        names = [_name(dataset) for dataset in datasets]
+        _check_weights(weights, names)
+        if size is None and any(weight != int(weight) for weight in weights):
+            raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
+        if size is not None and size < 0:
+            raise ValueError(f"wanted a size >= 0, got {size}")
+        self.datasets, weights = _drop_zero_weights(datasets, weights, names)
+        if size is None:
+            self.size = None
+            self.weights = [int(weight) for weight in weights]
+            self.phases = None
+        else:
+            self.size = int(size)
+            self.weights = normalize(weights)
+            self.phases = [(self.size, self.weights)]
+
+    def _set_phases(self, datasets, phases):
+        """A blend of several phases; one phase that uses all datasets is a plain blend."""
+        self.datasets = list(datasets)
+        self.phases = _as_phases(phases, [_name(dataset) for dataset in datasets])
+        self.size = sum(samples for samples, _ in self.phases)
+        _, weights = self.phases[0]
+        is_plain = len(self.phases) == 1 and all(weights)
+        self.weights = weights if is_plain else None
 
     def _open_indices(self):
         """Load the two arrays from the cache, or build them."""
@@ -2306,6 +2628,8 @@ class BlendedDataset(torch.utils.data.Dataset):
         identifiers["split"] = self.split.name
         identifiers["weights"] = self.weights
         identifiers["size"] = self.size
+        if self.weights is None:
+            identifiers["phases"] = self.phases
         self.unique_identifiers = identifiers
         self.unique_description = describe(identifiers)
         self.unique_description_hash = _md5(self.unique_description)
@@ -2316,13 +2640,15 @@ class BlendedDataset(torch.utils.data.Dataset):
         self._cache.load_or_build(self._build_indices, trust=self.config.fast_cache_load)
 
     def _build_indices(self):
-        """Both arrays, filled in by one of the two rules above."""
+        """Both arrays, filled in by one of the three rules above."""
         _warn_if_python_is_slow(len(self))
         dataset_index = np.zeros(len(self), np.int16)
         dataset_sample_index = np.zeros(len(self), np.int64)
         arrays = [dataset_index, dataset_sample_index]
         if self.size is None:
             build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
+        elif self.weights is None:
+            build_phase_indices(*arrays, self.phases)
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
         return arrays
@@ -2355,10 +2681,28 @@ class BlendedDataset(torch.utils.data.Dataset):
         """int16 (size,): which dataset a sample comes from."""
         return self._cache["dataset_index"]
 
+    @dataset_index.setter
+    def dataset_index(self, values: np.ndarray) -> None:
+        """Use these datasets."""
+        self._cache["dataset_index"] = values
+
     @property
     def dataset_sample_index(self) -> np.ndarray:
         """int64 (size,): which sample of that dataset a sample is."""
         return self._cache["dataset_sample_index"]
+
+    @dataset_sample_index.setter
+    def dataset_sample_index(self, values: np.ndarray) -> None:
+        """Use these samples of the datasets."""
+        self._cache["dataset_sample_index"] = values
+
+    @property
+    def is_stable(self) -> bool:
+        """Does this blend begin with the same samples where more of them, or phases, are added?"""
+        for dataset in self.datasets:
+            if not isinstance(dataset, MegatronDataset) or not dataset.is_stable:
+                return False
+        return self.phases is not None
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
@@ -2428,6 +2772,9 @@ class BlendedDataset(torch.utils.data.Dataset):
 # The surplus is for this: at some point of the run a corpus may be ahead of its share.  Where the
 # surplus is not enough (there upstream fails), that corpus alone is built again, larger.
 #
+# With blend_phases, n is the sum of the n of all phases, and the blend of train has all samples of
+# all phases: these must be as many as size, or more.
+#
 #   rank 0: build and write the cache  ->  other ranks: load the cache, or build where they see none
 
 
@@ -2454,15 +2801,45 @@ class BlendedMegatronDatasetBuilder:
         is_built_on_rank: typing.Callable[[], bool],
         config: BlendedMegatronDatasetConfig,
     ) -> None:
-        if len(sizes) != len(Split):
-            raise ValueError(f"sizes: wanted {len(Split)} entries, got {list(sizes)}")
-        if config.multiple_validation_sets and config.full_validation:
-            if sizes[Split.valid.value] is not None:
-                raise ValueError("full_validation: the size of valid must be None")
         self.cls = cls
         self.sizes = list(sizes)
         self.is_built_on_rank = is_built_on_rank
         self.config = config
+        self._check_sizes()
+
+    def _check_sizes(self):
+        """ValueError for a size that no build can have."""
+        config = self.config
+        if len(self.sizes) != len(Split):
+            raise ValueError(f"sizes: wanted {len(Split)} entries, got {self.sizes}")
+        for split, size in zip(Split, self.sizes, strict=True):
+            is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
+            if size is not None and not is_number:
+                raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
+            if size is None and self._has_weights(split):
+                raise ValueError(
+                    f"a blend with weights needs a size for each split, got {self.sizes}"
+                )
+        if config.multiple_validation_sets and config.full_validation:
+            if self.sizes[Split.valid.value] is not None:
+                raise ValueError("full_validation: the size of valid must be None")
+
+    def _has_weights(self, split):
+        """Is this split built as a blend with weights?  Phases have sizes of their own."""
+        config = self.config
+        if split is Split.train and config.blend_phases is not None:
+            return False
+        if config.split_matrix is not None:  # see _build_splits()
+            is_built = config.split_matrix[split.value] is not None
+            return is_built and config.blend is not None and config.blend[1] is not None
+        blend = config.blend_per_split[split.value]  # see _build_split()
+        if blend is None or len(blend[0]) == 1 or self._is_kept_apart(split):
+            return False
+        return blend[1] is not None
+
+    def _is_kept_apart(self, split):
+        """Is each corpus of this split a dataset of its own?"""
+        return split is Split.valid and bool(self.config.multiple_validation_sets)
 
     def build(self) -> list:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
@@ -2505,8 +2882,7 @@ class BlendedMegatronDatasetBuilder:
         prefixes, weights = blend
         matrix = [None] * len(Split)
         matrix[split.value] = (0.0, 1.0)
-        several = split is Split.valid and self.config.multiple_validation_sets
-        if several and len(prefixes) > 1:
+        if self._is_kept_apart(split) and len(prefixes) > 1:
             datasets = []
             for prefix in prefixes:
                 datasets.append(self._build_blend([prefix], None, matrix)[split.value])
@@ -2521,45 +2897,62 @@ class BlendedMegatronDatasetBuilder:
         The matrix has the bounds of each split, or None for a split that is not wanted.  One corpus
         without weights is no blend, but the dataset itself.
         """
-        if weights is None and len(prefixes) == 1:
-            return self._split_corpus(prefixes[0], matrix, self.sizes)
-        if weights is None:
-            sizes_of_corpora = [[None] * len(Split) for _ in prefixes]
-        else:
-            prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
-            weights = normalize(weights)
-            sizes_of_corpora = self._sizes_of_corpora(weights, matrix)
+        phases = None
+        if matrix[Split.train.value] is not None and self.config.blend_phases is not None:
+            phases = self._phases_of_train(prefixes)
+        if weights is not None:
+            if phases is None:  # a phase may give weight to a corpus that has none here
+                prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
+            weights = _normalize_used(weights)
+        corpora = self._split_corpora(prefixes, weights, phases, matrix)
+        blends = []
+        for split in Split:
+            parts = [corpus[split.value] for corpus in corpora]
+            if matrix[split.value] is None:
+                blends.append(None)
+            elif split is Split.train and phases is not None:
+                blends.append(self._blend_exactly(parts, None, None, phases))
+            elif weights is None and len(parts) == 1:
+                blends.append(parts[0])
+            else:
+                blends.append(self._blend_parts(split, parts, weights, self.sizes[split.value]))
+        return blends
+
+    def _phases_of_train(self, prefixes):
+        """blend_phases, with normalized weights; they must have as many samples as are wanted."""
+        phases = _as_phases(self.config.blend_phases, prefixes)
+        total = sum(samples for samples, _ in phases)
+        size = self.sizes[Split.train.value]
+        if size is not None and size > total:
+            raise ValueError(
+                f"blend_phases has {total} samples, but {size} are wanted of train: "
+                f"add a phase of {size - total}, or make the last one longer"
+            )
+        return phases
+
+    def _split_corpora(self, prefixes, weights, phases, matrix):
+        """Each corpus, cut and built for what the blends take of it; in threads."""
         threads = self.config.num_dataset_builder_threads
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             futures = []
-            for prefix, sizes in zip(prefixes, sizes_of_corpora, strict=True):
+            for d, prefix in enumerate(prefixes):
+                sizes = self.sizes
+                if weights is not None:
+                    sizes = [self._size_with_surplus([(size, weights)], d) for size in self.sizes]
+                elif len(prefixes) > 1:
+                    sizes = [None] * len(Split)
+                if phases is not None:
+                    sizes = [self._size_with_surplus(phases, d), *sizes[1:]]
                 futures.append(pool.submit(self._split_corpus, prefix, matrix, sizes))
-            corpora = [future.result() for future in futures]
-        blends = []
-        for split in Split:
-            if matrix[split.value] is None:
-                blends.append(None)
-                continue
-            parts = [corpus[split.value] for corpus in corpora]
-            blends.append(self._blend_parts(split, parts, weights, self.sizes[split.value]))
-        return blends
+            return [future.result() for future in futures]
 
-    def _sizes_of_corpora(self, weights, matrix):
-        """For each corpus, the samples that it is built for in each split, with the surplus."""
-        for split in Split:
-            if matrix[split.value] is not None and self.sizes[split.value] is None:
-                raise ValueError(
-                    f"a blend with weights needs a size for each split, got {self.sizes}"
-                )
-        factor = 1 + self.config.mid_level_dataset_surplus
-        sizes_of_corpora = []
-        for weight in weights:
-            sizes = []
-            for size in self.sizes:
-                target = 0 if size is None else math.ceil(size * weight)
-                sizes.append(math.ceil(target * factor))
-            sizes_of_corpora.append(sizes)
-        return sizes_of_corpora
+    def _size_with_surplus(self, phases, d):
+        """How many samples corpus d is built for, so that these phases can take their parts."""
+        target = 0
+        for samples, weights in phases:
+            if samples is not None:
+                target += math.ceil(samples * weights[d])
+        return math.ceil(target * (1 + self.config.mid_level_dataset_surplus))
 
     def _split_corpus(self, prefix, matrix, sizes):
         """Open one corpus, once, and cut it: [its part of train, of valid, of test]."""
@@ -2582,7 +2975,7 @@ class BlendedMegatronDatasetBuilder:
         return parts
 
     def _blend_parts(self, split, parts, weights, size):
-        """The blend of one split; a corpus that would not last is built again, larger."""
+        """The blend of one split, whose corpora have weights or are taken once each."""
         if weights is not None:
             size = sum(math.ceil(size * weight) for weight in weights)
         else:
@@ -2594,22 +2987,26 @@ class BlendedMegatronDatasetBuilder:
                 raise ValueError(f"{split.name}: wanted {wanted}, but no corpus has a sample in it")
             if size is not None and size > sum(weights):
                 warnings.warn(
-                    f"{split.name}: an epoch has {sum(weights)} samples, not {size}: the run will "
-                    "end early; give weights, to repeat corpora",
+                    f"{split.name}: an epoch has {sum(weights):,} samples, not {size:,}: the run "
+                    "will end early; give weights, to repeat corpora",
                     stacklevel=2,
                 )
                 size = sum(weights)
+        return self._blend_exactly(parts, weights, size)
+
+    def _blend_exactly(self, parts, weights, size, phases=None):
+        """The blend of these parts; one that would not last is built again, larger."""
         try:
-            return BlendedDataset(parts, weights, size, self.config)
+            return BlendedDataset(parts, weights, size, self.config, phases)
         except BlendTooLarge as error:
             needed = error.needed
         # Only these corpora are built again: a corpus that is built for another number of samples
         # can come in another order, and the others must keep upstream's order.
         for d, part in enumerate(parts):
             if part in needed:
-                arguments = part.dataset, part.dataset_path, part.indices, needed[part], split
-                parts[d] = self.cls(*arguments, self.config)
-        return BlendedDataset(parts, weights, size, self.config)
+                opened = part.dataset, part.dataset_path, part.indices
+                parts[d] = self.cls(*opened, needed[part], part.index_split, self.config)
+        return BlendedDataset(parts, weights, size, self.config, phases)
 
 
 # ==============================================================================
@@ -2645,6 +3042,15 @@ class BlendedMegatronDatasetBuilder:
 #   cyclic, sharded     in each epoch each rank shuffles   workers; micro-batch size, if (a) and (b)
 #                       a part of its own                  hold
 #
+# A job that goes on may also train longer, or mix its corpora in another way from here on, if its
+# datasets have stable_order (section 4) and the order of its sampler does not depend on how many
+# samples there are, as that of "single" does not.  Then the state describes the past alone:
+#
+#   the state, after 600 samples       [past: 500 samples of phase 0, 100 of phase 1]
+#   a job that it fits                 phases (500, u) (400, v)
+#   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
+#   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
+#
 # (a) consumed_samples is a whole number of the new rounds.  (b) As many samples are shuffled as
 # before: samples that fill no micro-batch (unsharded) or no round (sharded) are not.  (c) An epoch
 # is the samples of whole rounds, so new rounds may make it shorter or longer: consumed_samples must
@@ -2655,6 +3061,7 @@ class _Sampler:
     """What the samplers share: their sizes, and the check of where a pass can start.
 
     kind                  the sampler's name in a saved state
+    is_in_order           are the samples that were consumed the first ones of the dataset?
     consumed_samples      where the next pass starts
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
@@ -2665,6 +3072,7 @@ class _Sampler:
     """
 
     kind: str
+    is_in_order = True
 
     def __init__(
         self,
@@ -2702,6 +3110,15 @@ class _Sampler:
     def micro_batch_times_data_parallel_size(self) -> int:
         """Upstream's name of samples_per_round."""
         return self.samples_per_round
+
+    def get_start_end_idx(self) -> tuple[int, int]:
+        """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
+
+        >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
+        (2, 4)
+        """
+        first = self.data_parallel_rank * self.micro_batch_size
+        return first, first + self.micro_batch_size
 
 
 class MegatronPretrainingSampler(_Sampler):
@@ -2789,6 +3206,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
     """
 
     kind = "cyclic"
+    is_in_order = False
 
     def __init__(
         self,
@@ -2880,19 +3298,25 @@ def fingerprint(dataset: typing.Any) -> dict:
     """Return what a resumed run must find again: the data, however its path is called."""
     found = {"class": type(dataset).__name__, "num_samples": len(dataset)}
     if isinstance(dataset, BlendedDataset):
-        parts = dataset.datasets
         # split, seed and sequence length are those of the first dataset: all datasets share them
-        found = {**fingerprint(parts[0]), **found}
+        found = {**fingerprint(dataset.datasets[0]), **found}
         found.pop("requested", None)  # each dataset has its own
         found["size"] = dataset.size
-        found["weights"] = list(dataset.weights)
-        found["corpora"] = [_fingerprint_of_corpus(part) for part in parts]
+        if dataset.weights is None:  # phases have weights
+            found["phases"] = _describe_phases(dataset.phases)
+        else:
+            found["weights"] = _number_weights(dataset.weights)
+        found["corpora"] = {}
+        for d, part in enumerate(dataset.datasets):
+            found["corpora"][str(d)] = _fingerprint_of_corpus(part)
     elif isinstance(dataset, MegatronDataset):
         found["split"] = dataset.index_split.name
         found["requested"] = dataset.num_samples
         found["sequence_length"] = dataset.config.sequence_length
         found["random_seed"] = dataset.config.random_seed
-        found["corpora"] = [_fingerprint_of_corpus(dataset)]
+        found["corpora"] = {"0": _fingerprint_of_corpus(dataset)}
+        if isinstance(dataset, GPTDataset) and dataset.config.stable_order:
+            found["stable_order"] = True
     return found
 
 
@@ -2912,20 +3336,67 @@ def _fingerprint_of_corpus(dataset):
     return found
 
 
+def _number_weights(weights):
+    """[weight, ...] -> {"number of the corpus": weight}, without those that are 0."""
+    return {str(d): weight for d, weight in enumerate(weights) if weight}
+
+
+def _describe_phases(phases):
+    """[(samples, weights), ...] -> [[samples, numbered weights], ...], for a state."""
+    return [[samples, _number_weights(weights)] for samples, weights in phases]
+
+
+def fingerprint_of_past(dataset: typing.Any, consumed_samples: int) -> dict:
+    """Return what must be the same for the first consumed_samples samples to be the same.
+
+    Where a dataset begins with every shorter one (is_stable), this is less than fingerprint():
+    neither how many samples there are nor the phases and the corpora that come later belong to it.
+    """
+    found = fingerprint(dataset)
+    if not getattr(dataset, "is_stable", False):
+        return found
+    for key in ("num_samples", "requested", "size", "weights"):
+        found.pop(key, None)
+    if isinstance(dataset, BlendedDataset):
+        phases = _phases_of_past(dataset.phases, consumed_samples)
+        found["phases"] = _describe_phases(phases)
+        for d in range(len(dataset.datasets)):
+            if not any(weights[d] for _, weights in phases):
+                del found["corpora"][str(d)]
+    for corpus in found["corpora"].values():
+        del corpus["num_samples"]
+        del corpus["requested"]
+    return found
+
+
+def _phases_of_past(phases, consumed_samples):
+    """The phases that the first samples are from, the last of them cut off behind these samples."""
+    past = []
+    left = consumed_samples
+    for samples, weights in phases:
+        if left > 0:
+            past.append((min(samples, left), weights))
+        left -= samples
+    return past
+
+
 def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int) -> dict:
     """Return a small JSON-able dict: how far, in which order, of which data."""
+    past = consumed_samples if sampler.is_in_order else len(dataset)
     return {
         "version": 3,
         "consumed_samples": consumed_samples,
         "sampler": sampler.kind,
         "order": sampler.order_key(consumed_samples),
-        "dataset": fingerprint(dataset),
+        "dataset": fingerprint_of_past(dataset, past),
     }
 
 
 def check_position(state: dict, dataset: typing.Any, sampler: _Sampler, strict: bool = True) -> int:
     """Return the consumed samples of a saved position; ValueError names what does not fit here.
 
+    With stable_order the dataset may have more samples, fewer, or other phases, if the samples that
+    were consumed are the same.
     strict=False lets a run go on with other data or in another order.
     """
     try:
@@ -2946,17 +3417,25 @@ def check_position(state: dict, dataset: typing.Any, sampler: _Sampler, strict: 
 
 
 def _flatten_position(state):
-    """All of a position in one dict: {(entry, number of its corpus, or -1): value}."""
+    """All of a position in one dict: {(entry, the number of its corpus, or ""): value}."""
     data = dict(state["dataset"])
-    weights = data.pop("weights", [])
-    corpora = data.pop("corpora", [])
-    flat = {("version", -1): state["version"], ("sampler", -1): state["sampler"]}
-    for part in (state["order"], data, {"number of corpora": len(corpora)}):
+    corpora = data.pop("corpora", {})
+    weights = data.pop("weights", {})
+    phases = data.pop("phases", [])
+    data["version"] = state["version"]
+    data["sampler"] = state["sampler"]
+    data["corpora"] = sorted(corpora)
+    flat = {}
+    for part in (state["order"], data):
         for entry, value in part.items():
-            flat[entry, -1] = value
-    for d, weight in enumerate(weights):
+            flat[entry, ""] = value
+    for d, weight in weights.items():
         flat["weight", d] = weight
-    for d, corpus in enumerate(corpora):
+    for number, (samples, weights_of_phase) in enumerate(phases):
+        flat[f"samples of phase {number}", ""] = samples
+        for d, weight in weights_of_phase.items():
+            flat[f"weight in phase {number}", d] = weight
+    for d, corpus in corpora.items():
         for entry, value in corpus.items():
             flat[entry, d] = value
     return flat
@@ -2974,18 +3453,18 @@ _WORDS_OF_POSITION = {
 def _describe_differences(here, saved):
     """One sentence for each entry in which two flat positions differ; names may differ."""
     sentences = []
-    for entry, d in sorted(here.keys() | saved.keys(), key=str):
+    for entry, d in sorted(here.keys() | saved.keys()):
         found = here.get((entry, d))
         wanted = saved.get((entry, d))
         if found == wanted or entry == "name":
             continue
-        if d >= 0 and ("name", d) not in here.keys() & saved.keys():
-            continue  # the numbers of corpora differ, which is said
+        if (d in here["corpora", ""]) != (d in saved["corpora", ""]):
+            continue  # a corpus that is not there at all: "corpora" differ, which is said
         words = _WORDS_OF_POSITION.get(entry, entry)
-        if d >= 0:
-            words += f" of corpus {d} ({here['name', d]})"
+        if d:
+            words += f" of corpus {d} ({here.get(('name', d))})"
         if entry == "contents":  # a digest, which says nothing to a person
-            sentences.append(f"the {words} are not those in the state ({saved['name', d]})")
+            sentences.append(f"the {words} are not those in the state ({saved.get(('name', d))})")
         else:
             shown = _with_thousands(found)
             sentences.append(f"{words} is {shown} here, {_with_thousands(wanted)} in the state")
@@ -3022,9 +3501,12 @@ class RerunDataIterator(collections.abc.Iterator):
 
     Upstream: RerunDataIterator.
 
-    rewind() goes back to the last advance(); advance() forgets what was read until now.
+    rewind() goes back to the last advance(); advance() forgets what was read until now.  Call
+    advance() before each step, the first one too: before the first call nothing is kept, so that a
+    loop which never calls it does not fill the memory with batches.
 
     >>> numbers = RerunDataIterator(range(9))
+    >>> numbers.advance()
     >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
     (0, 1, None, 0, 1)
     """
@@ -3032,22 +3514,53 @@ class RerunDataIterator(collections.abc.Iterator):
     def __init__(self, iterable: typing.Iterable) -> None:
         self.iterable = iterable
         self._source = iter(iterable)
-        self._read = []  # since the last advance()
-        self._again = collections.deque()  # to be had again before the source goes on
+        self._is_kept = False
+        # the names of these three are upstream's
+        self.saved_microbatches = []  # since the last advance()
+        self.replaying = False  # are some of them to be had again before the source goes on?
+        self.replay_pos = 0  # the next of them
 
     def __next__(self) -> typing.Any:
-        item = self._again.popleft() if self._again else next(self._source)
-        self._read.append(item)
+        if self.replaying and self.replay_pos < len(self.saved_microbatches):
+            item = self.saved_microbatches[self.replay_pos]
+            self.replay_pos += 1
+            return item
+        self.replaying = False
+        item = next(self._source)
+        if self._is_kept:
+            self.saved_microbatches.append(item)
         return item
 
     def rewind(self) -> None:
-        """Yield again all that came since the last advance()."""
-        self._again.extendleft(reversed(self._read))
-        self._read = []
+        """Yield again all that came since the last advance(); ValueError before the first one."""
+        if not self._is_kept:
+            raise ValueError("nothing to go back to: call advance() before the first step")
+        self.replaying = True
+        self.replay_pos = 0
 
     def advance(self) -> None:
         """The step is done: what was read is not needed any more."""
-        self._read = []
+        left = []
+        if self.replaying:
+            left = self.saved_microbatches[self.replay_pos :]
+        self.saved_microbatches = left
+        self.replay_pos = 0
+        self._is_kept = True
+
+    def state_dict(self) -> dict:
+        """Return what was read since the last advance(), and how much of it is read again."""
+        return {
+            "saved_microbatches": list(self.saved_microbatches),
+            "replaying": self.replaying,
+            "replay_pos": self.replay_pos,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where the state was taken; the iterable must go on there by itself."""
+        self.saved_microbatches = list(state["saved_microbatches"])
+        self.replaying = state["replaying"]
+        self.replay_pos = state["replay_pos"]
+        self._is_kept = len(self.saved_microbatches) > 0
 
 
 def get_train_valid_test_num_samples(
@@ -3058,12 +3571,13 @@ def get_train_valid_test_num_samples(
     train_iters: int | None = None,
     train_samples: int | None = None,
     full_validation: bool = False,
+    skip_train: bool = False,
 ) -> tuple[int, int | None, int]:
     """Return how many samples a run needs of train, valid (None with full_validation) and test.
 
     The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
-    of valid every eval_interval steps and at the end, and of test once.  Upstream:
-    get_train_valid_test_num_samples.
+    of valid every eval_interval steps and at the end, and of test once.  With skip_train it does
+    not train, and evaluates valid once.  Upstream: get_train_valid_test_num_samples.
 
     >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
     ...                                  eval_iters=2)
@@ -3077,7 +3591,9 @@ def get_train_valid_test_num_samples(
         raise ValueError(f"eval_interval must be >= 1, got {eval_interval}")
     if train_samples is None:
         train_samples = train_iters * global_batch_size
-    evaluations = train_samples // global_batch_size // eval_interval + 1
+    evaluations = 1
+    if not skip_train:
+        evaluations += train_samples // global_batch_size // eval_interval
     test_samples = eval_iters * global_batch_size
     valid_samples = None if full_validation else evaluations * test_samples
     return train_samples, valid_samples, test_samples
@@ -4216,6 +4732,16 @@ class IndexCache:
             self._arrays = self._map_arrays()
         return self._arrays[name]
 
+    def __setitem__(self, name: str, values: np.ndarray) -> None:
+        """Put another array in the place of one, in memory; the files stay as they are."""
+        arrays = {}
+        if self._arrays is not None:
+            arrays = self._arrays
+        elif self._is_saved:
+            arrays = self._map_arrays()
+        self._arrays = arrays | {name: values}
+        self._is_saved = False
+
     def load_or_build(
         self,
         build: typing.Callable[[], list[np.ndarray]],
@@ -4526,7 +5052,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def load_state_dict(self, state: dict, strict: bool = True) -> None:
         """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
 
-        Ranks, micro-batch size and workers may be others, unless the order depends on them.
+        Ranks, micro-batch size and workers may be others, unless the order depends on them.  With
+        stable_order the run may be longer, or its later phases others.
         ValueError names what does not fit; strict=False goes on all the same.
         """
         consumed = check_position(state, self.dataset, self.batch_sampler, strict)
@@ -5201,13 +5728,18 @@ class NullTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json, run by the package tokenizers (pip install tokenizers).
 
-    path        the tokenizer.json
-    eod_token   the text of the end-of-document token; default <|endoftext|>, or else </s>
-    Raises      FileNotFoundError; ImportError without the package; ValueError if the file is no
-                tokenizer, or has no such token
+    path                the tokenizer.json
+    eod_token           the text of the end-of-document token; default <|endoftext|>, or else </s>
+    add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
+                        of a text (BOS), around each text; with False a text is its own tokens
+                        alone, as in upstream's preprocessing
+    Raises              FileNotFoundError; ImportError without the package; ValueError if the file
+                        is no tokenizer, or has no such token
     """
 
-    def __init__(self, path: str, eod_token: str | None = None) -> None:
+    def __init__(
+        self, path: str, eod_token: str | None = None, add_special_tokens: bool = False
+    ) -> None:
         if not os.path.isfile(path):
             raise FileNotFoundError(f"{path}: no such file")
         tokenizers = import_extra("tokenizers", "tools", path)
@@ -5217,6 +5749,7 @@ class HuggingFaceTokenizer:
             raise ValueError(
                 f"{path}: wanted a tokenizer.json of the package tokenizers: {error}"
             ) from None
+        self._add_special_tokens = add_special_tokens
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.eod = self._find_eod(path, eod_token)
         self.unique_identifiers = {
@@ -5224,6 +5757,8 @@ class HuggingFaceTokenizer:
             "tokenizer.json": _md5(self._tokenizer.to_str()),
             "eod": self.eod,
         }
+        if add_special_tokens:
+            self.unique_identifiers["add_special_tokens"] = True
 
     def _find_eod(self, path, eod_token):
         """Return the id of eod_token, or of the first usual name that the vocabulary has."""
@@ -5238,11 +5773,13 @@ class HuggingFaceTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text."""
-        return self._tokenizer.encode(text).ids
+        return self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
 
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text; the library works on several texts at once."""
-        encodings = self._tokenizer.encode_batch_fast(texts)
+        encodings = self._tokenizer.encode_batch_fast(
+            texts, add_special_tokens=self._add_special_tokens
+        )
         return [encoding.ids for encoding in encodings]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
@@ -5272,21 +5809,28 @@ def import_extra(module: str, extra: str, user: str) -> types.ModuleType:
     return importlib.import_module(module)
 
 
-def build_tokenizer(name: str = "bytes", eod_token: str | None = None) -> typing.Any:
+def build_tokenizer(
+    name: str = "bytes", eod_token: str | None = None, add_special_tokens: bool = False
+) -> typing.Any:
     """Return the tokenizer that a name means, as in the table above.
 
-    eod_token   the text of the end-of-document token of a tokenizer.json; others know their own
-    Raises      ValueError, OSError, ImportError or AttributeError if there is no such tokenizer
+    eod_token           the text of the end-of-document token of a tokenizer.json; others know
+                        their own
+    add_special_tokens  of a tokenizer.json, see HuggingFaceTokenizer
+    Raises              ValueError, OSError, ImportError or AttributeError if there is no such
+                        tokenizer
 
     >>> build_tokenizer("null:100").eod
     100
     """
+    if add_special_tokens and not name.endswith(".json"):
+        raise ValueError(f"{name}: only a tokenizer.json has special tokens to add")
     if name == "bytes":
         return ByteTokenizer()
     if name.startswith("null:"):
         return NullTokenizer(name.removeprefix("null:"))
     if name.endswith(".json"):
-        return HuggingFaceTokenizer(name, eod_token)
+        return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
     if ":" not in name:
         raise ValueError(
             f"unknown tokenizer {name!r}: use bytes, null:VOCAB, *.json or module:attribute"
@@ -5910,7 +6454,7 @@ class _Column:
     """The documents of a block under one JSON key, as IndexedDatasetBuilder.add_sequences wants."""
 
     tokens: np.ndarray  # of all documents, laid end to end
-    lengths: list[int]  # in tokens, of each sequence
+    lengths: list[int]  # in tokens, of each sequence that has tokens; most texts are one
     ends: list[int]  # how many of the lengths belong to this document and those before it
 
 
@@ -5933,7 +6477,7 @@ class _BlockEncoder:
     lines                    tokens                 lengths   ends
     {"text": "aaaa"}         a a a a $ b b b $      5         1   one sequence so far
     {"text": ""}             ($ is eod)                       1   no sequence more
-    {"text": "bbb"}                                 4         2   two sequences
+    {"text": ["b", "bb"]}                           1, 3      3   three sequences
 
     sentence_splitter   None: a text is one sequence; else its tokenize() cuts a text into the
                         sentences that become sequences; the eod goes after the last one
@@ -5983,25 +6527,30 @@ class _BlockEncoder:
         )
 
     def _tokenize_lines(self, lines):
-        """Return {key: [the tokens of each sequence of a line, for each line]}."""
+        """Return {key: for each line, the tokens of each sequence}."""
         rows = [self._parse(line) for line in lines]
         documents = {}
         for key in self.json_keys:
-            texts = []  # of all sequences of all rows
-            counts = []  # how many of the texts each row has
-            for row in rows:
-                sentences = self._split(row[key])
-                texts.extend(sentences)
-                counts.append(len(sentences))
-            sequences = iter(self._tokenize(texts))
-            documents[key] = []
-            for count in counts:
-                ids_of_row = itertools.islice(sequences, count)
-                documents[key].append([_as_tokens(ids, self.dtype) for ids in ids_of_row])
+            documents[key] = self._tokenize_texts([row[key] for row in rows])
+        return documents
+
+    def _tokenize_texts(self, texts):
+        """Return, for each text or list of sentences, the tokens of each of its sequences."""
+        sentences = []  # of all texts
+        counts = []  # how many of them each text has
+        for text in texts:
+            parts = self._split(text)
+            sentences.extend(parts)
+            counts.append(len(parts))
+        ids_of_sentences = iter(self._tokenize(sentences))
+        documents = []
+        for count in counts:
+            ids = itertools.islice(ids_of_sentences, count)
+            documents.append([_as_tokens(tokens, self.dtype) for tokens in ids])
         return documents
 
     def _tokenize_one_by_one(self, block):
-        """Return (documents as _tokenize_lines() does, [what is wrong with each bad line])."""
+        """Return (_tokenize_lines() of the good lines, [what is wrong with each bad line])."""
         documents = {key: [] for key in self.json_keys}
         faults = []
         for index, line in enumerate(block.lines):
@@ -6024,18 +6573,22 @@ class _BlockEncoder:
         """Return the JSON object of a line; ValueError unless each key holds text."""
         row = json.loads(line)
         for key in self.json_keys:
-            if not isinstance(row, dict) or not isinstance(row.get(key), str):
+            if not isinstance(row, dict) or not _is_text(row.get(key)):
                 raise ValueError(f"wanted a JSON object with text under {key!r}, got {line[:60]!r}")
         return row
 
     def _split(self, text):
         """Return the texts that become the sequences of a document."""
+        sentences = _sentences(text)
         if self.sentence_splitter is None:
-            return [text]
-        return self.sentence_splitter.tokenize(text)
+            return sentences
+        parts = []
+        for sentence in sentences:
+            parts.extend(self.sentence_splitter.tokenize(sentence))
+        return parts
 
     def _tokenize(self, texts):
-        """Return the ids of each text."""
+        """Return the ids of each text, whatever the text is a part of."""
         if not hasattr(self.tokenizer, "tokenize_batch"):
             return [self.tokenizer.tokenize(text) for text in texts]
         batch = self.tokenizer.tokenize_batch(texts)
@@ -6071,6 +6624,13 @@ def _load_sentence_splitter():
             stacklevel=3,
         )
         return punkt.PunktSentenceTokenizer()
+
+
+def _is_text(value):
+    """Is this a text, or a list of texts, its sentences?"""
+    if isinstance(value, list):
+        return all(isinstance(sentence, str) for sentence in value)
+    return isinstance(value, str)
 
 
 # -- Worker processes --------------------------------------------------------------------------
@@ -6444,7 +7004,7 @@ def _default_in_words(value):
 
 
 def _add_tokenizer_options(parser):
-    """Add --tokenizer and --eod-token, which _tokenizer_of() reads."""
+    """Add the options that _tokenizer_of() reads."""
     kinds = "bytes, null:VOCAB, a tokenizer.json or module:attribute"
     _add_option(parser, "--tokenizer", kinds, default="bytes")
     _add_option(
@@ -6453,11 +7013,13 @@ def _add_tokenizer_options(parser):
         "text of the end-of-document token of a tokenizer.json",
         shown="<|endoftext|>, or else </s>",
     )
+    special = "let a tokenizer.json add its own special tokens, such as BOS, to each text"
+    _add_switch(parser, "--add-special-tokens", special)
 
 
 def _tokenizer_of(options):
     """The tokenizer that the options name."""
-    return build_tokenizer(options.tokenizer, options.eod_token)
+    return build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
 
 
 def _whole_number(text):
@@ -6701,6 +7263,7 @@ _CONFIG_FLAGS = [
     ("add_extra_token_to_sequence", bool, "the last input token has a label too"),
     ("object_storage_cache_path", str, "accepted as upstream's"),
     ("inter_document_masking", bool, "samples have cu_seqlens and max_seqlen, and no mask"),
+    ("stable_order", bool, "a longer dataset begins with the shorter one"),
 ]
 
 
@@ -6721,6 +7284,15 @@ def _add_build(commands):
     for split in Split:
         blend = f"blend of whole corpora for {split.name}, instead of --blend and --split"
         _add_option(parser, f"--{split.name}-blend", blend, nargs="+", type=_pair_prefix)
+    _add_option(
+        parser,
+        "--phase",
+        "a phase of train: its samples, and a weight for each corpus; may be repeated",
+        nargs="+",
+        action="append",
+        dest="blend_phases",
+        metavar=("SAMPLES", "WEIGHT"),
+    )
     _add_tokenizer_options(parser)
     fields = {field.name: field for field in dataclasses.fields(GPTDatasetConfig)}
     for name, kind, text in _CONFIG_FLAGS:
@@ -6739,6 +7311,7 @@ def _run_build(options):
     config = GPTDatasetConfig(
         blend=get_blend_from_list(options.blend),
         blend_per_split=[get_blend_from_list(blend) for blend in blends],
+        blend_phases=_parse_phases(options.blend_phases),
         tokenizer=_tokenizer_of(options),
         **_given_fields(options),
     )
@@ -6779,6 +7352,20 @@ def _parse_size(text):
     if not text.isdecimal():
         raise ValueError(f"--sizes: wanted a number of samples, or none for one epoch, got {text}")
     return int(text)
+
+
+def _parse_phases(phases):
+    """[["500", "70", "30"], ...] -> [(500, [70.0, 30.0]), ...]; None for None."""
+    if phases is None:
+        return None
+    parsed = []
+    for samples, *weights in phases:
+        values = [_number(weight) for weight in weights]
+        if not samples.isdecimal() or None in values:
+            given = " ".join([samples, *weights])
+            raise ValueError(f"--phase: wanted a number of samples, and weights, got {given}")
+        parsed.append((int(samples), values))
+    return parsed
 
 
 def _given_fields(options):

@@ -132,7 +132,7 @@ UPSTREAM = [
     "blended_megatron_dataset_builder",
     "blended_megatron_dataset_config",
 ]
-UPSTREAM += ["gpt_dataset", "helpers", "indexed_dataset", "utils"]
+UPSTREAM += ["gpt_dataset", "helpers", "indexed_dataset", "megatron_tokenizer", "utils"]
 
 
 @pytest.fixture(scope="session")
@@ -146,6 +146,7 @@ def up():
             found = importlib.import_module(f"megatron.core.datasets.{module}")
             vars(names).update({k: v for k, v in vars(found).items() if not k.startswith("__")})
         names.calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+        names.rerun = importlib.import_module("megatron.core.rerun_state_machine")
     gc.freeze()  # see no_fsync
     return names
 
@@ -817,6 +818,21 @@ def test_a_missing_file_is_not_found(one, pair, missing):
             one.IndexedDataset(pair, mmap=mmap)
 
 
+def test_names_that_callers_of_upstream_use(one, pair):
+    """.index has the arrays of the .idx, and fast_cache_load does without the whole check."""
+    ds = one.IndexedDataset(pair)
+    for name in ("sequence_lengths", "sequence_pointers", "document_indices", "dtype"):
+        assert getattr(ds.index, name) is getattr(ds, name)
+    assert ds.index.sequence_modes is None
+    assert ds.get_document_indices() is ds.document_indices
+    patch(pair + ".idx", 34, struct.pack("<i", 4))  # the first length, which was 3
+    fast = one.IndexedDataset(pair, fast_cache_load=True)
+    for opened in (fast, pickle.loads(pickle.dumps(fast))):
+        assert len(opened[0]) == 4
+    with pytest.raises(one.DatasetFormatError):
+        one.IndexedDataset(pair, fast_cache_load=True, check=True)
+
+
 @pytest.mark.parametrize("mmap", [True, False])
 def test_pickle_is_the_path(one, pair, mmap):
     pickled = pickle.dumps(one.IndexedDataset(pair, mmap=mmap, check=True))
@@ -1029,11 +1045,40 @@ def test_bytes_are_tokens(one, text, ids):
     assert json.loads(json.dumps(tokenizer.unique_identifiers)) == tokenizer.unique_identifiers
 
 
-@pytest.mark.parametrize("text, ids", [("1 2", [1, 2]), ("", []), (" ", []), ("9", [9])])
-def test_encode_document(one, text, ids):
-    """eod is put after tokens only; " " is a text, but no token."""
-    assert one.encode_document(text, Tok(eod=9)) == ids
-    assert one.encode_document(text, Tok(eod=9), append_eod=True) == ids + [9] * min(1, len(ids))
+TEXTS = [  # a text, its sequences, these with an eod; " " is a text, but no token
+    ("1 2", [[1, 2]], [[1, 2, 0]]),
+    ("", [], []),
+    (" ", [], []),
+    ("0", [[0]], [[0, 0]]),
+    (["1 2", "3"], [[1, 2], [3]], [[1, 2], [3, 0]]),
+    (["1", "", "2 3", " "], [[1], [2, 3]], [[1], [2, 3, 0]]),
+    ([], [], []),
+    (["", " "], [], []),
+]
+
+
+@pytest.mark.parametrize("text, sequences, with_eod", TEXTS)
+def test_encode_document(one, text, sequences, with_eod):
+    """A list of sentences is a document of several sequences, as for upstream's tool."""
+    assert one.encode_document(text, Tok()) == sequences
+    assert one.encode_document(text, Tok(), append_eod=True) == with_eod
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_texts_that_are_lists_of_sentences(one, tmp_path, append_eod):
+    """Each line is a document, and preprocess() writes the same pair."""
+    path = jsonl(tmp_path / "a.jsonl", [text for text, _, _ in TEXTS])
+    one.encode_jsonl(path, tmp_path / "plain", Tok(), append_eod=append_eod)
+    made = one.preprocess(path, tmp_path / "fast", Tok(), append_eod=append_eod)
+    wanted = []
+    ends = [0]
+    for _, sequences, with_eod in TEXTS:
+        wanted += with_eod if append_eod else sequences
+        ends.append(len(wanted))
+    for prefix in (tmp_path / "plain", made["text"]):
+        ds = one.IndexedDataset(prefix)
+        assert lists(ds) == wanted
+        assert ds.document_indices.tolist() == ends
 
 
 LINES = [
@@ -1043,6 +1088,7 @@ LINES = [
     (b'{"text": "1"}\r\n{"text": "2"}\r\n', [[1, 0], [2, 0]]),
     (b'{"text":\r"1"}\n', [[1, 0]]),  # a return within a line
     (b'{"text": "1", "other": 3}\n', [[1, 0]]),
+    (b'\n{"text": "1"}\n \t\r\n{"text": "2"}\n\n', [[1, 0], [2, 0]]),  # blank lines are skipped
 ]
 
 
@@ -1055,7 +1101,7 @@ def test_lines_become_documents(one, tmp_path, content, documents, vocab_size, d
     one.encode_jsonl(tmp_path / "a.jsonl", tmp_path / "plain", tokenizer, append_eod=True)
     assert one.IndexedDataset(tmp_path / "plain").dtype is dtype
     assert texts_of(one, tmp_path / "plain") == documents
-    one.preprocess(tmp_path / "a.jsonl", tmp_path / "fast", tokenizer, append_eod=True)
+    quiet(one.preprocess, tmp_path / "a.jsonl", tmp_path / "fast", tokenizer, append_eod=True)
     files = files_of(tmp_path)
     for extension in ("bin", "idx"):
         assert files[f"plain.{extension}"] == files[f"fast_text_document.{extension}"]
@@ -1068,7 +1114,7 @@ def test_the_defaults_of_encode_jsonl(one, tmp_path):
     assert texts_of(one, tmp_path / "out") == [[97, 98]]
 
 
-BAD_LINES = [(b'{"text": "1"', ValueError), (b'{"other": "1"}', KeyError), (b"", ValueError)]
+BAD_LINES = [(b'{"text": "1"', ValueError), (b'{"other": "1"}', KeyError)]
 BAD_LINES += [(b'{"text": "70000"}', ValueError)]  # Tok has 1,000 ids: tokens are uint16
 
 
@@ -1171,7 +1217,7 @@ BAD_CONFIGS = {  # a word of the sentence: what is changed in a good config
     "needs blend_per_split": [{"multiple_validation_sets": True}],
     "a blend is": [{"blend": b} for b in (([], None), ("p", None), [("p", 1), ("q", 2)])],
     "1 weights for 2": [{"blend": (["p", "q"], [1.0])}],
-    "weight of p": [{"blend": (["p", "q"], [weight, 1.0])} for weight in ("1", math.inf)],
+    "weight of p": [{"blend": (["p", "q"], [w, 1.0])} for w in ("x", "nan", "-2", math.inf)],
     "weight of q": [{"blend": (["p", "q"], [1.0, w])} for w in (-1.0, math.nan, 10**309)],
     "sum > 0": [{"blend": (["p", "q"], [0.0, 0.0])}],
     "finite sum": [{"blend": (["p", "q"], [1e308, 1e308])}],
@@ -1218,6 +1264,34 @@ def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
         state = json.dumps(loader.state_dict())
         descriptions.append((train.unique_description, blend.unique_description, state))
     assert descriptions[0] == descriptions[1]
+
+
+def test_weights_may_be_numbers_in_text(one):
+    """As they come out of a file of JSON; upstream takes them, too."""
+    wanted = (["p", "q"], [30.0, 0.5])
+    assert config(one, (["p", "q"], ["30", " .5 "])).blend == wanted
+    per_split = [None, (["p", "q"], ("30", 0.5)), None]
+    assert config(one, blend_per_split=per_split).blend_per_split == [None, wanted, None]
+    assert one.normalize(["30", "70"]) == [0.3, 0.7]
+
+
+def positional_values(one):
+    """A value for each field of a GPTDatasetConfig that may be given by its position."""
+    needed = {"random_seed": 1, "sequence_length": 8, "tokenizer": Tok()}
+    values = []
+    for field in dataclasses.fields(one.GPTDatasetConfig):
+        if field.init and not field.kw_only:
+            values.append(needed.get(field.name, field.default))
+    return values
+
+
+def test_our_own_fields_are_keyword_only(one):
+    """In upstream, position 22 is data_parallel_size."""
+    values = positional_values(one)
+    values[22] = 4
+    assert one.GPTDatasetConfig(*values).data_parallel_size == 4
+    with pytest.raises(TypeError):
+        one.GPTDatasetConfig(*values, True)
 
 
 # ==============================================================================
@@ -1445,6 +1519,158 @@ def test_document_and_shuffle_index_by_numpys_shuffle(mm):
         same_numbers(ours, theirs)
 
 
+# -- stable_order: each epoch shuffled by itself ---------------------------------------------------
+
+
+def stable_orders_by_hand(documents, edges, seed):
+    """A generator for each epoch, which shuffles its documents and then its samples."""
+    document_index = []
+    shuffle_index = []
+    for epoch, (first, end) in enumerate(itertools.pairwise(edges)):
+        random_state = np.random.RandomState([seed, epoch] if epoch else seed)
+        document_index += random_state.permutation(documents).tolist()
+        shuffle_index += (first + random_state.permutation(end - first)).tolist()
+    return document_index, shuffle_index
+
+
+def test_stable_orders_by_brute_force(mm):
+    for rng in cases(100):
+        documents = rng.permutation(90)[: rng.integers(1, 40)]
+        edges = [0, *np.cumsum(rng.integers(0, 30, rng.integers(1, 6))).tolist()]
+        seed = int(rng.integers(2**32))
+        document_index, shuffle_index = mm.build_stable_orders(documents, edges, seed)
+        wanted = stable_orders_by_hand(documents, edges, seed)
+        same(document_index, np.array(wanted[0], np.int32))
+        same(shuffle_index, np.array(wanted[1], np.uint32))
+
+
+def test_the_samples_of_each_epoch_by_brute_force(mm):
+    """A sample belongs to the epoch of the stream in which its last token is."""
+    for rng in cases(200):
+        tokens, S, wanted = rng.integers(1, 40, 3).tolist()
+        x = int(rng.integers(2))
+        drop = bool(rng.integers(2))
+        plan = mm.plan_epochs(tokens, wanted, S, drop, bool(x))
+        ends = [min((k + 1) * S + x, plan.num_epochs * tokens) for k in range(plan.num_samples)]
+        counts = np.bincount([(end - 1) // tokens for end in ends], minlength=plan.num_epochs)
+        edges = mm.count_samples_of_epochs(plan, tokens, S, bool(x))
+        assert np.diff(edges).tolist() == counts.tolist(), (tokens, S, wanted, x, drop)
+
+
+def growing(mm, folder, rng, **fields):
+    """(sequence length, make), where make(size) is a GPTDataset of one random corpus."""
+    prefix = mk(mm, folder / "p", random_docs(rng, most=8, longest=12))
+    fields |= {
+        "sequence_length": int(rng.integers(1, 12)),
+        "add_extra_token_to_sequence": bool(rng.integers(2)),
+        "random_seed": int(rng.integers(2**32)),
+    }
+    return functools.partial(gpt, mm, prefix, **fields)
+
+
+def test_a_longer_stable_dataset_begins_with_the_shorter_one(mm, tmp_path):
+    """For any two sizes.  Upstream: past the end of an epoch hardly a sample stays in its place."""
+    for rng in cases(25):
+        make = growing(mm, tmp_path, rng, stable_order=True)
+        most = 6 * len(make(None)) + 6
+        longest = make(most)
+        assert longest.is_stable
+        for size in [None, 0, *rng.integers(1, most, 10).tolist()]:
+            shorter = make(size)
+            n = len(shorter)
+            assert n >= (size or 0)
+            same(shorter.document_index, longest.document_index[: len(shorter.document_index)])
+            same(shorter.sample_index, longest.sample_index[: n + 1])
+            same(shorter.shuffle_index, longest.shuffle_index[:n])
+        for k in range(0, n, 7):
+            same_samples(shorter[k], longest[k])
+
+
+def test_upstreams_order_depends_on_the_number_of_samples(mm, up, tmp_path):
+    """README's numbers: two samples more, and 3 of the first 200 stay where they were."""
+    prefix = mk(mm, tmp_path / "p", [[2 + d] * 9 for d in range(200)])
+    for names, fields, wanted in [(up, {}, 3), (mm, {}, 3), (mm, {"stable_order": True}, 200)]:
+        before, after = [gpt(names, prefix, size, **fields) for size in (224, 226)]
+        equal = 0
+        for k in range(200):
+            equal += torch.equal(before[k]["tokens"], after[k]["tokens"])
+        assert equal == wanted
+
+
+def test_no_document_comes_twice_before_each_came_once(mm, tmp_path):
+    for rng in cases(25):
+        make = growing(mm, tmp_path, rng, stable_order=True)
+        ds = make(5 * len(make(None)) + 1)
+        documents = len(ds.indices)
+        for first in range(0, len(ds.document_index), documents):
+            block = ds.document_index[first : first + documents]
+            assert sorted(block.tolist()) == list(range(documents))
+        tokens = ds.tokens_per_epoch()
+        S = ds.config.sequence_length
+        x = int(ds.config.add_extra_token_to_sequence)
+        epochs = [((j + 1) * S + x - 1) // tokens for j in ds.shuffle_index.tolist()]
+        assert epochs == sorted(epochs), "all samples that end in an epoch, then those of the next"
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_one_stable_epoch_is_one_of_upstreams(mm, tmp_path, drop):
+    """Also where a last, short sample is kept."""
+    for rng in cases(25):
+        fields = {"split": "valid", "drop_last_partial_validation_sequence": drop}
+        make = growing(mm, tmp_path, rng, **fields)
+        for size in (None, len(make(None)) // 2):
+            stable = make(size, stable_order=True)
+            plain = make(size)
+            for name in mm.GPTDataset.index_names:
+                same(getattr(stable, name), getattr(plain, name))
+
+
+def test_a_kept_short_sample_changes_the_last_epoch_alone(mm, tmp_path):
+    """What is promised where short samples are kept: the epochs before the shorter one's last."""
+    for rng in cases(25):
+        fields = {"split": "valid", "drop_last_partial_validation_sequence": False}
+        make = growing(mm, tmp_path, rng, stable_order=True, **fields)
+        longer = make(6 * len(make(None)) + 6)
+        shorter = make(int(rng.integers(1, len(longer))))
+        assert not shorter.is_stable
+        tokens = shorter.tokens_per_epoch()
+        epochs = len(shorter.document_index) // len(shorter.indices)
+        S = shorter.config.sequence_length
+        x = int(shorter.config.add_extra_token_to_sequence)
+        n = max(0, (epochs - 1) * tokens - x) // S
+        same(shorter.shuffle_index[:n], longer.shuffle_index[:n])
+        same(shorter.sample_index[: n + 1], longer.sample_index[: n + 1])
+
+
+def test_stable_indices_grow_out_of_their_dtypes(mm, tmp_path, monkeypatch):
+    """int64 numbers are shuffled as int32 and uint32 ones are."""
+    make = growing(mm, tmp_path, np.random.default_rng(5), stable_order=True)
+    shorter = make(20)
+
+    def int64_for(documents):
+        return np.int64
+
+    monkeypatch.setattr(mm, "_number_samples", np.arange)  # int64
+    monkeypatch.setattr(mm, "_sample_index_dtype", int64_for)
+    longer = make(100)
+    assert longer.sample_index.dtype == longer.shuffle_index.dtype == np.int64
+    assert longer.shuffle_index[: len(shorter)].tolist() == shorter.shuffle_index.tolist()
+    rows = longer.sample_index[: len(shorter) + 1]
+    assert rows.tolist() == shorter.sample_index.tolist()
+
+
+def test_a_stable_cache_has_a_name_of_its_own(mm, tmp_path):
+    prefix = mk(mm, tmp_path / "p", [[1] * 9] * 9)
+    fields = {"path_to_cache": str(tmp_path / "cache")}
+    plain = gpt(mm, prefix, 20, **fields)
+    stable = gpt(mm, prefix, 20, stable_order=True, **fields)
+    assert '"stable_order": true' in stable.unique_description
+    assert "stable_order" not in plain.unique_description
+    again = gpt(mm, prefix, 20, stable_order=True, **fields)
+    same(again.document_index, stable.document_index)
+    assert not np.array_equal(again.document_index, plain.document_index)
+
+
 # ==============================================================================
 # 5. GPTDataset
 # ==============================================================================
@@ -1669,7 +1895,9 @@ def test_pieces_cover_the_stream(mm, tmp_path):
                 found += [(sequence, offset + at) for at in range(length)]
             assert found == places[j * S :][:end], (case, j)
             text, documents = ds._query_document_sample_shuffle_indices(k)
-            same(text, stream(ds)[j * S :][:end], (case, j))
+            wanted = stream(ds)[j * S :][:end]
+            padding = [ds._pad_token_id] * (end - len(wanted))
+            same(text, np.array([*wanted, *padding], np.int64), (case, j))
             assert documents.tolist() == [sequence for sequence, _, _ in pieces], (case, j)
 
 
@@ -1767,11 +1995,36 @@ class NoAttributes(Tok):
         raise NotImplementedError
 
     eos = pad
+    special_tokens_dict = pad
 
 
 def test_attributes_that_are_not_implemented_are_not_there(mm, toy):
     ds = gpt(mm, toy, 3, sequence_length=4, tokenizer=NoAttributes())
     check_against_loops(ds[0], brute_sample(ds, 0))
+
+
+class NoEod(Tok):
+    """A tokenizer that has a pad, and says of eod and eos that there are none."""
+
+    pad = 7
+
+    @property
+    def eod(self):
+        raise NotImplementedError
+
+    @eod.setter
+    def eod(self, value):
+        pass
+
+    eos = eod
+
+
+def test_a_pad_beside_attributes_that_are_not_implemented(mm, toy):
+    fields = {"reset_position_ids": True, "eod_mask_loss": True}
+    ds = quiet(gpt, mm, toy, 3, sequence_length=4, tokenizer=NoEod(), **fields)
+    assert ds._pad_token_id == 7
+    assert ds[0]["position_ids"].tolist() == [0, 1, 2, 3]
+    assert ds[0]["loss_mask"].tolist() == [1, 1, 1, 1]
 
 
 def test_real_tokens_that_equal_the_pad_id(mm, tmp_path):
@@ -2061,15 +2314,120 @@ def test_datasets_of_the_users_own(one):
     assert valid.batch([0, 1])["number"].tolist() == [15, 10]
 
 
-@pytest.mark.parametrize(
-    "missing",
-    ["__len__", "__getitem__", "build_low_level_dataset", "numel_low_level_dataset"],
-)
-def test_a_dataset_without_its_methods_is_abstract(one, missing):
+def numbers_without(one, missing):
+    """The class above without one of its methods."""
     methods = {name: value for name, value in vars(NumbersMethods).items() if name != missing}
-    cls = type("Part", (one.MegatronDataset,), methods)
+    return type("Part", (one.MegatronDataset,), methods)
+
+
+@pytest.mark.parametrize("missing", ["__len__", "__getitem__"])
+def test_a_dataset_without_samples_is_abstract(one, missing):
+    cls = numbers_without(one, missing)
     with pytest.raises(TypeError, match=f"abstract.*{missing}"):
         cls([0], "x", [0], None, one.Split.train, config(one, (["x"], None)))
+
+
+@pytest.mark.parametrize("missing", ["build_low_level_dataset", "numel_low_level_dataset"])
+def test_a_dataset_that_is_made_by_hand_needs_samples_alone(one, missing):
+    """As in upstream: only the builder asks for the two static methods."""
+    cls = numbers_without(one, missing)
+    cfg = config(one, (["ten"], None), tokenizer=Tok(pad=7))
+    ds = cls(range(30, 40), None, [2, 3], None, one.Split.train, cfg)
+    assert [ds[k] for k in range(2)] == [{"number": 32}, {"number": 33}]
+    assert ds._pad_token_id == 7
+    with pytest.raises(NotImplementedError, match=missing):
+        build(one, [3, 3, 0], cfg, cls)
+
+
+def test_the_pad_id_of_a_config_without_a_tokenizer(one):
+    cfg = one.BlendedMegatronDatasetConfig(1, 8, blend=(["ten"], None), split="1")
+    cls = type("Numbers", (NumbersMethods, one.MegatronDataset), {})
+    assert cls([0], None, [0], None, one.Split.train, cfg)._pad_token_id == -1
+
+
+# -- arrays that are set, and the methods that subclasses of upstream's class override ---------
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_arrays_may_be_set(mm, tmp_path, defer):
+    """They count from then on, in batches, in blends and in a pickle; the cache keeps its own."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(90)] * 3)
+    plain = gpt(mm, prefix)
+    before = files_of(tmp_path)
+    ds = gpt(mm, prefix, defer_npy_index_mmap=defer)
+    last = len(plain) - 1
+    ds.shuffle_index = np.array(plain.shuffle_index[::-1])
+    for found in (ds, pickle.loads(pickle.dumps(ds))):
+        same_samples(found[0], plain[last])
+        same(found.batch([0, 1])["tokens"], plain.batch([last, last - 1])["tokens"])
+        same(found.document_index, plain.document_index)
+    ds.document_index = np.zeros_like(plain.document_index)
+    ds.sample_index = plain.sample_index[:3]
+    assert len(ds) == 2
+    assert ds.document_index.tolist() == [0, 0, 0]
+    assert files_of(tmp_path) == before
+
+    blend = mm.BlendedDataset([plain, plain], [1, 1], 4, plain.config)
+    blend.dataset_index = np.array([1, 1, 0, 0], np.int16)
+    blend.dataset_sample_index = np.array([3, 2, 1, 0])
+    same(blend.batch([0, 3])["dataset_id"], np.array([1, 0], np.int16))
+    same(blend.batch([0, 3])["tokens"], plain.batch([3, 0])["tokens"])
+
+
+def orders_of_its_own(mm, calls_super):
+    """A subclass with its samples in the order of the stream, or with arrays made by hand."""
+
+    class InOrder(mm.GPTDataset):
+        def _build_document_sample_shuffle_indices(self):
+            if calls_super:
+                documents, samples, order = super()._build_document_sample_shuffle_indices()
+                return documents, samples, np.sort(order)
+            rows = np.array([[0, 0], [0, 8], [1, 2]], np.int32)
+            return np.array([2, 0], np.int32), rows, np.arange(2, dtype=np.uint32)
+
+    return InOrder
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("calls_super", [False, True])
+def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path, calls_super, defer):
+    """It is asked each time, and what it returns is not put into the cache."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(100), np.arange(50), np.arange(200, 214)])
+    plain = gpt(mm, prefix)
+    by_hand = np.array([*range(200, 214), *range(100)])
+    tokens = stream(plain) if calls_super else by_hand
+    folder = tmp_path / "cache"
+    cfg = config(mm, ([prefix], None), path_to_cache=str(folder), defer_npy_index_mmap=defer)
+    cls = orders_of_its_own(mm, calls_super)
+    for _ in range(2):
+        ds = cls(plain.dataset, prefix, plain.indices, None, mm.Split.train, cfg)
+        assert len(ds) == (len(plain) if calls_super else 2)
+        same(ds[1]["tokens"], tokens[8:16])
+        same(ds.batch([1, 0])["labels"][0], tokens[9:17])
+        assert folder.exists() == calls_super
+    if calls_super:
+        (saved,) = folder.glob("*shuffle_index.npy")
+        same(np.load(saved), plain.shuffle_index)
+
+
+def test_c_steps_aside_for_all_that_the_definitions_call(tree, mm):
+    """_METHODS_IN_C has each method that __getitem__ leads to.
+
+    Two only make an error or a warning, which C leaves to them.
+    """
+    (cls,) = (node for node in tree.body if getattr(node, "name", "") == "GPTDataset")
+    methods = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
+    called = {"__getitem__"}
+    waiting = ["__getitem__"]
+    while waiting:
+        for node in ast.walk(methods[waiting.pop()]):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if ast.unparse(node.func.value) == "self" and node.func.attr not in called:
+                called.add(node.func.attr)
+                waiting.append(node.func.attr)
+    only_words = {"_damaged", "_warn_of_real_pads"}
+    assert called - only_words | {"__getitems__"} == set(mm._METHODS_IN_C)
 
 
 def test_mock_data(mm):
@@ -2090,6 +2448,18 @@ def test_mock_data(mm):
             text += ds.dataset.get(i, offset, length).tolist()
         assert ds[0]["tokens"].tolist() == text[:-1]
         assert ds.batch([0])["labels"][0].tolist() == text[1:]
+
+
+def test_arguments_of_mock_data_have_upstreams_names(mm):
+    ds = mm.MockGPTDataset(
+        dataset=mm.MockGPTLowLevelDataset(Tok(99, 50)),
+        dataset_path=None,
+        indices=np.arange(7, dtype=np.int32),
+        num_samples=5,
+        index_split=mm.Split.train,
+        config=config(mm, tokenizer=Tok(99, 50)),
+    )
+    assert sorted(ds.document_index.tolist()) == list(range(7))
 
 
 def test_gpt_dataset_without_a_blend_is_an_error(mm):
@@ -2280,7 +2650,7 @@ def test_indices_that_no_memory_can_hold(mm, toy, n):
         functools.partial(mm.BlendedDataset, [ds, ds], [n, n], None, ds.config),
     ):
         with pytest.raises((ValueError, MemoryError, OverflowError)):
-            job()
+            quiet(job)
     assert files_of(os.path.dirname(toy)) == before
 
 
@@ -2376,6 +2746,151 @@ def test_a_blend_without_a_folder_writes_nothing(mm, tmp_path, monkeypatch):
     assert not os.listdir(tmp_path)
     again = pickle.loads(pickle.dumps(ds))
     assert list(again) == list(ds)
+
+
+# -- phases ----------------------------------------------------------------------------------------
+
+
+def in_phases(mm, sizes, phases, **fields):
+    """A blend in phases of datasets that have so many samples."""
+    cfg = config(mm, (["x"], None), **fields)
+    return mm.BlendedDataset(bare(mm, *sizes), None, None, cfg, phases=phases)
+
+
+def phases_by_hand(phases):
+    """The pairs (dataset, its sample) of a blend, one by one; the weights are normalized."""
+    pairs = []
+    for samples, weights in phases:
+        taken = [0] * len(weights)
+        before = [sum(which == d for which, _ in pairs) for d in range(len(weights))]
+        for i in range(samples):
+            lags = {d: w * max(i, 1) - taken[d] for d, w in enumerate(weights) if w > 0}
+            d = max(lags, key=lags.get)  # the first of equals
+            pairs.append((d, before[d] + taken[d]))
+            taken[d] += 1
+    return pairs
+
+
+def pairs_of(ds):
+    return list(zip(ds.dataset_index.tolist(), ds.dataset_sample_index.tolist(), strict=True))
+
+
+def random_phases(rng, num_datasets, most=5):
+    """Some phases, in which some datasets have no weight."""
+    phases = []
+    for _ in range(rng.integers(1, most + 1)):
+        weights = rng.integers(0, 6, num_datasets) * rng.choice([1, 0.3])
+        weights[rng.integers(num_datasets)] += 1
+        phases.append((int(rng.integers(1, 40)), weights.tolist()))
+    return phases
+
+
+def test_phases_by_hand(mm):
+    """The drawing at the top of the section, and a phase in which a dataset rests."""
+    ds = in_phases(mm, [9, 9], [(4, [1, 3]), (4, [1, 1]), (2, [0, 5])])
+    same(ds.dataset_index, np.array([1, 0, 1, 1, 0, 1, 0, 1, 1, 1], np.int16))
+    same(ds.dataset_sample_index, np.array([0, 0, 1, 2, 1, 3, 2, 4, 5, 6]))
+    assert ds.phases == [(4, [0.25, 0.75]), (4, [0.5, 0.5]), (2, [0.0, 1.0])]
+    assert len(ds) == ds.size == 10
+    assert ds.weights is None
+    assert ds[9] == {"dataset_id": 1, "sample": 6}
+
+
+def test_phases_by_brute_force(mm, monkeypatch):
+    """A dataset without weight gives nothing, though its lag, 0, would often be the largest."""
+    monkeypatch.setattr(mm, "_CHUNK", 7)
+    for rng in cases(100):
+        phases = random_phases(rng, int(rng.integers(1, 6)))
+        ds = in_phases(mm, [999] * len(phases[0][1]), phases)
+        assert pairs_of(ds) == phases_by_hand(ds.phases), phases
+
+
+def test_phases_that_are_added_leave_the_others_as_they_are(mm):
+    """Also where a new dataset is added at the end."""
+    for rng in cases(50):
+        phases = random_phases(rng, 4)
+        whole = pairs_of(in_phases(mm, [999] * 4, phases))
+        total = 0
+        for count, (samples, _) in enumerate(phases, 1):
+            total += samples
+            begun = pairs_of(in_phases(mm, [999] * 4, phases[:count]))
+            assert begun == whole[:total]
+        wider = [(samples, [*weights, 0]) for samples, weights in phases]
+        found = pairs_of(in_phases(mm, [999] * 5, [*wider, (9, [1, 1, 1, 1, 1])]))
+        assert found[:total] == whole
+
+
+def test_one_phase_is_the_plain_blend(mm, tmp_path):
+    fields = {"path_to_cache": str(tmp_path)}
+    for rng in cases(30):
+        weights = (rng.random(rng.integers(1, 12)) + 0.01).tolist()
+        size = int(rng.integers(1, 200))
+        sizes = [size] * len(weights)
+        plain = blended(mm, sizes, weights, size, **fields)
+        one_phase = in_phases(mm, sizes, [(size, weights)], **fields)
+        assert one_phase.unique_description == plain.unique_description
+        assert one_phase.phases == plain.phases == [(size, plain.weights)]
+        assert pairs_of(one_phase) == pairs_of(plain) == phases_by_hand(plain.phases)
+    assert blended(mm, [3, 4], [3, 4], None).phases is None, "these weights are counts"
+
+
+def test_phases_are_in_the_key(mm, tmp_path):
+    phases = [(4, [1, 3]), (4, [1, 1])]
+    kinds = [phases, phases[:1], phases[::-1], [(5, [1, 3]), (3, [1, 1])], [(4, [1, 3])] * 2]
+    for _ in range(2):  # the second time from the cache
+        for kind in kinds:
+            ds = in_phases(mm, [9, 9], kind, path_to_cache=str(tmp_path))
+            assert pairs_of(ds) == phases_by_hand(ds.phases)
+    assert len(os.listdir(tmp_path)) == 4 * len(kinds)
+
+
+def test_phases_that_ask_for_too_much(mm):
+    with pytest.raises(mm.BlendTooLarge, match="takes 7 samples of bare, which has 6") as error:
+        in_phases(mm, [6, 6], [(4, [1, 3]), (4, [0, 1])])
+    assert list(error.value.needed.values()) == [7]
+
+
+@pytest.mark.parametrize(
+    "phases, words",
+    [
+        ([], "wanted"),
+        (5, "wanted"),
+        ([5], "phase 0: wanted .samples, weights., got 5"),
+        ([(4, [1, 1], 2)], "phase 0: wanted .samples, weights., got"),
+        ([(4, [1, 1]), (0, [1, 1])], "phase 1: wanted 1 sample or more, got 0"),
+        ([(4.0, [1, 1])], "phase 0: wanted 1 sample or more, got 4.0"),
+        ([(4, [1])], "phase 0: 1 weights for 2"),
+        ([(4, [1, 1]), (4, [1, -1])], "phase 1: weight of bare"),
+        ([(4, [0, 0])], "phase 0: .*sum > 0"),
+    ],
+    ids=str,
+)
+def test_bad_phases(one, phases, words):
+    with pytest.raises(ValueError, match=words):
+        in_phases(one, [9, 9], phases)
+    with pytest.raises(ValueError, match=words.replace("bare", "q")):
+        config(one, (["p", "q"], None), blend_phases=phases)
+
+
+def test_phases_stand_for_weights_and_size(one):
+    cfg = config(one, (["x"], None))
+    for weights, size in [([1, 1], None), (None, 4), ([1, 1], 4)]:
+        with pytest.raises(ValueError, match="must be None"):
+            one.BlendedDataset(bare(one, 9, 9), weights, size, cfg, phases=[(4, [1, 1])])
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({}, "needs a blend"),
+        ({"blend_per_split": [None, (["p"], None), None]}, "needs a blend"),
+        ({"blend": (["p"], None), "split": "0,1,1"}, "no train"),
+    ],
+    ids=str,
+)
+def test_phases_without_a_training_blend(one, fields, words):
+    with pytest.raises(ValueError, match=words):
+        config(one, blend_phases=[(4, [1])], **fields)
 
 
 # ==============================================================================
@@ -2512,7 +3027,7 @@ def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
     assert len(small) == 10
     assert [len(part) for part in small.datasets] == lengths
 
-    with pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1000000"):
+    with pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1,000,000"):
         large = build(mm, [1000000, 0, 0], config(mm, (corpora, None)))[0]
     assert len(large) == sum(lengths)
 
@@ -2596,6 +3111,8 @@ def test_threads_build_the_same_files(mm, corpora, tmp_path):
 BAD_BUILDS = {
     "two sizes": ([1, 2], 3, {}, ValueError, r"sizes.*\[1, 2\]"),
     "weights without size": ([None, 0, 0], 3, {}, ValueError, "needs a size"),
+    "a size below 0": ([-1, 0, 0], 3, {}, ValueError, "size of train.*-1"),
+    "a size that is text": (["9", 0, 0], 3, {}, ValueError, "size of train.*'9'"),
     "no such corpus": ([9, 0, 0], 4, {}, FileNotFoundError, "none"),
     "no such corpus, in a thread": (
         [9, 0, 0],
@@ -2613,6 +3130,27 @@ def test_builds_that_are_refused(mm, corpora, case):
     prefixes = [*corpora, "/none/x"][:count]
     with pytest.raises(kind, match=words):
         build(mm, sizes, config(mm, (prefixes, [1] * count), **fields))
+
+
+def test_wrong_sizes_are_refused_before_the_build(one, corpora):
+    """As upstream refuses them; and no more than these."""
+    two = (corpora[:2], [1, 1])
+    alone = (corpora[:1], [1])
+    builder = one.BlendedMegatronDatasetBuilder
+    for blends, sizes in [
+        ([two, None, None], [None, 0, 0]),
+        ([None, two, alone], [0, None, None]),
+    ]:
+        with pytest.raises(ValueError, match="needs a size"):
+            builder(one.GPTDataset, sizes, yes, config(one, blend_per_split=blends))
+    for fields, sizes in [
+        ({"blend": two, "split": "1,0,0"}, [9, None, None]),
+        ({"blend": (corpora[:2], None)}, [None] * 3),
+        ({"blend_per_split": [two, None, alone]}, [9, None, None]),
+        ({"blend_per_split": [two, two, two], "multiple_validation_sets": True}, [9, None, 9]),
+        ({}, [None] * 3),  # mock data
+    ]:
+        builder(one.GPTDataset, sizes, yes, config(one, **fields))
 
 
 def test_full_validation_of_several_sets_wants_no_size(mm, corpora):
@@ -2655,6 +3193,89 @@ def test_a_corpus_is_built_larger_however_files_are_opened(mm, tmp_path, flag):
     )
     found = build(mm, [120, 0, 0], cfg)[0]
     same_samples(found.batch(range(120)), wanted.batch(range(120)))
+
+
+# -- phases ----------------------------------------------------------------------------------------
+
+
+def test_each_corpus_lasts_for_all_phases(mm, tmp_path):
+    """A document of S tokens: a corpus has exactly as many samples as it was built for."""
+    prefixes = [mk(mm, tmp_path / name, [[1] * 8]) for name in "abc"]
+    for rng in cases(20):
+        phases = random_phases(rng, 3)
+        fields = {"blend_phases": phases, "stable_order": True, "mid_level_dataset_surplus": 0.0}
+        total = sum(samples for samples, _ in phases)
+        size = [None, 0, total][rng.integers(3)]
+        train = build(mm, [size, 0, 0], config(mm, (prefixes, None), **fields))[0]
+        assert pairs_of(train) == phases_by_hand(train.phases)
+        for d, part in enumerate(train.datasets):
+            asked = 0
+            for samples, weights in phases:
+                used = [weight for weight in weights if weight]
+                asked += math.ceil(samples * (weights[d] / np.sum(used)))
+            assert part.num_samples == len(part) == asked or asked == 0
+
+
+def test_a_corpus_that_phases_would_exhaust_is_built_larger(mm, tmp_path, monkeypatch):
+    """The rounding of a long run may make a corpus give one sample more than was reckoned."""
+    prefixes = [mk(mm, tmp_path / name, [[1] * 8]) for name in "abc"]
+
+    def three(builder, phases, d):
+        return 3
+
+    monkeypatch.setattr(mm.BlendedMegatronDatasetBuilder, "_size_with_surplus", three)
+    cfg = config(mm, (prefixes, None), blend_phases=[(6, [1, 1, 1]), (6, [0, 1, 2])])
+    train = build(mm, [12, 0, 0], cfg)[0]
+    assert [part.num_samples for part in train.datasets] == [3, 4, 6]
+    assert pairs_of(train) == phases_by_hand(train.phases)
+
+
+def test_one_phase_builds_what_the_plain_blend_builds(mm, corpora):
+    plain = build(mm, [50, 20, 0], config(mm, (corpora, [5, 3, 2]), split="8,2,0"))
+    cfg = config(mm, (corpora, [5, 3, 2]), split="8,2,0", blend_phases=[(50, [5, 3, 2])])
+    one_phase = build(mm, [50, 20, 0], cfg)
+    assert len(one_phase[0]) == 50, "exactly; the plain blend has some more"
+    assert pairs_of(one_phase[0]) == pairs_of(plain[0])[:50]
+    for ours, theirs in zip(one_phase[0].datasets, plain[0].datasets, strict=True):
+        assert ours.unique_description == theirs.unique_description
+    assert one_phase[1].unique_description == plain[1].unique_description
+    assert one_phase[0].datasets[0].dataset is one_phase[1].datasets[0].dataset, "opened once"
+
+
+@pytest.mark.parametrize("weights", [None, [0, 1, 1]])
+def test_phases_are_for_train(mm, corpora, weights):
+    """Valid and test are made as ever: by weights, or one epoch of each corpus."""
+    cfg = config(
+        mm, (corpora, weights), split="8,1,1", blend_phases=[(9, [1, 1, 0]), (6, [0, 1, 2])]
+    )
+    train, valid, test = quiet(build, mm, [None, 5, 5], cfg)
+    assert train.phases == [(9, [0.5, 0.5, 0.0]), (6, [0.0, 1 / 3, 2 / 3])]
+    plain = quiet(build, mm, [15, 5, 5], config(mm, (corpora, weights), split="8,1,1"))
+    for found, wanted in zip((valid, test), plain[1:], strict=True):
+        assert found.unique_description == wanted.unique_description
+        assert pairs_of(found) == pairs_of(wanted)
+
+
+def test_phases_of_one_corpus(mm, corpora):
+    cfg = config(mm, (corpora[:1], None), split="8,1,1", blend_phases=[(9, [1]), (6, [1])])
+    built = build(mm, [15, 5, None], cfg)
+    assert kinds(built) == ["BlendedDataset", "GPTDataset", "GPTDataset"]
+    assert [dataset.num_samples for dataset in built[1:]] == [5, None]
+    assert built[0].dataset_sample_index.tolist() == list(range(15))
+
+
+def test_phases_of_a_blend_of_trains_own(mm, corpora):
+    blends = [(corpora, [1, 1, 1]), (corpora[:2], [1, 1]), None]
+    phases = [(9, [1, 1, 0]), (6, [0, 1, 2])]
+    train, valid, _ = build(mm, [12, 5, 0], config(mm, blend_per_split=blends, blend_phases=phases))
+    assert pairs_of(train) == phases_by_hand(train.phases), "at least 12 samples are wanted: all 15"
+    assert len(valid.datasets) == 2
+
+
+def test_phases_with_too_few_samples_for_train(mm, corpora):
+    cfg = config(mm, (corpora, None), blend_phases=[(9, [1, 1, 0]), (6, [0, 1, 2])])
+    with pytest.raises(ValueError, match="has 15 samples, but 20 are wanted.*phase of 5"):
+        build(mm, [20, 0, 0], cfg)
 
 
 # ==============================================================================
@@ -3067,7 +3688,7 @@ OTHER_DATA = {
     "a corpus more": (
         blend_of_a_run,
         {"lengths": (9, 20, 9), "weights": (1, 2, 1)},
-        "corpora is 3",
+        "corpora is ..0., .1., .2.. here",
     ),
     "size of a blend": (blend_of_a_run, {"size": 41}, "size is 4"),
 }
@@ -3187,12 +3808,21 @@ def test_consumed_samples_count_on_over_epochs(one):
 
 
 def test_rerun_data_iterator(one):
-    """Against a list and two places in it."""
+    """Against a list and two places in it; a new one may go on with the state of the last."""
     for rng in cases(50):
         numbers = one.RerunDataIterator(range(20))
-        start = place = 0
-        for action in rng.choice(["next", "next", "next", "rewind", "advance"], 60):
-            if action == "rewind":
+        numbers.advance()
+        start = place = read = 0
+        for action in rng.choice(["next", "next", "next", "rewind", "advance", "resume"], 60):
+            read = max(read, place)
+            if action == "resume":
+                state = numbers.state_dict()
+                assert state["saved_microbatches"] == list(range(start, read))
+                numbers = one.RerunDataIterator(range(read, 20))
+                numbers.load_state_dict(state)
+                if start == read:
+                    numbers.advance()  # nothing was kept, and the new one has to be told to
+            elif action == "rewind":
                 numbers.rewind()
                 place = start
             elif action == "advance":
@@ -3205,6 +3835,26 @@ def test_rerun_data_iterator(one):
                 with pytest.raises(StopIteration):
                     next(numbers)
         assert list(numbers) == list(range(place, 20))
+
+
+def test_batches_do_not_pile_up_without_advance(one):
+    numbers = one.RerunDataIterator(itertools.count())
+    for _ in range(9):
+        next(numbers)
+    assert numbers.saved_microbatches == []
+    with pytest.raises(ValueError, match="advance"):
+        numbers.rewind()
+    numbers.advance()
+    assert [next(numbers), next(numbers)] == numbers.saved_microbatches == [9, 10]
+
+
+def test_the_state_of_a_rerun_data_iterator_is_a_copy(one):
+    numbers = one.RerunDataIterator(itertools.count())
+    numbers.advance()
+    next(numbers)
+    state = numbers.state_dict()
+    next(numbers)
+    assert state == {"saved_microbatches": [0], "replaying": False, "replay_pos": 0}
 
 
 # (train_iters, train_samples, full_validation, wanted); evaluations after 30, 60, 90 and at the end
@@ -3228,6 +3878,19 @@ def test_samples_of_a_run(one, train_iters, train_samples, full_validation, want
         train_samples=train_samples,
         full_validation=full_validation,
     )
+
+
+def test_samples_of_a_run_that_only_evaluates(one):
+    fields = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2, "train_iters": 100}
+    found = one.get_train_valid_test_num_samples(**fields, skip_train=True)
+    assert found == (800, 16, 16)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_the_part_of_a_rank_in_a_round(one, rank):
+    sampler = one.MegatronPretrainingSampler(24, 0, 4, rank, 3)
+    first, end = sampler.get_start_end_idx()
+    assert list(sampler)[0] == list(range(24))[first:end]
 
 
 @pytest.mark.parametrize(
@@ -3287,6 +3950,221 @@ def test_num_micro_batches(one, case):
 def test_num_micro_batches_that_cannot_be(one, arguments, words):
     with pytest.raises(ValueError, match=words):
         one.NumMicroBatches(*arguments)
+
+
+# -- a run that changes its plan -------------------------------------------------------------------
+
+
+def planned(mm, folder, phases=((40, [1, 2, 0]),), corpora="abc", **fields):
+    """Train of small corpora, mixed in phases; a plain blend where phases is (samples, weights)."""
+    prefixes = []
+    for name in corpora:
+        prefixes.append(str(folder / name))
+        if not os.path.exists(folder / f"{name}.idx"):
+            mk(mm, folder / name, random_docs(np.random.default_rng(ord(name)), most=9))
+    fields = {"stable_order": True} | fields
+    if isinstance(phases, tuple) and isinstance(phases[0], int):
+        size, weights = phases
+        return build(mm, [size, 0, 0], config(mm, (prefixes, weights), **fields))[0]
+    cfg = config(mm, (prefixes, None), blend_phases=list(phases), **fields)
+    return build(mm, [None, 0, 0], cfg)[0]
+
+
+def state_of(mm, dataset, consumed, **fields):
+    loader = mm.build_pretraining_data_loader(dataset, consumed, micro_batch_size=4, **fields)
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+BEFORE = [(24, [1, 2, 0]), (16, [3, 1, 0])]
+# {case: (consumed samples, the plan of the job that goes on)}, after the plan BEFORE
+CHANGES_OF_PLAN = {
+    "the same": (32, {}),
+    "longer": (32, {"phases": [BEFORE[0], (100, [3, 1, 0])]}),
+    "shorter": (32, {"phases": [BEFORE[0], (12, [3, 1, 0])]}),
+    "a phase more": (40, {"phases": [*BEFORE, (20, [1, 1, 1])]}),
+    "a phase is cut off": (32, {"phases": [BEFORE[0], (8, [3, 1, 0]), (20, [1, 1, 1])]}),
+    "another later phase": (24, {"phases": [BEFORE[0], (20, [1, 1, 1])]}),
+    "one phase, at its end": (24, {"phases": [BEFORE[0]]}),
+    "a plain blend": (20, {"phases": (30, [1, 2]), "corpora": "ab"}),
+    "a corpus more": (32, {"phases": [(24, [1, 2, 0, 0]), (60, [3, 1, 0, 0])], "corpora": "abcd"}),
+    "weights times two": (32, {"phases": [(24, [2, 4, 0]), (16, [6, 2, 0])]}),
+    "nothing is consumed": (0, {"phases": [(9, [0, 0, 1])]}),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES_OF_PLAN)
+def test_a_state_fits_a_plan_with_the_same_past(mm, tmp_path, case):
+    consumed, plan = CHANGES_OF_PLAN[case]
+    before = planned(mm, tmp_path, BEFORE)
+    after = planned(mm, tmp_path, **{"phases": BEFORE} | plan)
+    loader = mm.build_pretraining_data_loader(after, 0, micro_batch_size=4)
+    loader.load_state_dict(state_of(mm, before, consumed))
+    assert loader.state_dict()["consumed_samples"] == consumed
+    for k in range(consumed):
+        same_samples(before[k], after[k])
+    if consumed < len(after):
+        batch = next(iter(loader))
+        assert torch.equal(batch["tokens"][0], after[consumed]["tokens"])
+
+
+# {case: (consumed samples, the plan of the job that cannot go on, the word of what differs)}
+OTHER_PASTS = {
+    "weights": (32, {"phases": [(24, [1, 3, 0]), (16, [3, 1, 0])]}, "weight in phase 0"),
+    "weights of the last phase": (
+        25,
+        {"phases": [BEFORE[0], (16, [3, 2, 0])]},
+        "weight in phase 1",
+    ),
+    "length of a phase": (
+        24,
+        {"phases": [(23, [1, 2, 0]), (17, [3, 1, 0])]},
+        "samples of phase 0 is 23",
+    ),
+    "phases more": (
+        30,
+        {"phases": [(24, [1, 2, 0]), (4, [3, 1, 0])] * 2},
+        "samples of phase 2 is 2 here, None",
+    ),
+    "one phase": (30, {"phases": [(40, [1, 2, 0])]}, "phase 1 is None"),
+    "too short": (32, {"phases": [(24, [1, 2, 0]), (4, [3, 1, 0])]}, "consumed_samples"),
+    "corpora": (24, {"corpora": "adc"}, r"contents of corpus 1 \(d\)"),
+    "order of corpora": (
+        24,
+        {"phases": [(24, [2, 1, 0])], "corpora": "bac"},
+        r"contents of corpus 0 \(b\)",
+    ),
+    "numbers of corpora": (24, {"phases": [(24, [1, 0, 2])], "corpora": "acb"}, "corpora is"),
+    "seed": (24, {"random_seed": 5}, "random_seed"),
+    "sequence length": (24, {"sequence_length": 9}, "sequence_length"),
+    "extra token": (24, {"add_extra_token_to_sequence": False}, "extra_token of corpus 0"),
+    "order": (24, {"stable_order": False}, "stable_order"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_PASTS)
+def test_a_state_does_not_fit_a_plan_with_another_past(one, tmp_path, case):
+    consumed, plan, word = OTHER_PASTS[case]
+    state = state_of(one, planned(one, tmp_path, BEFORE), consumed)
+    after = planned(one, tmp_path, **{"phases": BEFORE} | plan)
+    loader = one.build_pretraining_data_loader(after, 0, micro_batch_size=4)
+    with pytest.raises(ValueError, match=f"{word}"):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("fields", [CYCLIC, UNSHARDED], ids=str)
+def test_a_shuffled_order_does_not_grow(one, tmp_path, fields):
+    """The sampler shuffles the samples of all phases, anew where there are more."""
+    state = state_of(one, planned(one, tmp_path, [(24, [1, 2, 0])]), 8, **fields)
+    longer = planned(one, tmp_path, [(32, [1, 2, 0])])
+    other = planned(one, tmp_path, [(16, [1, 2, 0]), (8, [2, 1, 0])])
+    for after, words in [(longer, "shuffled in an epoch is 32 here, 24"), (other, "phase 1 is")]:
+        loader = one.build_pretraining_data_loader(after, 0, micro_batch_size=4, **fields)
+        with pytest.raises(ValueError, match=words):
+            loader.load_state_dict(state)
+
+
+def test_without_stable_order_a_state_fits_the_same_phases_alone(one, tmp_path):
+    fields = {"stable_order": False}
+    state = state_of(one, planned(one, tmp_path, BEFORE, **fields), 24)
+    others = [[*BEFORE, (20, [1, 1, 1])], [BEFORE[0], (16, [3, 2, 0])]]
+    for phases in [BEFORE, *others]:
+        after = planned(one, tmp_path, phases, **fields)
+        loader = one.build_pretraining_data_loader(after, 0, micro_batch_size=4)
+        if phases is BEFORE:
+            loader.load_state_dict(state)
+            continue
+        with pytest.raises(ValueError, match="phase [12]"):
+            loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("split, drop", [("train", True), ("valid", True), ("valid", False)])
+def test_a_stable_corpus_grows_unless_it_keeps_a_short_sample(one, tmp_path, split, drop):
+    fields = {"stable_order": True, "drop_last_partial_validation_sequence": drop}
+    before = data_of_a_run(one, tmp_path, size=20, split=split, **fields)
+    after = data_of_a_run(one, tmp_path, size=60, split=split, **fields)
+    loader = one.build_pretraining_data_loader(after, 0, micro_batch_size=4)
+    if drop:
+        loader.load_state_dict(state_of(one, before, 20))
+        return
+    with pytest.raises(ValueError, match="num_samples is "):
+        loader.load_state_dict(state_of(one, before, 20))
+
+
+@pytest.mark.parametrize(
+    "weights, size, stable",
+    [([1, 2], 40, True), (None, 10, True), (None, None, False)],
+    ids=str,
+)
+def test_which_blends_are_stable(one, tmp_path, weights, size, stable):
+    """One that takes all of its corpora ends where these end: with other sizes it mixes anew."""
+    prefixes = [mk(one, tmp_path / name, [[1] * 30] * 9) for name in "ab"]
+    for stable_order in (True, False):
+        cfg = config(one, (prefixes, weights), stable_order=stable_order)
+        assert build(one, [size, 0, 0], cfg)[0].is_stable == (stable and stable_order)
+    assert not one.BlendedDataset(bare(one, 9, 9), [1, 2], 6, cfg).is_stable
+
+
+def change_of_plan(rng, phases, consumed, num_corpora):
+    """The phases up to a place, then others: a run that is stopped there is mixed anew."""
+    kept = []
+    for samples, weights in phases:
+        if consumed > 0:
+            kept.append((min(samples, consumed), weights))
+        consumed -= samples
+    later = random_phases(rng, num_corpora, most=2)
+    return kept + [(20 * samples + 400, weights) for samples, weights in later]
+
+
+def steps_of(mm, dataset, state, micro, ranks, steps):
+    """A part of a run: (tokens and dataset of each of its samples, in order; its last state)."""
+    all_ranks = loaders(mm, dataset, micro, ranks)
+    if state is not None:
+        for loader in all_ranks:
+            loader.load_state_dict(state)
+    samples = []
+    iterators = [iter(loader) for loader in all_ranks]
+    for _ in range(steps * 8 // (micro * ranks)):
+        for iterator in iterators:
+            batch = next(iterator)
+            samples += zip(batch["dataset_id"].tolist(), batch["tokens"].tolist(), strict=True)
+    states = [loader.state_dict() for loader in all_ranks]
+    assert states == states[:1] * ranks
+    return samples, json.loads(json.dumps(states[0]))
+
+
+def run_that_changes_its_plan(mm, folder, rng, steps):
+    """Steps of 8 samples; three stops, each with other phases and another layout after it."""
+    stops = [0, *sorted(rng.choice(range(1, steps), 3, replace=False).tolist()), steps]
+    phases = []
+    samples = []
+    state = None
+    for first, end in itertools.pairwise(stops):
+        phases = change_of_plan(rng, phases, 8 * first, 3)
+        micro, ranks = [(8, 1), (1, 8), (2, 4), (4, 2), (2, 2)][rng.integers(5)]
+        total = sum(samples for samples, _ in phases)
+        while total < 8 * end:
+            phases.append((400, [1, 2, 3]))
+            total += 400
+        dataset = planned(mm, folder, phases)
+        more, state = steps_of(mm, dataset, state, micro, ranks, end - first)
+        samples += more
+    assert state["consumed_samples"] == len(samples) == 8 * steps
+    whole = planned(mm, folder, phases)
+    at_once, _ = steps_of(mm, whole, None, 8, 1, steps)
+    assert samples == at_once
+    wanted = phases_by_hand(whole.phases)[: 8 * steps]
+    assert [d for d, _ in samples] == [d for d, _ in wanted]
+
+
+def test_a_run_that_changes_its_plan_three_times(mm, tmp_path):
+    """It reads what a run reads that knew the whole plan from the start."""
+    run_that_changes_its_plan(mm, tmp_path, np.random.default_rng(1), 60)
+
+
+@pytest.mark.slow
+def test_long_runs_that_change_their_plans(mm, tmp_path):
+    for rng in cases(5):
+        run_that_changes_its_plan(mm, tmp_path, rng, 500)
 
 
 # ==============================================================================
@@ -7061,6 +7939,36 @@ def test_hugging_face_tokenizer(one, tmp_path, hf, capsys):
     assert found[0] == 0 and "ja nein ja </s>" in found[1]
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_special_tokens_of_a_post_processor(one, tmp_path, hf, capsys, adds):
+    """A file as Llama's, which puts a token before each text; only those who ask get the token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    with_start = tokenizers.Tokenizer.from_file(hf)
+    with_start.post_processor = tokenizers.processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 4)]
+    )
+    path = str(tmp_path / "start.json")
+    with_start.save(path)
+    start = [4] if adds else []
+    tokenizer = one.build_tokenizer(path, add_special_tokens=adds)
+    assert tokenizer.tokenize("ja nein") == [*start, 1, 2]
+    assert tokenizer.tokenize_batch(["ja", "nein"]) == [[*start, 1], [*start, 2]]
+    assert ("add_special_tokens" in tokenizer.unique_identifiers) == adds
+
+    texts = jsonl(tmp_path / "a.jsonl", ["ja", "nein ja"])
+    flags = ["--tokenizer", path, "--append-eod"]
+    if adds:
+        flags.append("--add-special-tokens")
+    code, _, err = preprocess_command(one, capsys, texts, tmp_path / "o", *flags)
+    assert code == 0, err
+    assert texts_of(one, tmp_path / "o_text_document") == [[*start, 1, 3], [*start, 2, 1, 3]]
+
+
+def test_only_a_file_has_special_tokens_to_add(one):
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        one.build_tokenizer("bytes", add_special_tokens=True)
+
+
 def test_a_tokenizer_json_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
     with pytest.raises(ValueError, match="<none>"):
         one.build_tokenizer(hf, "<none>")
@@ -7518,6 +8426,7 @@ SENTENCES = [  # a line, and the texts of its sequences; $ is eod
     ("", []),
     ("4", ["4$"]),
     ("5..6", ["5.", "6$"]),
+    (["7. 8", "", "9."], ["7.", " 8", "9.$"]),  # a list of parts, each of which is split
 ]
 
 
@@ -7533,7 +8442,7 @@ def test_sentences_are_sequences(one, tmp_path, monkeypatch, workers, append_eod
     wanted = [sentence for _, sentences in SENTENCES for sentence in sentences]
     assert found == [sentence.removesuffix("$") for sentence in wanted]
     assert [256 in ids for ids in pair[:]] == [append_eod and "$" in text for text in wanted]
-    assert pair.document_indices.tolist() == [0, 2, 2, 3, 5]
+    assert pair.document_indices.tolist() == [0, 2, 2, 3, 5, 8]
 
 
 def test_sentences_of_nltk(one, tmp_path, monkeypatch):
@@ -7577,7 +8486,6 @@ DOCUMENTS = [  # the file, arguments, and the documents of the pair of each key
     (b'{"x": "a", "y": "b", "z": 3}\n{"y": "", "x": "c"}\n', XY, [[[98], []], [[97], [99]]]),
     (b'{"x": "1", "y": "2"}\n{"x": "3", "y": "n"}\n', XY | SKIP, [[[2]], [[1]]]),
     (b'{"text": "1"}\n{"text": 5}\n{"text": "x"}\n{"text": "3"}', SKIP, [[[1], [3]]]),
-    (b'\n{"text": "a"}\n \t\r\n{"text": "b"}\n\n', {}, [[[97], [98]]]),
     (b'{"text": "ab"}\n{"text": "c"}', {}, [[[97, 98], [99]]]),
     (b'{"text": "1 70000"}\n', LARGE, [[[1, 70000]]]),
 ]
@@ -7590,9 +8498,6 @@ def test_documents_of_a_file(one, tmp_path, content, arguments, wanted):
     made = quiet(one.preprocess, path, tmp_path / "new" / "folder" / "o", **arguments)
     assert list(made) == arguments.get("json_keys", ["text"])
     assert [texts_of(one, prefix) for prefix in made.values()] == wanted
-    if not arguments:
-        one.encode_jsonl(path, tmp_path / "plain")
-        assert texts_of(one, tmp_path / "plain") == wanted[0]
 
 
 def test_files_and_globs_in_order(one, tmp_path):
@@ -7628,11 +8533,12 @@ def test_nothing_of_an_earlier_run_is_left(one, tmp_path):
     assert len(os.listdir(tmp_path)) == 3
 
 
-BAD_LINES = {  # a line, and a word of the reason
+BAD_TEXTS = {  # a line, and a word of the reason
     b'{"text": "a"': "delimiter",
     b'{"other": "a"}': "'text'",
     b'{"text": 5}': "'text'",
     b'{"text": null}': "'text'",
+    b'{"text": ["a", 5]}': "'text'",
     b'["text"]': "'text'",
     b'{"text": "\xff"}': "utf-8",
     b'{"text": "\\ud800"}': "utf-8",  # half a surrogate
@@ -7657,7 +8563,7 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
     "on_error": (GOOD, {"on_error": "maybe"}, "stop or skip"),
 }
-for bad_line, word in BAD_LINES.items():
+for bad_line, word in BAD_TEXTS.items():
     for num_workers in (1, 2):
         content = GOOD * 2 + bad_line + b"\n" + GOOD
         case = f"{bad_line[:20].decode('latin-1')} {num_workers}"
@@ -7678,21 +8584,21 @@ def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatc
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_lines_are_skipped_and_counted(one, tmp_path, capsys, workers):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(GOOD + b"\n".join([*BAD_LINES, b" ", b""]) + b"\n" + GOOD)
+    path.write_bytes(GOOD + b"\n".join([*BAD_TEXTS, b" ", b""]) + b"\n" + GOOD)
     flags = ["--on-error", "skip", "--workers", workers]
     code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *flags)
-    assert code == 0 and "2 documents, 9 bad lines skipped, 2 blank lines skipped, " in err
-    assert re.search(r"warning: left out 9 bad lines; the first: .*a\.jsonl: line 2: ", err)
+    assert code == 0 and "2 documents, 10 bad lines skipped, 2 blank lines skipped, " in err
+    assert re.search(r"warning: left out 10 bad lines; the first: .*a\.jsonl: line 2: ", err)
     assert texts_of(one, tmp_path / "o_text_document") == [[49], [49]]
 
 
 def test_files_without_documents_are_said(one, tmp_path, recwarn):
-    for name, content in (("a", GOOD), ("b", b""), ("c", b"\n"), ("d", b"bad\n")):
+    for name, content in (("a", GOOD), ("b", b""), ("c", b"\n"), ("d", b"bad\n" * 1000)):
         (tmp_path / f"{name}.jsonl").write_bytes(content)
     one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", on_error="skip")
     one.preprocess(tmp_path / "b.jsonl", tmp_path / "o")
     said = [str(warning.message) for warning in recwarn]
-    assert "1 bad line;" in said[0] and "d.jsonl: line 1: " in said[0]
+    assert "1,000 bad lines;" in said[0] and "d.jsonl: line 1: " in said[0]
     assert re.search(r"no document .*b\.jsonl, .*c\.jsonl, .*d\.jsonl \(3 files\)", said[1])
     assert re.search(r"no document .*b\.jsonl: the pairs are empty", said[2])
     assert len(said) == 3
@@ -7869,6 +8775,29 @@ def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
     assert f"  {a}: 1 sample drawn, 0.02 epochs of 360 tokens\n" in out
 
 
+def test_build_in_phases(mm, tmp_path, capsys):
+    a = mk(mm, tmp_path / "a", [[i] * 9 for i in range(40)])
+    b = mk(mm, tmp_path / "b", [[i] * 9 for i in range(25)])
+    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
+    common = ["--sequence-length", 8, "--random-seed", 7, "--path-to-cache", mine]
+    flags = ["--blend", a, b, "--split", "1", "--sizes", "none", 0, 0, "--stable-order"]
+    flags += ["--phase", 30, 70, 30, "--phase", 25, 0.5, 0.5]
+    code, out, err = command(mm, capsys, "build", *flags, *common)
+    assert code == 0 and "train: 55 samples" in out, err
+    cfg = config(
+        mm,
+        ([a, b], None),
+        blend_phases=[(30, [70, 30]), (25, [1, 1])],
+        stable_order=True,
+        split="1",
+        random_seed=7,
+        path_to_cache=theirs,
+        tokenizer=mm.ByteTokenizer(),
+    )
+    build(mm, [None, 0, 0], cfg)
+    assert files_of(mine) == files_of(theirs)
+
+
 def test_every_field_of_the_config_has_a_flag(one, tmp_path, capsys, monkeypatch):
     """Each field that a shell can write arrives in the config with the value that was given."""
     values = {"int": 3, "float": 0.25, "str": "1,0,0"}
@@ -7878,6 +8807,10 @@ def test_every_field_of_the_config_has_a_flag(one, tmp_path, capsys, monkeypatch
         kind = str(getattr(field.type, "__name__", field.type)).partition(" | ")[0]
         flag = "--" + field.name.replace("_", "-")
         if not field.init or field.name in ("blend", "blend_per_split", "tokenizer"):
+            continue
+        if field.name == "blend_phases":  # one flag for each phase
+            wanted[field.name] = [(2, [3.0]), (1, [0.5])]
+            argv += ["--phase", 2, 3, "--phase", 1, 0.5]
             continue
         if "parallel" in field.name or field.name == "sequences_per_dataset":
             continue  # upstream's, on which nothing here depends
@@ -7945,6 +8878,8 @@ WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), 
     "build --blend 1 p 1 books --split 1" + COMMON: "did you mean books_text_document?",
     "build --blend 1 p 2 --split 1" + COMMON: "blend",
     "build --blend p --split 99,1,0" + COMMON: "99,1,0",
+    "build --blend p p --split 1 --phase 9 1 x" + COMMON: "--phase",
+    "build --blend p p --split 1 --phase 9 1" + COMMON: "phase 0",
 }
 
 
@@ -8473,15 +9408,19 @@ def test_function_equals_upstreams(mm, up, name):
         same_outcome(mine, theirs, note)
 
 
-def test_config_fields_are_upstreams(one, up):
-    """The same names in the same order with the same defaults."""
-    theirs = {field.name: field.default for field in dataclasses.fields(up.GPTDatasetConfig)}
-    ours = {field.name: field.default for field in dataclasses.fields(one.GPTDatasetConfig)}
-    assert list(ours)[: len(theirs)] == list(theirs)
-    for name in theirs:
-        is_required = theirs[name] is dataclasses.MISSING
-        assert is_required == (ours[name] is dataclasses.MISSING), name
-        assert is_required or ours[name] == theirs[name], name
+def fields_by_position(cls):
+    """(name, default, may it be given?) of each field but those that are keyword-only."""
+    found = []
+    for field in dataclasses.fields(cls):
+        if not field.kw_only:
+            found.append((field.name, field.default, field.init))
+    return found
+
+
+@pytest.mark.parametrize("name", ["BlendedMegatronDatasetConfig", "GPTDatasetConfig"])
+def test_config_fields_are_upstreams(one, up, name):
+    """All of them, in upstream's order, with its defaults; ours alone are keyword-only."""
+    assert fields_by_position(getattr(one, name)) == fields_by_position(getattr(up, name))
 
 
 def test_ramp_up_equals_upstreams(one, up):
@@ -8552,9 +9491,13 @@ def test_files_equal_upstreams(one, up, tmp_path, multimodal):
         for i in range(len(by_us)):
             same_outcome(by_us[i], by_them[i], (seed, i))
         same_outcome(by_us[1:], by_them[1:], seed)
-        for name in ("sequence_lengths", "sequence_pointers", "document_indices"):
-            same(getattr(by_us, name), getattr(by_them.index, name), seed)
-        assert by_us.dtype is by_them.index.dtype
+        names_of_arrays = ["sequence_lengths", "sequence_pointers", "document_indices"]
+        if multimodal:
+            names_of_arrays.append("sequence_modes")
+        for name in names_of_arrays:
+            same(getattr(by_us.index, name), getattr(by_them.index, name), seed)
+        same(by_us.get_document_indices(), by_them.get_document_indices(), seed)
+        assert by_us.index.dtype is by_them.index.dtype
         del by_us, by_them  # the next case writes over their files
 
 
@@ -8573,7 +9516,9 @@ def same_items(ours, theirs, indices, note=""):
     theirs.masks_and_position_ids_are_cacheable = False  # else one sample's masks are in the next
     wanted = [quiet(theirs.__getitem__, k) for k in indices]
     for k, sample in zip(indices, wanted, strict=True):
-        same_samples(quiet(ours.__getitem__, k), sample, (note, k))
+        found = quiet(ours.__getitem__, k)
+        assert list(found) == list(sample), "in the same order"
+        same_samples(found, sample, (note, k))
     if wanted:
         batch = torch.utils.data.default_collate(wanted)
         same_samples(quiet(ours.batch, indices), batch, note)
@@ -8629,6 +9574,9 @@ def test_dataset_equals_upstreams(mm, up, tmp_path, split):
         same_dataset(ours, theirs, case)
         some = rng.integers(0, len(ours), 6).tolist() if len(ours) else []
         same_items(ours, theirs, some, case)
+        for k in some[:2]:
+            found = ours._query_document_sample_shuffle_indices(k)
+            same_outcome(found, theirs._query_document_sample_shuffle_indices(k), case)
         if len(ours):
             same_samples(quiet(ours.__getitem__, None), quiet(theirs.__getitem__, None), case)
         compared += 1
@@ -8843,6 +9791,222 @@ def test_upstreams_cache_of_other_data_is_not_used(mm, up, six_corpora, tmp_path
     mk(mm, prefix, [[1, 2, 3, 4]] * 33)
     found = gpt(mm, prefix, 50, path_to_cache=str(tmp_path / "cache"))
     same_dataset(found, gpt(mm, prefix, 50, path_to_cache=str(tmp_path / "new")))
+
+
+# -- What scripts, subclasses and tests that were written for upstream do ----------------------
+
+
+class LegacyMethods:
+    """A tokenizer of upstream's old kind, whose base class implements nothing more."""
+
+    vocab = inv_vocab = {}
+    vocab_size = 1000
+    eod = 0
+
+    def tokenize(self, text):
+        return [int(word) for word in text.split()]
+
+
+def legacy_tokenizer(up):
+    """One such tokenizer, made by upstream's base class."""
+    return quiet(type("Legacy", (LegacyMethods, up.MegatronLegacyTokenizer), {}), "file", size=9)
+
+
+RESETS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_a_legacy_tokenizer_serves_both(mm, up, tmp_path, allow):
+    """Its pad is not implemented.  The corpus is made by preprocess, and the key is upstream's."""
+    tokenizer = legacy_tokenizer(up)
+    with pytest.raises(NotImplementedError):
+        assert tokenizer.pad
+    path = jsonl(tmp_path / "a.jsonl", ["5 6 7", "8", "9 1 2 3 4 5 6"])
+    prefix = mm.preprocess(path, tmp_path / "a", tokenizer, append_eod=True)["text"]
+    fields = RESETS | {
+        "tokenizer": tokenizer,
+        "create_attention_mask": True,
+        "allow_ambiguous_pad_tokens": allow,
+        "drop_last_partial_validation_sequence": False,
+    }
+    ours = gpt(mm, prefix, None, "valid", path_to_cache=str(tmp_path / "ours"), **fields)
+    theirs = quiet(gpt, up, prefix, None, "valid", path_to_cache=str(tmp_path / "theirs"), **fields)
+    same_dataset(ours, theirs)
+    same_items(ours, theirs, [0, 1])
+    identifiers = json.loads(ours.unique_description)["tokenizer"]
+    assert identifiers == json.loads(theirs.unique_description)["tokenizer"]
+
+
+def with_pictures(names):
+    """A config and a class that add an image to each sample, as a multimodal script has them."""
+
+    @dataclasses.dataclass
+    class PictureConfig(names.GPTDatasetConfig):
+        image_h: int = 0
+        image_w: int = 0
+        transform: object = None
+
+        def __post_init__(self):
+            super().__post_init__()
+            assert self.image_h and self.image_w
+
+    class PictureDataset(names.MockGPTDataset):
+        def __init__(self, dataset, dataset_path, indices, num_samples, index_split, config):
+            super().__init__(
+                dataset=dataset,
+                dataset_path=dataset_path,
+                indices=indices,
+                num_samples=num_samples,
+                index_split=index_split,
+                config=config,
+            )
+
+        def __getitem__(self, idx):
+            sample = super().__getitem__(idx)
+            sample["image"] = torch.full((self.config.image_h, self.config.image_w), idx)
+            sample["tokens"] = self.config.transform(sample["tokens"])
+            return sample
+
+    return PictureConfig, PictureDataset
+
+
+def test_a_multimodal_subclass_serves_both(mm, up):
+    """Its samples also come in batches, alone and in a blend of their own."""
+    built = []
+    for names in (mm, up):
+        config_class, cls = with_pictures(names)
+        cfg = config_class(
+            random_seed=3,
+            sequence_length=999,
+            tokenizer=legacy_tokenizer(up),
+            image_h=2,
+            image_w=3,
+            transform=torch.neg,
+            **RESETS,
+        )
+        built.append(quiet(build, names, [9, 9, 9], cfg, cls))
+    for ours, theirs in zip(*built, strict=True):
+        same_dataset(ours, theirs)
+        same_items(ours, theirs, [0, 8])
+
+
+FAST_BUILDS = [
+    {"fast_cache_load": True},
+    {"defer_npy_index_mmap": True},
+    {"fast_cache_load": True, "defer_npy_index_mmap": True, "num_dataset_builder_threads": 3},
+    {"fast_cache_load": True, "sequences_per_dataset": True},
+    {"mmap_bin_files": False, "num_dataset_builder_threads": 3},
+    {"context_parallel_size": 2, "data_parallel_size": 4, "sequence_parallel_size": 2},
+    {"object_storage_cache_path": None, "hybrid_context_parallel": False},
+]
+
+
+@pytest.mark.parametrize("fields", FAST_BUILDS, ids=str)
+def test_a_fast_build_equals_upstreams(mm, up, tmp_path, group, fields):
+    """Weights in text, as in a JSON file of arguments; the second build finds the first's cache."""
+    prefixes = []
+    for name in "abcd":
+        docs = [np.arange(n + 9) for n in range(30)]
+        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
+    if fields.get("sequences_per_dataset"):
+        fields = fields | {"sequences_per_dataset": dict.fromkeys(prefixes, (30, 31))}
+    blends = [(prefixes[:2], ["1", "3"]), (prefixes[2:], None), (prefixes[3:], ["1"])]
+    tokenizer = legacy_tokenizer(up)
+    built = []
+    for names, folder in ((mm, "ours"), (up, "theirs")):
+        usual = {"blend_per_split": blends, "tokenizer": tokenizer}
+        usual["path_to_cache"] = str(tmp_path / folder)
+        quiet(build, names, [50, 20, 10], config(names, **usual))
+        built.append(quiet(build, names, [50, 20, 10], config(names, **usual, **fields)))
+        for ds in built[-1]:  # with defer_npy_index_mmap upstream has no arrays before this
+            for part in (ds, *getattr(ds, "datasets", [])):
+                quiet(part.__getitem__, 0)
+    same_built(*built)
+
+
+def fill_in_the_middle(names):
+    """A subclass that moves the middle of each piece to its end, by upstream's indices alone."""
+
+    class MiddleLast(names.GPTDataset):
+        def __init__(self, indexed_dataset, dataset_path, indexed_indices, *rest):
+            super().__init__(indexed_dataset, dataset_path, indexed_indices, *rest)
+            self.generator = np.random.RandomState(seed=self.config.random_seed)
+            assert self._pad_token_id == -1
+
+        def _query_document_sample_shuffle_indices(self, idx):
+            j = self.shuffle_index[idx]
+            first, first_offset = self.sample_index[j]
+            last, last_offset = self.sample_index[j + 1]
+            numbers = []
+            parts = []
+            for d in range(first, last + 1):
+                numbers.append(self.document_index[d])
+                begin = first_offset if d == first else 0
+                length = None
+                if d == last:
+                    length = last_offset - begin + self.config.add_extra_token_to_sequence
+                part = self.dataset.get(self.document_index[d], offset=begin, length=length)
+                cut, end = sorted(self.generator.randint(0, len(part) + 1, 2))
+                parts += [part[:cut], part[end:], part[cut:end]]
+            tokens = np.concatenate(parts).astype(np.int64)
+            wanted = self.config.sequence_length + self.config.add_extra_token_to_sequence
+            padding = np.full(wanted - len(tokens), self._pad_token_id)
+            return np.concatenate([tokens, padding]), np.array(numbers, np.int64)
+
+    return MiddleLast
+
+
+@pytest.mark.parametrize("extra", [True, False], ids=["x1", "x0"])
+def test_a_fill_in_the_middle_subclass_serves_both(mm, up, tmp_path, extra):
+    """Samples of its own, also in a blend and in a loader's batches."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(1, 40), np.arange(40, 50), np.arange(50, 99)])
+    fields = {"add_extra_token_to_sequence": extra, "drop_last_partial_validation_sequence": False}
+    built = []
+    for names, folder in ((mm, "ours"), (up, "theirs")):
+        cfg = config(
+            names,
+            blend_per_split=[None, ([prefix], None), None],
+            tokenizer=legacy_tokenizer(up),
+            path_to_cache=str(tmp_path / folder),
+            **fields,
+        )
+        built.append(quiet(build, names, [0, 20, 0], cfg, fill_in_the_middle(names))[1])
+    ours, theirs = built
+    same_dataset(ours, theirs)
+    theirs.masks_and_position_ids_are_cacheable = False
+    wanted = [quiet(theirs.__getitem__, k) for k in range(len(theirs))]
+    loader = mm.build_pretraining_data_loader(ours, 0, micro_batch_size=1)
+    for k, batch in enumerate(loader):
+        same_samples({key: values[0] for key, values in batch.items()}, wanted[k], k)
+    plain = gpt(mm, prefix, 20, "valid", **fields)
+    assert any(not torch.equal(plain[k]["tokens"], wanted[k]["tokens"]) for k in range(9))
+
+
+def test_upstreams_cache_is_kept_when_the_tokenizer_changes(mm, up, tmp_path):
+    """The new tokenizer is given the identifiers of the old one, as README says."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(30)] * 9)
+    cache = tmp_path / "cache"
+    old = {"path_to_cache": str(cache), "tokenizer": legacy_tokenizer(up)}
+    theirs = quiet(gpt, up, prefix, 20, **old)
+    before = identity_of_files(cache)
+    (description,) = cache.glob("*-description.txt")
+    tokenizer = mm.ByteTokenizer()
+    tokenizer.unique_identifiers = json.loads(description.read_text())["tokenizer"]
+    fields = {"path_to_cache": str(cache), "tokenizer": tokenizer, "fast_cache_load": True}
+    same_dataset(gpt(mm, prefix, 20, **fields), theirs)
+    assert identity_of_files(cache) == before
+
+
+def test_states_of_a_rerun_data_iterator_have_upstreams_keys(one, up):
+    ours = one.RerunDataIterator(iter(range(9)))
+    theirs = up.rerun.RerunDataIterator(iter(range(9)))
+    for numbers in (ours, theirs):
+        numbers.advance()
+    assert ours.state_dict() == theirs.state_dict()
+    theirs.load_state_dict({"saved_microbatches": [5, 6], "replaying": True, "replay_pos": 1})
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state_dict() == theirs.state_dict()
+    assert next(ours) == next(theirs) == 6
 
 
 # ==============================================================================
@@ -9346,15 +10510,78 @@ def test_a_job_touches_nothing_but_what_was_named(tmp_path):
 
 
 # ==============================================================================
-# README's training script
+# README's scripts
 # ==============================================================================
 
 
-def training_script():
-    """The script of README's section "Your data"."""
-    readme = (HERE / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    return next(block for block in blocks if "python train.py PREFIX" in block)
+def readme_script(words):
+    """The block of Python in README that has these words; the suite may stand without README."""
+    path = HERE / "README.md"
+    if not path.exists():
+        pytest.skip("README.md is not beside this file")
+    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    (script,) = [block for block in blocks if words in block]
+    return script
+
+
+ARGS_OF_PRETRAINING = {  # names of upstream's arguments
+    "seed": 7,
+    "seq_length": 8,
+    "split": "8,1,1",
+    "reset_position_ids": True,
+    "reset_attention_mask": False,
+    "eod_mask_loss": True,
+    "create_attention_mask_in_dataloader": False,
+    "train_iters": 6,
+    "global_batch_size": 4,
+    "micro_batch_size": 2,
+    "eval_interval": 3,
+    "eval_iters": 1,
+    "num_workers": 1,
+}
+
+
+@pytest.mark.parametrize("consumed", [0, 8])
+def test_the_data_path_of_pretrain_gpt(mm, up, tmp_path, group, monkeypatch, consumed):
+    """Its batches are upstream's samples in order, also where a run goes on."""
+    rng = np.random.default_rng(3)
+    prefixes = []
+    for name in "ab":
+        docs = [[*rng.integers(1, 90, 20), 0] for _ in range(60)]
+        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
+    args = types.SimpleNamespace(
+        data_path=["3", prefixes[0], "7", prefixes[1]],
+        data_cache_path=str(tmp_path / "ours"),
+        **ARGS_OF_PRETRAINING,
+    )
+    monkeypatch.setitem(sys.modules, "megatron_min", mm)
+    names = {}
+    exec(readme_script("From pretrain_gpt.py"), names)
+    groups = mm.ParallelGroups()
+    iterators = names["build_data_iterators"](args, Tok(), groups, consumed)
+
+    cfg = config(
+        up,
+        (prefixes, [3.0, 7.0]),
+        split="8,1,1",
+        random_seed=7,
+        reset_position_ids=True,
+        eod_mask_loss=True,
+        path_to_cache=str(tmp_path / "theirs"),
+    )
+    theirs = quiet(build, up, [6 * 4, 3 * 4, 4], cfg)
+    firsts = [consumed, 0, 0]
+    for iterator, dataset, first in zip(iterators, theirs, firsts, strict=True):
+        for k in range(first, len(dataset) - 1, 2):
+            batch = names["next_batch"](args, iterator, groups)
+            rows = [quiet(dataset.__getitem__, k), quiet(dataset.__getitem__, k + 1)]
+            wanted = torch.utils.data.default_collate(rows)
+            keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+            for key, found in zip(keys, batch, strict=True):
+                if key == "attention_mask":
+                    assert found is None
+                else:
+                    same(found, wanted[key], (key, k))
 
 
 def losses_of_training(folder, num_ranks, *layout):
@@ -9376,9 +10603,9 @@ def losses_of_training(folder, num_ranks, *layout):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (HERE / "README.md").exists(), reason="needs README.md beside the suite")
 def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, tmp_path):
-    (tmp_path / "train.py").write_text(training_script(), encoding="utf-8")
+    script = readme_script("python train.py PREFIX")
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
     one.preprocess(jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "corpus", append_eod=True)
