@@ -8036,7 +8036,7 @@ SHARDED = {  # the contents of the inputs, and into how many shards they are cut
     "lines cut anywhere": ([LINES], 5),
     "a shard for each byte, and more": ([b'{"text": "a"}\n{"text": "b"}\n'], 31),
     "a long line in the middle": ([GOOD + b'{"text": "%s"}\n' % (b"x" * 600_000) + GOOD], 7),
-    "several blocks": ([GOOD * 30_000], 3),
+    "several blocks": ([b'{"text": "%s"}\n' % (b"x" * 1000) * 1500], 3),
     "empty files, and no newline at the end": ([b"", LINES, b"", b"\n", LINES, b""], 4),
     "nothing at all": ([b"", b""], 3),
 }
@@ -8116,14 +8116,14 @@ MADE_ANEW = {  # what happens to which file, arguments of the second job, is the
 @pytest.mark.parametrize("case", MADE_ANEW)
 def test_a_shard_is_made_once(one, tmp_path, monkeypatch, case):
     """A job that is started again makes only what is missing, or made in another way."""
-    happens, name, arguments, is_anew = MADE_ANEW[case]
+    happens, changed, arguments, is_anew = MADE_ANEW[case]
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
         pathlib.Path(name).write_bytes(b'{"text": "1", "other": "22"}\n' * 3)
     common = {"input": ["a.jsonl", "b.jsonl"], "output_prefix": "s", **SHARD}
     one.preprocess(**common)
     if happens is not None:
-        happens(name)
+        happens(changed)
     write = mock.Mock(wraps=one._write_pairs)
     monkeypatch.setattr(one, "_write_pairs", write)
     for number_of_calls in (is_anew, is_anew):  # the third job finds what the second has made
