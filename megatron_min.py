@@ -6071,7 +6071,7 @@ def _cut_inputs(paths, shard):
     start = 0  # where the input begins, if all inputs are laid end to end
     for path, size in zip(paths, sizes, strict=True):
         begin = max(first - start, 0)
-        end = min(last - start, size)
+        end = max(min(last - start, size), 0)
         # An empty file has no byte that a shard could have: shard 0 says that it is empty.
         if begin < end or (size == 0 and index == 0):
             parts.append(_Part(path, size, begin, end))

@@ -8054,15 +8054,20 @@ def test_merged_shards_equal_the_single_job(one, tmp_path, case):
     assert quiet(make_shards, one, paths, tmp_path, count, append_eod=True) == wanted
 
 
-def test_shards_of_files_of_all_kinds(one, tmp_path):
+@pytest.mark.parametrize("names, count", [("a.gz b c.gz d.parquet", 25), ("d.parquet", 2)])
+def test_shards_of_files_of_all_kinds(one, tmp_path, names, count):
     """A compressed file is dealt as a whole, Parquet by its row groups."""
     texts = [str(i) * (i % 7) for i in range(300)]
-    paths = [jsonl(tmp_path / name, texts) for name in ("a.jsonl.gz", "b.jsonl", "c.jsonl.gz")]
-    parquet = write_parquet(tmp_path / "d.parquet", {"text": texts}, row_group_size=50)
-    made = one.preprocess([*paths, parquet], tmp_path / "whole")["text"]
-    assert texts_of(one, made) == [list(text.encode()) for text in texts * 4]
+    paths = []
+    for name in names.split():
+        if name == "d.parquet":
+            paths.append(write_parquet(tmp_path / name, {"text": texts}, row_group_size=50))
+        else:
+            paths.append(jsonl(tmp_path / name, texts))
+    made = one.preprocess(paths, tmp_path / "whole")["text"]
+    assert texts_of(one, made) == [list(text.encode()) for text in texts * len(paths)]
     wanted = [pathlib.Path(f"{made}.{kind}").read_bytes() for kind in ("bin", "idx")]
-    assert make_shards(one, [*paths, parquet], tmp_path, 5) == wanted
+    assert make_shards(one, paths, tmp_path, count) == wanted
 
 
 class CountingFile(io.FileIO):
@@ -8103,7 +8108,7 @@ MADE_ANEW = {  # what happens to which file, arguments of the second job, is the
     "an input changed": (touch, "b.jsonl", {}, True),
     "an input more": (None, None, {"input": ["a.jsonl", "b.jsonl", "a.jsonl"]}, True),
     "inputs in another order": (None, None, {"input": ["b.jsonl", "a.jsonl"]}, True),
-    "another tokenizer": (None, None, {"tokenizer": Tok()}, True),
+    "another tokenizer": (None, None, {"tokenizer": Tok(256, 257)}, True),
     "eods": (None, None, {"append_eod": True}, True),
     "skipped lines": (None, None, {"on_error": "skip"}, True),
     "more keys": (None, None, {"json_keys": ["text", "other"]}, True),
@@ -8131,6 +8136,16 @@ def test_a_shard_is_made_once(one, tmp_path, monkeypatch, case):
         assert write.call_count == number_of_calls
     fresh = quiet(one.preprocess, **common | arguments | {"output_prefix": "fresh"})
     assert texts_of(one, made["text"]) == texts_of(one, fresh["text"])
+
+
+@pytest.mark.parametrize("index, count, said", [(0, 3, 1), (1, 3, 0), (2, 3, 0), (0, 1, 1)])
+def test_an_empty_file_is_said_by_one_shard(one, tmp_path, recwarn, index, count, said):
+    """And a shard in which no line of a file begins says nothing."""
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "%s"}\n' % (b"x" * 1000))
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", shard=(index, count))
+    warned = [str(warning.message) for warning in recwarn]
+    assert len(warned) == said and all("b.jsonl (1 file)" in words for words in warned)
 
 
 def test_a_bad_line_of_a_shard(one, tmp_path):
