@@ -8192,6 +8192,7 @@ def test_shards_by_commands(one, tmp_path, monkeypatch, capsys):
     pathlib.Path("a.jsonl").write_bytes(b'{"x": "1", "y": "2"}\n' * 5)
     keys = ["--json-keys", "x", "y"]
     preprocess_command(one, capsys, "a.jsonl", "whole", *keys)
+    preprocess_command(one, capsys, "a.jsonl", "s", *keys, "--shard", "0/2")  # is not merged
     for index in range(3):
         code, out, err = preprocess_command(
             one, capsys, "a.jsonl", "s", *keys, "--shard", f"{index}/3"
@@ -8429,6 +8430,13 @@ def test_a_missing_package_is_named(one, tmp_path, monkeypatch, package, path, a
     assert glob.glob("o*") == []
 
 
+def test_a_package_that_lacks_another_is_not_called_missing(one, tmp_path, monkeypatch):
+    (tmp_path / "incomplete.py").write_text("import what_it_needs")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
+        one.import_extra("incomplete", "tools", "a.jsonl")
+
+
 class FullStops:
     """In the place of nltk's Punkt: a sentence ends with a full stop."""
 
@@ -8460,7 +8468,7 @@ def test_sentences_are_sequences(one, tmp_path, monkeypatch, workers, append_eod
     assert pair.document_indices.tolist() == [0, 2, 2, 3, 5, 8]
 
 
-def test_sentences_of_nltk(one, tmp_path, monkeypatch):
+def test_sentences_of_nltk(one, tmp_path, monkeypatch, capsys):
     """Its English model where it is installed; else its untrained splitter, and a warning."""
     punkt = pytest.importorskip("nltk.tokenize.punkt")
     path = jsonl(tmp_path / "a.jsonl", ["I see.  You do? Yes", "\n"])
@@ -8470,6 +8478,9 @@ def test_sentences_of_nltk(one, tmp_path, monkeypatch):
     pair = one.IndexedDataset(made["text"])
     assert [bytes(ids.tolist()) for ids in pair[:]] == [b"I see.", b"You do?", b"Yes"]
     assert pair.document_indices.tolist() == [0, 3, 3]
+    flags = ["--split-sentences"]
+    assert preprocess_command(one, capsys, path, tmp_path / "c", *flags)[0] == 0
+    assert len(one.IndexedDataset(tmp_path / "c_text_sentence")) == 3
     english = mock.Mock(return_value=FullStops())
     monkeypatch.setattr(punkt, "PunktTokenizer", english)
     made = one.preprocess(path, tmp_path / "o", split_sentences=True)
