@@ -6700,7 +6700,8 @@ class JsonlRows:
         starts = array.array("q")
         end_of_line = 0  # where the last line that was found ends
         size = 0
-        while block := self._file.read(self._BLOCK):
+        block = self._file.read(self._BLOCK)
+        while block:
             ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (size + 1)
             size += len(block)
             if len(ends):
@@ -6708,6 +6709,7 @@ class JsonlRows:
                 is_row = lengths > len("\r\n")
                 starts.frombytes((ends - lengths)[is_row].tobytes())
                 end_of_line = int(ends[-1])
+            block = self._file.read(self._BLOCK)
         if size > end_of_line:  # the last line may lack its end
             starts.append(end_of_line)
         if starts:
