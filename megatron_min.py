@@ -48,7 +48,7 @@ Part I, the path of a token
 Part II, the workshop
     11. Whole files               how does a file appear whole, or not at all?
     12. The index cache           when may arrays made earlier be used again?
-    13. Token sources             how are tokens read from a mapping or from a file?
+    13. Token sources             how are tokens read from a mapping, a file, or object storage?
     14. Batches ahead             how is the next batch ready before it is asked for?
     15. One error for every rank  what do the others do when one rank fails?
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
@@ -68,6 +68,7 @@ import contextlib
 import dataclasses
 import datetime
 import enum
+import fcntl
 import functools
 import glob
 import gzip
@@ -133,8 +134,11 @@ __all__ = [
     "NewFile",
     "NullTokenizer",
     "NumMicroBatches",
+    "ObjectStorageConfig",
     "ParallelGroups",
     "PretrainingDataLoader",
+    "RemoteFile",
+    "RemoteTokens",
     "RerunDataIterator",
     "Split",
     "TokenSource",
@@ -156,6 +160,9 @@ __all__ = [
     "describe",
     "encode_document",
     "encode_jsonl",
+    "fetch_index",
+    "file_exists",
+    "file_stamp",
     "finalize_model_grads",
     "fingerprint",
     "forward_backward_no_pipelining",
@@ -166,12 +173,14 @@ __all__ = [
     "get_blend_from_list",
     "get_idx_path",
     "get_train_valid_test_num_samples",
+    "is_remote",
     "main",
     "map_ahead",
     "map_file",
     "merge",
     "normalize",
     "on_every_rank",
+    "open_tokens",
     "parse_and_normalize_split",
     "plan_epochs",
     "positions_from",
@@ -415,8 +424,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 f"in {self._bin.path}"
             )
         before = len(self.sequence_lengths)
-        with open(source, "rb") as file:
-            shutil.copyfileobj(file, self._bin.file, 16 << 20)
+        for tokens in other.blocks_of_tokens():
+            self._bin.file.write(tokens)
         self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
         self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
         if self.multimodal:
@@ -506,7 +515,8 @@ class IndexedDataset(torch.utils.data.Dataset):
     multimodal             return (tokens, mode); the file must hold modes
     mmap                   True: arrays are views of the mapped file; False: each access reads the
                            file into a new array
-    object_storage_config  accepted as upstream's; local files do not need it
+    object_storage_config  ObjectStorageConfig, for a prefix such as s3://bucket/corpus: section 13;
+                           None: its defaults
     check                  True: check the whole .idx when it is opened, as verify() does;
                            False: only what takes O(1); None: the whole if it is below 64 MiB
 
@@ -543,8 +553,8 @@ class IndexedDataset(torch.utils.data.Dataset):
     def _open_index(self):
         """Map the .idx file, check its header and size, and find its arrays."""
         path = get_idx_path(self.path_prefix)
-        self._idx_stat = os.stat(path)
-        content = map_file(path)
+        self._idx_stamp = file_stamp(path)
+        content = map_file(fetch_index(path, self._idx_stamp, self.object_storage_config))
         self._idx_content = content
         if len(content) < _HEADER.size:
             raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", len(content))
@@ -585,7 +595,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         if len(self):
             size = int(self.sequence_lengths[-1]) * self._token_bytes
             end = int(self.sequence_pointers[-1]) + size
-        found = os.path.getsize(path)
+        found = file_stamp(path)["size"]
         if end % self._token_bytes:
             field = f"end of the last sequence ({self.dtype.__name__} tokens)"
             raise _format_error(idx_path, field, f"a multiple of {self._token_bytes}", end)
@@ -597,14 +607,11 @@ class IndexedDataset(torch.utils.data.Dataset):
                 f"{found}: the file is truncated, or belongs to another .idx",
             )
         self.num_tokens = end // self._token_bytes
-        if self.mmap:
-            self._tokens = MappedTokens(path, self.dtype)
-        else:
-            self._tokens = FileTokens(path, self.dtype)
+        self._tokens = open_tokens(path, self.dtype, self.mmap, self.object_storage_config)
         # Another process may replace the pair between the opening of the .idx and that of the .bin.
         # commit_pair() removes the old .idx before it touches the .bin: so if the .idx that was
         # opened is still there now, the .bin that was opened belongs to it.
-        if not _is_same_file(os.stat(idx_path), self._idx_stat):
+        if file_stamp(idx_path) != self._idx_stamp:
             raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
 
     def verify(self) -> None:
@@ -689,6 +696,12 @@ class IndexedDataset(torch.utils.data.Dataset):
             )
         return start + offset, length
 
+    def blocks_of_tokens(self) -> typing.Iterator[np.ndarray]:
+        """Yield all tokens of the .bin file, in order, in arrays of at most 16 MiB."""
+        size = (16 << 20) // self._token_bytes
+        for start in range(0, self.num_tokens, size):
+            yield self._tokens.read(start, min(size, self.num_tokens - start))
+
     def identity(self) -> dict:
         """Return what tells this .idx from one that was written later.
 
@@ -697,8 +710,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         first = self._idx_content[:65536].tobytes()
         last = self._idx_content[-65536:].tobytes()
         return {
-            "idx_size": self._idx_stat.st_size,
-            "idx_mtime_ns": self._idx_stat.st_mtime_ns,
+            "idx_size": self._idx_stamp["size"],
+            "idx_mtime_ns": self._idx_stamp["changed"],
             "idx_ends": _md5(first + last),
         }
 
@@ -715,19 +728,12 @@ class IndexedDataset(torch.utils.data.Dataset):
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return True if both files of the pair exist."""
-        idx_exists = os.path.exists(get_idx_path(path_prefix))
-        return idx_exists and os.path.exists(get_bin_path(path_prefix))
+        return file_exists(get_idx_path(path_prefix)) and file_exists(get_bin_path(path_prefix))
 
 
 def _format_error(path, field, wanted, got):
     """The error that names the four things a reader of the message needs."""
     return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
-
-
-def _is_same_file(stat, other):
-    """Do two results of os.stat() describe one unchanged file?"""
-    names = ("st_ino", "st_size", "st_mtime_ns")
-    return all(getattr(stat, name) == getattr(other, name) for name in names)
 
 
 def _position(idx, n, name):
@@ -1165,7 +1171,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     create_attention_mask    return the dense (1, S, S) mask, which says what may attend to what
     drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
     add_extra_token_to_sequence             x = 1: the last input token has a label too
-    object_storage_cache_path               accepted as upstream's; local files do not need it
+    object_storage_cache_path               folder for the .idx files of corpora on object storage
     data_parallel_size, sequence_parallel_size, sequences_per_dataset, context_parallel_size
                              accepted as upstream's; nothing here depends on them
     hybrid_context_parallel  of upstream; True is refused
@@ -1900,7 +1906,8 @@ class GPTDataset(MegatronDataset):
         if dataset_path is None:
             raise ValueError("no blend is given: give one, or build MockGPTDataset")
         check = False if config.fast_cache_load else None
-        return IndexedDataset(dataset_path, mmap=config.mmap_bin_files, check=check)
+        storage = ObjectStorageConfig(config.object_storage_cache_path)
+        return IndexedDataset(dataset_path, False, config.mmap_bin_files, storage, check)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
@@ -3944,6 +3951,9 @@ def _finish_step(model, num_tokens):
 #   sync    the same                             the operating system has written it to the disk
 #   rename  corpus.bin                           in one step: a reader finds the old or the new one
 #
+# Object storage has no rename.  There the temporary file is a local one, and in the place of the
+# rename it is uploaded as a whole: readers find the old object until the upload is complete.
+#
 # After an error, or Ctrl-C, or SIGTERM in our commands, the temporary file is removed.  A process
 # that is killed (kill -9, no power, a second signal meanwhile) leaves it behind; it can be deleted
 # by hand.
@@ -3960,10 +3970,15 @@ class NewFile:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = os.fspath(path)
+        unique_name = f"{self.path}.{secrets.token_hex(8)}.tmp"
+        if is_remote(self.path):
+            self.temporary = os.path.join(tempfile.gettempdir(), os.path.basename(unique_name))
+            self.file = open(self.temporary, "xb", buffering=1 << 20)
+            return
         folder = os.path.dirname(self.path)
         if folder and not os.path.isdir(folder):
             raise FileNotFoundError(f"{folder}: no such folder")
-        self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
+        self.temporary = unique_name
         self.file = open(self.temporary, "xb", buffering=1 << 20)
         with contextlib.suppress(FileNotFoundError):  # if there is nothing to replace
             shutil.copymode(self.path, self.temporary)  # readers of the old file keep their rights
@@ -3977,7 +3992,11 @@ class NewFile:
         """Give the file its name."""
         self.sync()
         self.file.close()
-        os.replace(self.temporary, self.path)
+        if is_remote(self.path):
+            RemoteFile(self.path).upload(self.temporary)
+            os.unlink(self.temporary)
+        else:
+            os.replace(self.temporary, self.path)
 
     def discard(self) -> None:
         """Remove the file; after commit() this does nothing."""
@@ -4000,7 +4019,10 @@ def commit_pair(tokens: NewFile, index: NewFile) -> None:
     """Give a .bin and its .idx their names; an old .idx never stands beside a new .bin."""
     tokens.sync()
     index.sync()
-    pathlib.Path(index.path).unlink(missing_ok=True)
+    if is_remote(index.path):
+        RemoteFile(index.path).remove()
+    else:
+        pathlib.Path(index.path).unlink(missing_ok=True)
     tokens.commit()
     index.commit()
 
@@ -4277,10 +4299,47 @@ def _npy_header(values):
 # ==============================================================================
 # 13. Token sources
 # ==============================================================================
-# Question answered here: how are tokens read from a mapping or from a file?
+# Question answered here: how are tokens read from a mapping, a file, or object storage?
 #
 #   IndexedDataset  --read(first token, count)-->  MappedTokens   a view of the mapped .bin file
 #                                                  FileTokens     a new array, read with os.pread
+#                                                  RemoteTokens   a range of a remote object
+#
+# Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus, read
+# with the package fsspec, which comes with torch.  The .idx is copied to a local folder, once, and
+# mapped.  Of the .bin only what a sample needs is read, and the parts of a batch at the same time:
+#
+#   read_many([(0, 5), (900, 3)])   exact ranges   |#####|                            |###|
+#                                   blocks         |#####...............|.............###.|.....
+#
+# Blocks serve where neighbours are read soon after, as when a corpus is copied; shuffled samples
+# have no such neighbours.
+
+
+@dataclasses.dataclass
+class ObjectStorageConfig:
+    """How pairs on object storage are read.  Upstream: ObjectStorageConfig.
+
+    path_to_idx_cache   folder for copies of .idx files; None: megatron_min in the folder of the
+                        user's caches, $XDG_CACHE_HOME or ~/.cache
+    bin_chunk_nbytes    0: read just the bytes that are asked for; else read the .bin in blocks of
+                        so many bytes, and keep the last few (upstream: 256 MiB, the default)
+    """
+
+    path_to_idx_cache: str | os.PathLike | None = None
+    bin_chunk_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bin_chunk_nbytes < 0:
+            raise ValueError(f"bin_chunk_nbytes must be >= 0, got {self.bin_chunk_nbytes}")
+
+    @property
+    def folder(self) -> str:
+        """The folder for copies of .idx files."""
+        if self.path_to_idx_cache is not None:
+            return os.fspath(self.path_to_idx_cache)
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return os.path.join(caches, "megatron_min")
 
 
 class TokenSource(abc.ABC):
@@ -4326,6 +4385,262 @@ class FileTokens(TokenSource):
                 raise _format_error(self.path, f"bytes at {begin}", size, len(content))
             content += got
         return np.frombuffer(content, self.dtype)
+
+
+class RemoteTokens(TokenSource):
+    """Reads ranges of an object, or blocks of which the last few are kept."""
+
+    _KEPT_BLOCKS = 8
+
+    def __init__(self, url: str, dtype: type, block_bytes: int = 0) -> None:
+        self.dtype = np.dtype(dtype)
+        self.block_bytes = block_bytes
+        self._file = RemoteFile(url)
+        self._size = self._file.stamp()["size"]
+        self._kept = {}  # {where a block begins: its bytes}, the oldest first
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return a new array; an error of the storage is an OSError that names the object."""
+        return self.read_many([(start, count)])[0]
+
+    def read_many(self, spans: typing.Iterable[tuple[int, int]]) -> list[np.ndarray]:
+        """Return new arrays, whose ranges are fetched at the same time."""
+        ranges = []
+        for start, count in spans:
+            begin = start * self.dtype.itemsize
+            ranges.append((begin, begin + count * self.dtype.itemsize))
+        if self.block_bytes:
+            contents = self._read_from_blocks(ranges)
+        else:
+            contents = self._file.read_ranges(ranges)
+        return [np.frombuffer(content, self.dtype) for content in contents]
+
+    def _read_from_blocks(self, ranges):
+        """The bytes of each range, cut out of whole blocks."""
+        blocks = self._kept.copy()  # a copy of this call's own, since threads may read, too
+        wanted = {}
+        for begin, end in ranges:
+            first = begin - begin % self.block_bytes
+            for block in range(first, end, self.block_bytes):
+                if block not in blocks:
+                    wanted[block] = min(block + self.block_bytes, self._size)
+        fetched = self._file.read_ranges(list(wanted.items()))
+        blocks.update(zip(wanted, fetched, strict=True))
+        self._kept = dict(list(blocks.items())[-self._KEPT_BLOCKS :])
+        contents = []
+        for begin, end in ranges:
+            first = begin - begin % self.block_bytes
+            parts = [blocks[block] for block in range(first, end, self.block_bytes)]
+            contents.append(b"".join(parts)[begin - first : end - first])
+        return contents
+
+
+def open_tokens(
+    path: str, dtype: type, mmap: bool = True, config: ObjectStorageConfig | None = None
+) -> TokenSource:
+    """Return the source of the tokens of a .bin file, which is mapped, open, or remote."""
+    if is_remote(path):
+        return RemoteTokens(path, dtype, 0 if config is None else config.bin_chunk_nbytes)
+    return MappedTokens(path, dtype) if mmap else FileTokens(path, dtype)
+
+
+def is_remote(path: str | os.PathLike) -> bool:
+    """Return True for a name such as s3://bucket/corpus, and False for a path.
+
+    >>> is_remote("s3://bucket/corpus.idx"), is_remote("data/corpus.idx")
+    (True, False)
+    """
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
+
+
+def file_stamp(path: str | os.PathLike) -> dict:
+    """Return what tells a file from one that is written later: its size, and when it changed."""
+    if is_remote(path):
+        return RemoteFile(path).stamp()
+    stat = os.stat(path)
+    return {"size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
+
+
+def file_exists(path: str | os.PathLike) -> bool:
+    """Return True if there is such a file or object."""
+    if not is_remote(path):
+        return os.path.exists(path)
+    try:
+        RemoteFile(path).stamp()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def fetch_index(path: str, stamp: dict, config: ObjectStorageConfig | None = None) -> str:
+    """Return the path of a local copy of an .idx file; a local file is its own copy.
+
+    The name of the copy says which object it is of, and which state of it: so no two prefixes share
+    a copy, and an object that has changed is copied again.  Processes that start together wait for
+    the one that copies.
+    """
+    if not is_remote(path):
+        return path
+    folder = ObjectStorageConfig().folder if config is None else config.folder
+    os.makedirs(folder, exist_ok=True)
+    name = f"{_md5(path)}-{stamp['changed']}-{os.path.basename(path)}"
+    copied = os.path.join(folder, name)
+    with open(f"{copied}.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the end of this block, or of this process, unlocks
+        if not os.path.exists(copied):
+            with NewFile(copied) as file:
+                for block in RemoteFile(path).blocks(stamp["size"]):
+                    file.write(block)
+    return copied
+
+
+class RemoteFile:
+    """An object on object storage, by its URL.
+
+    Faults that pass, such as timeouts, server errors and replies that are cut short, are tried
+    again after growing pauses; what is permanent, such as a missing object or a missing right, is
+    raised at once.  An error is an OSError that names the object; user names, passwords and the
+    queries of URLs are left out of its text.  Objects can be pickled, and used by threads and by
+    forked processes: only the URL is kept, and fsspec keeps one connection for each process.
+    """
+
+    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
+    _BLOCK = 64 << 20  # bytes that are asked for at once where a whole object is read
+
+    def __init__(self, url: str | os.PathLike) -> None:
+        self.url = os.fspath(url)
+
+    def stamp(self) -> dict:
+        """Return {"size": bytes, "changed": a digest of what the storage says of the object}."""
+        found = self._try(self._info)
+        if found.get("size") is None:
+            raise OSError(f"{_hide_credentials(self.url)}: the server does not tell the size")
+        return {"size": found["size"], "changed": _md5(json.dumps(found, default=str))}
+
+    def read_ranges(self, ranges: typing.Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the bytes from begin to end of each (begin, end), fetched at the same time."""
+        contents = {}
+        for begin, end in ranges:
+            if begin == end:
+                contents[begin, end] = b""
+        self._try(self._fetch_missing, ranges, contents)
+        return [contents[span] for span in ranges]
+
+    def blocks(self, size: int) -> typing.Iterator[bytes]:
+        """Yield the whole object, which has this size, block by block."""
+        for begin in range(0, size, self._BLOCK):
+            yield self.read_ranges([(begin, min(begin + self._BLOCK, size))])[0]
+
+    def upload(self, path: str) -> None:
+        """Write a local file as this object, as a whole."""
+        self._try(self._put, path)
+
+    def remove(self) -> None:
+        """Remove the object, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            self._try(self._remove)
+
+    def _open(self):
+        """fsspec's file system, and the path of the object in it; fsspec keeps file systems."""
+        import fsspec
+
+        return fsspec.core.url_to_fs(self.url)
+
+    def _info(self):
+        """All that the storage says of the object, which must not be an older answer."""
+        file_system, path = self._open()
+        file_system.invalidate_cache(path)
+        found = file_system.info(path)
+        if found.get("type") == "directory":
+            raise FileNotFoundError("this is a folder")
+        return dict(sorted(found.items()))
+
+    def _fetch_missing(self, ranges, contents):
+        """Fetch the ranges that contents lacks; what came is kept, and the first error raised."""
+        file_system, path = self._open()
+        missing = [span for span in dict.fromkeys(ranges) if span not in contents]
+        if not missing:
+            return
+        begins = [begin for begin, _ in missing]
+        ends = [end for _, end in missing]
+        paths = [path] * len(missing)
+        found = file_system.cat_ranges(paths, begins, ends, on_error="return")
+        errors = []
+        for (begin, end), content in zip(missing, found, strict=True):
+            if isinstance(content, BaseException):
+                errors.append(content)
+            elif len(content) != end - begin:
+                errors.append(OSError(f"bytes {begin} to {end} came as {len(content)} bytes"))
+            else:
+                contents[begin, end] = content
+        if errors:
+            raise errors[0]
+
+    def _put(self, path):
+        """Write a local file as this object."""
+        file_system, remote_path = self._open()
+        file_system.put_file(path, remote_path)
+
+    def _remove(self):
+        """Remove the object."""
+        file_system, path = self._open()
+        file_system.rm_file(path)
+
+    def _try(self, operation, *arguments):
+        """Call operation until it succeeds, as often as there are pauses, and once more."""
+        for pause in (*self._PAUSES, None):
+            try:
+                return operation(*arguments)
+            except Exception as error:
+                fault = _find_fault(error)
+                if pause is None or _is_permanent(fault):
+                    # not "from error": the text of that error may hold credentials
+                    raise self._describe(fault) from None
+            time.sleep(pause)
+
+    def _describe(self, error):
+        """The error to raise for one of fsspec's or of the libraries that it calls."""
+        url = _hide_credentials(self.url)
+        text = _hide_credentials(f"{type(error).__name__}: {error}")
+        if isinstance(error, ImportError):
+            return ImportError(f'{url} needs a further package (extra "storage"): {text}')
+        for kind in (FileNotFoundError, PermissionError):
+            if isinstance(error, kind):
+                return kind(f"{url}: {text}")
+        return OSError(f"{url}: {text}")
+
+
+def _find_fault(error):
+    """The fault behind an error: fsspec calls whatever happens to an HTTP request "not found"."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or cause is None:
+        return error
+    is_of_http = type(cause).__module__.startswith("aiohttp")
+    if is_of_http and getattr(cause, "status", None) != 404:
+        return cause
+    return error
+
+
+def _is_permanent(error):
+    """Would a request fail again in the same way?
+
+    Each library has classes of its own for a connection that broke, so the rest counts as passing.
+    """
+    status = getattr(error, "status", None)  # of HTTP
+    if isinstance(status, int) and 400 <= status < 500:
+        return status not in (408, 429)  # a timeout, and too many requests
+    if "Credentials" in type(error).__name__:
+        return True
+    kinds = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+    return isinstance(
+        error, (*kinds, ImportError, LookupError, TypeError, ValueError, RuntimeError)
+    )
+
+
+def _hide_credentials(text):
+    """A text without the user names and passwords, and without the queries, of its URLs."""
+    without_users = re.sub(r"://[^/@\s]*@", "://", text)
+    return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", without_users)
 
 
 # ==============================================================================
