@@ -105,6 +105,11 @@ FAULTS = {
         ("return idx_exists and", "return True or"),
         ("if not -n <= i < n:", "if not -n <= i <= n:"),
         ("self.multimodal, self.mmap\n", "self.multimodal, True\n"),
+        ("self.document_indices.append(len(self.sequence_lengths))", "pass"),
+        ("if in_order != sorted(in_order):", "if False:"),
+        ("if isinstance(prefixes, (str, os.PathLike)):", "if isinstance(prefixes, str):"),
+        ("if not prefixes:", "if False:"),
+        ('dtype.kind == "f" or len(tokens) == 0:', 'dtype.kind == "f":'),
     ],
     "2": [
         ("if token < 256", "if token <= 256"),
@@ -112,6 +117,12 @@ FAULTS = {
         ("builder.add_document([], [])", "pass"),
         ("DType.optimal_dtype(tokenizer.vocab_size)", "np.int32"),
         ('errors="replace"', 'errors="strict"'),
+        ("json.loads(line)[json_key]", 'json.loads(line)["text"]'),
+        ('open(input_path, "rb")', "open(input_path)"),
+        (
+            "is None:\n        tokenizer = ByteTokenizer()",
+            "is None:\n        tokenizer = NullTokenizer(9)",
+        ),
     ],
     "3": [
         ("missing = len(Split) - len(shares)", "missing = 0"),
@@ -150,6 +161,10 @@ FAULTS = {
             "self.create_attention_mask and not self.inter_document_masking",
             "self.create_attention_mask",
         ),
+        ("if self.hybrid_context_parallel:", "if False:"),
+        ("isinstance(blend[0], str) or", "False or"),
+        ("if len(self.blend_per_split) != len(Split):", "if False:"),
+        ("if self.blend is not None or self.split is not None:", "if self.split is not None:"),
     ],
     "4": [
         ("if rest and not drop_last_partial_sequence:", "if rest and drop_last_partial_sequence:"),
@@ -188,6 +203,8 @@ FAULTS = {
         ("    shuffle(shuffle_index[num_samples:], random_state)\n", ""),
         ("if values.ndim != 1:", "if False:"),
         ("if found != dtype:", "if False:"),
+        ("np.asarray(documents, np.int32)", "np.asarray(documents)"),
+        ("tokens = int(num_epochs) * int(tokens_per_epoch)", "tokens = int(tokens_per_epoch)"),
     ],
     "5": [
         ('"split_matrix", "tokenizer"]', '"split_matrix"]'),
@@ -352,6 +369,12 @@ FAULTS = {
         ("bounds = sorted({0, *starts, length})", "bounds = [0, length]"),
         ("back = end - (cp_rank + 1) * size", "back = end - cp_rank * size - size // 2"),
         ("front = begin + cp_rank * size", "front = begin"),
+        ("if min(tensor, context, data, pipeline) < 1:", "if False:"),
+        ("if min(tensor, context, pipeline) < 1 or", "if"),
+        ("if kind not in self._ranks:", "if True:"),
+        ('torch.distributed.get_backend() != "gloo":', "False:"),
+        ("if data_iterator is None:", "if False:"),
+        ("if found == shape and batch", "if False and batch"),
     ],
     "10": [
         ("if bucket_size < 1:", "if False:"),
@@ -382,6 +405,23 @@ FAULTS = {
         ("            if not forward_only:\n", "            if True:\n"),
         ('group = groups.group("dp-cp")', "pass"),
         ("self.wrapper = weakref.ref(wrapper)", "self.wrapper = lambda: wrapper"),
+        ("            self._in_sync = before\n", "            pass\n"),
+        ("        self._must_send = False\n", "        pass\n"),
+        (
+            "operation = torch.distributed.ReduceOp.AVG",
+            "operation = torch.distributed.ReduceOp.SUM",
+        ),
+        (
+            "if param.grad is None:\n                param.main_grad",
+            "if False:\n                param.main_grad",
+        ),
+        (
+            "for param in self._names:\n            torch",
+            "for param in self._bucket_of:\n            torch",
+        ),
+        ("if num_microbatches < 1:", "if False:"),
+        ("token_counts.append(tokens)", "pass"),
+        ("elif num_tokens is not None and num_tokens != 0:", "elif num_tokens is not None:"),
     ],
     "11": [
         ("if folder and not os.path.isdir(folder):", "if False:"),
@@ -397,6 +437,8 @@ FAULTS = {
         ("pathlib.Path(index.path).unlink(missing_ok=True)", "pass"),
         ("    tokens.commit()\n    index.commit()\n", "    index.commit()\n    tokens.commit()\n"),
         ("if os.path.getsize(path) == 0:", "if False:"),
+        ("    tokens.sync()\n    index.sync()\n", ""),
+        ("        self.sync()\n", "        self.file.flush()\n"),
     ],
     "12": [
         ("json.dumps(identifiers, indent=4,", "json.dumps(identifiers, indent=2,"),
@@ -405,10 +447,7 @@ FAULTS = {
         ("if trust and self.exists():", "if False:"),
         ("if self._is_valid():", "if False:"),
         ("        if defer:\n", "        if False:\n"),
-        (
-            'manifest.json")):\n                return False',
-            'manifest.json")):\n                pass',
-        ),
+        ("            return False  # another process", "            pass  # another process"),
         ("if description != self.description:", "if False:"),
         ('if manifest["made_from"].get(key) != value:', "if False:"),
         ("if found != noted:", "if False:"),
@@ -428,6 +467,12 @@ FAULTS = {
             "        if self.folder is None:\n            self._arrays =",
             "        if False:\n            self._arrays =",
         ),
+        ("self.folder = folder if folder else None", "self.folder = folder"),
+        (
+            "        if self._is_saved:\n            self._arrays",
+            "        if True:\n            self._arrays",
+        ),
+        ("os.makedirs(self.folder, exist_ok=True)", "pass"),
     ],
     "13": [
         ("self.tokens[start : start + count]", "self.tokens[start : start + count].copy()"),
@@ -675,7 +720,7 @@ def put_fault(section, old, new):
     at = source.index(old, begin, end)
     text = source[:at] + new + source[at + len(old) :]
     if name.endswith(".py"):
-        compile(text, name, "exec")
+        compile(text[begin : end - len(old) + len(new)], name, "exec")  # a section: it is faster
     return name, text
 
 
