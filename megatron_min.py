@@ -519,6 +519,7 @@ class IndexedDataset(torch.utils.data.Dataset):
                            None: its defaults
     check                  True: check the whole .idx when it is opened, as verify() does;
                            False: only what takes O(1); None: the whole if it is below 64 MiB
+    fast_cache_load        upstream's name: True is check=False, where check is None
 
     ds[i] is sequence i, a 1-D array of ds.dtype, and ds[a:b] a list of such arrays.  Opening costs
     O(1), or O(n) with the whole check.  A file that is not what its format says is a
@@ -538,7 +539,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         mmap: bool = True,
         object_storage_config: typing.Any = None,
         check: bool | None = None,
+        fast_cache_load: bool = False,
     ) -> None:
+        if fast_cache_load and check is None:
+            check = False
         self.path_prefix = os.fspath(path_prefix)
         self.multimodal = multimodal
         self.mmap = mmap
@@ -720,6 +724,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         """The object that has the arrays of the .idx, as in upstream: the dataset itself."""
         return self
 
+    def get_document_indices(self) -> np.ndarray:
+        """Return document_indices, under upstream's name."""
+        return self.document_indices
+
     def __reduce__(self):
         """Pickle the path alone: the process that unpickles it opens the files again."""
         arguments = self.path_prefix, self.multimodal, self.mmap
@@ -793,8 +801,9 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   {"text": ""}           ->     (no tokens)    ->                          0 1 1
 #   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
 #
-# A line is a document, and a document becomes one sequence.  The end-of-document token, eod, tells
-# a model where one text stops and an unrelated one begins.  A document without tokens becomes no
+# A line is a document, and a document becomes one sequence; or, if the text is a list of sentences,
+# one sequence for each sentence that has tokens.  The end-of-document token, eod, tells a model
+# where one text stops and an unrelated one begins.  A document without tokens becomes no
 # sequence and gets no eod: the number of sequences is repeated in document_indices, so that
 # document d is still line d.  Upstream does the same.
 #
@@ -837,20 +846,34 @@ class ByteTokenizer:
         return text_bytes.decode("utf-8", errors="replace")
 
 
-def encode_document(text: str, tokenizer: typing.Any, append_eod: bool = False) -> list[int]:
-    """Return the token ids of one document.
+def encode_document(
+    text: str | list[str], tokenizer: typing.Any, append_eod: bool = False
+) -> list[list[int]]:
+    """Return the sequences of one document, each a list of token ids; none is empty.
 
+    text         the text, which becomes one sequence, or a list of sentences, one for each
     append_eod   put tokenizer.eod after the last token, if there is any token
 
     >>> encode_document("bbb", ByteTokenizer(), append_eod=True)
-    [98, 98, 98, 256]
+    [[98, 98, 98, 256]]
+    >>> encode_document(["aa", "", "b"], ByteTokenizer(), append_eod=True)
+    [[97, 97], [98, 256]]
     >>> encode_document("", ByteTokenizer(), append_eod=True)
     []
     """
-    tokens = list(tokenizer.tokenize(text))
-    if append_eod and len(tokens) > 0:
-        tokens.append(tokenizer.eod)
-    return tokens
+    sequences = []
+    for sentence in _sentences(text):
+        tokens = list(tokenizer.tokenize(sentence))
+        if len(tokens) > 0:
+            sequences.append(tokens)
+    if append_eod and len(sequences) > 0:
+        sequences[-1].append(tokenizer.eod)
+    return sequences
+
+
+def _sentences(text):
+    """The sentences of a text; a text that is no list of them is one."""
+    return [text] if isinstance(text, str) else text
 
 
 def encode_jsonl(
@@ -892,11 +915,10 @@ def encode_jsonl(
         with open(input_path, "rb") as file:
             for line in file:
                 text = json.loads(line)[json_key]
-                tokens = encode_document(text, tokenizer, append_eod)
-                if len(tokens) > 0:
-                    builder.add_document(tokens, [len(tokens)])
-                else:
-                    builder.add_document([], [])  # a document of no sequences
+                sequences = encode_document(text, tokenizer, append_eod)
+                for tokens in sequences:
+                    builder.add_item(tokens)
+                builder.end_document()  # a document may have no sequences
 
 
 # ==============================================================================
@@ -929,7 +951,8 @@ def normalize(weights: typing.Sequence[float]) -> list[float]:
     >>> normalize([30, 70])
     [0.3, 0.7]
     """
-    return np.divide(weights, np.sum(weights, dtype=np.float64)).tolist()
+    weights = np.array(weights, np.float64)
+    return (weights / np.sum(weights)).tolist()
 
 
 def parse_and_normalize_split(split: str) -> list[float]:
@@ -1023,6 +1046,15 @@ def get_blend_from_list(
     return entries[1::2], [float(weight) for weight in entries[0::2]]
 
 
+def _read_weights(weights):
+    """Weights as a list, in which numbers that are text, as in a file of JSON, are numbers."""
+    numbers_read = []
+    for weight in weights:
+        number = _number(weight.strip()) if isinstance(weight, str) else weight
+        numbers_read.append(weight if number is None else number)
+    return numbers_read
+
+
 def _check_weights(weights, names):
     """ValueError that names the dataset whose weight is not a finite number >= 0."""
     if len(weights) != len(names):
@@ -1108,7 +1140,7 @@ class BlendedMegatronDatasetConfig:
             self._check_blend_per_split()
         else:
             self._set_split()
-            self._check_blend(self.blend)
+            self.blend = self._read_blend(self.blend)
 
     def _check_whole_number(self, name, lowest):
         """The field is a whole number from lowest to 2**32 - 1; numpy's become int, for JSON."""
@@ -1130,8 +1162,7 @@ class BlendedMegatronDatasetConfig:
             raise ValueError(
                 f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
             )
-        for blend in self.blend_per_split:
-            self._check_blend(blend)
+        self.blend_per_split = [self._read_blend(blend) for blend in self.blend_per_split]
 
     def _set_split(self):
         """Derive mock, split and split_matrix from the blend and the split."""
@@ -1145,15 +1176,17 @@ class BlendedMegatronDatasetConfig:
         shares = parse_and_normalize_split(self.split)
         self.split_matrix = convert_split_vector_to_split_matrix(shares)
 
-    def _check_blend(self, blend):
-        """A blend is ([prefix, ...], [weight, ...] or None), or None."""
+    def _read_blend(self, blend):
+        """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
         if blend is None:
-            return
+            return None
         if len(blend) != 2 or isinstance(blend[0], str) or not _are_paths(blend[0]):
             raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
         prefixes, weights = blend
         if weights is not None:
+            weights = _read_weights(weights)
             _check_weights(weights, prefixes)
+        return prefixes, weights
 
 
 def _are_paths(prefixes):
@@ -1178,7 +1211,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     inter_document_masking   instead of a mask, return where the documents of a sample start, as
                              attention kernels for packed sequences want it: cu_seqlens has these
                              places and then S in all entries that are left, max_seqlen is the
-                             length of the longest; positions restart at each start
+                             length of the longest; positions restart at each start (keyword only,
+                             since the config of upstream 0.16.1 does not have it)
 
     >>> GPTDatasetConfig(1234, 4, blend=(["p1", "p2"], [1, -1]), split="98,1,1")
     Traceback (most recent call last):
@@ -1198,7 +1232,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     sequences_per_dataset: dict | None = None
     token_dtype_code: int | None = dataclasses.field(init=False, default=None)
     context_parallel_size: int | None = None
-    inter_document_masking: bool = False
+    inter_document_masking: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -1525,9 +1559,9 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     config         BlendedMegatronDatasetConfig
 
     A subclass defines
-      build_low_level_dataset(dataset_path, config)   opens the data
-      numel_low_level_dataset(opened)                 how many elements there are for the split
       __len__() and __getitem__(k)                    the samples
+      build_low_level_dataset(dataset_path, config)   opens the data, for the builder
+      numel_low_level_dataset(opened)                 how many elements there are for the split
     """
 
     def __init__(
@@ -1545,6 +1579,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
+        self._pad_token_id = _pad_token_id(config)
         # what tells this dataset from others: the name of its cache files is made from it
         self.unique_identifiers = collections.OrderedDict()
         self.unique_identifiers["class"] = type(self).__name__
@@ -1566,16 +1601,16 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
     @staticmethod
-    @abc.abstractmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> typing.Any:
-        """Open the data at dataset_path."""
+        """Open the data at dataset_path.  A class that no builder builds can do without."""
+        raise NotImplementedError("the builder wants a class with build_low_level_dataset()")
 
     @staticmethod
-    @abc.abstractmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
         """Return how many elements the opened data have for the split to cut."""
+        raise NotImplementedError("the builder wants a class with numel_low_level_dataset()")
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -1611,6 +1646,10 @@ class GPTDataset(MegatronDataset):
       cu_seqlens, max_seqlen   int32 (S+1,) and (), only with inter_document_masking
     ds[None] is sample 0 without any loss: it fills up a batch.  Cost: that of build_sample_idx() to
     build; for a sample, one read for each document that it touches.
+
+    A subclass may override the two methods _query_document_sample_shuffle_indices(), the tokens of
+    a sample, and _build_document_sample_shuffle_indices(), the three arrays; both names are
+    upstream's.  The arrays may also be set, as attributes.
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -1648,14 +1687,19 @@ class GPTDataset(MegatronDataset):
         self._keep_partial = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
-        self._pad_token_id = _pad_token_id(config)
         self._eod_token_id = None
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self._eod_token_id = _attribute(config.tokenizer, "eod")
             self._warn_if_no_eod()
         self.unique_identifiers.update(self._key_corrections())
         self._describe()
-        self._open_indices()
+        self._cache = self._make_cache()
+        own = type(self)._build_document_sample_shuffle_indices
+        if own is GPTDataset._build_document_sample_shuffle_indices:
+            self._open_indices()
+        else:
+            arrays = self._build_document_sample_shuffle_indices()
+            self.document_index, self.sample_index, self.shuffle_index = arrays
 
     def _check_low_level_dataset(self):
         """The documents exist, document_index can name them, and their tokens are integers."""
@@ -1689,21 +1733,30 @@ class GPTDataset(MegatronDataset):
 
     # ---- the indices
 
-    def _open_indices(self):
-        """Load the three arrays from the cache, or build them."""
-        config = self.config
-        folder = config.path_to_cache
+    def _make_cache(self):
+        """The cache of the three arrays; no file is opened yet."""
+        folder = self.config.path_to_cache
         if not folder and self.dataset_path is not None:
             folder = f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices"
         name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        self._cache = IndexCache(
-            folder, name, self.index_names, self.unique_description, self.made_from()
-        )
+        return IndexCache(folder, name, self.index_names, self.unique_description, self.made_from())
+
+    def _open_indices(self):
+        """Load the three arrays from the cache, or build them."""
         self._cache.load_or_build(
             self._build_indices,
-            trust=config.fast_cache_load,
-            defer=config.defer_npy_index_mmap,
+            trust=self.config.fast_cache_load,
+            defer=self.config.defer_npy_index_mmap,
         )
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return document_index, sample_index and shuffle_index, from the cache or newly built.
+
+        A subclass may override this method, which has upstream's name, to have other orders.  What
+        its method returns is kept in memory, and not in a cache.
+        """
+        self._open_indices()
+        return self.document_index, self.sample_index, self.shuffle_index
 
     def _build_indices(self):
         """One random generator draws the order of documents, then the order of samples."""
@@ -1750,15 +1803,30 @@ class GPTDataset(MegatronDataset):
         """int32 (E*D,): the order of the documents."""
         return self._cache["document_index"]
 
+    @document_index.setter
+    def document_index(self, values: np.ndarray) -> None:
+        """Use these documents, in this order."""
+        self._cache["document_index"] = values
+
     @property
     def sample_index(self) -> np.ndarray:
         """int32 or int64 (N+1, 2): where each sample of the stream starts."""
         return self._cache["sample_index"]
 
+    @sample_index.setter
+    def sample_index(self, values: np.ndarray) -> None:
+        """Use these starts of samples."""
+        self._cache["sample_index"] = values
+
     @property
     def shuffle_index(self) -> np.ndarray:
         """uint32 or int64 (N,): the order of the samples."""
         return self._cache["shuffle_index"]
+
+    @shuffle_index.setter
+    def shuffle_index(self, values: np.ndarray) -> None:
+        """Use this order of samples."""
+        self._cache["shuffle_index"] = values
 
     # ---- the samples
 
@@ -1804,9 +1872,10 @@ class GPTDataset(MegatronDataset):
         return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the cache")
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of sample idx before padding, int64, and the sequences they are from.
+        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
 
-        A subclass may override this method, which has upstream's name, to change the tokens.
+        A subclass may override this method, which has upstream's name, to change the tokens.  If it
+        returns fewer than S + x of them, padding follows.
         """
         pieces = self.pieces(idx)
         parts = [self.dataset.get(i, offset, length) for i, offset, length in pieces]
@@ -1816,7 +1885,9 @@ class GPTDataset(MegatronDataset):
             raise ValueError(
                 f"{_name(self)}: wanted {wanted} tokens of {pieces}, got {len(token_ids)}"
             )
-        return token_ids, np.array([i for i, _, _ in pieces], np.int64)
+        if (token_ids == self._pad_token_id).any():
+            self._warn_of_real_pads()
+        return self._pad(idx, token_ids), np.array([i for i, _, _ in pieces], np.int64)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         if idx is None:
@@ -1827,8 +1898,10 @@ class GPTDataset(MegatronDataset):
         S = config.sequence_length
         token_ids, _ = self._query_document_sample_shuffle_indices(idx)
         padded = self._pad(idx, token_ids)
-        tokens = padded[:-1].copy()
+        tokens = padded[:S].copy()
         labels = padded[1:].copy()
+        if not self._extra:
+            labels = np.append(labels, self._pad_token_id)
 
         # the places of the sample where positions count from 0 again
         after_eod = self._starts_after_eod(tokens)
@@ -1854,14 +1927,14 @@ class GPTDataset(MegatronDataset):
         return {key: torch.from_numpy(values) for key, values in sample.items()}
 
     def _pad(self, idx, token_ids):
-        """The tokens of a sample, filled up to S + 1: with x = 0 the last label is padding too."""
-        most = self.config.sequence_length + self._extra
-        if len(token_ids) > most:
-            raise self._damaged(idx, f"wanted {most} tokens, got {len(token_ids)}")
-        padded = np.full(self.config.sequence_length + 1, self._pad_token_id, np.int64)
+        """The tokens of a sample, filled up to S + x."""
+        wanted = self.config.sequence_length + self._extra
+        if len(token_ids) == wanted:
+            return np.asarray(token_ids, np.int64)
+        if len(token_ids) > wanted:
+            raise self._damaged(idx, f"wanted {wanted} tokens, got {len(token_ids)}")
+        padded = np.full(wanted, self._pad_token_id, np.int64)
         padded[: len(token_ids)] = token_ids
-        if (token_ids == self._pad_token_id).any():
-            self._warn_of_real_pads()
         return padded
 
     def _warn_of_real_pads(self):
@@ -2082,7 +2155,22 @@ class MockGPTLowLevelDataset:
 
 
 class MockGPTDataset(GPTDataset):
-    """Samples of numbers that count up, for speed runs without data.  Upstream: MockGPTDataset."""
+    """Samples of numbers that count up, for speed runs without data.  Upstream: MockGPTDataset.
+
+    dataset and indices are indexed_dataset and indexed_indices of GPTDataset, under the names that
+    they have in upstream's class.
+    """
+
+    def __init__(
+        self,
+        dataset: MockGPTLowLevelDataset,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
 
     @staticmethod
     def build_low_level_dataset(
@@ -2314,10 +2402,20 @@ class BlendedDataset(torch.utils.data.Dataset):
         """int16 (size,): which dataset a sample comes from."""
         return self._cache["dataset_index"]
 
+    @dataset_index.setter
+    def dataset_index(self, values: np.ndarray) -> None:
+        """Use these datasets."""
+        self._cache["dataset_index"] = values
+
     @property
     def dataset_sample_index(self) -> np.ndarray:
         """int64 (size,): which sample of that dataset a sample is."""
         return self._cache["dataset_sample_index"]
+
+    @dataset_sample_index.setter
+    def dataset_sample_index(self, values: np.ndarray) -> None:
+        """Use these samples of the datasets."""
+        self._cache["dataset_sample_index"] = values
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
@@ -2413,15 +2511,43 @@ class BlendedMegatronDatasetBuilder:
         is_built_on_rank: typing.Callable[[], bool],
         config: BlendedMegatronDatasetConfig,
     ) -> None:
-        if len(sizes) != len(Split):
-            raise ValueError(f"sizes: wanted {len(Split)} entries, got {list(sizes)}")
-        if config.multiple_validation_sets and config.full_validation:
-            if sizes[Split.valid.value] is not None:
-                raise ValueError("full_validation: the size of valid must be None")
         self.cls = cls
         self.sizes = list(sizes)
         self.is_built_on_rank = is_built_on_rank
         self.config = config
+        self._check_sizes()
+
+    def _check_sizes(self):
+        """ValueError for a size that no build can have."""
+        config = self.config
+        if len(self.sizes) != len(Split):
+            raise ValueError(f"sizes: wanted {len(Split)} entries, got {self.sizes}")
+        for split, size in zip(Split, self.sizes, strict=True):
+            is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
+            if size is not None and not is_number:
+                raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
+            if size is None and self._has_weights(split):
+                raise ValueError(
+                    f"a blend with weights needs a size for each split, got {self.sizes}"
+                )
+        if config.multiple_validation_sets and config.full_validation:
+            if self.sizes[Split.valid.value] is not None:
+                raise ValueError("full_validation: the size of valid must be None")
+
+    def _has_weights(self, split):
+        """Is this split built as a blend with weights?"""
+        config = self.config
+        if config.split_matrix is not None:  # see _build_splits()
+            is_built = config.split_matrix[split.value] is not None
+            return is_built and config.blend is not None and config.blend[1] is not None
+        blend = config.blend_per_split[split.value]  # see _build_split()
+        if blend is None or len(blend[0]) == 1 or self._is_kept_apart(split):
+            return False
+        return blend[1] is not None
+
+    def _is_kept_apart(self, split):
+        """Is each corpus of this split a dataset of its own?"""
+        return split is Split.valid and bool(self.config.multiple_validation_sets)
 
     def build(self) -> list:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
@@ -2464,8 +2590,7 @@ class BlendedMegatronDatasetBuilder:
         prefixes, weights = blend
         matrix = [None] * len(Split)
         matrix[split.value] = (0.0, 1.0)
-        several = split is Split.valid and self.config.multiple_validation_sets
-        if several and len(prefixes) > 1:
+        if self._is_kept_apart(split) and len(prefixes) > 1:
             datasets = []
             for prefix in prefixes:
                 datasets.append(self._build_blend([prefix], None, matrix)[split.value])
@@ -2505,11 +2630,6 @@ class BlendedMegatronDatasetBuilder:
 
     def _sizes_of_corpora(self, weights, matrix):
         """For each corpus, the samples that it is built for in each split, with the surplus."""
-        for split in Split:
-            if matrix[split.value] is not None and self.sizes[split.value] is None:
-                raise ValueError(
-                    f"a blend with weights needs a size for each split, got {self.sizes}"
-                )
         factor = 1 + self.config.mid_level_dataset_surplus
         sizes_of_corpora = []
         for weight in weights:
@@ -2661,6 +2781,15 @@ class _Sampler:
     def micro_batch_times_data_parallel_size(self) -> int:
         """Upstream's name of samples_per_round."""
         return self.samples_per_round
+
+    def get_start_end_idx(self) -> tuple[int, int]:
+        """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
+
+        >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
+        (2, 4)
+        """
+        first = self.data_parallel_rank * self.micro_batch_size
+        return first, first + self.micro_batch_size
 
 
 class MegatronPretrainingSampler(_Sampler):
@@ -2919,9 +3048,12 @@ class RerunDataIterator(collections.abc.Iterator):
 
     Upstream: RerunDataIterator.
 
-    rewind() goes back to the last advance(); advance() forgets what was read until now.
+    rewind() goes back to the last advance(); advance() forgets what was read until now.  Call
+    advance() before each step, the first one too: before the first call nothing is kept, so that a
+    loop which never calls it does not fill the memory with batches.
 
     >>> numbers = RerunDataIterator(range(9))
+    >>> numbers.advance()
     >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
     (0, 1, None, 0, 1)
     """
@@ -2929,22 +3061,53 @@ class RerunDataIterator(collections.abc.Iterator):
     def __init__(self, iterable: typing.Iterable) -> None:
         self.iterable = iterable
         self._source = iter(iterable)
-        self._read = []  # since the last advance()
-        self._again = collections.deque()  # to be had again before the source goes on
+        self._is_kept = False
+        # the names of these three are upstream's
+        self.saved_microbatches = []  # since the last advance()
+        self.replaying = False  # are some of them to be had again before the source goes on?
+        self.replay_pos = 0  # the next of them
 
     def __next__(self) -> typing.Any:
-        item = self._again.popleft() if self._again else next(self._source)
-        self._read.append(item)
+        if self.replaying and self.replay_pos < len(self.saved_microbatches):
+            item = self.saved_microbatches[self.replay_pos]
+            self.replay_pos += 1
+            return item
+        self.replaying = False
+        item = next(self._source)
+        if self._is_kept:
+            self.saved_microbatches.append(item)
         return item
 
     def rewind(self) -> None:
-        """Yield again all that came since the last advance()."""
-        self._again.extendleft(reversed(self._read))
-        self._read = []
+        """Yield again all that came since the last advance(); ValueError before the first one."""
+        if not self._is_kept:
+            raise ValueError("nothing to go back to: call advance() before the first step")
+        self.replaying = True
+        self.replay_pos = 0
 
     def advance(self) -> None:
         """The step is done: what was read is not needed any more."""
-        self._read = []
+        left = []
+        if self.replaying:
+            left = self.saved_microbatches[self.replay_pos :]
+        self.saved_microbatches = left
+        self.replay_pos = 0
+        self._is_kept = True
+
+    def state_dict(self) -> dict:
+        """Return what was read since the last advance(), and how much of it is read again."""
+        return {
+            "saved_microbatches": list(self.saved_microbatches),
+            "replaying": self.replaying,
+            "replay_pos": self.replay_pos,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where the state was taken; the iterable must go on there by itself."""
+        self.saved_microbatches = list(state["saved_microbatches"])
+        self.replaying = state["replaying"]
+        self.replay_pos = state["replay_pos"]
+        self._is_kept = len(self.saved_microbatches) > 0
 
 
 def get_train_valid_test_num_samples(
@@ -2955,12 +3118,13 @@ def get_train_valid_test_num_samples(
     train_iters: int | None = None,
     train_samples: int | None = None,
     full_validation: bool = False,
+    skip_train: bool = False,
 ) -> tuple[int, int | None, int]:
     """Return how many samples a run needs of train, valid (None with full_validation) and test.
 
     The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
-    of valid every eval_interval steps and at the end, and of test once.  Upstream:
-    get_train_valid_test_num_samples.
+    of valid every eval_interval steps and at the end, and of test once.  With skip_train it does
+    not train, and evaluates valid once.  Upstream: get_train_valid_test_num_samples.
 
     >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
     ...                                  eval_iters=2)
@@ -2974,7 +3138,9 @@ def get_train_valid_test_num_samples(
         raise ValueError(f"eval_interval must be >= 1, got {eval_interval}")
     if train_samples is None:
         train_samples = train_iters * global_batch_size
-    evaluations = train_samples // global_batch_size // eval_interval + 1
+    evaluations = 1
+    if not skip_train:
+        evaluations += train_samples // global_batch_size // eval_interval
     test_samples = eval_iters * global_batch_size
     valid_samples = None if full_validation else evaluations * test_samples
     return train_samples, valid_samples, test_samples
@@ -4127,6 +4293,16 @@ class IndexCache:
         if self._arrays is None:
             self._arrays = self._map_arrays()
         return self._arrays[name]
+
+    def __setitem__(self, name: str, values: np.ndarray) -> None:
+        """Put another array in the place of one, in memory; the files stay as they are."""
+        arrays = {}
+        if self._arrays is not None:
+            arrays = self._arrays
+        elif self._is_saved:
+            arrays = self._map_arrays()
+        self._arrays = arrays | {name: values}
+        self._is_saved = False
 
     def load_or_build(
         self,
@@ -5375,13 +5551,18 @@ class NullTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json, run by the package tokenizers (extra "tools").
 
-    path        the tokenizer.json
-    eod_token   the text of the end-of-document token; default <|endoftext|>, or else </s>
-    Raises      FileNotFoundError, ImportError without the package, ValueError if the file has no
-                such token
+    path                the tokenizer.json
+    eod_token           the text of the end-of-document token; default <|endoftext|>, or else </s>
+    add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
+                        of a text (BOS), around each text; with False a text is its own tokens
+                        alone, as in upstream's preprocessing
+    Raises              FileNotFoundError, ImportError without the package, ValueError if the file
+                        has no such token
     """
 
-    def __init__(self, path: str, eod_token: str | None = None) -> None:
+    def __init__(
+        self, path: str, eod_token: str | None = None, add_special_tokens: bool = False
+    ) -> None:
         if not os.path.isfile(path):
             raise FileNotFoundError(f"{path}: no such file")
         try:
@@ -5393,6 +5574,7 @@ class HuggingFaceTokenizer:
                 f"{path} needs the package tokenizers: pip install 'megatron-min[tools]'"
             ) from None
         self._tokenizer = tokenizers.Tokenizer.from_file(path)
+        self._add_special_tokens = add_special_tokens
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.eod = self._find_eod(path, eod_token)
         self.unique_identifiers = {
@@ -5400,6 +5582,8 @@ class HuggingFaceTokenizer:
             "tokenizer.json": _md5(self._tokenizer.to_str()),
             "eod": self.eod,
         }
+        if add_special_tokens:
+            self.unique_identifiers["add_special_tokens"] = True
 
     def _find_eod(self, path, eod_token):
         """Return the id of eod_token, or of the first usual name that the vocabulary has."""
@@ -5414,11 +5598,13 @@ class HuggingFaceTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text."""
-        return self._tokenizer.encode(text).ids
+        return self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
 
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text; the library works on several texts at once."""
-        encodings = self._tokenizer.encode_batch_fast(texts)
+        encodings = self._tokenizer.encode_batch_fast(
+            texts, add_special_tokens=self._add_special_tokens
+        )
         return [encoding.ids for encoding in encodings]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
@@ -5426,21 +5612,28 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def build_tokenizer(name: str = "bytes", eod_token: str | None = None) -> typing.Any:
+def build_tokenizer(
+    name: str = "bytes", eod_token: str | None = None, add_special_tokens: bool = False
+) -> typing.Any:
     """Return the tokenizer that a name means, as in the table above.
 
-    eod_token   the text of the end-of-document token of a tokenizer.json; others know their own
-    Raises      ValueError, OSError, ImportError or AttributeError if there is no such tokenizer
+    eod_token           the text of the end-of-document token of a tokenizer.json; others know
+                        their own
+    add_special_tokens  of a tokenizer.json, see HuggingFaceTokenizer
+    Raises              ValueError, OSError, ImportError or AttributeError if there is no such
+                        tokenizer
 
     >>> build_tokenizer("null:100").eod
     100
     """
+    if add_special_tokens and not name.endswith(".json"):
+        raise ValueError(f"{name}: only a tokenizer.json has special tokens to add")
     if name == "bytes":
         return ByteTokenizer()
     if name.startswith("null:"):
         return NullTokenizer(name.removeprefix("null:"))
     if name.endswith(".json"):
-        return HuggingFaceTokenizer(name, eod_token)
+        return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
     if ":" not in name:
         raise ValueError(
             f"unknown tokenizer {name!r}: use bytes, null:VOCAB, *.json or module:attribute"
@@ -5649,7 +5842,7 @@ class _Column:
     """The documents of a block under one JSON key, as IndexedDatasetBuilder.add_sequences wants."""
 
     tokens: np.ndarray  # of all documents, laid end to end
-    lengths: list[int]  # in tokens, of each document that has tokens
+    lengths: list[int]  # in tokens, of each sentence that has tokens; most texts are one sentence
     ends: list[int]  # how many of the lengths belong to this document and those before it
 
 
@@ -5670,7 +5863,7 @@ class _BlockEncoder:
     lines                    tokens                 lengths   ends
     {"text": "aaaa"}         a a a a $ b b b $      5         1   one sequence so far
     {"text": ""}             ($ is eod)                       1   no sequence more
-    {"text": "bbb"}                                 4         2   two sequences
+    {"text": ["b", "bb"]}                           1, 3      3   three sequences
     """
 
     def __init__(self, tokenizer, json_keys, append_eod, skip_errors):
@@ -5698,16 +5891,27 @@ class _BlockEncoder:
         return _EncodedBlock(columns, num_documents, len(faults), first_fault, block.num_bytes)
 
     def _tokenize_lines(self, lines):
-        """Return {key: the tokens of each line}."""
+        """Return {key: for each line, the tokens of each sentence}."""
         rows = [self._parse(line) for line in lines]
         documents = {}
         for key in self.json_keys:
-            texts = [row[key] for row in rows]
-            documents[key] = [_as_tokens(ids, self.dtype) for ids in self._tokenize(texts)]
+            documents[key] = self._tokenize_texts([row[key] for row in rows])
+        return documents
+
+    def _tokenize_texts(self, texts):
+        """Return, for each text, the tokens of each of its sentences."""
+        sentences = []
+        for text in texts:
+            sentences.extend(_sentences(text))
+        ids_of_sentences = iter(self._tokenize(sentences))
+        documents = []
+        for text in texts:
+            ids = itertools.islice(ids_of_sentences, len(_sentences(text)))
+            documents.append([_as_tokens(tokens, self.dtype) for tokens in ids])
         return documents
 
     def _tokenize_one_by_one(self, block):
-        """Return ({key: the tokens of each good line}, [what is wrong with each bad line])."""
+        """Return (_tokenize_lines() of the good lines, [what is wrong with each bad line])."""
         documents = {key: [] for key in self.json_keys}
         faults = []
         for number, line in enumerate(block.lines, block.first_line):
@@ -5730,12 +5934,12 @@ class _BlockEncoder:
         if line.strip():
             row = json.loads(line)
         for key in self.json_keys:
-            if not isinstance(row, dict) or not isinstance(row.get(key), str):
+            if not isinstance(row, dict) or not _is_text(row.get(key)):
                 raise ValueError(f"wanted a JSON object with text under {key!r}, got {line[:60]!r}")
         return row
 
     def _tokenize(self, texts):
-        """Return the ids of each text."""
+        """Return the ids of each text, whatever the text is a part of."""
         if not hasattr(self.tokenizer, "tokenize_batch"):
             return [self.tokenizer.tokenize(text) for text in texts]
         batch = self.tokenizer.tokenize_batch(texts)
@@ -5748,13 +5952,24 @@ class _BlockEncoder:
         pieces = [_as_tokens([], self.dtype)]  # so that there is something to concatenate
         lengths = []
         ends = []
-        for tokens in documents:
-            if len(tokens) > 0:
-                pieces.append(tokens)
+        for sentences in documents:
+            before = len(lengths)
+            for tokens in sentences:
+                if len(tokens) > 0:
+                    pieces.append(tokens)
+                    lengths.append(len(tokens))
+            if len(lengths) > before:
                 pieces.append(self.eod)
-                lengths.append(len(tokens) + len(self.eod))
+                lengths[-1] += len(self.eod)
             ends.append(len(lengths))
         return _Column(np.concatenate(pieces), lengths, ends)
+
+
+def _is_text(value):
+    """Is this a text, or a list of texts, its sentences?"""
+    if isinstance(value, list):
+        return all(isinstance(sentence, str) for sentence in value)
+    return isinstance(value, str)
 
 
 # -- Worker processes --------------------------------------------------------------------------
@@ -6037,6 +6252,11 @@ def _add_preprocess(commands):
         "--output-prefix", required=True, help="the pairs are named PREFIX_KEY_document"
     )
     _add_tokenizer_flags(parser)
+    parser.add_argument(
+        "--add-special-tokens",
+        action="store_true",
+        help="let a tokenizer.json add its own special tokens, such as BOS, to each text",
+    )
     _add_switch(parser, "--append-eod", False, "put an eod after each document that has tokens")
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], help="each key becomes a pair (default: text)"
@@ -6057,7 +6277,7 @@ def _run_preprocess(options):
     prefixes = preprocess(
         options.input,
         options.output_prefix,
-        build_tokenizer(options.tokenizer, options.eod_token),
+        build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens),
         append_eod=options.append_eod,
         json_keys=options.json_keys,
         workers=options.workers,

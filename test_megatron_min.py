@@ -130,7 +130,7 @@ UPSTREAM = [
     "blended_megatron_dataset_builder",
     "blended_megatron_dataset_config",
 ]
-UPSTREAM += ["gpt_dataset", "helpers", "indexed_dataset", "utils"]
+UPSTREAM += ["gpt_dataset", "helpers", "indexed_dataset", "megatron_tokenizer", "utils"]
 
 
 @pytest.fixture(scope="session")
@@ -144,6 +144,7 @@ def up():
             found = importlib.import_module(f"megatron.core.datasets.{module}")
             vars(names).update({k: v for k, v in vars(found).items() if not k.startswith("__")})
         names.calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+        names.rerun = importlib.import_module("megatron.core.rerun_state_machine")
     gc.freeze()  # see no_fsync
     return names
 
@@ -815,6 +816,21 @@ def test_a_missing_file_is_not_found(one, pair, missing):
             one.IndexedDataset(pair, mmap=mmap)
 
 
+def test_names_that_callers_of_upstream_use(one, pair):
+    """.index has the arrays of the .idx, and fast_cache_load does without the whole check."""
+    ds = one.IndexedDataset(pair)
+    for name in ("sequence_lengths", "sequence_pointers", "document_indices", "dtype"):
+        assert getattr(ds.index, name) is getattr(ds, name)
+    assert ds.index.sequence_modes is None
+    assert ds.get_document_indices() is ds.document_indices
+    patch(pair + ".idx", 34, struct.pack("<i", 4))  # the first length, which was 3
+    fast = one.IndexedDataset(pair, fast_cache_load=True)
+    for opened in (fast, pickle.loads(pickle.dumps(fast))):
+        assert len(opened[0]) == 4
+    with pytest.raises(one.DatasetFormatError):
+        one.IndexedDataset(pair, fast_cache_load=True, check=True)
+
+
 @pytest.mark.parametrize("mmap", [True, False])
 def test_pickle_is_the_path(one, pair, mmap):
     pickled = pickle.dumps(one.IndexedDataset(pair, mmap=mmap, check=True))
@@ -1013,11 +1029,40 @@ def test_bytes_are_tokens(one, text, ids):
     assert json.loads(json.dumps(tokenizer.unique_identifiers)) == tokenizer.unique_identifiers
 
 
-@pytest.mark.parametrize("text, ids", [("1 2", [1, 2]), ("", []), (" ", []), ("9", [9])])
-def test_encode_document(one, text, ids):
-    """eod is put after tokens only; " " is a text, but no token."""
-    assert one.encode_document(text, Tok(eod=9)) == ids
-    assert one.encode_document(text, Tok(eod=9), append_eod=True) == ids + [9] * min(1, len(ids))
+DOCUMENTS = [  # a text, its sequences, these with an eod; " " is a text, but no token
+    ("1 2", [[1, 2]], [[1, 2, 0]]),
+    ("", [], []),
+    (" ", [], []),
+    ("0", [[0]], [[0, 0]]),
+    (["1 2", "3"], [[1, 2], [3]], [[1, 2], [3, 0]]),
+    (["1", "", "2 3", " "], [[1], [2, 3]], [[1], [2, 3, 0]]),
+    ([], [], []),
+    (["", " "], [], []),
+]
+
+
+@pytest.mark.parametrize("text, sequences, with_eod", DOCUMENTS)
+def test_encode_document(one, text, sequences, with_eod):
+    """A list of sentences is a document of several sequences, as for upstream's tool."""
+    assert one.encode_document(text, Tok()) == sequences
+    assert one.encode_document(text, Tok(), append_eod=True) == with_eod
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_texts_that_are_lists_of_sentences(one, tmp_path, append_eod):
+    """Each line is a document, and preprocess() writes the same pair."""
+    path = jsonl(tmp_path / "a.jsonl", [text for text, _, _ in DOCUMENTS])
+    one.encode_jsonl(path, tmp_path / "plain", Tok(), append_eod=append_eod)
+    made = one.preprocess(path, tmp_path / "fast", Tok(), append_eod=append_eod)
+    wanted = []
+    ends = [0]
+    for _, sequences, with_eod in DOCUMENTS:
+        wanted += with_eod if append_eod else sequences
+        ends.append(len(wanted))
+    for prefix in (tmp_path / "plain", made["text"]):
+        ds = one.IndexedDataset(prefix)
+        assert lists(ds) == wanted
+        assert ds.document_indices.tolist() == ends
 
 
 LINES = [
@@ -1148,7 +1193,7 @@ BAD_CONFIGS = {  # a word of the sentence: what is changed in a good config
     "needs blend_per_split": [{"multiple_validation_sets": True}],
     "a blend is": [{"blend": b} for b in (([], None), ("p", None), [("p", 1), ("q", 2)])],
     "1 weights for 2": [{"blend": (["p", "q"], [1.0])}],
-    "weight of p": [{"blend": (["p", "q"], [weight, 1.0])} for weight in ("1", math.inf)],
+    "weight of p": [{"blend": (["p", "q"], [w, 1.0])} for w in ("x", "nan", "-2", math.inf)],
     "weight of q": [{"blend": (["p", "q"], [1.0, w])} for w in (-1.0, math.nan, 10**309)],
     "sum > 0": [{"blend": (["p", "q"], [0.0, 0.0])}],
     "finite sum": [{"blend": (["p", "q"], [1e308, 1e308])}],
@@ -1195,6 +1240,34 @@ def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
         state = json.dumps(loader.state_dict())
         descriptions.append((train.unique_description, blend.unique_description, state))
     assert descriptions[0] == descriptions[1]
+
+
+def test_weights_may_be_numbers_in_text(one):
+    """As they come out of a file of JSON; upstream takes them, too."""
+    wanted = (["p", "q"], [30.0, 0.5])
+    assert config(one, (["p", "q"], ["30", " .5 "])).blend == wanted
+    per_split = [None, (["p", "q"], ("30", 0.5)), None]
+    assert config(one, blend_per_split=per_split).blend_per_split == [None, wanted, None]
+    assert one.normalize(["30", "70"]) == [0.3, 0.7]
+
+
+def positional_values(one):
+    """A value for each field of a GPTDatasetConfig that may be given by its position."""
+    needed = {"random_seed": 1, "sequence_length": 8, "tokenizer": Tok()}
+    values = []
+    for field in dataclasses.fields(one.GPTDatasetConfig):
+        if field.init and not field.kw_only:
+            values.append(needed.get(field.name, field.default))
+    return values
+
+
+def test_our_own_fields_are_keyword_only(one):
+    """In upstream, position 22 is data_parallel_size."""
+    values = positional_values(one)
+    values[22] = 4
+    assert one.GPTDatasetConfig(*values).data_parallel_size == 4
+    with pytest.raises(TypeError):
+        one.GPTDatasetConfig(*values, True)
 
 
 # ==============================================================================
@@ -1646,7 +1719,9 @@ def test_pieces_cover_the_stream(mm, tmp_path):
                 found += [(sequence, offset + at) for at in range(length)]
             assert found == places[j * S :][:end], (case, j)
             text, documents = ds._query_document_sample_shuffle_indices(k)
-            same(text, stream(ds)[j * S :][:end], (case, j))
+            wanted = stream(ds)[j * S :][:end]
+            padding = [ds._pad_token_id] * (end - len(wanted))
+            same(text, np.array([*wanted, *padding], np.int64), (case, j))
             assert documents.tolist() == [sequence for sequence, _, _ in pieces], (case, j)
 
 
@@ -1744,11 +1819,36 @@ class NoAttributes(Tok):
         raise NotImplementedError
 
     eos = pad
+    special_tokens_dict = pad
 
 
 def test_attributes_that_are_not_implemented_are_not_there(mm, toy):
     ds = gpt(mm, toy, 3, sequence_length=4, tokenizer=NoAttributes())
     check_against_loops(ds[0], brute_sample(ds, 0))
+
+
+class NoEod(Tok):
+    """A tokenizer that has a pad, and says of eod and eos that there are none."""
+
+    pad = 7
+
+    @property
+    def eod(self):
+        raise NotImplementedError
+
+    @eod.setter
+    def eod(self, value):
+        pass
+
+    eos = eod
+
+
+def test_a_pad_beside_attributes_that_are_not_implemented(mm, toy):
+    fields = {"reset_position_ids": True, "eod_mask_loss": True}
+    ds = quiet(gpt, mm, toy, 3, sequence_length=4, tokenizer=NoEod(), **fields)
+    assert ds._pad_token_id == 7
+    assert ds[0]["position_ids"].tolist() == [0, 1, 2, 3]
+    assert ds[0]["loss_mask"].tolist() == [1, 1, 1, 1]
 
 
 def test_real_tokens_that_equal_the_pad_id(mm, tmp_path):
@@ -2038,15 +2138,120 @@ def test_datasets_of_the_users_own(one):
     assert valid.batch([0, 1])["number"].tolist() == [15, 10]
 
 
-@pytest.mark.parametrize(
-    "missing",
-    ["__len__", "__getitem__", "build_low_level_dataset", "numel_low_level_dataset"],
-)
-def test_a_dataset_without_its_methods_is_abstract(one, missing):
+def numbers_without(one, missing):
+    """The class above without one of its methods."""
     methods = {name: value for name, value in vars(NumbersMethods).items() if name != missing}
-    cls = type("Part", (one.MegatronDataset,), methods)
+    return type("Part", (one.MegatronDataset,), methods)
+
+
+@pytest.mark.parametrize("missing", ["__len__", "__getitem__"])
+def test_a_dataset_without_samples_is_abstract(one, missing):
+    cls = numbers_without(one, missing)
     with pytest.raises(TypeError, match=f"abstract.*{missing}"):
         cls([0], "x", [0], None, one.Split.train, config(one, (["x"], None)))
+
+
+@pytest.mark.parametrize("missing", ["build_low_level_dataset", "numel_low_level_dataset"])
+def test_a_dataset_that_is_made_by_hand_needs_samples_alone(one, missing):
+    """As in upstream: only the builder asks for the two static methods."""
+    cls = numbers_without(one, missing)
+    cfg = config(one, (["ten"], None), tokenizer=Tok(pad=7))
+    ds = cls(range(30, 40), None, [2, 3], None, one.Split.train, cfg)
+    assert [ds[k] for k in range(2)] == [{"number": 32}, {"number": 33}]
+    assert ds._pad_token_id == 7
+    with pytest.raises(NotImplementedError, match=missing):
+        build(one, [3, 3, 0], cfg, cls)
+
+
+def test_the_pad_id_of_a_config_without_a_tokenizer(one):
+    cfg = one.BlendedMegatronDatasetConfig(1, 8, blend=(["ten"], None), split="1")
+    cls = type("Numbers", (NumbersMethods, one.MegatronDataset), {})
+    assert cls([0], None, [0], None, one.Split.train, cfg)._pad_token_id == -1
+
+
+# -- arrays that are set, and the methods that subclasses of upstream's class override ---------
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_arrays_may_be_set(mm, tmp_path, defer):
+    """They count from then on, in batches, in blends and in a pickle; the cache keeps its own."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(90)] * 3)
+    plain = gpt(mm, prefix)
+    before = files_of(tmp_path)
+    ds = gpt(mm, prefix, defer_npy_index_mmap=defer)
+    last = len(plain) - 1
+    ds.shuffle_index = np.array(plain.shuffle_index[::-1])
+    for found in (ds, pickle.loads(pickle.dumps(ds))):
+        same_samples(found[0], plain[last])
+        same(found.batch([0, 1])["tokens"], plain.batch([last, last - 1])["tokens"])
+        same(found.document_index, plain.document_index)
+    ds.document_index = np.zeros_like(plain.document_index)
+    ds.sample_index = plain.sample_index[:3]
+    assert len(ds) == 2
+    assert ds.document_index.tolist() == [0, 0, 0]
+    assert files_of(tmp_path) == before
+
+    blend = mm.BlendedDataset([plain, plain], [1, 1], 4, plain.config)
+    blend.dataset_index = np.array([1, 1, 0, 0], np.int16)
+    blend.dataset_sample_index = np.array([3, 2, 1, 0])
+    same(blend.batch([0, 3])["dataset_id"], np.array([1, 0], np.int16))
+    same(blend.batch([0, 3])["tokens"], plain.batch([3, 0])["tokens"])
+
+
+def orders_of_its_own(mm, calls_super):
+    """A subclass with its samples in the order of the stream, or with arrays made by hand."""
+
+    class InOrder(mm.GPTDataset):
+        def _build_document_sample_shuffle_indices(self):
+            if calls_super:
+                documents, samples, order = super()._build_document_sample_shuffle_indices()
+                return documents, samples, np.sort(order)
+            rows = np.array([[0, 0], [0, 8], [1, 2]], np.int32)
+            return np.array([2, 0], np.int32), rows, np.arange(2, dtype=np.uint32)
+
+    return InOrder
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("calls_super", [False, True])
+def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path, calls_super, defer):
+    """It is asked each time, and what it returns is not put into the cache."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(100), np.arange(50), np.arange(200, 214)])
+    plain = gpt(mm, prefix)
+    by_hand = np.array([*range(200, 214), *range(100)])
+    tokens = stream(plain) if calls_super else by_hand
+    folder = tmp_path / "cache"
+    cfg = config(mm, ([prefix], None), path_to_cache=str(folder), defer_npy_index_mmap=defer)
+    cls = orders_of_its_own(mm, calls_super)
+    for _ in range(2):
+        ds = cls(plain.dataset, prefix, plain.indices, None, mm.Split.train, cfg)
+        assert len(ds) == (len(plain) if calls_super else 2)
+        same(ds[1]["tokens"], tokens[8:16])
+        same(ds.batch([1, 0])["labels"][0], tokens[9:17])
+        assert folder.exists() == calls_super
+    if calls_super:
+        (saved,) = folder.glob("*shuffle_index.npy")
+        same(np.load(saved), plain.shuffle_index)
+
+
+def test_c_steps_aside_for_all_that_the_definitions_call(tree, mm):
+    """_METHODS_IN_C has each method that __getitem__ leads to.
+
+    Two only make an error or a warning, which C leaves to them.
+    """
+    (cls,) = (node for node in tree.body if getattr(node, "name", "") == "GPTDataset")
+    methods = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
+    called = {"__getitem__"}
+    waiting = ["__getitem__"]
+    while waiting:
+        for node in ast.walk(methods[waiting.pop()]):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if ast.unparse(node.func.value) == "self" and node.func.attr not in called:
+                called.add(node.func.attr)
+                waiting.append(node.func.attr)
+    only_words = {"_damaged", "_warn_of_real_pads"}
+    assert called - only_words | {"__getitems__"} == set(mm._METHODS_IN_C)
 
 
 def test_mock_data(mm):
@@ -2067,6 +2272,18 @@ def test_mock_data(mm):
             text += ds.dataset.get(i, offset, length).tolist()
         assert ds[0]["tokens"].tolist() == text[:-1]
         assert ds.batch([0])["labels"][0].tolist() == text[1:]
+
+
+def test_arguments_of_mock_data_have_upstreams_names(mm):
+    ds = mm.MockGPTDataset(
+        dataset=mm.MockGPTLowLevelDataset(Tok(99, 50)),
+        dataset_path=None,
+        indices=np.arange(7, dtype=np.int32),
+        num_samples=5,
+        index_split=mm.Split.train,
+        config=config(mm, tokenizer=Tok(99, 50)),
+    )
+    assert sorted(ds.document_index.tolist()) == list(range(7))
 
 
 def test_gpt_dataset_without_a_blend_is_an_error(mm):
@@ -2573,6 +2790,8 @@ def test_threads_build_the_same_files(mm, corpora, tmp_path):
 BAD_BUILDS = {
     "two sizes": ([1, 2], 3, {}, ValueError, r"sizes.*\[1, 2\]"),
     "weights without size": ([None, 0, 0], 3, {}, ValueError, "needs a size"),
+    "a size below 0": ([-1, 0, 0], 3, {}, ValueError, "size of train.*-1"),
+    "a size that is text": (["9", 0, 0], 3, {}, ValueError, "size of train.*'9'"),
     "no such corpus": ([9, 0, 0], 4, {}, FileNotFoundError, "none"),
     "no such corpus, in a thread": (
         [9, 0, 0],
@@ -2590,6 +2809,27 @@ def test_builds_that_are_refused(mm, corpora, case):
     prefixes = [*corpora, "/none/x"][:count]
     with pytest.raises(kind, match=words):
         build(mm, sizes, config(mm, (prefixes, [1] * count), **fields))
+
+
+def test_wrong_sizes_are_refused_before_the_build(one, corpora):
+    """As upstream refuses them; and no more than these."""
+    two = (corpora[:2], [1, 1])
+    alone = (corpora[:1], [1])
+    builder = one.BlendedMegatronDatasetBuilder
+    for blends, sizes in [
+        ([two, None, None], [None, 0, 0]),
+        ([None, two, alone], [0, None, None]),
+    ]:
+        with pytest.raises(ValueError, match="needs a size"):
+            builder(one.GPTDataset, sizes, yes, config(one, blend_per_split=blends))
+    for fields, sizes in [
+        ({"blend": two, "split": "1,0,0"}, [9, None, None]),
+        ({"blend": (corpora[:2], None)}, [None] * 3),
+        ({"blend_per_split": [two, None, alone]}, [9, None, None]),
+        ({"blend_per_split": [two, two, two], "multiple_validation_sets": True}, [9, None, 9]),
+        ({}, [None] * 3),  # mock data
+    ]:
+        builder(one.GPTDataset, sizes, yes, config(one, **fields))
 
 
 def test_full_validation_of_several_sets_wants_no_size(mm, corpora):
@@ -3156,12 +3396,21 @@ def test_consumed_samples_count_on_over_epochs(one):
 
 
 def test_rerun_data_iterator(one):
-    """Against a list and two places in it."""
+    """Against a list and two places in it; a new one may go on with the state of the last."""
     for rng in cases(50):
         numbers = one.RerunDataIterator(range(20))
-        start = place = 0
-        for action in rng.choice(["next", "next", "next", "rewind", "advance"], 60):
-            if action == "rewind":
+        numbers.advance()
+        start = place = read = 0
+        for action in rng.choice(["next", "next", "next", "rewind", "advance", "resume"], 60):
+            read = max(read, place)
+            if action == "resume":
+                state = numbers.state_dict()
+                assert state["saved_microbatches"] == list(range(start, read))
+                numbers = one.RerunDataIterator(range(read, 20))
+                numbers.load_state_dict(state)
+                if start == read:
+                    numbers.advance()  # nothing was kept, and the new one has to be told to
+            elif action == "rewind":
                 numbers.rewind()
                 place = start
             elif action == "advance":
@@ -3174,6 +3423,26 @@ def test_rerun_data_iterator(one):
                 with pytest.raises(StopIteration):
                     next(numbers)
         assert list(numbers) == list(range(place, 20))
+
+
+def test_batches_do_not_pile_up_without_advance(one):
+    numbers = one.RerunDataIterator(itertools.count())
+    for _ in range(9):
+        next(numbers)
+    assert numbers.saved_microbatches == []
+    with pytest.raises(ValueError, match="advance"):
+        numbers.rewind()
+    numbers.advance()
+    assert [next(numbers), next(numbers)] == numbers.saved_microbatches == [9, 10]
+
+
+def test_the_state_of_a_rerun_data_iterator_is_a_copy(one):
+    numbers = one.RerunDataIterator(itertools.count())
+    numbers.advance()
+    next(numbers)
+    state = numbers.state_dict()
+    next(numbers)
+    assert state == {"saved_microbatches": [0], "replaying": False, "replay_pos": 0}
 
 
 # (train_iters, train_samples, full_validation, wanted); evaluations after 30, 60, 90 and at the end
@@ -3197,6 +3466,19 @@ def test_samples_of_a_run(one, train_iters, train_samples, full_validation, want
         train_samples=train_samples,
         full_validation=full_validation,
     )
+
+
+def test_samples_of_a_run_that_only_evaluates(one):
+    fields = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2, "train_iters": 100}
+    found = one.get_train_valid_test_num_samples(**fields, skip_train=True)
+    assert found == (800, 16, 16)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_the_part_of_a_rank_in_a_round(one, rank):
+    sampler = one.MegatronPretrainingSampler(24, 0, 4, rank, 3)
+    first, end = sampler.get_start_end_idx()
+    assert list(sampler)[0] == list(range(24))[first:end]
 
 
 @pytest.mark.parametrize(
@@ -7007,6 +7289,36 @@ def test_hugging_face_tokenizer_in_commands(one, tmp_path, hf, capsys, workers):
     assert code == 0 and "ja nein ja" in out
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_special_tokens_of_a_post_processor(one, tmp_path, hf, capsys, adds):
+    """A file as Llama's, which puts a token before each text; only those who ask get the token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    with_start = tokenizers.Tokenizer.from_file(hf)
+    with_start.post_processor = tokenizers.processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 4)]
+    )
+    path = str(tmp_path / "start.json")
+    with_start.save(path)
+    start = [4] if adds else []
+    tokenizer = one.build_tokenizer(path, add_special_tokens=adds)
+    assert tokenizer.tokenize("ja nein") == [*start, 1, 2]
+    assert tokenizer.tokenize_batch(["ja", "nein"]) == [[*start, 1], [*start, 2]]
+    assert ("add_special_tokens" in tokenizer.unique_identifiers) == adds
+
+    texts = jsonl(tmp_path / "a.jsonl", ["ja", "nein ja"])
+    flags = ["--tokenizer", path, "--append-eod"]
+    if adds:
+        flags.append("--add-special-tokens")
+    code, _, err = preprocess_command(one, capsys, texts, tmp_path / "o", *flags)
+    assert code == 0, err
+    assert texts_of(one, tmp_path / "o_text_document") == [[*start, 1, 3], [*start, 2, 1, 3]]
+
+
+def test_only_a_file_has_special_tokens_to_add(one):
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        one.build_tokenizer("bytes", add_special_tokens=True)
+
+
 def test_hugging_face_tokenizer_without_its_package(one, hf, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     with pytest.raises(ImportError, match="megatron-min.tools"):
@@ -7096,6 +7408,7 @@ BAD_LINES = {  # a line, and a word of the reason
     "blank": (b"", "'text'"),
     "spaces": (b"   ", "'text'"),
     "number": (b'{"text": 5}', "'text'"),
+    "number-among-sentences": (b'{"text": ["a", 5]}', "'text'"),
     "null": (b'{"text": null}', "'text'"),
     "list": (b'["text"]', "'text'"),
     "bad-utf8": (b'{"text": "\xff"}', "utf-8"),
@@ -7960,15 +8273,19 @@ def test_no_blend_is_no_blend_for_upstream_either(one, up):
     assert one.get_blend_from_list(None) is up.get_blend_from_list(None) is None
 
 
-def test_config_fields_are_upstreams(one, up):
-    """The same names in the same order with the same defaults."""
-    theirs = {field.name: field.default for field in dataclasses.fields(up.GPTDatasetConfig)}
-    ours = {field.name: field.default for field in dataclasses.fields(one.GPTDatasetConfig)}
-    assert list(ours)[: len(theirs)] == list(theirs)
-    for name in theirs:
-        is_required = theirs[name] is dataclasses.MISSING
-        assert is_required == (ours[name] is dataclasses.MISSING), name
-        assert is_required or ours[name] == theirs[name], name
+def fields_by_position(cls):
+    """(name, default, may it be given?) of each field but those that are keyword-only."""
+    found = []
+    for field in dataclasses.fields(cls):
+        if not field.kw_only:
+            found.append((field.name, field.default, field.init))
+    return found
+
+
+@pytest.mark.parametrize("name", ["BlendedMegatronDatasetConfig", "GPTDatasetConfig"])
+def test_config_fields_are_upstreams(one, up, name):
+    """All of them, in upstream's order, with its defaults; ours alone are keyword-only."""
+    assert fields_by_position(getattr(one, name)) == fields_by_position(getattr(up, name))
 
 
 def test_ramp_up_equals_upstreams(one, up):
@@ -8039,9 +8356,13 @@ def test_files_equal_upstreams(one, up, tmp_path, multimodal):
         for i in range(len(by_us)):
             same_outcome(by_us[i], by_them[i], (seed, i))
         same_outcome(by_us[1:], by_them[1:], seed)
-        for name in ("sequence_lengths", "sequence_pointers", "document_indices"):
-            same(getattr(by_us, name), getattr(by_them.index, name), seed)
-        assert by_us.dtype is by_them.index.dtype
+        names_of_arrays = ["sequence_lengths", "sequence_pointers", "document_indices"]
+        if multimodal:
+            names_of_arrays.append("sequence_modes")
+        for name in names_of_arrays:
+            same(getattr(by_us.index, name), getattr(by_them.index, name), seed)
+        same(by_us.get_document_indices(), by_them.get_document_indices(), seed)
+        assert by_us.index.dtype is by_them.index.dtype
         del by_us, by_them  # the next case writes over their files
 
 
@@ -8065,7 +8386,9 @@ def same_items(ours, theirs, indices, note=""):
     """These samples of two datasets, alone and, of ours, as one batch."""
     wanted = [quiet(theirs.__getitem__, k) for k in indices]
     for k, sample in zip(indices, wanted, strict=True):
-        same_samples(quiet(ours.__getitem__, k), sample, (note, k))
+        found = quiet(ours.__getitem__, k)
+        assert list(found) == list(sample), "in the same order"
+        same_samples(found, sample, (note, k))
     if wanted:
         batch = torch.utils.data.default_collate(wanted)
         same_samples(quiet(ours.batch, indices), batch, note)
@@ -8121,6 +8444,9 @@ def test_dataset_equals_upstreams(mm, up, tmp_path, split):
         same_dataset(ours, theirs, case)
         some = rng.integers(0, len(ours), 6).tolist() if len(ours) else []
         same_items(ours, theirs_afresh(theirs), some, case)
+        for k in some[:2]:
+            found = ours._query_document_sample_shuffle_indices(k)
+            same_outcome(found, theirs._query_document_sample_shuffle_indices(k), case)
         if len(ours):
             same_samples(quiet(ours.__getitem__, None), quiet(theirs.__getitem__, None), case)
         compared += 1
@@ -8335,6 +8661,222 @@ def test_upstreams_cache_of_other_data_is_not_used(mm, up, six_corpora, tmp_path
     mk(mm, prefix, [[1, 2, 3, 4]] * 33)
     found = gpt(mm, prefix, 50, path_to_cache=str(tmp_path / "cache"))
     same_dataset(found, gpt(mm, prefix, 50, path_to_cache=str(tmp_path / "new")))
+
+
+# -- What scripts, subclasses and tests that were written for upstream do ----------------------
+
+
+class LegacyMethods:
+    """A tokenizer of upstream's old kind, whose base class implements nothing more."""
+
+    vocab = inv_vocab = {}
+    vocab_size = 1000
+    eod = 0
+
+    def tokenize(self, text):
+        return [int(word) for word in text.split()]
+
+
+def legacy_tokenizer(up):
+    """One such tokenizer, made by upstream's base class."""
+    return quiet(type("Legacy", (LegacyMethods, up.MegatronLegacyTokenizer), {}), "file", size=9)
+
+
+RESETS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_a_legacy_tokenizer_serves_both(mm, up, tmp_path, allow):
+    """Its pad is not implemented.  The corpus is made by preprocess, and the key is upstream's."""
+    tokenizer = legacy_tokenizer(up)
+    with pytest.raises(NotImplementedError):
+        assert tokenizer.pad
+    path = jsonl(tmp_path / "a.jsonl", ["5 6 7", "8", "9 1 2 3 4 5 6"])
+    prefix = mm.preprocess(path, tmp_path / "a", tokenizer, append_eod=True)["text"]
+    fields = RESETS | {
+        "tokenizer": tokenizer,
+        "create_attention_mask": True,
+        "allow_ambiguous_pad_tokens": allow,
+        "drop_last_partial_validation_sequence": False,
+    }
+    ours = gpt(mm, prefix, None, "valid", path_to_cache=str(tmp_path / "ours"), **fields)
+    theirs = quiet(gpt, up, prefix, None, "valid", path_to_cache=str(tmp_path / "theirs"), **fields)
+    same_dataset(ours, theirs)
+    same_items(ours, theirs_afresh(theirs), [0, 1])
+    identifiers = json.loads(ours.unique_description)["tokenizer"]
+    assert identifiers == json.loads(theirs.unique_description)["tokenizer"]
+
+
+def with_pictures(names):
+    """A config and a class that add an image to each sample, as a multimodal script has them."""
+
+    @dataclasses.dataclass
+    class PictureConfig(names.GPTDatasetConfig):
+        image_h: int = 0
+        image_w: int = 0
+        transform: object = None
+
+        def __post_init__(self):
+            super().__post_init__()
+            assert self.image_h and self.image_w
+
+    class PictureDataset(names.MockGPTDataset):
+        def __init__(self, dataset, dataset_path, indices, num_samples, index_split, config):
+            super().__init__(
+                dataset=dataset,
+                dataset_path=dataset_path,
+                indices=indices,
+                num_samples=num_samples,
+                index_split=index_split,
+                config=config,
+            )
+
+        def __getitem__(self, idx):
+            sample = super().__getitem__(idx)
+            sample["image"] = torch.full((self.config.image_h, self.config.image_w), idx)
+            sample["tokens"] = self.config.transform(sample["tokens"])
+            return sample
+
+    return PictureConfig, PictureDataset
+
+
+def test_a_multimodal_subclass_serves_both(mm, up):
+    """Its samples also come in batches, alone and in a blend of their own."""
+    built = []
+    for names in (mm, up):
+        config_class, cls = with_pictures(names)
+        cfg = config_class(
+            random_seed=3,
+            sequence_length=999,
+            tokenizer=legacy_tokenizer(up),
+            image_h=2,
+            image_w=3,
+            transform=torch.neg,
+            **RESETS,
+        )
+        built.append(quiet(build, names, [9, 9, 9], cfg, cls))
+    for ours, theirs in zip(*built, strict=True):
+        same_dataset(ours, theirs)
+        same_items(ours, theirs_afresh(theirs), [0, 8])
+
+
+FAST_BUILDS = [
+    {"fast_cache_load": True},
+    {"defer_npy_index_mmap": True},
+    {"fast_cache_load": True, "defer_npy_index_mmap": True, "num_dataset_builder_threads": 3},
+    {"fast_cache_load": True, "sequences_per_dataset": True},
+    {"mmap_bin_files": False, "num_dataset_builder_threads": 3},
+    {"context_parallel_size": 2, "data_parallel_size": 4, "sequence_parallel_size": 2},
+    {"object_storage_cache_path": None, "hybrid_context_parallel": False},
+]
+
+
+@pytest.mark.parametrize("fields", FAST_BUILDS, ids=str)
+def test_a_fast_build_equals_upstreams(mm, up, tmp_path, group, fields):
+    """Weights in text, as in a JSON file of arguments; the second build finds the first's cache."""
+    prefixes = []
+    for name in "abcd":
+        docs = [np.arange(n + 9) for n in range(30)]
+        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
+    if fields.get("sequences_per_dataset"):
+        fields = fields | {"sequences_per_dataset": dict.fromkeys(prefixes, (30, 31))}
+    blends = [(prefixes[:2], ["1", "3"]), (prefixes[2:], None), (prefixes[3:], ["1"])]
+    tokenizer = legacy_tokenizer(up)
+    built = []
+    for names, folder in ((mm, "ours"), (up, "theirs")):
+        usual = {"blend_per_split": blends, "tokenizer": tokenizer}
+        usual["path_to_cache"] = str(tmp_path / folder)
+        quiet(build, names, [50, 20, 10], config(names, **usual))
+        built.append(quiet(build, names, [50, 20, 10], config(names, **usual, **fields)))
+        for ds in built[-1]:  # with defer_npy_index_mmap upstream has no arrays before this
+            for part in (ds, *getattr(ds, "datasets", [])):
+                quiet(part.__getitem__, 0)
+    same_built(*built)
+
+
+def fill_in_the_middle(names):
+    """A subclass that moves the middle of each piece to its end, by upstream's indices alone."""
+
+    class MiddleLast(names.GPTDataset):
+        def __init__(self, indexed_dataset, dataset_path, indexed_indices, *rest):
+            super().__init__(indexed_dataset, dataset_path, indexed_indices, *rest)
+            self.generator = np.random.RandomState(seed=self.config.random_seed)
+            assert self._pad_token_id == -1
+
+        def _query_document_sample_shuffle_indices(self, idx):
+            j = self.shuffle_index[idx]
+            first, first_offset = self.sample_index[j]
+            last, last_offset = self.sample_index[j + 1]
+            numbers = []
+            parts = []
+            for d in range(first, last + 1):
+                numbers.append(self.document_index[d])
+                begin = first_offset if d == first else 0
+                length = None
+                if d == last:
+                    length = last_offset - begin + self.config.add_extra_token_to_sequence
+                part = self.dataset.get(self.document_index[d], offset=begin, length=length)
+                cut, end = sorted(self.generator.randint(0, len(part) + 1, 2))
+                parts += [part[:cut], part[end:], part[cut:end]]
+            tokens = np.concatenate(parts).astype(np.int64)
+            wanted = self.config.sequence_length + self.config.add_extra_token_to_sequence
+            padding = np.full(wanted - len(tokens), self._pad_token_id)
+            return np.concatenate([tokens, padding]), np.array(numbers, np.int64)
+
+    return MiddleLast
+
+
+@pytest.mark.parametrize("extra", [True, False], ids=["x1", "x0"])
+def test_a_fill_in_the_middle_subclass_serves_both(mm, up, tmp_path, extra):
+    """Samples of its own, also in a blend and in a loader's batches."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(1, 40), np.arange(40, 50), np.arange(50, 99)])
+    fields = {"add_extra_token_to_sequence": extra, "drop_last_partial_validation_sequence": False}
+    built = []
+    for names, folder in ((mm, "ours"), (up, "theirs")):
+        cfg = config(
+            names,
+            blend_per_split=[None, ([prefix], None), None],
+            tokenizer=legacy_tokenizer(up),
+            path_to_cache=str(tmp_path / folder),
+            **fields,
+        )
+        built.append(quiet(build, names, [0, 20, 0], cfg, fill_in_the_middle(names))[1])
+    ours, theirs = built
+    same_dataset(ours, theirs)
+    theirs_afresh(theirs)
+    wanted = [quiet(theirs.__getitem__, k) for k in range(len(theirs))]
+    loader = mm.build_pretraining_data_loader(ours, 0, micro_batch_size=1)
+    for k, batch in enumerate(loader):
+        same_samples({key: values[0] for key, values in batch.items()}, wanted[k], k)
+    plain = gpt(mm, prefix, 20, "valid", **fields)
+    assert any(not torch.equal(plain[k]["tokens"], wanted[k]["tokens"]) for k in range(9))
+
+
+def test_upstreams_cache_is_kept_when_the_tokenizer_changes(mm, up, tmp_path):
+    """The new tokenizer is given the identifiers of the old one, as README says."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(30)] * 9)
+    cache = tmp_path / "cache"
+    old = {"path_to_cache": str(cache), "tokenizer": legacy_tokenizer(up)}
+    theirs = quiet(gpt, up, prefix, 20, **old)
+    before = identity_of_files(cache)
+    (description,) = cache.glob("*-description.txt")
+    tokenizer = mm.ByteTokenizer()
+    tokenizer.unique_identifiers = json.loads(description.read_text())["tokenizer"]
+    fields = {"path_to_cache": str(cache), "tokenizer": tokenizer, "fast_cache_load": True}
+    same_dataset(gpt(mm, prefix, 20, **fields), theirs)
+    assert identity_of_files(cache) == before
+
+
+def test_states_of_a_rerun_data_iterator_have_upstreams_keys(one, up):
+    ours = one.RerunDataIterator(iter(range(9)))
+    theirs = up.rerun.RerunDataIterator(iter(range(9)))
+    for numbers in (ours, theirs):
+        numbers.advance()
+    assert ours.state_dict() == theirs.state_dict()
+    theirs.load_state_dict({"saved_microbatches": [5, 6], "replaying": True, "replay_pos": 1})
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state_dict() == theirs.state_dict()
+    assert next(ours) == next(theirs) == 6
 
 
 # ==============================================================================
@@ -8900,15 +9442,78 @@ def test_a_job_touches_nothing_but_what_was_named(tmp_path):
 
 
 # ==============================================================================
-# README's training script
+# README's scripts
 # ==============================================================================
 
 
-def training_script():
-    """The script of README's section "Your data"."""
-    readme = (HERE / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    return next(block for block in blocks if "python train.py PREFIX" in block)
+def readme_script(words):
+    """The block of Python in README that has these words; the suite may stand without README."""
+    path = HERE / "README.md"
+    if not path.exists():
+        pytest.skip("README.md is not beside this file")
+    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    (script,) = [block for block in blocks if words in block]
+    return script
+
+
+ARGS_OF_PRETRAINING = {  # names of upstream's arguments
+    "seed": 7,
+    "seq_length": 8,
+    "split": "8,1,1",
+    "reset_position_ids": True,
+    "reset_attention_mask": False,
+    "eod_mask_loss": True,
+    "create_attention_mask_in_dataloader": False,
+    "train_iters": 6,
+    "global_batch_size": 4,
+    "micro_batch_size": 2,
+    "eval_interval": 3,
+    "eval_iters": 1,
+    "num_workers": 1,
+}
+
+
+@pytest.mark.parametrize("consumed", [0, 8])
+def test_the_data_path_of_pretrain_gpt(mm, up, tmp_path, group, monkeypatch, consumed):
+    """Its batches are upstream's samples in order, also where a run goes on."""
+    rng = np.random.default_rng(3)
+    prefixes = []
+    for name in "ab":
+        docs = [[*rng.integers(1, 90, 20), 0] for _ in range(60)]
+        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
+    args = types.SimpleNamespace(
+        data_path=["3", prefixes[0], "7", prefixes[1]],
+        data_cache_path=str(tmp_path / "ours"),
+        **ARGS_OF_PRETRAINING,
+    )
+    monkeypatch.setitem(sys.modules, "megatron_min", mm)
+    names = {}
+    exec(readme_script("From pretrain_gpt.py"), names)
+    groups = mm.ParallelGroups()
+    iterators = names["build_data_iterators"](args, Tok(), groups, consumed)
+
+    cfg = config(
+        up,
+        (prefixes, [3.0, 7.0]),
+        split="8,1,1",
+        random_seed=7,
+        reset_position_ids=True,
+        eod_mask_loss=True,
+        path_to_cache=str(tmp_path / "theirs"),
+    )
+    theirs = quiet(build, up, [6 * 4, 3 * 4, 4], cfg)
+    firsts = [consumed, 0, 0]
+    for iterator, dataset, first in zip(iterators, theirs, firsts, strict=True):
+        for k in range(first, len(dataset) - 1, 2):
+            batch = names["next_batch"](args, iterator, groups)
+            rows = [quiet(dataset.__getitem__, k), quiet(dataset.__getitem__, k + 1)]
+            wanted = torch.utils.data.default_collate(rows)
+            keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+            for key, found in zip(keys, batch, strict=True):
+                if key == "attention_mask":
+                    assert found is None
+                else:
+                    same(found, wanted[key], (key, k))
 
 
 def losses_of_training(folder, num_ranks, *layout):
@@ -8930,9 +9535,9 @@ def losses_of_training(folder, num_ranks, *layout):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (HERE / "README.md").exists(), reason="needs README.md beside the suite")
 def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, tmp_path):
-    (tmp_path / "train.py").write_text(training_script(), encoding="utf-8")
+    script = readme_script("python train.py PREFIX")
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
     one.preprocess(jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "corpus", append_eod=True)
