@@ -430,6 +430,41 @@ def build(mm, clock, n):
     return [indices_of(dataset), written_files()]
 
 
+def build_epochs(mm, clock, n, epochs, stable_order=True):
+    """GPTDataset of several epochs, n documents in all, each epoch shuffled by itself."""
+    prefix = corpus(n // epochs, None)
+    cache = fresh_folder()
+    config = config_of(mm, [prefix], 2048, cache, stable_order=stable_order)
+    low = mm.GPTDataset.build_low_level_dataset(prefix, config)
+    documents = np.arange(len(low), dtype=np.int32)
+    samples = int(low.sequence_lengths.sum(dtype=np.int64)) * epochs // 2048 - 1
+    with clock:
+        dataset = mm.GPTDataset(low, prefix, documents, samples, mm.Split.train, config)
+    return [indices_of(dataset), written_files()]
+
+
+def build_plain_epochs(mm, clock, n, epochs):
+    """The same in upstream's order, by our C."""
+    build_epochs(load("C"), clock, n, epochs, stable_order=False)
+
+
+def phases(mm, clock, n, datasets):
+    """build_phase_indices: four phases with random weights."""
+    mixes = []
+    for weights in np.random.default_rng(SEED).random((4, datasets)):
+        mixes.append((n // 4, weights / weights.sum()))
+    which = np.zeros(n, np.int16)
+    sample = np.zeros(n, np.int64)
+    with clock:
+        mm.build_phase_indices(which, sample, mixes)
+    return [which, sample]
+
+
+def plain_blend(mm, clock, n, datasets):
+    """A blend of as many samples with the same weights all along, by our C."""
+    blend(load("C"), clock, n, datasets)
+
+
 def cache_hit(mm, clock, n, **options):
     """GPTDataset whose cache is there: all open the same one, which our Python has written."""
     prefix = corpus(n, None)
@@ -705,6 +740,21 @@ def more_cases():
         Case("import to first batch", first_batch, 100_000, "documents", {}, WITHOUT_C),
         Case("cp batch, S=8192", cp_batch, 200, "batches", {"S": 8192}, WITHOUT_C, ranks=2),
         Case("DDP (torch's)", ddp_steps, 16, "steps", {}, WITHOUT_C, peer=torch_ddp_steps, ranks=2),
+        *cases_beside_plain_ones(),
+    ]
+
+
+def cases_beside_plain_ones():
+    """What upstream has no such part of, beside our C without it: the peer."""
+    if load("C") is None:
+        return []
+    epochs = {"epochs": 2}
+    datasets = {"datasets": 16}
+    names = ("upstream", "C")
+    title = "build, stable_order (plain)"
+    return [
+        Case(title, build_epochs, 10**7, "documents", epochs, names, peer=build_plain_epochs),
+        Case("4 phases (plain blend)", phases, 10**6, "samples", datasets, names, peer=plain_blend),
     ]
 
 

@@ -146,9 +146,11 @@ __all__ = [
     "build_blending_indices",
     "build_document_index",
     "build_exhaustive_blending_indices",
+    "build_phase_indices",
     "build_pretraining_data_loader",
     "build_sample_idx",
     "build_shuffle_index",
+    "build_stable_orders",
     "build_tokenizer",
     "causal_mask",
     "check_data_consistency",
@@ -156,6 +158,7 @@ __all__ = [
     "commit_pair",
     "convert_split_vector_to_split_matrix",
     "count_samples",
+    "count_samples_of_epochs",
     "cyclic_iter",
     "describe",
     "encode_document",
@@ -165,6 +168,7 @@ __all__ = [
     "file_stamp",
     "finalize_model_grads",
     "fingerprint",
+    "fingerprint_of_past",
     "forward_backward_no_pipelining",
     "get_batch",
     "get_batch_on_this_cp_rank",
@@ -1082,6 +1086,33 @@ def _drop_zero_weights(datasets, weights, names):
     return [dataset for dataset, _ in kept], [weight for _, weight in kept]
 
 
+def _as_phases(phases, names):
+    """Phases as [(samples, normalized weights), ...]; ValueError that says which is no phase."""
+    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    checked = []
+    for number, phase in enumerate(phases):
+        if not isinstance(phase, (list, tuple)) or len(phase) != 2:
+            raise ValueError(f"phase {number}: wanted (samples, weights), got {phase!r}")
+        samples, weights = phase
+        if not isinstance(samples, numbers.Integral) or samples < 1:
+            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples!r}")
+        try:
+            _check_weights(weights, names)
+        except ValueError as error:
+            raise ValueError(f"phase {number}: {error}") from None
+        checked.append((int(samples), _normalize_used(weights)))
+    return checked
+
+
+def _normalize_used(weights):
+    """normalize() of the weights that are not 0: a 0 must not change the rounding of the sum."""
+    weights = np.array(weights, np.float64)
+    is_used = weights > 0
+    weights[is_used] = normalize(weights[is_used])
+    return weights.tolist()
+
+
 @dataclasses.dataclass
 class BlendedMegatronDatasetConfig:
     """What to build.  Field names and defaults are upstream's; ValueError for bad combinations.
@@ -1107,6 +1138,10 @@ class BlendedMegatronDatasetConfig:
                                 token has the same id; if False, padding is -1 in this case
     fast_cache_load             trust a cache that exists, without any check
     defer_npy_index_mmap        open the index files at the first access
+    blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
+                                blend that follow each other, instead of its weights (section 6);
+                                use stable_order with it, so that phases that are added later leave
+                                the order of the corpora as it is
 
     Without blend and blend_per_split the data are mock data, see MockGPTDataset.
     """
@@ -1128,6 +1163,7 @@ class BlendedMegatronDatasetConfig:
     allow_ambiguous_pad_tokens: bool | None = False
     fast_cache_load: bool = False
     defer_npy_index_mmap: bool = False
+    blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self._check_whole_number("random_seed", 0)
@@ -1141,6 +1177,8 @@ class BlendedMegatronDatasetConfig:
         else:
             self._set_split()
             self.blend = self._read_blend(self.blend)
+        if self.blend_phases is not None:
+            self._check_phases()
 
     def _check_whole_number(self, name, lowest):
         """The field is a whole number from lowest to 2**32 - 1; numpy's become int, for JSON."""
@@ -1188,6 +1226,20 @@ class BlendedMegatronDatasetConfig:
             _check_weights(weights, prefixes)
         return prefixes, weights
 
+    def _check_phases(self):
+        """blend_phases mixes the corpora of the training blend."""
+        blend = self.blend
+        if self.blend_per_split is not None and any(self.blend_per_split):
+            blend = self.blend_per_split[Split.train.value]
+        if blend is None:
+            raise ValueError(
+                "blend_phases needs a blend for train: it says which corpora are mixed"
+            )
+        if self.split_matrix is not None and self.split_matrix[Split.train.value] is None:
+            raise ValueError(f"blend_phases mixes train, but split {self.split!r} has no train")
+        prefixes, _ = blend
+        _as_phases(self.blend_phases, prefixes)
+
 
 def _are_paths(prefixes):
     """Is this at least one path, and nothing else?"""
@@ -1213,6 +1265,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
                              places and then S in all entries that are left, max_seqlen is the
                              length of the longest; positions restart at each start (keyword only,
                              since the config of upstream 0.16.1 does not have it)
+    stable_order             not of upstream: shuffle each epoch by itself, so that a longer dataset
+                             begins with the shorter one (section 4)
 
     >>> GPTDatasetConfig(1234, 4, blend=(["p1", "p2"], [1, -1]), split="98,1,1")
     Traceback (most recent call last):
@@ -1233,6 +1287,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     token_dtype_code: int | None = dataclasses.field(init=False, default=None)
     context_parallel_size: int | None = None
     inter_document_masking: bool = dataclasses.field(default=False, kw_only=True)
+    stable_order: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -1276,6 +1331,19 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # With S = 4 and x = 1 a sample is five tokens: four inputs, and one token more, so that the last
 # input has a label too.  The next sample begins with that token, so no token is a label twice, and
 # of the tokens in samples only the first one of the stream is never a label.
+#
+# The shuffles (1) and (3) exist in two kinds.  Upstream's shuffles all epochs as one pile, or all
+# but the last.  So the order depends on how many samples are asked for: a run that is made longer
+# meets another order from its first sample on.  With stable_order each epoch is a pile of its own,
+# drawn with a seed of its own, so epochs that are added change nothing before them:
+#
+#   documents 0 1 2, seed 1234    upstream              stable_order
+#   1 epoch                       0 1 2                 0 1 2
+#   2 epochs                      2 1 2 0 1 0           0 1 2 | 1 0 2
+#   3 epochs                      2 2 1 0 1 1 2 0 0     0 1 2 | 1 0 2 | 1 2 0
+#
+# The samples (3) are shuffled in the same piles.  A sample that begins in one epoch and ends in the
+# next belongs to the pile of the epoch in which it ends.
 
 
 def count_samples(
@@ -1516,11 +1584,75 @@ def build_shuffle_index(
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
     """
-    dtype = np.uint32 if total_size < 2**32 - 2 else np.int64
-    shuffle_index = np.arange(total_size, dtype=dtype)
+    shuffle_index = _number_samples(total_size)
     shuffle(shuffle_index[:num_samples], random_state)
     shuffle(shuffle_index[num_samples:], random_state)
     return shuffle_index
+
+
+def _number_samples(total_size):
+    """0 .. total_size - 1, as uint32 or int64."""
+    dtype = np.uint32 if total_size < 2**32 - 2 else np.int64
+    return np.arange(total_size, dtype=dtype)
+
+
+def build_stable_orders(
+    documents: typing.Any, sample_edges: typing.Sequence[int], random_seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Shuffle each epoch by itself: its documents, then the samples that end in it.
+
+    This is the order of stable_order, instead of build_document_index() and build_shuffle_index().
+    Epoch 0 is drawn with random_seed, as upstream's if it is the only one; epoch e > 0 is drawn
+    with [random_seed, e].
+
+    documents     int32 (D,)   numbers of the split's documents
+    sample_edges  E + 1 ints   epoch e has the samples sample_edges[e] .. sample_edges[e + 1] - 1 of
+                               the stream, see count_samples_of_epochs()
+    random_seed   int          0 to 2**32 - 1
+    Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
+    Cost          that of the shuffles, and less than 1 ms for each epoch
+
+    >>> for sample_edges in [0, 3], [0, 3, 6], [0, 3, 6, 9]:          # 1, 2 and 3 epochs
+    ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 1234)
+    ...     print(document_index.tolist(), shuffle_index.tolist())
+    [0, 1, 2] [1, 2, 0]
+    [0, 1, 2, 1, 0, 2] [1, 2, 0, 4, 3, 5]
+    [0, 1, 2, 1, 0, 2, 1, 2, 0] [1, 2, 0, 4, 3, 5, 6, 8, 7]
+    """
+    num_documents = len(documents)
+    num_epochs = len(sample_edges) - 1
+    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
+    shuffle_index = _number_samples(sample_edges[-1])
+    random_state = np.random.RandomState(random_seed)
+    for epoch in range(num_epochs):
+        if epoch > 0:
+            random_state.seed([random_seed, epoch])
+        first_document = epoch * num_documents
+        shuffle(document_index[first_document : first_document + num_documents], random_state)
+        shuffle(shuffle_index[sample_edges[epoch] : sample_edges[epoch + 1]], random_state)
+    return document_index, shuffle_index
+
+
+def count_samples_of_epochs(
+    plan: EpochPlan,
+    tokens_per_epoch: int,
+    sequence_length: int,
+    add_extra_token_to_sequence: bool = True,
+) -> list[int]:
+    """Count the samples that end before epoch 0, 1, ..., E begins: E + 1 numbers, the last is N.
+
+    A last, short sample ends in the last epoch.  In a longer dataset a whole sample stands in its
+    place and ends in the next epoch, so where short samples are kept, the last epoch of the shorter
+    dataset is another one in the longer dataset; all epochs before it are equal.
+
+    >>> count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4)     # 13, 26, 39 tokens
+    [0, 3, 6, 9]
+    """
+    edges = []
+    for epoch in range(plan.num_epochs):
+        tokens = epoch * tokens_per_epoch
+        edges.append(count_samples(tokens, sequence_length, True, add_extra_token_to_sequence))
+    return [*edges, plan.num_samples]
 
 
 # ==============================================================================
@@ -1627,6 +1759,11 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     def batch(self, indices: typing.Sequence[int | None]) -> dict:
         """Return several samples as one: {key: tensor (B, ...)}."""
         return torch.utils.data.default_collate(self.__getitems__(indices))
+
+    @property
+    def is_stable(self) -> bool:
+        """Does a dataset that is built like this one, for more samples, begin with this one?"""
+        return False
 
 
 class GPTDataset(MegatronDataset):
@@ -1759,7 +1896,7 @@ class GPTDataset(MegatronDataset):
         return self.document_index, self.sample_index, self.shuffle_index
 
     def _build_indices(self):
-        """One random generator draws the order of documents, then the order of samples."""
+        """The documents in order, where each sample starts among them, and the order of samples."""
         config = self.config
         if isinstance(self.dataset, IndexedDataset):
             self.dataset.verify()
@@ -1772,10 +1909,12 @@ class GPTDataset(MegatronDataset):
                 f"for {self.num_samples} samples: enlarge it"
             )
         plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
-        random_state = np.random.RandomState(config.random_seed)
-        document_index = build_document_index(
-            self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
-        )
+        if config.stable_order:
+            edges = count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
+            orders = build_stable_orders(self.indices, edges, config.random_seed)
+        else:
+            orders = self._draw_orders(plan)
+        document_index, shuffle_index = orders
         sample_index = build_sample_idx(
             self.dataset.sequence_lengths,
             document_index,
@@ -1785,11 +1924,18 @@ class GPTDataset(MegatronDataset):
             drop_last,
             self._extra,
         )
+        return [document_index, sample_index, shuffle_index]
+
+    def _draw_orders(self, plan):
+        """One random generator draws the order of documents, then the order of samples."""
+        random_state = np.random.RandomState(self.config.random_seed)
+        document_index = build_document_index(
+            self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
+        )
         first_part = plan.num_samples
         if plan.separate_final_epoch:
             first_part = plan.samples_before_final_epoch
-        shuffle_index = build_shuffle_index(first_part, plan.num_samples, random_state)
-        return [document_index, sample_index, shuffle_index]
+        return document_index, build_shuffle_index(first_part, plan.num_samples, random_state)
 
     def tokens_per_epoch(self) -> int:
         """Return T: how many tokens the documents of this split have."""
@@ -1971,6 +2117,15 @@ class GPTDataset(MegatronDataset):
 
     # ---- what the arrays are made from, for the cache and for resuming
 
+    @property
+    def is_stable(self) -> bool:
+        """Does this dataset, built for more samples, begin with all samples that it has now?
+
+        It does with stable_order, unless a last, short sample is kept: with more samples that one
+        would be whole, and the last epoch would be shuffled with one sample fewer.
+        """
+        return self.config.stable_order and not self._keep_partial
+
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: GPTDatasetConfig
@@ -2001,6 +2156,8 @@ class GPTDataset(MegatronDataset):
             corrections["drop_last_partial_validation_sequence"] = False
         if self._documents != self._documents_of_split():
             corrections["documents"] = self._documents
+        if self.config.stable_order:
+            corrections["stable_order"] = True
         return corrections
 
     def _documents_of_split(self):
@@ -2024,6 +2181,8 @@ class GPTDataset(MegatronDataset):
             "keep_partial": self._keep_partial,
             "extra_token": self._extra,
         }
+        if self.config.stable_order:
+            found["stable_order"] = True
         if isinstance(self.dataset, IndexedDataset):
             found |= self.dataset.identity()
         return found
@@ -2195,6 +2354,16 @@ class MockGPTDataset(GPTDataset):
 #
 # The lag of a dataset is weight * max(i, 1), minus the samples that it has given before sample i.
 # So at any point of the run, each dataset has given nearly its share.
+#
+# A blend may have phases, each with weights of its own.  In a phase the rule counts from 0 again,
+# and each dataset goes on behind its last sample:
+#
+#   phases                (4, [1, 3])       (4, [1, 1])
+#   sample i              0  1  2  3        4  5  6  7
+#   dataset_index         1  0  1  1        0  1  0  1
+#   dataset_sample_index  0  0  1  2        1  3  2  4
+#
+# So phases that are added, or changed, leave those before them as they are.
 
 
 def build_blending_indices(
@@ -2293,6 +2462,44 @@ def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, 
             raise ValueError(f"weight of dataset {d}: wanted a finite number >= 0, got {weight}")
 
 
+def build_phase_indices(
+    dataset_index: np.ndarray,
+    dataset_sample_index: np.ndarray,
+    phases: typing.Sequence[tuple[int, typing.Sequence[float]]],
+) -> None:
+    """Fill in a blend of several phases.
+
+    In each phase the rule is that of build_blending_indices(), among the datasets whose weight in
+    this phase is not 0.  The samples of a dataset are numbered on over all phases.
+
+    dataset_index, dataset_sample_index   int16 and int64, (samples of all phases,): filled in
+    phases                                [(samples, weights), ...]; the sum of the weights of a
+                                          phase is 1, and each dataset has one
+    Cost                                  that of build_blending_indices(), and O(samples)
+
+    >>> which, sample = np.zeros(8, np.int16), np.zeros(8, np.int64)
+    >>> build_phase_indices(which, sample, [(4, [0.25, 0.75]), (4, [0.5, 0.5])])
+    >>> which.tolist(), sample.tolist()
+    ([1, 0, 1, 1, 0, 1, 0, 1], [0, 0, 1, 2, 1, 3, 2, 4])
+    """
+    _, weights = phases[0]
+    taken = np.zeros(len(weights), np.int64)  # of each dataset, in the phases so far
+    begin = 0
+    for samples, weights in phases:
+        end = begin + samples
+        used = np.flatnonzero(weights)
+        outputs = dataset_index[begin:end], dataset_sample_index[begin:end]
+        build_blending_indices(*outputs, np.take(weights, used), len(used), samples)
+        taken_before = taken.copy()
+        for low in range(begin, end, _CHUNK):
+            part = slice(low, min(low + _CHUNK, end))
+            d = used[dataset_index[part]]  # the blend numbers those that are used: 0, 1, 2, ...
+            dataset_index[part] = d
+            dataset_sample_index[part] += taken_before[d]
+            taken += np.bincount(d, minlength=len(weights))
+        begin = end
+
+
 class BlendTooLarge(ValueError):
     """A blend asks a dataset for more samples than it has.
 
@@ -2313,6 +2520,12 @@ class BlendedDataset(torch.utils.data.Dataset):
     weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a note
     size       number of samples; None: weights are counts, and dataset d gives exactly weights[d]
     config     BlendedMegatronDatasetConfig
+    phases     [(samples, weights), ...] instead of weights and size, which must be None.  Every
+               dataset keeps its number, also one whose weights are all 0: a phase that is added
+               later may use it.  One phase without a weight of 0 is the plain blend.
+
+    After that ds.phases is such a list, with normalized weights, for a blend of one phase too; it
+    is None where the weights are counts.  ds.weights is None where phases have weights.
 
     ds[i] is {"dataset_id": int16, **the sample}; ds[None] fills up a batch, without loss.
     BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a run.  Where
@@ -2327,22 +2540,16 @@ class BlendedDataset(torch.utils.data.Dataset):
         weights: typing.Sequence[float],
         size: int | None,
         config: BlendedMegatronDatasetConfig,
+        phases: list | None = None,
     ) -> None:
-        names = [_name(dataset) for dataset in datasets]
-        _check_weights(weights, names)
-        if size is None and any(weight != int(weight) for weight in weights):
-            raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
-        if size is not None and size < 0:
-            raise ValueError(f"wanted a size >= 0, got {size}")
-        self.datasets, weights = _drop_zero_weights(datasets, weights, names)
+        if phases is None:
+            self._set_weights(datasets, weights, size)
+        elif weights is None and size is None:
+            self._set_phases(datasets, phases)
+        else:
+            raise ValueError("phases stand for weights and size: these must be None")
         self.config = config
         self.split = self.datasets[0].index_split
-        if size is None:
-            self.size = None
-            self.weights = [int(weight) for weight in weights]
-        else:
-            self.size = int(size)
-            self.weights = normalize(weights)
         self._open_indices()
         if not self._cache.is_trusted:
             self._check_counts()
@@ -2350,6 +2557,33 @@ class BlendedDataset(torch.utils.data.Dataset):
             for dataset in (self, *self.datasets):
                 if hasattr(dataset, "_cache"):
                     dataset._cache.close()
+
+    def _set_weights(self, datasets, weights, size):
+        """A blend of one phase, or one whose weights are counts."""
+        names = [_name(dataset) for dataset in datasets]
+        _check_weights(weights, names)
+        if size is None and any(weight != int(weight) for weight in weights):
+            raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
+        if size is not None and size < 0:
+            raise ValueError(f"wanted a size >= 0, got {size}")
+        self.datasets, weights = _drop_zero_weights(datasets, weights, names)
+        if size is None:
+            self.size = None
+            self.weights = [int(weight) for weight in weights]
+            self.phases = None
+        else:
+            self.size = int(size)
+            self.weights = normalize(weights)
+            self.phases = [(self.size, self.weights)]
+
+    def _set_phases(self, datasets, phases):
+        """A blend of several phases; one phase that uses all datasets is a plain blend."""
+        self.datasets = list(datasets)
+        self.phases = _as_phases(phases, [_name(dataset) for dataset in datasets])
+        self.size = sum(samples for samples, _ in self.phases)
+        _, weights = self.phases[0]
+        is_plain = len(self.phases) == 1 and all(weights)
+        self.weights = weights if is_plain else None
 
     def _open_indices(self):
         """Load the two arrays from the cache, or build them."""
@@ -2359,6 +2593,8 @@ class BlendedDataset(torch.utils.data.Dataset):
         identifiers["split"] = self.split.name
         identifiers["weights"] = self.weights
         identifiers["size"] = self.size
+        if self.weights is None:
+            identifiers["phases"] = self.phases
         self.unique_identifiers = identifiers
         self.unique_description = describe(identifiers)
         self.unique_description_hash = _md5(self.unique_description)
@@ -2369,12 +2605,14 @@ class BlendedDataset(torch.utils.data.Dataset):
         self._cache.load_or_build(self._build_indices, trust=self.config.fast_cache_load)
 
     def _build_indices(self):
-        """Both arrays, filled in by one of the two rules above."""
+        """Both arrays, filled in by one of the three rules above."""
         dataset_index = np.zeros(len(self), np.int16)
         dataset_sample_index = np.zeros(len(self), np.int64)
         arrays = [dataset_index, dataset_sample_index]
         if self.size is None:
             build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
+        elif self.weights is None:
+            build_phase_indices(*arrays, self.phases)
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
         return arrays
@@ -2416,6 +2654,14 @@ class BlendedDataset(torch.utils.data.Dataset):
     def dataset_sample_index(self, values: np.ndarray) -> None:
         """Use these samples of the datasets."""
         self._cache["dataset_sample_index"] = values
+
+    @property
+    def is_stable(self) -> bool:
+        """Does this blend begin with the same samples where more of them, or phases, are added?"""
+        for dataset in self.datasets:
+            if not isinstance(dataset, MegatronDataset) or not dataset.is_stable:
+                return False
+        return self.phases is not None
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
@@ -2485,6 +2731,9 @@ class BlendedDataset(torch.utils.data.Dataset):
 # The surplus is for this: at some point of the run a corpus may be ahead of its share.  Where the
 # surplus is not enough (there upstream fails), that corpus alone is built again, larger.
 #
+# With blend_phases, n is the sum of the n of all phases, and the blend of train has all samples of
+# all phases: these must be as many as size, or more.
+#
 #   rank 0: build and write the cache  ->  other ranks: load the cache, or build where they see none
 
 
@@ -2535,8 +2784,10 @@ class BlendedMegatronDatasetBuilder:
                 raise ValueError("full_validation: the size of valid must be None")
 
     def _has_weights(self, split):
-        """Is this split built as a blend with weights?"""
+        """Is this split built as a blend with weights?  Phases have sizes of their own."""
         config = self.config
+        if split is Split.train and config.blend_phases is not None:
+            return False
         if config.split_matrix is not None:  # see _build_splits()
             is_built = config.split_matrix[split.value] is not None
             return is_built and config.blend is not None and config.blend[1] is not None
@@ -2605,40 +2856,62 @@ class BlendedMegatronDatasetBuilder:
         The matrix has the bounds of each split, or None for a split that is not wanted.  One corpus
         without weights is no blend, but the dataset itself.
         """
-        if weights is None and len(prefixes) == 1:
-            return self._split_corpus(prefixes[0], matrix, self.sizes)
-        if weights is None:
-            sizes_of_corpora = [[None] * len(Split) for _ in prefixes]
-        else:
-            prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
-            weights = normalize(weights)
-            sizes_of_corpora = self._sizes_of_corpora(weights, matrix)
+        phases = None
+        if matrix[Split.train.value] is not None and self.config.blend_phases is not None:
+            phases = self._phases_of_train(prefixes)
+        if weights is not None:
+            if phases is None:  # a phase may give weight to a corpus that has none here
+                prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
+            weights = _normalize_used(weights)
+        corpora = self._split_corpora(prefixes, weights, phases, matrix)
+        blends = []
+        for split in Split:
+            parts = [corpus[split.value] for corpus in corpora]
+            if matrix[split.value] is None:
+                blends.append(None)
+            elif split is Split.train and phases is not None:
+                blends.append(self._blend_exactly(parts, None, None, phases))
+            elif weights is None and len(parts) == 1:
+                blends.append(parts[0])
+            else:
+                blends.append(self._blend_parts(split, parts, weights, self.sizes[split.value]))
+        return blends
+
+    def _phases_of_train(self, prefixes):
+        """blend_phases, with normalized weights; they must have as many samples as are wanted."""
+        phases = _as_phases(self.config.blend_phases, prefixes)
+        total = sum(samples for samples, _ in phases)
+        size = self.sizes[Split.train.value]
+        if size is not None and size > total:
+            raise ValueError(
+                f"blend_phases has {total} samples, but {size} are wanted of train: "
+                f"add a phase of {size - total}, or make the last one longer"
+            )
+        return phases
+
+    def _split_corpora(self, prefixes, weights, phases, matrix):
+        """Each corpus, cut and built for what the blends take of it; in threads."""
         threads = self.config.num_dataset_builder_threads
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             futures = []
-            for prefix, sizes in zip(prefixes, sizes_of_corpora, strict=True):
+            for d, prefix in enumerate(prefixes):
+                sizes = self.sizes
+                if weights is not None:
+                    sizes = [self._size_with_surplus([(size, weights)], d) for size in self.sizes]
+                elif len(prefixes) > 1:
+                    sizes = [None] * len(Split)
+                if phases is not None:
+                    sizes = [self._size_with_surplus(phases, d), *sizes[1:]]
                 futures.append(pool.submit(self._split_corpus, prefix, matrix, sizes))
-            corpora = [future.result() for future in futures]
-        blends = []
-        for split in Split:
-            if matrix[split.value] is None:
-                blends.append(None)
-                continue
-            parts = [corpus[split.value] for corpus in corpora]
-            blends.append(self._blend_parts(split, parts, weights, self.sizes[split.value]))
-        return blends
+            return [future.result() for future in futures]
 
-    def _sizes_of_corpora(self, weights, matrix):
-        """For each corpus, the samples that it is built for in each split, with the surplus."""
-        factor = 1 + self.config.mid_level_dataset_surplus
-        sizes_of_corpora = []
-        for weight in weights:
-            sizes = []
-            for size in self.sizes:
-                target = 0 if size is None else math.ceil(size * weight)
-                sizes.append(math.ceil(target * factor))
-            sizes_of_corpora.append(sizes)
-        return sizes_of_corpora
+    def _size_with_surplus(self, phases, d):
+        """How many samples corpus d is built for, so that these phases can take their parts."""
+        target = 0
+        for samples, weights in phases:
+            if samples is not None:
+                target += math.ceil(samples * weights[d])
+        return math.ceil(target * (1 + self.config.mid_level_dataset_surplus))
 
     def _split_corpus(self, prefix, matrix, sizes):
         """Open one corpus, once, and cut it: [its part of train, of valid, of test]."""
@@ -2661,7 +2934,7 @@ class BlendedMegatronDatasetBuilder:
         return parts
 
     def _blend_parts(self, split, parts, weights, size):
-        """The blend of one split; a corpus that would not last is built again, larger."""
+        """The blend of one split, whose corpora have weights or are taken once each."""
         if weights is not None:
             size = sum(math.ceil(size * weight) for weight in weights)
         else:
@@ -2678,17 +2951,21 @@ class BlendedMegatronDatasetBuilder:
                     stacklevel=2,
                 )
                 size = sum(weights)
+        return self._blend_exactly(parts, weights, size)
+
+    def _blend_exactly(self, parts, weights, size, phases=None):
+        """The blend of these parts; one that would not last is built again, larger."""
         try:
-            return BlendedDataset(parts, weights, size, self.config)
+            return BlendedDataset(parts, weights, size, self.config, phases)
         except BlendTooLarge as error:
             needed = error.needed
         # Only these corpora are built again: a corpus that is built for another number of samples
         # can come in another order, and the others must keep upstream's order.
         for d, part in enumerate(parts):
             if part in needed:
-                arguments = part.dataset, part.dataset_path, part.indices, needed[part], split
-                parts[d] = self.cls(*arguments, self.config)
-        return BlendedDataset(parts, weights, size, self.config)
+                opened = part.dataset, part.dataset_path, part.indices
+                parts[d] = self.cls(*opened, needed[part], part.index_split, self.config)
+        return BlendedDataset(parts, weights, size, self.config, phases)
 
 
 # ==============================================================================
@@ -2724,6 +3001,15 @@ class BlendedMegatronDatasetBuilder:
 #   cyclic, sharded     in each epoch each rank shuffles   workers; micro-batch size, if (a) and (b)
 #                       a part of its own                  hold
 #
+# A job that goes on may also train longer, or mix its corpora in another way from here on, if its
+# datasets have stable_order (section 4) and the order of its sampler does not depend on how many
+# samples there are, as that of "single" does not.  Then the state describes the past alone:
+#
+#   the state, after 600 samples       [past: 500 samples of phase 0, 100 of phase 1]
+#   a job that it fits                 phases (500, u) (400, v)
+#   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
+#   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
+#
 # (a) consumed_samples is a whole number of the new rounds.  (b) As many samples are shuffled as
 # before: samples that fill no micro-batch (unsharded) or no round (sharded) are not.  (c) An epoch
 # is the samples of whole rounds, so new rounds may make it shorter or longer: consumed_samples must
@@ -2734,6 +3020,7 @@ class _Sampler:
     """What the samplers share: their sizes, and the check of where a pass can start.
 
     kind                  the sampler's name in a saved state
+    is_in_order           are the samples that were consumed the first ones of the dataset?
     consumed_samples      where the next pass starts
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
@@ -2744,6 +3031,7 @@ class _Sampler:
     """
 
     kind: str
+    is_in_order = True
 
     def __init__(
         self,
@@ -2877,6 +3165,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
     """
 
     kind = "cyclic"
+    is_in_order = False
 
     def __init__(
         self,
@@ -2974,6 +3263,8 @@ def fingerprint(dataset: typing.Any) -> dict:
         found.pop("requested", None)  # each dataset has its own, and the digest below has them all
         found["size"] = dataset.size
         found["weights"] = _md5(str(dataset.weights))
+        if dataset.weights is None:  # phases have weights
+            found["weights"] = _md5(str(dataset.phases))
         found["data"] = _md5(json.dumps(parts))
     if isinstance(dataset, MegatronDataset):
         found["split"] = dataset.index_split.name
@@ -2984,23 +3275,70 @@ def fingerprint(dataset: typing.Any) -> dict:
         data = dataset.made_from()
         data.pop("idx_mtime_ns", None)  # a copy of a corpus is the same corpus
         found["data"] = _md5(json.dumps(data))
+        if dataset.config.stable_order:
+            found["stable_order"] = True
     return found
+
+
+def fingerprint_of_past(dataset: typing.Any, consumed_samples: int) -> dict:
+    """Return what must be the same for the first consumed_samples samples to be the same.
+
+    Where a dataset begins with every shorter one (is_stable), this is less than fingerprint():
+    neither how many samples there are nor the phases and the corpora that come later belong to it.
+    """
+    found = fingerprint(dataset)
+    if not getattr(dataset, "is_stable", False):
+        return found
+    for key in ("num_samples", "requested", "size", "weights"):
+        found.pop(key, None)
+    if isinstance(dataset, BlendedDataset):
+        phases = _phases_of_past(dataset.phases, consumed_samples)
+        found |= _describe_phases(phases)
+        parts = []
+        for d, part in enumerate(dataset.datasets):
+            if any(weights[d] for _, weights in phases):
+                parts.append([d, fingerprint_of_past(part, consumed_samples)])
+        found["data"] = _md5(json.dumps(parts))
+    return found
+
+
+def _phases_of_past(phases, consumed_samples):
+    """The phases that the first samples are from, the last of them cut off behind these samples."""
+    past = []
+    left = consumed_samples
+    for samples, weights in phases:
+        if left > 0:
+            past.append((min(samples, left), weights))
+        left -= samples
+    return past
+
+
+def _describe_phases(phases):
+    """{"phase 0": [samples, digest of the weights that are not 0], ...}, for a state."""
+    described = {}
+    for number, (samples, weights) in enumerate(phases):
+        used = [(d, weight) for d, weight in enumerate(weights) if weight]
+        described[f"phase {number}"] = [samples, _md5(str(used))]
+    return described
 
 
 def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int) -> dict:
     """Return a small JSON-able dict: how far, in which order, of which data."""
+    past = consumed_samples if sampler.is_in_order else len(dataset)
     return {
         "version": 2,
         "consumed_samples": consumed_samples,
         "sampler": sampler.kind,
         "order": sampler.order_key(consumed_samples),
-        "dataset": fingerprint(dataset),
+        "dataset": fingerprint_of_past(dataset, past),
     }
 
 
 def check_position(state: dict, dataset: typing.Any, sampler: _Sampler, strict: bool = True) -> int:
     """Return the consumed samples of a saved position; ValueError names what does not fit here.
 
+    With stable_order the dataset may have more samples, fewer, or other phases, if the samples that
+    were consumed are the same.
     strict=False lets a run go on with other data or in another order.
     """
     try:
@@ -4900,7 +5238,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def load_state_dict(self, state: dict, strict: bool = True) -> None:
         """Go on where the state was taken.
 
-        Ranks, micro-batch size and workers may be others, unless the order depends on them.
+        Ranks, micro-batch size and workers may be others, unless the order depends on them.  With
+        stable_order the run may be longer, or its later phases others.
         ValueError names what does not fit; strict=False goes on all the same.
         """
         consumed = check_position(state, self.dataset, self.batch_sampler, strict)
@@ -6399,6 +6738,7 @@ _CONFIG_FLAGS = [
     ("add_extra_token_to_sequence", bool, "the last input token has a label too"),
     ("object_storage_cache_path", str, "accepted as upstream's"),
     ("inter_document_masking", bool, "samples have cu_seqlens and max_seqlen, and no mask"),
+    ("stable_order", bool, "a longer dataset begins with the shorter one"),
 ]
 
 
@@ -6424,6 +6764,14 @@ def _add_build(commands):
             nargs="+",
             help=f"blend of whole corpora for {split.name}, instead of --blend and --split",
         )
+    parser.add_argument(
+        "--phase",
+        nargs="+",
+        action="append",
+        dest="blend_phases",
+        metavar=("SAMPLES", "WEIGHT"),
+        help="a phase of train: its samples, and a weight for each corpus; may be repeated",
+    )
     _add_tokenizer_flags(parser)
     for name, kind, text in _CONFIG_FLAGS:
         flag = "--" + name.replace("_", "-")
@@ -6443,6 +6791,7 @@ def _run_build(options):
             get_blend_from_list(options.valid_blend),
             get_blend_from_list(options.test_blend),
         ],
+        blend_phases=_parse_phases(options.blend_phases),
         tokenizer=build_tokenizer(options.tokenizer, options.eod_token),
         **_given_fields(options),
     )
@@ -6461,6 +6810,20 @@ def _parse_size(text):
     if not text.isdecimal():
         raise ValueError(f"--sizes: wanted a number of samples, or none for one epoch, got {text}")
     return int(text)
+
+
+def _parse_phases(phases):
+    """[["500", "70", "30"], ...] -> [(500, [70.0, 30.0]), ...]; None for None."""
+    if phases is None:
+        return None
+    parsed = []
+    for samples, *weights in phases:
+        values = [_number(weight) for weight in weights]
+        if not samples.isdecimal() or None in values:
+            given = " ".join([samples, *weights])
+            raise ValueError(f"--phase: wanted a number of samples, and weights, got {given}")
+        parsed.append((int(samples), values))
+    return parsed
 
 
 def _given_fields(options):

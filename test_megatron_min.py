@@ -1029,7 +1029,7 @@ def test_bytes_are_tokens(one, text, ids):
     assert json.loads(json.dumps(tokenizer.unique_identifiers)) == tokenizer.unique_identifiers
 
 
-DOCUMENTS = [  # a text, its sequences, these with an eod; " " is a text, but no token
+TEXTS = [  # a text, its sequences, these with an eod; " " is a text, but no token
     ("1 2", [[1, 2]], [[1, 2, 0]]),
     ("", [], []),
     (" ", [], []),
@@ -1041,7 +1041,7 @@ DOCUMENTS = [  # a text, its sequences, these with an eod; " " is a text, but no
 ]
 
 
-@pytest.mark.parametrize("text, sequences, with_eod", DOCUMENTS)
+@pytest.mark.parametrize("text, sequences, with_eod", TEXTS)
 def test_encode_document(one, text, sequences, with_eod):
     """A list of sentences is a document of several sequences, as for upstream's tool."""
     assert one.encode_document(text, Tok()) == sequences
@@ -1051,12 +1051,12 @@ def test_encode_document(one, text, sequences, with_eod):
 @pytest.mark.parametrize("append_eod", [False, True])
 def test_texts_that_are_lists_of_sentences(one, tmp_path, append_eod):
     """Each line is a document, and preprocess() writes the same pair."""
-    path = jsonl(tmp_path / "a.jsonl", [text for text, _, _ in DOCUMENTS])
+    path = jsonl(tmp_path / "a.jsonl", [text for text, _, _ in TEXTS])
     one.encode_jsonl(path, tmp_path / "plain", Tok(), append_eod=append_eod)
     made = one.preprocess(path, tmp_path / "fast", Tok(), append_eod=append_eod)
     wanted = []
     ends = [0]
-    for _, sequences, with_eod in DOCUMENTS:
+    for _, sequences, with_eod in TEXTS:
         wanted += with_eod if append_eod else sequences
         ends.append(len(wanted))
     for prefix in (tmp_path / "plain", made["text"]):
@@ -1493,6 +1493,158 @@ def test_document_and_shuffle_index_by_numpys_shuffle(mm):
         same(mm.build_document_index(documents, epochs, ours, separate), document_index)
         same(mm.build_shuffle_index(first_part, total, ours), shuffle_index)
         same_numbers(ours, theirs)
+
+
+# -- stable_order: each epoch shuffled by itself ---------------------------------------------------
+
+
+def stable_orders_by_hand(documents, edges, seed):
+    """A generator for each epoch, which shuffles its documents and then its samples."""
+    document_index = []
+    shuffle_index = []
+    for epoch, (first, end) in enumerate(itertools.pairwise(edges)):
+        random_state = np.random.RandomState([seed, epoch] if epoch else seed)
+        document_index += random_state.permutation(documents).tolist()
+        shuffle_index += (first + random_state.permutation(end - first)).tolist()
+    return document_index, shuffle_index
+
+
+def test_stable_orders_by_brute_force(mm):
+    for rng in cases(100):
+        documents = rng.permutation(90)[: rng.integers(1, 40)]
+        edges = [0, *np.cumsum(rng.integers(0, 30, rng.integers(1, 6))).tolist()]
+        seed = int(rng.integers(2**32))
+        document_index, shuffle_index = mm.build_stable_orders(documents, edges, seed)
+        wanted = stable_orders_by_hand(documents, edges, seed)
+        same(document_index, np.array(wanted[0], np.int32))
+        same(shuffle_index, np.array(wanted[1], np.uint32))
+
+
+def test_the_samples_of_each_epoch_by_brute_force(mm):
+    """A sample belongs to the epoch of the stream in which its last token is."""
+    for rng in cases(200):
+        tokens, S, wanted = rng.integers(1, 40, 3).tolist()
+        x = int(rng.integers(2))
+        drop = bool(rng.integers(2))
+        plan = mm.plan_epochs(tokens, wanted, S, drop, bool(x))
+        ends = [min((k + 1) * S + x, plan.num_epochs * tokens) for k in range(plan.num_samples)]
+        counts = np.bincount([(end - 1) // tokens for end in ends], minlength=plan.num_epochs)
+        edges = mm.count_samples_of_epochs(plan, tokens, S, bool(x))
+        assert np.diff(edges).tolist() == counts.tolist(), (tokens, S, wanted, x, drop)
+
+
+def growing(mm, folder, rng, **fields):
+    """(sequence length, make), where make(size) is a GPTDataset of one random corpus."""
+    prefix = mk(mm, folder / "p", random_docs(rng, most=8, longest=12))
+    fields |= {
+        "sequence_length": int(rng.integers(1, 12)),
+        "add_extra_token_to_sequence": bool(rng.integers(2)),
+        "random_seed": int(rng.integers(2**32)),
+    }
+    return functools.partial(gpt, mm, prefix, **fields)
+
+
+def test_a_longer_stable_dataset_begins_with_the_shorter_one(mm, tmp_path):
+    """For any two sizes.  Upstream: past the end of an epoch hardly a sample stays in its place."""
+    for rng in cases(25):
+        make = growing(mm, tmp_path, rng, stable_order=True)
+        most = 6 * len(make(None)) + 6
+        longest = make(most)
+        assert longest.is_stable
+        for size in [None, 0, *rng.integers(1, most, 10).tolist()]:
+            shorter = make(size)
+            n = len(shorter)
+            assert n >= (size or 0)
+            same(shorter.document_index, longest.document_index[: len(shorter.document_index)])
+            same(shorter.sample_index, longest.sample_index[: n + 1])
+            same(shorter.shuffle_index, longest.shuffle_index[:n])
+        for k in range(0, n, 7):
+            same_samples(shorter[k], longest[k])
+
+
+def test_upstreams_order_depends_on_the_number_of_samples(mm, up, tmp_path):
+    """README's numbers: two samples more, and 3 of the first 200 stay where they were."""
+    prefix = mk(mm, tmp_path / "p", [[2 + d] * 9 for d in range(200)])
+    for names, fields, wanted in [(up, {}, 3), (mm, {}, 3), (mm, {"stable_order": True}, 200)]:
+        before, after = [gpt(names, prefix, size, **fields) for size in (224, 226)]
+        equal = 0
+        for k in range(200):
+            equal += torch.equal(before[k]["tokens"], after[k]["tokens"])
+        assert equal == wanted
+
+
+def test_no_document_comes_twice_before_each_came_once(mm, tmp_path):
+    for rng in cases(25):
+        make = growing(mm, tmp_path, rng, stable_order=True)
+        ds = make(5 * len(make(None)) + 1)
+        documents = len(ds.indices)
+        for first in range(0, len(ds.document_index), documents):
+            block = ds.document_index[first : first + documents]
+            assert sorted(block.tolist()) == list(range(documents))
+        tokens = ds.tokens_per_epoch()
+        S = ds.config.sequence_length
+        x = int(ds.config.add_extra_token_to_sequence)
+        epochs = [((j + 1) * S + x - 1) // tokens for j in ds.shuffle_index.tolist()]
+        assert epochs == sorted(epochs), "all samples that end in an epoch, then those of the next"
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_one_stable_epoch_is_one_of_upstreams(mm, tmp_path, drop):
+    """Also where a last, short sample is kept."""
+    for rng in cases(25):
+        fields = {"split": "valid", "drop_last_partial_validation_sequence": drop}
+        make = growing(mm, tmp_path, rng, **fields)
+        for size in (None, len(make(None)) // 2):
+            stable = make(size, stable_order=True)
+            plain = make(size)
+            for name in mm.GPTDataset.index_names:
+                same(getattr(stable, name), getattr(plain, name))
+
+
+def test_a_kept_short_sample_changes_the_last_epoch_alone(mm, tmp_path):
+    """What is promised where short samples are kept: the epochs before the shorter one's last."""
+    for rng in cases(25):
+        fields = {"split": "valid", "drop_last_partial_validation_sequence": False}
+        make = growing(mm, tmp_path, rng, stable_order=True, **fields)
+        longer = make(6 * len(make(None)) + 6)
+        shorter = make(int(rng.integers(1, len(longer))))
+        assert not shorter.is_stable
+        tokens = shorter.tokens_per_epoch()
+        epochs = len(shorter.document_index) // len(shorter.indices)
+        S = shorter.config.sequence_length
+        x = int(shorter.config.add_extra_token_to_sequence)
+        n = max(0, (epochs - 1) * tokens - x) // S
+        same(shorter.shuffle_index[:n], longer.shuffle_index[:n])
+        same(shorter.sample_index[: n + 1], longer.sample_index[: n + 1])
+
+
+def test_stable_indices_grow_out_of_their_dtypes(mm, tmp_path, monkeypatch):
+    """int64 numbers are shuffled as int32 and uint32 ones are."""
+    make = growing(mm, tmp_path, np.random.default_rng(5), stable_order=True)
+    shorter = make(20)
+
+    def int64_for(documents):
+        return np.int64
+
+    monkeypatch.setattr(mm, "_number_samples", np.arange)  # int64
+    monkeypatch.setattr(mm, "_sample_index_dtype", int64_for)
+    longer = make(100)
+    assert longer.sample_index.dtype == longer.shuffle_index.dtype == np.int64
+    assert longer.shuffle_index[: len(shorter)].tolist() == shorter.shuffle_index.tolist()
+    rows = longer.sample_index[: len(shorter) + 1]
+    assert rows.tolist() == shorter.sample_index.tolist()
+
+
+def test_a_stable_cache_has_a_name_of_its_own(mm, tmp_path):
+    prefix = mk(mm, tmp_path / "p", [[1] * 9] * 9)
+    fields = {"path_to_cache": str(tmp_path / "cache")}
+    plain = gpt(mm, prefix, 20, **fields)
+    stable = gpt(mm, prefix, 20, stable_order=True, **fields)
+    assert '"stable_order": true' in stable.unique_description
+    assert "stable_order" not in plain.unique_description
+    again = gpt(mm, prefix, 20, stable_order=True, **fields)
+    same(again.document_index, stable.document_index)
+    assert not np.array_equal(again.document_index, plain.document_index)
 
 
 # ==============================================================================
@@ -2572,6 +2724,151 @@ def test_a_blend_without_a_folder_writes_nothing(mm, tmp_path, monkeypatch):
     assert list(again) == list(ds)
 
 
+# -- phases ----------------------------------------------------------------------------------------
+
+
+def in_phases(mm, sizes, phases, **fields):
+    """A blend in phases of datasets that have so many samples."""
+    cfg = config(mm, (["x"], None), **fields)
+    return mm.BlendedDataset(bare(mm, *sizes), None, None, cfg, phases=phases)
+
+
+def phases_by_hand(phases):
+    """The pairs (dataset, its sample) of a blend, one by one; the weights are normalized."""
+    pairs = []
+    for samples, weights in phases:
+        taken = [0] * len(weights)
+        before = [sum(which == d for which, _ in pairs) for d in range(len(weights))]
+        for i in range(samples):
+            lags = {d: w * max(i, 1) - taken[d] for d, w in enumerate(weights) if w > 0}
+            d = max(lags, key=lags.get)  # the first of equals
+            pairs.append((d, before[d] + taken[d]))
+            taken[d] += 1
+    return pairs
+
+
+def pairs_of(ds):
+    return list(zip(ds.dataset_index.tolist(), ds.dataset_sample_index.tolist(), strict=True))
+
+
+def random_phases(rng, num_datasets, most=5):
+    """Some phases, in which some datasets have no weight."""
+    phases = []
+    for _ in range(rng.integers(1, most + 1)):
+        weights = rng.integers(0, 6, num_datasets) * rng.choice([1, 0.3])
+        weights[rng.integers(num_datasets)] += 1
+        phases.append((int(rng.integers(1, 40)), weights.tolist()))
+    return phases
+
+
+def test_phases_by_hand(mm):
+    """The drawing at the top of the section, and a phase in which a dataset rests."""
+    ds = in_phases(mm, [9, 9], [(4, [1, 3]), (4, [1, 1]), (2, [0, 5])])
+    same(ds.dataset_index, np.array([1, 0, 1, 1, 0, 1, 0, 1, 1, 1], np.int16))
+    same(ds.dataset_sample_index, np.array([0, 0, 1, 2, 1, 3, 2, 4, 5, 6]))
+    assert ds.phases == [(4, [0.25, 0.75]), (4, [0.5, 0.5]), (2, [0.0, 1.0])]
+    assert len(ds) == ds.size == 10
+    assert ds.weights is None
+    assert ds[9] == {"dataset_id": 1, "sample": 6}
+
+
+def test_phases_by_brute_force(mm, monkeypatch):
+    """A dataset without weight gives nothing, though its lag, 0, would often be the largest."""
+    monkeypatch.setattr(mm, "_CHUNK", 7)
+    for rng in cases(100):
+        phases = random_phases(rng, int(rng.integers(1, 6)))
+        ds = in_phases(mm, [999] * len(phases[0][1]), phases)
+        assert pairs_of(ds) == phases_by_hand(ds.phases), phases
+
+
+def test_phases_that_are_added_leave_the_others_as_they_are(mm):
+    """Also where a new dataset is added at the end."""
+    for rng in cases(50):
+        phases = random_phases(rng, 4)
+        whole = pairs_of(in_phases(mm, [999] * 4, phases))
+        total = 0
+        for count, (samples, _) in enumerate(phases, 1):
+            total += samples
+            begun = pairs_of(in_phases(mm, [999] * 4, phases[:count]))
+            assert begun == whole[:total]
+        wider = [(samples, [*weights, 0]) for samples, weights in phases]
+        found = pairs_of(in_phases(mm, [999] * 5, [*wider, (9, [1, 1, 1, 1, 1])]))
+        assert found[:total] == whole
+
+
+def test_one_phase_is_the_plain_blend(mm, tmp_path):
+    fields = {"path_to_cache": str(tmp_path)}
+    for rng in cases(30):
+        weights = (rng.random(rng.integers(1, 12)) + 0.01).tolist()
+        size = int(rng.integers(1, 200))
+        sizes = [size] * len(weights)
+        plain = blended(mm, sizes, weights, size, **fields)
+        one_phase = in_phases(mm, sizes, [(size, weights)], **fields)
+        assert one_phase.unique_description == plain.unique_description
+        assert one_phase.phases == plain.phases == [(size, plain.weights)]
+        assert pairs_of(one_phase) == pairs_of(plain) == phases_by_hand(plain.phases)
+    assert blended(mm, [3, 4], [3, 4], None).phases is None, "these weights are counts"
+
+
+def test_phases_are_in_the_key(mm, tmp_path):
+    phases = [(4, [1, 3]), (4, [1, 1])]
+    kinds = [phases, phases[:1], phases[::-1], [(5, [1, 3]), (3, [1, 1])], [(4, [1, 3])] * 2]
+    for _ in range(2):  # the second time from the cache
+        for kind in kinds:
+            ds = in_phases(mm, [9, 9], kind, path_to_cache=str(tmp_path))
+            assert pairs_of(ds) == phases_by_hand(ds.phases)
+    assert len(os.listdir(tmp_path)) == 4 * len(kinds)
+
+
+def test_phases_that_ask_for_too_much(mm):
+    with pytest.raises(mm.BlendTooLarge, match="takes 7 samples of bare, which has 6") as error:
+        in_phases(mm, [6, 6], [(4, [1, 3]), (4, [0, 1])])
+    assert list(error.value.needed.values()) == [7]
+
+
+@pytest.mark.parametrize(
+    "phases, words",
+    [
+        ([], "wanted"),
+        (5, "wanted"),
+        ([5], "phase 0: wanted .samples, weights., got 5"),
+        ([(4, [1, 1], 2)], "phase 0: wanted .samples, weights., got"),
+        ([(4, [1, 1]), (0, [1, 1])], "phase 1: wanted 1 sample or more, got 0"),
+        ([(4.0, [1, 1])], "phase 0: wanted 1 sample or more, got 4.0"),
+        ([(4, [1])], "phase 0: 1 weights for 2"),
+        ([(4, [1, 1]), (4, [1, -1])], "phase 1: weight of bare"),
+        ([(4, [0, 0])], "phase 0: .*sum > 0"),
+    ],
+    ids=str,
+)
+def test_bad_phases(one, phases, words):
+    with pytest.raises(ValueError, match=words):
+        in_phases(one, [9, 9], phases)
+    with pytest.raises(ValueError, match=words.replace("bare", "q")):
+        config(one, (["p", "q"], None), blend_phases=phases)
+
+
+def test_phases_stand_for_weights_and_size(one):
+    cfg = config(one, (["x"], None))
+    for weights, size in [([1, 1], None), (None, 4), ([1, 1], 4)]:
+        with pytest.raises(ValueError, match="must be None"):
+            one.BlendedDataset(bare(one, 9, 9), weights, size, cfg, phases=[(4, [1, 1])])
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({}, "needs a blend"),
+        ({"blend_per_split": [None, (["p"], None), None]}, "needs a blend"),
+        ({"blend": (["p"], None), "split": "0,1,1"}, "no train"),
+    ],
+    ids=str,
+)
+def test_phases_without_a_training_blend(one, fields, words):
+    with pytest.raises(ValueError, match=words):
+        config(one, blend_phases=[(4, [1])], **fields)
+
+
 # ==============================================================================
 # 7. The builder
 # ==============================================================================
@@ -2872,6 +3169,89 @@ def test_a_corpus_is_built_larger_however_files_are_opened(mm, tmp_path, flag):
     )
     found = build(mm, [120, 0, 0], cfg)[0]
     same_samples(found.batch(range(120)), wanted.batch(range(120)))
+
+
+# -- phases ----------------------------------------------------------------------------------------
+
+
+def test_each_corpus_lasts_for_all_phases(mm, tmp_path):
+    """A document of S tokens: a corpus has exactly as many samples as it was built for."""
+    prefixes = [mk(mm, tmp_path / name, [[1] * 8]) for name in "abc"]
+    for rng in cases(20):
+        phases = random_phases(rng, 3)
+        fields = {"blend_phases": phases, "stable_order": True, "mid_level_dataset_surplus": 0.0}
+        total = sum(samples for samples, _ in phases)
+        size = [None, 0, total][rng.integers(3)]
+        train = build(mm, [size, 0, 0], config(mm, (prefixes, None), **fields))[0]
+        assert pairs_of(train) == phases_by_hand(train.phases)
+        for d, part in enumerate(train.datasets):
+            asked = 0
+            for samples, weights in phases:
+                used = [weight for weight in weights if weight]
+                asked += math.ceil(samples * (weights[d] / np.sum(used)))
+            assert part.num_samples == len(part) == asked or asked == 0
+
+
+def test_a_corpus_that_phases_would_exhaust_is_built_larger(mm, tmp_path, monkeypatch):
+    """The rounding of a long run may make a corpus give one sample more than was reckoned."""
+    prefixes = [mk(mm, tmp_path / name, [[1] * 8]) for name in "abc"]
+
+    def three(builder, phases, d):
+        return 3
+
+    monkeypatch.setattr(mm.BlendedMegatronDatasetBuilder, "_size_with_surplus", three)
+    cfg = config(mm, (prefixes, None), blend_phases=[(6, [1, 1, 1]), (6, [0, 1, 2])])
+    train = build(mm, [12, 0, 0], cfg)[0]
+    assert [part.num_samples for part in train.datasets] == [3, 4, 6]
+    assert pairs_of(train) == phases_by_hand(train.phases)
+
+
+def test_one_phase_builds_what_the_plain_blend_builds(mm, corpora):
+    plain = build(mm, [50, 20, 0], config(mm, (corpora, [5, 3, 2]), split="8,2,0"))
+    cfg = config(mm, (corpora, [5, 3, 2]), split="8,2,0", blend_phases=[(50, [5, 3, 2])])
+    one_phase = build(mm, [50, 20, 0], cfg)
+    assert len(one_phase[0]) == 50, "exactly; the plain blend has some more"
+    assert pairs_of(one_phase[0]) == pairs_of(plain[0])[:50]
+    for ours, theirs in zip(one_phase[0].datasets, plain[0].datasets, strict=True):
+        assert ours.unique_description == theirs.unique_description
+    assert one_phase[1].unique_description == plain[1].unique_description
+    assert one_phase[0].datasets[0].dataset is one_phase[1].datasets[0].dataset, "opened once"
+
+
+@pytest.mark.parametrize("weights", [None, [0, 1, 1]])
+def test_phases_are_for_train(mm, corpora, weights):
+    """Valid and test are made as ever: by weights, or one epoch of each corpus."""
+    cfg = config(
+        mm, (corpora, weights), split="8,1,1", blend_phases=[(9, [1, 1, 0]), (6, [0, 1, 2])]
+    )
+    train, valid, test = quiet(build, mm, [None, 5, 5], cfg)
+    assert train.phases == [(9, [0.5, 0.5, 0.0]), (6, [0.0, 1 / 3, 2 / 3])]
+    plain = quiet(build, mm, [15, 5, 5], config(mm, (corpora, weights), split="8,1,1"))
+    for found, wanted in zip((valid, test), plain[1:], strict=True):
+        assert found.unique_description == wanted.unique_description
+        assert pairs_of(found) == pairs_of(wanted)
+
+
+def test_phases_of_one_corpus(mm, corpora):
+    cfg = config(mm, (corpora[:1], None), split="8,1,1", blend_phases=[(9, [1]), (6, [1])])
+    built = build(mm, [15, 5, None], cfg)
+    assert kinds(built) == ["BlendedDataset", "GPTDataset", "GPTDataset"]
+    assert [dataset.num_samples for dataset in built[1:]] == [5, None]
+    assert built[0].dataset_sample_index.tolist() == list(range(15))
+
+
+def test_phases_of_a_blend_of_trains_own(mm, corpora):
+    blends = [(corpora, [1, 1, 1]), (corpora[:2], [1, 1]), None]
+    phases = [(9, [1, 1, 0]), (6, [0, 1, 2])]
+    train, valid, _ = build(mm, [12, 5, 0], config(mm, blend_per_split=blends, blend_phases=phases))
+    assert pairs_of(train) == phases_by_hand(train.phases), "at least 12 samples are wanted: all 15"
+    assert len(valid.datasets) == 2
+
+
+def test_phases_with_too_few_samples_for_train(mm, corpora):
+    cfg = config(mm, (corpora, None), blend_phases=[(9, [1, 1, 0]), (6, [0, 1, 2])])
+    with pytest.raises(ValueError, match="has 15 samples, but 20 are wanted.*phase of 5"):
+        build(mm, [20, 0, 0], cfg)
 
 
 # ==============================================================================
@@ -3538,6 +3918,209 @@ def test_num_micro_batches(one, case):
 def test_num_micro_batches_that_cannot_be(one, arguments, words):
     with pytest.raises(ValueError, match=words):
         one.NumMicroBatches(*arguments)
+
+
+# -- a run that changes its plan -------------------------------------------------------------------
+
+
+def planned(mm, folder, phases=((40, [1, 2, 0]),), corpora="abc", **fields):
+    """Train of small corpora, mixed in phases; a plain blend where phases is (samples, weights)."""
+    prefixes = []
+    for name in corpora:
+        prefixes.append(str(folder / name))
+        if not os.path.exists(folder / f"{name}.idx"):
+            mk(mm, folder / name, random_docs(np.random.default_rng(ord(name)), most=9))
+    fields = {"stable_order": True} | fields
+    if isinstance(phases, tuple) and isinstance(phases[0], int):
+        size, weights = phases
+        return build(mm, [size, 0, 0], config(mm, (prefixes, weights), **fields))[0]
+    cfg = config(mm, (prefixes, None), blend_phases=list(phases), **fields)
+    return build(mm, [None, 0, 0], cfg)[0]
+
+
+def state_of(mm, dataset, consumed, **fields):
+    loader = mm.build_pretraining_data_loader(dataset, consumed, micro_batch_size=4, **fields)
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+BEFORE = [(24, [1, 2, 0]), (16, [3, 1, 0])]
+# {case: (consumed samples, the plan of the job that goes on)}, after the plan BEFORE
+CHANGES_OF_PLAN = {
+    "the same": (32, {}),
+    "longer": (32, {"phases": [BEFORE[0], (100, [3, 1, 0])]}),
+    "shorter": (32, {"phases": [BEFORE[0], (12, [3, 1, 0])]}),
+    "a phase more": (40, {"phases": [*BEFORE, (20, [1, 1, 1])]}),
+    "a phase is cut off": (32, {"phases": [BEFORE[0], (8, [3, 1, 0]), (20, [1, 1, 1])]}),
+    "another later phase": (24, {"phases": [BEFORE[0], (20, [1, 1, 1])]}),
+    "one phase, at its end": (24, {"phases": [BEFORE[0]]}),
+    "a plain blend": (20, {"phases": (30, [1, 2]), "corpora": "ab"}),
+    "a corpus more": (32, {"phases": [(24, [1, 2, 0, 0]), (60, [3, 1, 0, 0])], "corpora": "abcd"}),
+    "weights times two": (32, {"phases": [(24, [2, 4, 0]), (16, [6, 2, 0])]}),
+    "nothing is consumed": (0, {"phases": [(9, [0, 0, 1])]}),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES_OF_PLAN)
+def test_a_state_fits_a_plan_with_the_same_past(mm, tmp_path, case):
+    consumed, plan = CHANGES_OF_PLAN[case]
+    before = planned(mm, tmp_path, BEFORE)
+    after = planned(mm, tmp_path, **{"phases": BEFORE} | plan)
+    loader = mm.build_pretraining_data_loader(after, 0, micro_batch_size=4)
+    loader.load_state_dict(state_of(mm, before, consumed))
+    assert loader.state_dict()["consumed_samples"] == consumed
+    for k in range(consumed):
+        same_samples(before[k], after[k])
+    if consumed < len(after):
+        batch = next(iter(loader))
+        assert torch.equal(batch["tokens"][0], after[consumed]["tokens"])
+
+
+# {case: (consumed samples, the plan of the job that cannot go on, the word of what differs)}
+OTHER_PASTS = {
+    "weights": (32, {"phases": [(24, [1, 3, 0]), (16, [3, 1, 0])]}, "phase 0 is"),
+    "weights of the last phase": (25, {"phases": [BEFORE[0], (16, [3, 2, 0])]}, "phase 1 is"),
+    "length of a phase": (24, {"phases": [(23, [1, 2, 0]), (17, [3, 1, 0])]}, "phase 0 is"),
+    "phases more": (
+        30,
+        {"phases": [(24, [1, 2, 0]), (4, [3, 1, 0])] * 2},
+        "phase 2 is .2, .* None",
+    ),
+    "one phase": (30, {"phases": [(40, [1, 2, 0])]}, "phase 1 is None"),
+    "too short": (32, {"phases": [(24, [1, 2, 0]), (4, [3, 1, 0])]}, "consumed_samples"),
+    "corpora": (24, {"corpora": "adc"}, "data"),
+    "order of corpora": (24, {"phases": [(24, [2, 1, 0])], "corpora": "bac"}, "data"),
+    "numbers of corpora": (24, {"phases": [(24, [1, 0, 2])], "corpora": "acb"}, "data"),
+    "seed": (24, {"random_seed": 5}, "random_seed"),
+    "sequence length": (24, {"sequence_length": 9}, "sequence_length"),
+    "extra token": (24, {"add_extra_token_to_sequence": False}, "data"),
+    "order": (24, {"stable_order": False}, "stable_order"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_PASTS)
+def test_a_state_does_not_fit_a_plan_with_another_past(one, tmp_path, case):
+    consumed, plan, word = OTHER_PASTS[case]
+    state = state_of(one, planned(one, tmp_path, BEFORE), consumed)
+    after = planned(one, tmp_path, **{"phases": BEFORE} | plan)
+    loader = one.build_pretraining_data_loader(after, 0, micro_batch_size=4)
+    with pytest.raises(ValueError, match=f"{word}"):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("fields", [CYCLIC, UNSHARDED], ids=str)
+def test_a_shuffled_order_does_not_grow(one, tmp_path, fields):
+    """The sampler shuffles the samples of all phases, anew where there are more."""
+    state = state_of(one, planned(one, tmp_path, [(24, [1, 2, 0])]), 8, **fields)
+    longer = planned(one, tmp_path, [(32, [1, 2, 0])])
+    other = planned(one, tmp_path, [(16, [1, 2, 0]), (8, [2, 1, 0])])
+    for after, words in [(longer, "shuffled is 32 here, 24 in"), (other, "phase 1 is")]:
+        loader = one.build_pretraining_data_loader(after, 0, micro_batch_size=4, **fields)
+        with pytest.raises(ValueError, match=words):
+            loader.load_state_dict(state)
+
+
+def test_without_stable_order_a_state_fits_the_same_phases_alone(one, tmp_path):
+    fields = {"stable_order": False}
+    state = state_of(one, planned(one, tmp_path, BEFORE, **fields), 24)
+    others = [[*BEFORE, (20, [1, 1, 1])], [BEFORE[0], (16, [3, 2, 0])]]
+    for phases in [BEFORE, *others]:
+        after = planned(one, tmp_path, phases, **fields)
+        loader = one.build_pretraining_data_loader(after, 0, micro_batch_size=4)
+        if phases is BEFORE:
+            loader.load_state_dict(state)
+            continue
+        with pytest.raises(ValueError, match="weights is"):
+            loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("split, drop", [("train", True), ("valid", True), ("valid", False)])
+def test_a_stable_corpus_grows_unless_it_keeps_a_short_sample(one, tmp_path, split, drop):
+    fields = {"stable_order": True, "drop_last_partial_validation_sequence": drop}
+    before = data_of_a_run(one, tmp_path, size=20, split=split, **fields)
+    after = data_of_a_run(one, tmp_path, size=60, split=split, **fields)
+    loader = one.build_pretraining_data_loader(after, 0, micro_batch_size=4)
+    if drop:
+        loader.load_state_dict(state_of(one, before, 20))
+        return
+    with pytest.raises(ValueError, match="num_samples is "):
+        loader.load_state_dict(state_of(one, before, 20))
+
+
+@pytest.mark.parametrize(
+    "weights, size, stable",
+    [([1, 2], 40, True), (None, 10, True), (None, None, False)],
+    ids=str,
+)
+def test_which_blends_are_stable(one, tmp_path, weights, size, stable):
+    """One that takes all of its corpora ends where these end: with other sizes it mixes anew."""
+    prefixes = [mk(one, tmp_path / name, [[1] * 30] * 9) for name in "ab"]
+    for stable_order in (True, False):
+        cfg = config(one, (prefixes, weights), stable_order=stable_order)
+        assert build(one, [size, 0, 0], cfg)[0].is_stable == (stable and stable_order)
+    assert not one.BlendedDataset(bare(one, 9, 9), [1, 2], 6, cfg).is_stable
+
+
+def change_of_plan(rng, phases, consumed, num_corpora):
+    """The phases up to a place, then others: a run that is stopped there is mixed anew."""
+    kept = []
+    for samples, weights in phases:
+        if consumed > 0:
+            kept.append((min(samples, consumed), weights))
+        consumed -= samples
+    later = random_phases(rng, num_corpora, most=2)
+    return kept + [(20 * samples + 400, weights) for samples, weights in later]
+
+
+def steps_of(mm, dataset, state, micro, ranks, steps):
+    """A part of a run: (tokens and dataset of each of its samples, in order; its last state)."""
+    all_ranks = loaders(mm, dataset, micro, ranks)
+    if state is not None:
+        for loader in all_ranks:
+            loader.load_state_dict(state)
+    samples = []
+    iterators = [iter(loader) for loader in all_ranks]
+    for _ in range(steps * 8 // (micro * ranks)):
+        for iterator in iterators:
+            batch = next(iterator)
+            samples += zip(batch["dataset_id"].tolist(), batch["tokens"].tolist(), strict=True)
+    states = [loader.state_dict() for loader in all_ranks]
+    assert states == states[:1] * ranks
+    return samples, json.loads(json.dumps(states[0]))
+
+
+def run_that_changes_its_plan(mm, folder, rng, steps):
+    """Steps of 8 samples; three stops, each with other phases and another layout after it."""
+    stops = [0, *sorted(rng.choice(range(1, steps), 3, replace=False).tolist()), steps]
+    phases = []
+    samples = []
+    state = None
+    for first, end in itertools.pairwise(stops):
+        phases = change_of_plan(rng, phases, 8 * first, 3)
+        micro, ranks = [(8, 1), (1, 8), (2, 4), (4, 2), (2, 2)][rng.integers(5)]
+        total = sum(samples for samples, _ in phases)
+        while total < 8 * end:
+            phases.append((400, [1, 2, 3]))
+            total += 400
+        dataset = planned(mm, folder, phases)
+        more, state = steps_of(mm, dataset, state, micro, ranks, end - first)
+        samples += more
+    assert state["consumed_samples"] == len(samples) == 8 * steps
+    whole = planned(mm, folder, phases)
+    at_once, _ = steps_of(mm, whole, None, 8, 1, steps)
+    assert samples == at_once
+    wanted = phases_by_hand(whole.phases)[: 8 * steps]
+    assert [d for d, _ in samples] == [d for d, _ in wanted]
+
+
+def test_a_run_that_changes_its_plan_three_times(mm, tmp_path):
+    """It reads what a run reads that knew the whole plan from the start."""
+    run_that_changes_its_plan(mm, tmp_path, np.random.default_rng(1), 60)
+
+
+@pytest.mark.slow
+def test_long_runs_that_change_their_plans(mm, tmp_path):
+    for rng in cases(5):
+        run_that_changes_its_plan(mm, tmp_path, rng, 500)
 
 
 # ==============================================================================
@@ -7700,6 +8283,29 @@ def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
     assert code == 0 and out.count("valid: ") == 2, err
 
 
+def test_build_in_phases(mm, tmp_path, capsys):
+    a = mk(mm, tmp_path / "a", [[i] * 9 for i in range(40)])
+    b = mk(mm, tmp_path / "b", [[i] * 9 for i in range(25)])
+    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
+    common = ["--sequence-length", 8, "--random-seed", 7, "--path-to-cache", mine]
+    flags = ["--blend", a, b, "--split", "1", "--sizes", "none", 0, 0, "--stable-order"]
+    flags += ["--phase", 30, 70, 30, "--phase", 25, 0.5, 0.5]
+    code, out, err = command(mm, capsys, "build", *flags, *common)
+    assert code == 0 and "train: 55 samples" in out, err
+    cfg = config(
+        mm,
+        ([a, b], None),
+        blend_phases=[(30, [70, 30]), (25, [1, 1])],
+        stable_order=True,
+        split="1",
+        random_seed=7,
+        path_to_cache=theirs,
+        tokenizer=mm.ByteTokenizer(),
+    )
+    build(mm, [None, 0, 0], cfg)
+    assert files_of(mine) == files_of(theirs)
+
+
 def test_every_field_of_the_config_has_a_flag(one, tmp_path, capsys, monkeypatch):
     """Each field that a shell can write arrives in the config with the value that was given."""
     values = {"int": 3, "float": 0.25, "str": "1,0,0"}
@@ -7709,6 +8315,10 @@ def test_every_field_of_the_config_has_a_flag(one, tmp_path, capsys, monkeypatch
         kind = str(getattr(field.type, "__name__", field.type)).partition(" | ")[0]
         flag = "--" + field.name.replace("_", "-")
         if not field.init or field.name in ("blend", "blend_per_split", "tokenizer"):
+            continue
+        if field.name == "blend_phases":  # one flag for each phase
+            wanted[field.name] = [(2, [3.0]), (1, [0.5])]
+            argv += ["--phase", 2, 3, "--phase", 1, 0.5]
             continue
         if "parallel" in field.name or field.name == "sequences_per_dataset":
             continue  # upstream's, on which nothing here depends
@@ -7765,6 +8375,8 @@ WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), 
     ),
     "build-corpus": ("build --blend none --split 1" + COMMON, "none"),
     "build-blend": ("build --blend 1 p 2 --split 1" + COMMON, "blend"),
+    "build-phase": ("build --blend p p --split 1 --phase 9 1 x" + COMMON, "--phase"),
+    "build-phases": ("build --blend p p --split 1 --phase 9 1" + COMMON, "phase 0"),
     "build-empty-split": ("build --blend p --split 99,1,0" + COMMON, "99,1,0"),
 }
 
