@@ -68,6 +68,7 @@ import contextlib
 import dataclasses
 import datetime
 import enum
+import errno
 import fcntl
 import functools
 import glob
@@ -177,6 +178,7 @@ __all__ = [
     "get_blend_from_list",
     "get_idx_path",
     "get_train_valid_test_num_samples",
+    "hide_credentials",
     "is_remote",
     "main",
     "map_ahead",
@@ -420,12 +422,14 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self._check_open()
         source = get_bin_path(path_prefix)
         if os.path.realpath(source) == os.path.realpath(self._bin.path):
-            raise ValueError(f"{source} is both input and output: choose another output prefix")
+            raise ValueError(
+                f"{hide_credentials(source)} is both input and output: choose another output prefix"
+            )
         other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
         if other.dtype != self.dtype:
             raise ValueError(
-                f"{source} holds {other.dtype.__name__} tokens, wanted {self.dtype.__name__} as "
-                f"in {self._bin.path}"
+                f"{hide_credentials(source)} holds {other.dtype.__name__} tokens, "
+                f"wanted {self.dtype.__name__} as in {hide_credentials(self._bin.path)}"
             )
         before = len(self.sequence_lengths)
         for tokens in other.blocks_of_tokens():
@@ -443,8 +447,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self._check_open()
         if len(self.sequence_lengths) != self.document_indices[-1]:
             raise ValueError(
-                f"{self._bin.path}: no document ends after sequence {self.document_indices[-1]}: "
-                "call end_document() before finalize()"
+                f"{hide_credentials(self._bin.path)}: no document ends after sequence "
+                f"{self.document_indices[-1]}: call end_document() before finalize()"
             )
         n = len(self.sequence_lengths)
         m = len(self.document_indices)
@@ -469,7 +473,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def _check_open(self):
         """ValueError once the pair is finished."""
         if self._bin.file.closed:
-            raise ValueError(f"{self._bin.path} is finalized: nothing can be added")
+            name = hide_credentials(self._bin.path)
+            raise ValueError(f"{name} is finalized: nothing can be added")
 
     def __exit__(self, kind, error, traceback):
         try:
@@ -515,12 +520,12 @@ def _as_compact_array(values, typecode, name):
 class IndexedDataset(torch.utils.data.Dataset):
     """Read a .bin/.idx pair.  Upstream: IndexedDataset.
 
-    path_prefix            path of the pair without .bin and .idx
+    path_prefix            path of the pair without .bin and .idx; or its place on object storage,
+                           such as s3://bucket/corpus (section 13)
     multimodal             return (tokens, mode); the file must hold modes
     mmap                   True: arrays are views of the mapped file; False: each access reads the
                            file into a new array
-    object_storage_config  ObjectStorageConfig, for a prefix such as s3://bucket/corpus: section 13;
-                           None: its defaults
+    object_storage_config  ObjectStorageConfig; None: its defaults
     check                  True: check the whole .idx when it is opened, as verify() does;
                            False: only what takes O(1); None: the whole if it is below 64 MiB
     fast_cache_load        upstream's name: True is check=False, where check is None
@@ -686,6 +691,22 @@ class IndexedDataset(torch.utils.data.Dataset):
             return tokens, self.sequence_modes[i]
         return tokens
 
+    def get_many(self, pieces: typing.Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (sequence, offset, length), without modes.
+
+        The equal of get() for each piece; those of object storage are fetched at the same time.
+        """
+        spans = []
+        for idx, offset, length in pieces:
+            i = _position(idx, len(self), self.path_prefix)
+            spans.append(self._span(i, offset, length))
+        return self._tokens.read_many(spans)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Are the tokens read from a mapping, where a read costs next to nothing?"""
+        return type(self._tokens) is MappedTokens
+
     def _span(self, i, offset, length):
         """Where a part of sequence i lies: (tokens of the .bin before the part, tokens of it)."""
         pointer = int(self.sequence_pointers[i])
@@ -700,7 +721,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         length = size - offset if length is None else operator.index(length)
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(
-                f"{self.path_prefix}[{i}] has {size} tokens, wanted {offset} to {offset + length}"
+                f"{hide_credentials(self.path_prefix)}[{i}] has {size} tokens, "
+                f"wanted {offset} to {offset + length}"
             )
         return start + offset, length
 
@@ -745,14 +767,14 @@ class IndexedDataset(torch.utils.data.Dataset):
 
 def _format_error(path, field, wanted, got):
     """The error that names the four things a reader of the message needs."""
-    return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
+    return DatasetFormatError(hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
 
 
 def _position(idx, n, name):
     """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
     i = operator.index(idx)
     if not -n <= i < n:
-        raise IndexError(f"index {i} of {name}, which has {n} entries")
+        raise IndexError(f"index {i} of {hide_credentials(name)}, which has {n} entries")
     return i % n
 
 
@@ -1256,7 +1278,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     create_attention_mask    return the dense (1, S, S) mask, which says what may attend to what
     drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
     add_extra_token_to_sequence             x = 1: the last input token has a label too
-    object_storage_cache_path               folder for the .idx files of corpora on object storage
+    object_storage_cache_path               local folder for copies of .idx files: section 13
     data_parallel_size, sequence_parallel_size, sequences_per_dataset, context_parallel_size
                              accepted as upstream's; nothing here depends on them
     hybrid_context_parallel  of upstream; True is refused
@@ -1782,7 +1804,11 @@ class GPTDataset(MegatronDataset):
       position_ids             int64 (S,)
       cu_seqlens, max_seqlen   int32 (S+1,) and (), only with inter_document_masking
     ds[None] is sample 0 without any loss: it fills up a batch.  Cost: that of build_sample_idx() to
-    build; for a sample, one read for each document that it touches.
+    build; for a sample, one read for each document that it touches.  On object storage the reads of
+    a batch are made at the same time.
+
+    The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
+    or, for a pair on object storage, one beside the copy of its .idx.
 
     A subclass may override the two methods _query_document_sample_shuffle_indices(), the tokens of
     a sample, and _build_document_sample_shuffle_indices(), the three arrays; both names are
@@ -1858,9 +1884,12 @@ class GPTDataset(MegatronDataset):
 
     def _warn_if_no_eod(self):
         """Resets find nothing in a corpus that was tokenized without --append-eod."""
-        last_tokens = []
+        pieces = []
         for i in self.indices[:16].tolist():
-            last_tokens.extend(self.dataset.get(i)[-1:].tolist())
+            length = int(self.dataset.sequence_lengths[i])
+            if length > 0:
+                pieces.append((i, length - 1, 1))
+        last_tokens = [tokens[0] for tokens in self._read_pieces(pieces)]
         if last_tokens and self._eod_token_id not in last_tokens:
             warnings.warn(
                 f"{_name(self)}: none of {len(last_tokens)} documents looked at ends in eod, so "
@@ -1874,9 +1903,17 @@ class GPTDataset(MegatronDataset):
         """The cache of the three arrays; no file is opened yet."""
         folder = self.config.path_to_cache
         if not folder and self.dataset_path is not None:
-            folder = f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices"
+            folder = f"{self._default_cache_folder()}/{type(self).__name__}_indices"
         name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
         return IndexCache(folder, name, self.index_names, self.unique_description, self.made_from())
+
+    def _default_cache_folder(self):
+        """Where caches go if the config names no folder: beside the pair, or else the .idx copy."""
+        prefix = self.dataset.path_prefix
+        if not is_remote(prefix):
+            return f"{prefix}/cache"
+        storage = self.dataset.object_storage_config
+        return ObjectStorageConfig().folder if storage is None else storage.folder
 
     def _open_indices(self):
         """Load the three arrays from the cache, or build them."""
@@ -2024,7 +2061,24 @@ class GPTDataset(MegatronDataset):
         returns fewer than S + x of them, padding follows.
         """
         pieces = self.pieces(idx)
-        parts = [self.dataset.get(i, offset, length) for i, offset, length in pieces]
+        token_ids = self._join(idx, pieces, self._read_pieces(pieces))
+        return token_ids, np.array([i for i, _, _ in pieces], np.int64)
+
+    def _read_pieces(self, pieces):
+        """The tokens of each piece, in one call where the corpus allows that."""
+        if self._reads_many():
+            return self.dataset.get_many(pieces)
+        return [self.dataset.get(i, offset, length) for i, offset, length in pieces]
+
+    def _reads_many(self):
+        """Is this a corpus whose get() is ours, and returns nothing but tokens?"""
+        corpus = self.dataset
+        if not isinstance(corpus, IndexedDataset) or corpus.multimodal:
+            return False
+        return type(corpus).get is IndexedDataset.get
+
+    def _join(self, idx, pieces, parts):
+        """The tokens of the pieces of sample idx, laid end to end and filled up to S + x."""
         token_ids = np.concatenate(parts, dtype=np.int64)
         wanted = sum(length for _, _, length in pieces)
         if len(token_ids) != wanted:  # a reader of the user's own may be wrong
@@ -2033,16 +2087,55 @@ class GPTDataset(MegatronDataset):
             )
         if (token_ids == self._pad_token_id).any():
             self._warn_of_real_pads()
-        return self._pad(idx, token_ids), np.array([i for i, _, _ in pieces], np.int64)
+        return self._pad(idx, token_ids)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         if idx is None:
             sample = self[0]
             sample["loss_mask"].zero_()
             return sample
+        token_ids, _ = self._query_document_sample_shuffle_indices(idx)
+        return self._make_sample(idx, token_ids)
+
+    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
+        """Return several samples; where the corpus is not mapped, all are read in one call.
+
+        A subclass that has its own __getitem__() or _query_document_sample_shuffle_indices() is
+        asked for one sample after the other.
+        """
+        if not self._reads_batches():
+            return super().__getitems__(indices)
+        pieces_of_samples = []
+        pieces_of_batch = []
+        for idx in indices:
+            pieces = self.pieces(0 if idx is None else idx)
+            pieces_of_samples.append(pieces)
+            pieces_of_batch.extend(pieces)
+        parts = iter(self.dataset.get_many(pieces_of_batch))
+        samples = []
+        for idx, pieces in zip(indices, pieces_of_samples, strict=True):
+            k = 0 if idx is None else idx
+            token_ids = self._join(k, pieces, [next(parts) for _ in pieces])
+            sample = self._make_sample(k, token_ids)
+            if idx is None:
+                sample["loss_mask"].zero_()
+            samples.append(sample)
+        return samples
+
+    def _reads_batches(self):
+        """Does it serve to read a whole batch at once, and are the samples those of this class?"""
+        cls = type(self)
+        query = GPTDataset._query_document_sample_shuffle_indices
+        if cls.__getitem__ is not GPTDataset.__getitem__:
+            return False
+        if cls._query_document_sample_shuffle_indices is not query:
+            return False
+        return self._reads_many() and not self.dataset.is_mapped
+
+    def _make_sample(self, idx, token_ids):
+        """The tensors of sample idx, which has these tokens."""
         config = self.config
         S = config.sequence_length
-        token_ids, _ = self._query_document_sample_shuffle_indices(idx)
         padded = self._pad(idx, token_ids)
         tokens = padded[:S].copy()
         labels = padded[1:].copy()
@@ -2252,7 +2345,7 @@ def _describe_documents(indices):
 def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
     path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else str(path)
+    return type(dataset).__name__ if path is None else hide_credentials(str(path))
 
 
 def _attribute(tokenizer, name):
@@ -2919,7 +3012,8 @@ class BlendedMegatronDatasetBuilder:
         n = self.cls.numel_low_level_dataset(opened)
         if n >= 2**31:
             raise ValueError(
-                f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
+                f"{hide_credentials(prefix)}: {n} sequences, but int32 numbers only {2**31 - 1}: "
+                "split the corpus"
             )
         parts = []
         for split in Split:
@@ -4455,8 +4549,9 @@ def _finish_step(model, num_tokens):
 #   sync    the same                             the operating system has written it to the disk
 #   rename  corpus.bin                           in one step: a reader finds the old or the new one
 #
-# Object storage has no rename.  There the temporary file is a local one, and in the place of the
-# rename it is uploaded as a whole: readers find the old object until the upload is complete.
+# Object storage has no rename.  There the temporary file is a local one, in the folder TMPDIR, and
+# in the place of the rename it is uploaded as a whole: readers find the old object until the upload
+# is complete.
 #
 # After an error, or Ctrl-C, or SIGTERM in our commands, the temporary file is removed.  A process
 # that is killed (kill -9, no power, a second signal meanwhile) leaves it behind; it can be deleted
@@ -4476,6 +4571,7 @@ class NewFile:
         self.path = os.fspath(path)
         unique_name = f"{self.path}.{secrets.token_hex(8)}.tmp"
         if is_remote(self.path):
+            file_exists(self.path)  # what is permanently wrong shows here, before the work is done
             self.temporary = os.path.join(tempfile.gettempdir(), os.path.basename(unique_name))
             self.file = open(self.temporary, "xb", buffering=1 << 20)
             return
@@ -4611,6 +4707,9 @@ class IndexCache:
         description: str,
         made_from: dict | None = None,
     ) -> None:
+        if folder and is_remote(folder):
+            name = hide_credentials(folder)
+            raise ValueError(f"path_to_cache must be a local folder, which is mapped, got {name}")
         self.folder = folder if folder else None
         self.stem = stem
         self.names = names
@@ -4837,7 +4936,9 @@ class ObjectStorageConfig:
     path_to_idx_cache   folder for copies of .idx files; None: megatron_min in the folder of the
                         user's caches, $XDG_CACHE_HOME or ~/.cache
     bin_chunk_nbytes    0: read just the bytes that are asked for; else read the .bin in blocks of
-                        so many bytes, and keep the last few (upstream: 256 MiB, the default)
+                        so many bytes, and keep the last eight (upstream's default: 256 MiB)
+
+    Copies of .idx files are never removed: an object that changes leaves its old copy behind.
     """
 
     path_to_idx_cache: str | os.PathLike | None = None
@@ -4846,6 +4947,9 @@ class ObjectStorageConfig:
     def __post_init__(self) -> None:
         if self.bin_chunk_nbytes < 0:
             raise ValueError(f"bin_chunk_nbytes must be >= 0, got {self.bin_chunk_nbytes}")
+        if is_remote(self.folder):
+            name = hide_credentials(self.folder)
+            raise ValueError(f"path_to_idx_cache must be a local folder, got {name}")
 
     @property
     def folder(self) -> str:
@@ -4910,7 +5014,7 @@ class RemoteTokens(TokenSource):
         self.dtype = np.dtype(dtype)
         self.block_bytes = block_bytes
         self._file = RemoteFile(url)
-        self._size = self._file.stamp()["size"]
+        self._size = self._file.stamp()["size"] if block_bytes else None
         self._kept = {}  # {where a block begins: its bytes}, the oldest first
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -4968,7 +5072,7 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 def file_stamp(path: str | os.PathLike) -> dict:
-    """Return what tells a file from one that is written later: its size, and when it changed."""
+    """Return what tells a file from one that is written later: its size, its last change, ..."""
     if is_remote(path):
         return RemoteFile(path).stamp()
     stat = os.stat(path)
@@ -4996,16 +5100,25 @@ def fetch_index(path: str, stamp: dict, config: ObjectStorageConfig | None = Non
     if not is_remote(path):
         return path
     folder = ObjectStorageConfig().folder if config is None else config.folder
+    copied = os.path.join(folder, f"{_md5(path)}-{stamp['changed']}.idx")
+    if os.path.exists(copied):
+        return copied
     os.makedirs(folder, exist_ok=True)
-    name = f"{_md5(path)}-{stamp['changed']}-{os.path.basename(path)}"
-    copied = os.path.join(folder, name)
     with open(f"{copied}.lock", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the end of this block, or of this process, unlocks
         if not os.path.exists(copied):
             with NewFile(copied) as file:
-                for block in RemoteFile(path).blocks(stamp["size"]):
-                    file.write(block)
+                _copy_object(path, stamp, file)
     return copied
+
+
+def _copy_object(url, stamp, file):
+    """Write an object to an open file; OSError if the object changed meanwhile."""
+    remote = RemoteFile(url)
+    for block in remote.blocks(stamp["size"]):
+        file.write(block)
+    if remote.stamp() != stamp:
+        raise OSError(f"{hide_credentials(url)} changed while it was copied: try again")
 
 
 class RemoteFile:
@@ -5028,7 +5141,9 @@ class RemoteFile:
         """Return {"size": bytes, "changed": a digest of what the storage says of the object}."""
         found = self._try(self._info)
         if found.get("size") is None:
-            raise OSError(f"{_hide_credentials(self.url)}: the server does not tell the size")
+            raise OSError(f"{hide_credentials(self.url)}: the server does not tell its size")
+        # the URL that a server redirects to may have a signature, which is a new one each time
+        found.pop("url", None)
         return {"size": found["size"], "changed": _md5(json.dumps(found, default=str))}
 
     def read_ranges(self, ranges: typing.Sequence[tuple[int, int]]) -> list[bytes]:
@@ -5083,6 +5198,8 @@ class RemoteFile:
         for (begin, end), content in zip(missing, found, strict=True):
             if isinstance(content, BaseException):
                 errors.append(content)
+            elif len(content) > end - begin:  # such a server would send the whole object each time
+                raise ValueError("the server sends more than the range that it is asked for")
             elif len(content) != end - begin:
                 errors.append(OSError(f"bytes {begin} to {end} came as {len(content)} bytes"))
             else:
@@ -5114,10 +5231,12 @@ class RemoteFile:
 
     def _describe(self, error):
         """The error to raise for one of fsspec's or of the libraries that it calls."""
-        url = _hide_credentials(self.url)
-        text = _hide_credentials(f"{type(error).__name__}: {error}")
+        url = hide_credentials(self.url)
+        text = hide_credentials(f"{type(error).__name__}: {error}")
         if isinstance(error, ImportError):
             return ImportError(f'{url} needs a further package (extra "storage"): {text}')
+        if getattr(error, "status", None) in (401, 403):
+            return PermissionError(f"{url}: {text}")
         for kind in (FileNotFoundError, PermissionError):
             if isinstance(error, kind):
                 return kind(f"{url}: {text}")
@@ -5145,15 +5264,32 @@ def _is_permanent(error):
         return status not in (408, 429)  # a timeout, and too many requests
     if "Credentials" in type(error).__name__:
         return True
-    kinds = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-    return isinstance(
-        error, (*kinds, ImportError, LookupError, TypeError, ValueError, RuntimeError)
-    )
+    if getattr(error, "errno", None) in _PERMANENT_ERRNOS:
+        return True
+    return isinstance(error, _PERMANENT_ERRORS)
 
 
-def _hide_credentials(text):
-    """A text without the user names and passwords, and without the queries, of its URLs."""
-    without_users = re.sub(r"://[^/@\s]*@", "://", text)
+_PERMANENT_ERRNOS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.EMSGSIZE)
+_PERMANENT_ERRORS = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ImportError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+)
+
+
+def hide_credentials(text: str | os.PathLike) -> str:
+    """Return a text without the user names and passwords, and without the queries, of its URLs.
+
+    >>> hide_credentials("https://me:secret@host/corpus?X-Amz-Signature=12ab: no such object")
+    'https://host/corpus no such object'
+    """
+    without_users = re.sub(r"://[^/\s]*@", "://", os.fspath(text))
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", without_users)
 
 
@@ -5656,6 +5792,9 @@ _METHODS_IN_C = (
     "__getitems__",
     "pieces",
     "_query_document_sample_shuffle_indices",
+    "_read_pieces",
+    "_join",
+    "_make_sample",
     "_rows",
     "_pad",
     "_loss_mask",
@@ -5671,7 +5810,7 @@ def _is_read_by_c(dataset):
     corpus = dataset.dataset
     if type(corpus) is not IndexedDataset or corpus.multimodal:
         return False
-    return type(corpus._tokens) is MappedTokens
+    return corpus.is_mapped
 
 
 def _has_methods_of_its_own(cls):
@@ -5787,7 +5926,7 @@ def _c_getitem(self, idx):
     return _c_sample(columns, 0)
 
 
-@functools.wraps(MegatronDataset.__getitems__)
+@functools.wraps(GPTDataset.__getitems__)
 def _c_getitems(self, indices):
     columns = _c_make_batch(self, indices)
     if columns is None:
@@ -6631,7 +6770,7 @@ def _print_counts(label, dataset):
     """Print one line about a pair."""
     num_documents = len(dataset.document_indices) - 1
     print(
-        f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, "
+        f"{hide_credentials(label)}: {len(dataset):,} sequences, {num_documents:,} documents, "
         f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
     )
 
@@ -6736,7 +6875,7 @@ _CONFIG_FLAGS = [
     ("create_attention_mask", bool, "samples have the dense (1, S, S) mask"),
     ("drop_last_partial_validation_sequence", bool, "no: pad the short last sample of valid"),
     ("add_extra_token_to_sequence", bool, "the last input token has a label too"),
-    ("object_storage_cache_path", str, "accepted as upstream's"),
+    ("object_storage_cache_path", str, "folder for copies of .idx files"),
     ("inter_document_masking", bool, "samples have cu_seqlens and max_seqlen, and no mask"),
     ("stable_order", bool, "a longer dataset begins with the shorter one"),
 ]
