@@ -90,6 +90,8 @@ setup(
     extras_require={
         "test": ["pytest", "pytest-benchmark", "tokenizers"],
         "tools": ["tokenizers"],  # of the commands: a tokenizer.json of Hugging Face
+        "storage": ["s3fs", "pyarrow"],  # s3:// and https:// prefixes; Parquet
+        "test-storage": ["s3fs", "moto[server]"],  # an S3 server of the tests and of bench.py
         "parity": ["megatron-core==0.16.1"],  # to compare with, in the tests and in bench.py
     },
     ext_modules=[]

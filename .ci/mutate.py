@@ -271,7 +271,7 @@ FAULTS = {
             '            sample = self[0]\n            sample["loss_mask"].zero_()\n',
             "            sample = self[0]\n",
         ),
-        ('                sample["loss_mask"].zero_()\n', ""),
+        ('                sample["loss_mask"].zero_()\n', "                pass\n"),
         ("if not is_remote(prefix):", "if True:"),
         (
             "ObjectStorageConfig().folder if storage is None else storage.folder",
