@@ -3,7 +3,7 @@
 """How fast is it?  A table of megatron-core 0.16.1 ("upstream"), our Python and our C.
 
     python bench.py                 the rows that tell most, on one screen, in under a minute
-    python bench.py --full          all rows, in some minutes
+    python bench.py --full          all rows, in a few minutes
     python bench.py --only blend    those of all rows whose case matches a regular expression
     python bench.py --storage       samples from object storage: speed, requests, bytes
     python bench.py --json FILE     every single time too; "-" is stdout, the table goes to stderr
@@ -15,7 +15,7 @@ run once without a clock, which warms up files and memory, and their results are
 differs gets no time.  Then they take turns, A B C A B C ..., so that a slow moment of the machine
 hits all alike.  Shown are the medians, in milliseconds.
 
-To add a row, write a case (section 3) and add it to a list of section 4.
+To add a row, write a function in section 3 and a line in section 4.
 """
 
 import argparse
@@ -31,23 +31,22 @@ import importlib.util
 import itertools
 import json
 import logging
-import math
 import multiprocessing
 import os
 import pathlib
 import platform
 import re
+import resource
 import shutil
 import statistics
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 import types
 import typing
-import unittest.mock
 import urllib.request
 import warnings
 
@@ -56,18 +55,18 @@ import torch
 import torch.distributed
 import torch.utils.data
 
-NAMES = ("upstream", "Python", "C")
-WITHOUT_C = ("upstream", "Python")  # of rows in which no C kernel runs
 SEED = 1234
 EOD = 50256
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # torchrun does so too; the threads of a busy machine wait long
 
-# ==============================================================================
-# 1. The competitors
-# ==============================================================================
+# -- 1. The competitors ----------------------------------------------------------------------------
 # Each is a module with upstream's public names, so that a case runs the same lines on all three.
+
+NAMES = ("upstream", "Python", "C")
+NO_C = ("upstream", "Python")  # for rows in which no C kernel runs
+OURS = ("Python", "C")  # for what upstream does not have
 
 
 @functools.cache
@@ -79,16 +78,16 @@ def load(name):
     spec = importlib.util.spec_from_file_location(f"megatron_min_{name}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    with unittest.mock.patch.dict(os.environ, MEGATRON_MIN_C="1" if name == "C" else "0"):
-        try:
-            spec.loader.exec_module(module)
-        except ImportError:
-            return None
+    os.environ["MEGATRON_MIN_C"] = "1" if name == "C" else "0"
+    try:
+        spec.loader.exec_module(module)
+    except ImportError:
+        return None
     return module
 
 
 def load_upstream():
-    """The data path of megatron-core, and our re-creations of what only its scripts have."""
+    """The data path of megatron-core in one module, and re-creations of what it lacks."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -97,7 +96,7 @@ def load_upstream():
     except ImportError:
         return None
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    upstream = types.ModuleType("upstream")  # all names of these modules in one
+    upstream = types.ModuleType("upstream")
     for part in (utils, helpers, indexed_dataset, gpt_dataset, builder):
         upstream.__dict__.update(part.__dict__)
     upstream.__name__ = "upstream"
@@ -105,8 +104,9 @@ def load_upstream():
     upstream.get_batch_on_this_cp_rank = upstream_cp_batch
     upstream.build_pretraining_data_loader = recreated_data_loader
     upstream.merge = recreated_merge
-    upstream.ParallelGroups = no_groups
+    upstream.ParallelGroups = dict  # no groups: the next function broadcasts over all ranks
     upstream.get_batch_on_this_tp_rank = recreated_tp_batch
+    upstream.DistributedDataParallel = TorchDDP
     return upstream
 
 
@@ -138,59 +138,48 @@ def recreated_merge(prefixes, output_prefix):
     builder.finalize(f"{output_prefix}.idx")
 
 
-def no_groups(**sizes):
-    """In place of ParallelGroups: the next function broadcasts over all ranks."""
-    return None
-
-
 def recreated_tp_batch(data_iterator, groups, *, micro_batch_size, sequence_length, **options):
     """How the training script hands a batch to the tensor-parallel ranks: five broadcasts."""
-    row = (micro_batch_size, sequence_length)
-    layout = {
-        "tokens": (row, torch.int64),
-        "labels": (row, torch.int64),
-        "loss_mask": (row, torch.float32),
-        "attention_mask": ((micro_batch_size, 1, sequence_length, sequence_length), torch.bool),
-        "position_ids": (row, torch.int64),
-    }
     if data_iterator is not None:
         batch = next(data_iterator)
     else:
-        batch = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in layout.items()}
-    for key in layout:
-        torch.distributed.broadcast(batch[key], 0)
+        like = parallel_batch(sequence_length, with_mask=True)
+        batch = {key: torch.empty_like(tensor) for key, tensor in like.items()}
+    for tensor in batch.values():
+        torch.distributed.broadcast(tensor, 0)
     return batch
 
 
-# ==============================================================================
-# 2. Clock, files, datasets, processes
-# ==============================================================================
+class TorchDDP(torch.nn.parallel.DistributedDataParallel):
+    """torch's class with the names of ours; upstream's needs a GPU."""
+
+    def __init__(self, module, bucket_size, overlap_grad_reduce):
+        super().__init__(module, bucket_cap_mb=4 * bucket_size / 2**20)
+
+    def zero_grad_buffer(self):
+        self.zero_grad()
+
+    def finish_grad_sync(self):
+        """Nothing is left to do: backward() has waited."""
+
+
+# -- 2. Clock, files, datasets, processes ----------------------------------------------------------
 
 
 class Clock:
-    """A stopwatch that runs only inside its with block; ranks start and stop it together."""
+    """A stopwatch that runs only inside its with block; the ranks of a job start together."""
 
     def __init__(self):
         self.seconds = 0.0
         self._started = None
 
     def __enter__(self):
-        wait_for_all_ranks()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
         self._started = time.perf_counter()
 
     def __exit__(self, kind, error, traceback):
-        wait_for_all_ranks()
         self.seconds += time.perf_counter() - self._started
-
-    def read(self):
-        """The seconds so far.  For pytest-benchmark this is the time of day."""
-        return self.seconds
-
-
-def wait_for_all_ranks():
-    """Return when all ranks are here; at once where this process is alone."""
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
 
 
 @functools.cache
@@ -219,44 +208,37 @@ def written_files():
 
 
 @functools.lru_cache(maxsize=2)
-def lengths_of(documents):
-    """Tokens in each document, int32: 1 to 999, 500 in the mean."""
-    return np.random.default_rng(SEED).integers(1, 1000, documents, dtype=np.int32)
-
-
-@functools.lru_cache(maxsize=1)
-def order_of(documents):
-    """The documents in random order, int32."""
-    return np.random.default_rng(SEED).permutation(documents).astype(np.int32)
+def random_documents(n):
+    """Tokens in each document, 1 to 999; and the documents in random order; int32."""
+    rng = np.random.default_rng(SEED)
+    return rng.integers(1, 1000, n, dtype=np.int32), rng.permutation(n).astype(np.int32)
 
 
 @functools.cache
-def corpus(documents, seed=SEED):
-    """Write a pair of random uint16 tokens -> its prefix.  Without a seed the .bin is one big hole.
+def corpus(documents, seed=SEED, hole=False):
+    """Write a pair of random uint16 tokens -> its prefix.
 
-    The lengths repeat after a million documents, so that a billion of them need little memory here.
+    A billion documents need little disk and memory: a hole in the .bin takes the place of tokens,
+    and the lengths repeat after a million documents.
     """
-    prefix = os.path.join(home(), f"corpus-{documents}-{seed}")
-    lengths = lengths_of(min(documents, 10**6))
+    prefix = os.path.join(home(), f"corpus-{documents}-{seed}-{hole}")
+    lengths, _ = random_documents(min(documents, 10**6))
     ends = np.cumsum(lengths, dtype=np.int64)
-    firsts = range(0, documents, len(lengths))  # the first document of each repetition
-    num_tokens = 0
+    repeats = documents // len(lengths)
     with open(f"{prefix}.idx", "wb") as file:
         file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, documents + 1))
-        for first in firsts:
-            lengths[: documents - first].tofile(file)
-        for first in firsts:
-            pointers = 2 * (num_tokens + ends - lengths)
-            pointers[: documents - first].tofile(file)
-            num_tokens += int(lengths[: documents - first].sum(dtype=np.int64))
-        for first in firsts:
-            np.arange(first, min(first + len(lengths), documents)).tofile(file)
+        for _ in range(repeats):
+            lengths.tofile(file)
+        for k in range(repeats):
+            (2 * (k * ends[-1] + ends - lengths)).tofile(file)  # pointers, in bytes
+        for k in range(repeats):
+            np.arange(k * len(lengths), (k + 1) * len(lengths)).tofile(file)
         file.write(struct.pack("<q", documents))
     with open(f"{prefix}.bin", "wb") as file:
-        if seed is None:
-            file.truncate(2 * num_tokens)
+        if hole:
+            file.truncate(2 * repeats * ends[-1])
         else:
-            tokens = np.random.default_rng(seed).integers(0, EOD, num_tokens, dtype=np.uint16)
+            tokens = np.random.default_rng(seed).integers(0, EOD, ends[-1], dtype=np.uint16)
             tokens[ends - 1] = EOD
             tokens.tofile(file)
     return prefix
@@ -267,43 +249,22 @@ class Tokenizer:
 
     vocab_size = EOD + 1
     eod = EOD
-    unique_identifiers: typing.ClassVar = {"class": "bench.Tokenizer"}
+    unique_identifiers = {"class": "bench.Tokenizer"}
 
 
-def config_of(mm, prefixes, S, cache, **options):
-    """The config of a job that trains on all of these corpora; options override these here."""
-    plain = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
-    return mm.GPTDatasetConfig(
+FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
+
+
+def build_dataset(mm, prefixes, S, cache, samples=None, **options):
+    """The training dataset of whole corpora, as the builder makes it; samples None: one epoch."""
+    config = mm.GPTDatasetConfig(
         random_seed=SEED,
         sequence_length=S,
         blend_per_split=[(prefixes, None), None, None],
         path_to_cache=cache,
         tokenizer=Tokenizer(),
-        **(dict.fromkeys(plain, False) | options),
+        **(dict.fromkeys(FLAGS, False) | options),
     )
-
-
-def gpt_dataset(mm, prefix, S, cache, **options):
-    """One epoch of a whole corpus as a GPTDataset."""
-    config = config_of(mm, [prefix], S, cache, **options)
-    low = mm.GPTDataset.build_low_level_dataset(prefix, config)
-    documents = np.arange(len(low), dtype=np.int32)
-    return mm.GPTDataset(low, prefix, documents, None, mm.Split.train, config)
-
-
-@functools.lru_cache(maxsize=3)
-def dataset_to_read(mm, S, **options):
-    """100,000 documents to read from; the competitors share the cache, which the first writes."""
-    return gpt_dataset(mm, corpus(100_000), S, os.path.join(home(), "cache"), **options)
-
-
-def indices_of(dataset):
-    """The three index arrays of a GPTDataset."""
-    return [dataset.document_index[:], dataset.sample_index[:], dataset.shuffle_index[:]]
-
-
-def build_blend(mm, config, samples):
-    """The training part that the builder makes of a config."""
     sizes = [samples, None, None]
     builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, is_built_here, config)
     return builder.build()[0]
@@ -314,45 +275,44 @@ def is_built_here():
     return True
 
 
-def run_on_two_ranks(function, name, clock, n, sizes):
-    """Run a case in two processes of one job -> what each returned; the slower one counts."""
-    pipes = pipes_of_two_ranks()
-    for pipe in pipes:
-        pipe.send((function.__name__, name, n, sizes))
-    answers = [pipe.recv() for pipe in pipes]
-    clock.seconds += max(seconds for seconds, _ in answers)
-    return [result for _, result in answers]
+@functools.lru_cache(maxsize=3)
+def dataset_to_read(mm, S, **options):
+    """100,000 documents to read from; the competitors share the cache, which the first writes."""
+    return build_dataset(mm, [corpus(100_000)], S, os.path.join(home(), "cache"), **options)
+
+
+def indices_of(dataset):
+    """The three index arrays of a GPTDataset."""
+    return [dataset.document_index[:], dataset.sample_index[:], dataset.shuffle_index[:]]
+
+
+def run_in_fresh_process(function, *arguments):
+    """Call it in a process that has imported and allocated nothing yet."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 @functools.cache
-def pipes_of_two_ranks():
-    """Start the two processes, once; they end with this one.  (A fork would copy locked locks.)"""
+def two_ranks():
+    """Start the two processes of a job, once.  (A fork would copy locked locks.)"""
     context = multiprocessing.get_context("spawn")
-    store = f"file://{fresh_folder()}/store"
-    pipes = []
+    store = f"file://{home()}/store"
+    pools = []
     for rank in range(2):
-        ours, theirs = context.Pipe()
-        context.Process(target=serve_rank, args=(rank, store, theirs), daemon=True).start()
-        pipes.append(ours)
-    return pipes
+        pools.append(concurrent.futures.ProcessPoolExecutor(1, context, join_job, (store, rank)))
+    return pools
 
 
-def serve_rank(rank, store, pipe):
-    """One of the two processes: run the cases that it is told."""
+def join_job(store, rank):
+    """What each of the two processes does first."""
     torch.set_num_threads(1)
-    minute = datetime.timedelta(minutes=1)
-    torch.distributed.init_process_group("gloo", store, minute, world_size=2, rank=rank)
-    while True:
-        function_name, name, n, sizes = pipe.recv()
-        clock = Clock()
-        result = globals()[function_name](load(name), clock, n, **sizes)
-        pipe.send((clock.seconds, result))
+    timeout = datetime.timedelta(minutes=10)
+    torch.distributed.init_process_group("gloo", store, timeout, world_size=2, rank=rank)
 
 
-# ==============================================================================
-# 3. The cases
-# ==============================================================================
-# A case is a function of a competitor, a clock, a number of items, and sizes:
+# -- 3. The cases ----------------------------------------------------------------------------------
+# A case is a function of a competitor, a clock, a number of items, and options:
 #
 #     def case(mm, clock, n, S):
 #         ...              untimed: inputs, an empty folder, an open file
@@ -382,22 +342,9 @@ def loader(mm, clock, n, num_workers=0, **options):
     return [first, batch]
 
 
-def nanogpt_crops(mm, clock, n):
-    """As nanoGPT makes a batch: tokens and labels from anywhere in the file."""
-    data = np.memmap(f"{corpus(100_000)}.bin", np.uint16, "r")
-    with clock:
-        for _ in range(n // 8):
-            places = torch.randint(len(data) - 2048, (8,)).tolist()
-            tokens = [torch.from_numpy(data[i : i + 2048].astype(np.int64)) for i in places]
-            labels = [torch.from_numpy(data[i + 1 : i + 2049].astype(np.int64)) for i in places]
-            torch.stack(tokens)
-            torch.stack(labels)
-
-
 def sample_index(mm, clock, n, S):
     """build_sample_idx: one epoch of documents in random order."""
-    sizes = lengths_of(n)
-    order = order_of(n)
+    sizes, order = random_documents(n)
     num_tokens = int(sizes.sum(dtype=np.int64))
     with clock:
         rows = mm.build_sample_idx(sizes, order, S, 1, num_tokens)
@@ -425,30 +372,23 @@ def blend(mm, clock, n, datasets):
 
 
 def build(mm, clock, n):
-    """GPTDataset of one epoch, whose cache is written to an empty folder."""
-    prefix = corpus(n, None)
+    """The builder, for one epoch of a corpus; its cache is written to an empty folder."""
+    prefix = corpus(n, hole=True)
     cache = fresh_folder()
     with clock:
-        dataset = gpt_dataset(mm, prefix, 2048, cache)
+        dataset = build_dataset(mm, [prefix], 2048, cache)
     return [indices_of(dataset), written_files()]
 
 
-def build_epochs(mm, clock, n, epochs, stable_order=True):
-    """GPTDataset of several epochs, n documents in all, each epoch shuffled by itself."""
-    prefix = corpus(n // epochs, None)
+def build_epochs(mm, clock, n, epochs, **options):
+    """The builder, for several epochs, n documents in all."""
+    prefix = corpus(n // epochs, hole=True)
     cache = fresh_folder()
-    config = config_of(mm, [prefix], 2048, cache, stable_order=stable_order)
-    low = mm.GPTDataset.build_low_level_dataset(prefix, config)
-    documents = np.arange(len(low), dtype=np.int32)
-    samples = int(low.sequence_lengths.sum(dtype=np.int64)) * epochs // 2048 - 1
+    num_tokens = int(mm.IndexedDataset(prefix).sequence_lengths.sum(dtype=np.int64))
+    num_samples = num_tokens * epochs // 2048 - 1
     with clock:
-        dataset = mm.GPTDataset(low, prefix, documents, samples, mm.Split.train, config)
+        dataset = build_dataset(mm, [prefix], 2048, cache, num_samples, **options)
     return [indices_of(dataset), written_files()]
-
-
-def build_plain_epochs(mm, clock, n, epochs):
-    """The same in upstream's order, by our C."""
-    build_epochs(load("C"), clock, n, epochs, stable_order=False)
 
 
 def phases(mm, clock, n, datasets):
@@ -463,60 +403,48 @@ def phases(mm, clock, n, datasets):
     return [which, sample]
 
 
-def plain_blend(mm, clock, n, datasets):
-    """A blend of as many samples with the same weights all along, by our C."""
-    blend(load("C"), clock, n, datasets)
-
-
 def cache_hit(mm, clock, n, **options):
-    """GPTDataset whose cache is there: all open the same one, which our Python has written."""
-    prefix = corpus(n, None)
+    """The builder, with a cache that is there: all open the same one, which our Python wrote."""
+    prefix = corpus(n, hole=True)
     cache = os.path.join(home(), "hit")
-    gpt_dataset(load("Python"), prefix, 2048, cache, fast_cache_load=True)
+    build_dataset(load("Python"), [prefix], 2048, cache, fast_cache_load=True)
     with clock:
-        dataset = gpt_dataset(mm, prefix, 2048, cache, **options)
+        dataset = build_dataset(mm, [prefix], 2048, cache, **options)
     return indices_of(dataset)
 
 
 def build_four(mm, clock, n):
     """The builder, in four threads: 90 % of an epoch of four corpora, their caches beside them."""
     folder = fresh_folder()
-    low = corpus(n // 4, None)
     prefixes = [os.path.join(folder, name) for name in "abcd"]
     for prefix in prefixes:
-        os.symlink(f"{low}.bin", f"{prefix}.bin")
-        os.symlink(f"{low}.idx", f"{prefix}.idx")
-    config = config_of(mm, prefixes, 2048, None, num_dataset_builder_threads=4)
+        os.symlink(f"{corpus(n // 4, hole=True)}.bin", f"{prefix}.bin")
+        os.symlink(f"{corpus(n // 4, hole=True)}.idx", f"{prefix}.idx")
+    num_samples = int(0.9 * n * 500 / 2048)
+    threads = {"num_dataset_builder_threads": 4}
     with clock:
-        dataset = build_blend(mm, config, int(0.9 * n * 500 / 2048))
+        dataset = build_dataset(mm, prefixes, 2048, None, num_samples, **threads)
     parts = [indices_of(part) for part in dataset.datasets]
     return [dataset.dataset_index, dataset.dataset_sample_index, parts]
 
 
-def add_documents(mm, clock, n, add, convert):
+def add_documents(mm, clock, n, convert, by_item=False):
     """Documents that are added one by one, as lists (what tokenizers give), arrays or tensors."""
     rng = np.random.default_rng(SEED)
     documents = []
-    for length in lengths_of(1000):
+    for length in random_documents(1000)[0]:
         documents.append(convert(rng.integers(0, EOD, length, dtype=np.int32)))
     prefix = os.path.join(fresh_folder(), "pair")
     builder = mm.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     with clock:
         for tokens in itertools.islice(itertools.cycle(documents), n):
-            add(builder, tokens)
+            if by_item:
+                builder.add_item(tokens)
+                builder.end_document()
+            else:
+                builder.add_document(tokens, [len(tokens)])
     builder.finalize(f"{prefix}.idx")
     return written_files()
-
-
-def add_document(builder, tokens):
-    """A document by one call."""
-    builder.add_document(tokens, [len(tokens)])
-
-
-def add_item(builder, tokens):
-    """A document by two."""
-    builder.add_item(tokens)
-    builder.end_document()
 
 
 def merge(mm, clock, n):
@@ -529,9 +457,8 @@ def merge(mm, clock, n):
 
 
 def preprocess(mm, clock, n):
-    """preprocess in one process, into bytes, of pieces of Python's own library."""
-    modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]
-    code = "".join(path.read_text("utf-8", "replace") for path in modules)
+    """preprocess in one process, into bytes, of pieces of one of Python's modules."""
+    code = pathlib.Path(argparse.__file__).read_text(encoding="utf-8")
     pieces = [code[i : i + 2000] for i in range(0, len(code), 2000)]
     folder = fresh_folder()
     with open(f"{folder}/text.jsonl", "w", encoding="utf-8") as file:
@@ -543,33 +470,34 @@ def preprocess(mm, clock, n):
 
 
 def first_batch(mm, clock, n):
-    """A script, from start to end, that builds a dataset of n documents and reads a batch."""
+    """A new process that imports all, builds a dataset of n documents, and reads a batch."""
     name = mm.__name__.removeprefix("megatron_min_")
-    script = f"import bench; bench.print_first_batch({name!r}, {corpus(n)!r}, {fresh_folder()!r})"
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    folder = os.path.dirname(os.path.abspath(__file__))
+    arguments = (name, corpus(n), fresh_folder())
     with clock:
-        finished = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE)
-    return finished.stdout
+        return run_in_fresh_process(first_tokens, *arguments)
 
 
-def print_first_batch(name, prefix, cache):
-    """What the script does."""
+def first_tokens(name, prefix, cache):
+    """What the process does."""
     mm = load(name)
-    dataset = build_blend(mm, config_of(mm, [prefix], 2048, cache), 1000)
-    loader = mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=8, num_workers=0)
-    print(next(iter(loader))["tokens"].tolist())
+    dataset = build_dataset(mm, [prefix], 2048, cache, 1000)
+    batches = mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=8, num_workers=0)
+    return next(iter(batches))["tokens"].numpy()
 
 
-def parallel_batch(S):
+@functools.cache
+def parallel_batch(S, with_mask=False):
     """A micro-batch of 8 rows, as a loader gives it."""
     words = torch.from_numpy(np.random.default_rng(SEED).integers(0, EOD, (8, S + 1)))
-    return {
+    batch = {
         "tokens": words[:, :-1].contiguous(),
         "labels": words[:, 1:].contiguous(),
         "loss_mask": torch.ones(8, S),
         "position_ids": torch.arange(S).repeat(8, 1),
     }
+    if with_mask:
+        batch["attention_mask"] = torch.ones(S, S, dtype=torch.bool).triu(1).repeat(8, 1, 1, 1)
+    return batch
 
 
 def tp_batch(mm, clock, n, S):
@@ -577,9 +505,7 @@ def tp_batch(mm, clock, n, S):
     groups = mm.ParallelGroups(tensor=2)
     batches = None
     if torch.distributed.get_rank() == 0:
-        batch = parallel_batch(S)
-        batch["attention_mask"] = torch.ones(S, S, dtype=torch.bool).triu(1).repeat(8, 1, 1, 1)
-        batches = itertools.repeat(batch)
+        batches = itertools.repeat(parallel_batch(S, with_mask=True))
     options = {"micro_batch_size": 8, "sequence_length": S, "create_attention_mask": True}
     with clock:
         for _ in range(n):
@@ -599,189 +525,121 @@ def cp_batch(mm, clock, n, S):
 
 def ddp_steps(mm, clock, n):
     """DistributedDataParallel: forward and backward of 8 layers, 2**21 parameters in 4 buckets."""
-    layers, inputs = ddp_model()
-    model = mm.DistributedDataParallel(layers, bucket_size=2**19, overlap_grad_reduce=True)
-    return run_steps(clock, n, model, inputs)
-
-
-def torch_ddp_steps(mm, clock, n):
-    """The same with torch's."""
-    layers, inputs = ddp_model()
-    return run_steps(clock, n, TorchDDP(layers, bucket_cap_mb=2), inputs)
-
-
-class TorchDDP(torch.nn.parallel.DistributedDataParallel):
-    """torch's, with the names of ours."""
-
-    def zero_grad_buffer(self):
-        self.zero_grad()
-
-    def finish_grad_sync(self):
-        """Nothing is left to do: backward() has waited."""
-
-
-def ddp_model():
-    """Layers, the same on all ranks, and inputs that differ."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED)  # the same layers on all ranks; their inputs differ
     layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(8)]
     inputs = torch.randn(64, 512) + torch.distributed.get_rank()
-    return torch.nn.Sequential(*layers), inputs
-
-
-def run_steps(clock, n, model, inputs):
-    """A step without the clock, in which torch's settles its buckets; n steps; the gradients."""
-    run_step(model, inputs)
+    model = torch.nn.Sequential(*layers)
+    model = mm.DistributedDataParallel(model, bucket_size=2**19, overlap_grad_reduce=True)
     with clock:
         for _ in range(n):
-            run_step(model, inputs)
+            model.zero_grad_buffer()
+            model(inputs).square().sum().backward()
+            model.finish_grad_sync()
     return [parameter.grad.numpy() for parameter in model.parameters()]
 
 
-def run_step(model, inputs):
-    """Forward, backward, and the sum over the ranks."""
-    model.zero_grad_buffer()
-    model(inputs).square().sum().backward()
-    model.finish_grad_sync()
-
-
-# ==============================================================================
-# 4. The rows
-# ==============================================================================
+# -- 4. The rows -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Case:
     """A row of the table."""
 
-    title: str  # ends in "*" where upstream's side is a script that is re-created here
+    title: str  # ends in "*" where upstream's side is not in its package
     function: typing.Callable  # of section 3
-    n: int
-    unit: str  # what the n items are
-    sizes: dict = dataclasses.field(default_factory=dict)  # more arguments of the function
+    n: int  # how many items the function is given
+    unit: str  # what these are
     names: tuple = NAMES  # the competitors
-    python_n: int | None = None  # items for our Python, where it is far slower than the others
-    peer: typing.Callable | None = None  # a function that runs in upstream's place, and is not its
-    ranks: int = 1
+    options: dict = dataclasses.field(default_factory=dict)  # more arguments of the function
+    ranks: int = 1  # 2: the function runs in both processes of a job
+    seconds: float = 0.0  # of all runs so far
 
     def competitors(self):
         """The names of those that are there."""
-        names = []
-        for name in self.names:
-            is_peer = name == "upstream" and self.peer is not None
-            if is_peer or load(name) is not None:
-                names.append(name)
-        return names
+        return [name for name in self.names if load(name) is not None]
 
-    def items(self, name):
-        """How many items a competitor is given."""
-        if name == "Python" and self.python_n is not None:
-            return self.python_n
-        return self.n
+    def run(self, name):
+        """Run a competitor -> the seconds, and its result; a list of results on two ranks."""
+        if self.ranks == 1:
+            seconds, result = self.run_here(name)
+        else:
+            futures = [pool.submit(self.run_here, name) for pool in two_ranks()]
+            answers = [future.result() for future in futures]
+            seconds = max(answer[0] for answer in answers)  # the slower one counts
+            result = [answer[1] for answer in answers]
+        self.seconds += seconds
+        return seconds, result
 
-    def run(self, name, n, clock):
-        """Run a competitor on n items -> its result; the clock counts the seconds."""
-        function = self.function
-        if name == "upstream" and self.peer is not None:
-            function = self.peer
-        if self.ranks == 2:
-            return run_on_two_ranks(function, name, clock, n, self.sizes)
-        return function(load(name), clock, n, **self.sizes)
-
-    def milliseconds(self, name):
-        """One timed run, scaled to n items."""
+    def run_here(self, name):
+        """The same, in this process alone."""
         clock = Clock()
-        items = self.items(name)
-        self.run(name, items, clock)
-        return 1e3 * clock.seconds * self.n / items
+        result = self.function(load(name), clock, self.n, **self.options)
+        return clock.seconds, result
+
+    def read_clock(self):
+        """The seconds of all runs so far.  For pytest-benchmark this is the time of day."""
+        return self.seconds
 
 
 RESETS = {"reset_position_ids": True, "eod_mask_loss": True}
 DENSE = {"reset_attention_mask": True, "create_attention_mask": True, **RESETS}
 PACKED = {"inter_document_masking": True, "eod_mask_loss": True}  # not in upstream 0.16.1
+STABLE = {"epochs": 2, "stable_order": True}
 TRUST = {"fast_cache_load": True}
+LISTS = {"convert": np.ndarray.tolist}
+ITEM_LISTS = {"convert": np.ndarray.tolist, "by_item": True}  # upstream takes tensors only
+ITEM_TENSORS = {"convert": torch.from_numpy, "by_item": True}
+
+SCREEN = [  # the rows that tell most
+    Case("dataset[i], S=512", samples, 4000, "samples", NAMES, {"S": 512}),
+    Case("dataset[i], S=2048", samples, 4000, "samples", NAMES, {"S": 2048}),
+    Case("dataset[i], S=8192", samples, 4000, "samples", NAMES, {"S": 8192}),
+    Case("loader, S=2048 *", loader, 4000, "samples"),
+    Case("loader, num_workers=2 *", loader, 2000, "samples", NAMES, {"num_workers": 2}),
+    Case("loader, resets *", loader, 4000, "samples", NAMES, RESETS),
+    Case("loader, resets, dense mask *", loader, 64, "samples", NAMES, DENSE),
+    Case("sample index, S=2048", sample_index, 10**7, "documents", NAMES, {"S": 2048}),
+    Case("shuffle", shuffle, 10**7, "int32"),
+    Case("blend, 16 datasets", blend, 100_000, "samples", NAMES, {"datasets": 16}),
+    Case("blend, 1,024 datasets", blend, 100_000, "samples", NAMES, {"datasets": 1024}),
+    Case("build, new cache, S=2048", build, 10**7, "documents"),
+    Case("add_document, arrays", add_documents, 20_000, "documents", NO_C, {"convert": np.asarray}),
+    Case("tp batch, S=512, mask *", tp_batch, 100, "batches", NO_C, {"S": 512}, ranks=2),
+]
+
+MORE = [  # with --full
+    Case("loader, cu_seqlens", loader, 4000, "samples", OURS, PACKED),
+    Case("sample index, S=128", sample_index, 10**7, "documents", NAMES, {"S": 128}),
+    Case("sample index, S=8192", sample_index, 10**7, "documents", NAMES, {"S": 8192}),
+    Case("blend, 4 datasets", blend, 100_000, "samples", NAMES, {"datasets": 4}),
+    Case("blend, 64 datasets", blend, 100_000, "samples", NAMES, {"datasets": 64}),
+    Case("blend, 256 datasets", blend, 100_000, "samples", NAMES, {"datasets": 256}),
+    Case("blend, 4,096 datasets", blend, 100_000, "samples", NAMES, {"datasets": 4096}),
+    Case("blend, 16 datasets, 4 phases", phases, 100_000, "samples", OURS, {"datasets": 16}),
+    Case("build, 2 epochs", build_epochs, 10**7, "documents", NAMES, {"epochs": 2}),
+    Case("stable_order, 2 epochs", build_epochs, 10**7, "documents", OURS, STABLE),
+    Case("cache hit, S=2048", cache_hit, 10**7, "documents", NO_C),
+    Case("cache hit, fast_cache_load", cache_hit, 10**7, "documents", NO_C, TRUST),
+    Case("builder, 4 corpora, threads", build_four, 10**6, "documents"),
+    Case("add_document, lists", add_documents, 20_000, "documents", NO_C, LISTS),
+    Case("add_item, tensors", add_documents, 20_000, "documents", NO_C, ITEM_TENSORS),
+    Case("add_item, lists", add_documents, 20_000, "documents", ("Python",), ITEM_LISTS),
+    Case("merge two pairs *", merge, 100_000, "documents", NO_C),
+    Case("preprocess, bytes", preprocess, 10_000, "pages of 2 kB", ("Python",)),
+    Case("import to first batch", first_batch, 100_000, "documents", NO_C),
+    Case("cp batch, S=8192", cp_batch, 200, "batches", NO_C, {"S": 8192}, ranks=2),
+    Case("DDP, upstream: torch's *", ddp_steps, 16, "steps", NO_C, ranks=2),
+]
+
+# -- 5. Measuring, and the table -------------------------------------------------------------------
+# {title: alignment and width}
+COLUMNS = {"case": "<28", "size": "<20"} | dict.fromkeys([*NAMES, "Python x", "C x"], ">8")
 
 
-def screen_cases():
-    """The rows that tell most."""
-    return [
-        Case("dataset[i], S=512", samples, 4000, "samples", {"S": 512}),
-        Case("dataset[i], S=2048", samples, 4000, "samples", {"S": 2048}),
-        Case("dataset[i], S=8192", samples, 4000, "samples", {"S": 8192}),
-        Case("loader, S=2048 *", loader, 4000, "samples"),
-        Case("loader, num_workers=2 *", loader, 2000, "samples", {"num_workers": 2}),
-        Case("loader, resets *", loader, 4000, "samples", RESETS),
-        Case("loader, resets, dense mask *", loader, 64, "samples", DENSE),
-        Case("sample index, S=2048", sample_index, 10**7, "documents", {"S": 2048}),
-        Case("shuffle", shuffle, 10**7, "int32"),
-        blend_case(16),
-        blend_case(1024),
-        Case("build, new cache, S=2048", build, 10**7, "documents"),
-        add_case("add_document, arrays", add_document, np.asarray),
-        Case("tp batch, S=512, mask *", tp_batch, 100, "batches", {"S": 512}, WITHOUT_C, ranks=2),
-    ]
+def measure(case, rounds):
+    """Compare and time the competitors of a row -> what is known of it, for JSON.
 
-
-def more_cases():
-    """The other rows."""
-    return [
-        Case("loader, cu_seqlens", loader, 4000, "samples", PACKED, ("Python", "C")),
-        Case("loader (nanoGPT's crops)", loader, 4000, "samples", peer=nanogpt_crops),
-        Case("sample index, S=128", sample_index, 10**7, "documents", {"S": 128}),
-        Case("sample index, S=8192", sample_index, 10**7, "documents", {"S": 8192}),
-        blend_case(4),
-        blend_case(64),
-        blend_case(256),
-        blend_case(4096),
-        Case("cache hit, S=2048", cache_hit, 10**7, "documents", {}, WITHOUT_C),
-        Case("cache hit, fast_cache_load", cache_hit, 10**7, "documents", TRUST, WITHOUT_C),
-        Case("builder, 4 corpora, threads", build_four, 10**6, "documents"),
-        add_case("add_document, lists", add_document, np.ndarray.tolist),
-        add_case("add_item, tensors", add_item, torch.from_numpy),
-        add_case("add_item, lists", add_item, np.ndarray.tolist, ("Python",)),
-        Case("merge two pairs *", merge, 100_000, "documents", {}, WITHOUT_C),
-        Case("preprocess, bytes", preprocess, 10_000, "pages of 2 kB", {}, ("Python",)),
-        Case("import to first batch", first_batch, 100_000, "documents", {}, WITHOUT_C),
-        Case("cp batch, S=8192", cp_batch, 200, "batches", {"S": 8192}, WITHOUT_C, ranks=2),
-        Case("DDP (torch's)", ddp_steps, 16, "steps", {}, WITHOUT_C, peer=torch_ddp_steps, ranks=2),
-        *cases_beside_plain_ones(),
-    ]
-
-
-def cases_beside_plain_ones():
-    """What upstream has no such part of, beside our C without it: the peer."""
-    if load("C") is None:
-        return []
-    epochs = {"epochs": 2}
-    datasets = {"datasets": 16}
-    names = ("upstream", "C")
-    title = "build, stable_order (plain)"
-    return [
-        Case(title, build_epochs, 10**7, "documents", epochs, names, peer=build_plain_epochs),
-        Case("4 phases (plain blend)", phases, 10**6, "samples", datasets, names, peer=plain_blend),
-    ]
-
-
-def blend_case(datasets):
-    """A blend; the definition would take minutes for as many samples as the others."""
-    title = f"blend, {datasets:,} datasets"
-    return Case(title, blend, 400_000, "samples", {"datasets": datasets}, python_n=10_000)
-
-
-def add_case(title, add, convert, names=WITHOUT_C):
-    """Documents that are added one by one; upstream's add_item takes tensors only."""
-    sizes = {"add": add, "convert": convert}
-    return Case(title, add_documents, 20_000, "documents", sizes, names)
-
-
-# ==============================================================================
-# 5. Measuring, and the table
-# ==============================================================================
-
-
-def measure(case, rounds, seconds):
-    """Compare and time the competitors of a case -> its row.
-
-    There are at least so many rounds, and more, up to 50, until the seconds are over.
+    There are at least so many rounds, and more, up to 50, until a second is over.
     """
     names = case.competitors()
     different = find_different(case, names)
@@ -790,14 +648,13 @@ def measure(case, rounds, seconds):
     started = time.perf_counter()
     for number in range(1, 51):
         for name in times:
-            times[name].append(case.milliseconds(name))
-        if number >= rounds and time.perf_counter() - started > seconds:
+            seconds, _ = case.run(name)
+            times[name].append(1e3 * seconds)
+        if number >= rounds and time.perf_counter() - started > 1:
             break
     return {
         "case": case.title,
         "size": f"{case.n:,} {case.unit}",
-        "scaled": case.items("Python") < case.n,
-        "peer": case.peer is not None,
         "different": different,
         "runs_ms": times,
         "median_ms": {name: statistics.median(times[name]) for name in times},
@@ -805,20 +662,12 @@ def measure(case, rounds, seconds):
 
 
 def find_different(case, names):
-    """Run all without a clock -> the names of those whose result is not that of the first.
-
-    A competitor that is given fewer items is compared with the first on as many.  A peer may have
-    no result.
-    """
-    first = names[0]
-    expected = {case.items(first): case.run(first, case.items(first), Clock())}
+    """Run all without a clock -> the names of those whose result is not that of the first."""
     different = []
+    _, expected = case.run(names[0])
     for name in names[1:]:
-        n = min(case.items(name), case.items(first))
-        if n not in expected:
-            expected[n] = case.run(first, n, Clock())
-        result = case.run(name, n, Clock())
-        if expected[n] is not None and not is_same(expected[n], result):
+        _, result = case.run(name)
+        if not is_same(expected, result):
             different.append(name)
     return different
 
@@ -834,138 +683,116 @@ def is_same(a, b):
     return a == b
 
 
-TITLES = ("case", "size", *NAMES, "Python x", "C x")
-WIDTHS = (28, 20, 8, 8, 8, 8, 8)
+def print_line(cells, columns, out):
+    """A line of a Markdown table, padded so that it reads well as text too."""
+    padded = [format(cell, columns[title]) for title, cell in zip(columns, cells, strict=True)]
+    print(f"| {' | '.join(padded)} |", file=out, flush=True)
 
 
-def format_line(cells):
-    """A line of the table, padded so that it reads well as text too."""
-    padded = []
-    for cell, width in zip(cells, WIDTHS, strict=True):
-        padded.append(cell.ljust(width) if width > 8 else cell.rjust(width))
-    return f"| {' | '.join(padded)} |"
+def print_head(columns, out):
+    """The titles, and the line under them: dashes, and a colon where numbers are to the right."""
+    print_line(columns, columns, out)
+    ends = {"<": "-", ">": ":"}
+    rules = [format(ends[alignment[0]], f"-{alignment}") for alignment in columns.values()]
+    print_line(rules, columns, out)
 
 
-def format_row(row):
-    """The cells of a row."""
-    times = [format_time(row, name) for name in NAMES]
-    return [row["case"], row["size"], *times, format_ratio(row, "Python"), format_ratio(row, "C")]
-
-
-def format_time(row, name):
-    """A cell: the median of a competitor."""
-    if name in row["different"]:
-        return "differs"
-    if name not in row["median_ms"]:
-        return "-"
-    text = format_number(row["median_ms"][name])
-    if name == "Python" and row["scaled"]:
-        return f"~{text}"
-    if name == "upstream" and row["peer"]:
-        return f"({text})"
-    return text
-
-
-def format_ratio(row, name):
-    """A cell: how many times faster than upstream a competitor is."""
+def cells_of(row):
+    """The cells of a row that was measured."""
     medians = row["median_ms"]
-    if name not in medians or "upstream" not in medians:
-        return "-"
-    text = f"{format_number(medians['upstream'] / medians[name])}x"
-    if row["peer"]:
-        return f"({text})"
-    return text
+    cells = [row["case"], row["size"]]
+    for name in NAMES:
+        if name in row["different"]:
+            cells.append("differs")
+        else:
+            cells.append(format_number(medians.get(name)))
+    for name in ("Python", "C"):
+        if name in medians and "upstream" in medians:
+            cells.append(format_number(medians["upstream"] / medians[name]) + "x")
+        else:
+            cells.append("-")
+    return cells
 
 
 def format_number(value):
-    """A number with two digits after the point, one, or none."""
+    """A whole number, or one with two digits after the point, one, or none; None: a dash."""
+    if value is None:
+        return "-"
+    if isinstance(value, int) or value >= 1000:
+        return f"{value:,.0f}"
     if value < 10:
         return f"{value:.2f}"
-    if value < 1000:
-        return f"{value:.1f}"
-    return f"{value:,.0f}"
+    return f"{value:.1f}"
 
 
 def machine():
     """What the numbers depend on, as a dict of strings."""
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        found = re.search(r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8"))
-        if found:
-            cpu = found[1]
+    cpuinfo = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    found = re.search(r"model name\s*: (.*)", cpuinfo)
     upstream = "not installed"
     if load("upstream"):
         upstream = importlib.metadata.version("megatron-core")
     return {
-        "machine": f"{cpu}, {os.cpu_count()} cores",
+        "machine": f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores",
         "Python": platform.python_version(),
         "numpy": np.__version__,
         "torch": f"{torch.__version__}, threads {torch.get_num_threads()}",
         "megatron-core": upstream,
-        "megatron-min": load("Python").__version__,
-        "C": "built" if load("C") else "not built",
+        "megatron-min": f"{load('Python').__version__}, C {'built' if load('C') else 'missing'}",
         "date": str(datetime.date.today()),
     }
 
 
-def print_machine(facts, out):
-    """The head of a table, in two lines."""
-    parts = [f"{key} {value}" for key, value in facts.items()]
-    print("; ".join(parts[:3]), file=out)
-    print("; ".join(parts[3:]), file=out)
-
-
-def main(argv=None):
+def main():
     """Print the table -> 0, or 1 if a result differs."""
-    options = parse_options(argv)
-    if options.billion:
-        return billion(options.documents)
-    out = sys.stderr if options.json == "-" else sys.stdout
-    facts = machine()
-    print_machine(facts, out)
-    rules = ["-" * width if width > 8 else "-" * (width - 1) + ":" for width in WIDTHS]
-    print(f"\n{format_line(TITLES)}\n{format_line(rules)}", file=out, flush=True)
-    rows = []
-    cases = chosen_cases(options)
-    for number, case in enumerate(cases, 1):
-        show_progress(f"row {number} of {len(cases)}: {case.title}")
-        row = measure(case, options.rounds, seconds=3 if options.full else 1)
-        show_progress("")
-        print(format_line(format_row(row)), file=out, flush=True)
-        rows.append(row)
-    print_notes(rows, out)
-    is_right = not any(row["different"] for row in rows)
-    if options.storage or (options.full and not options.only):
-        is_right = print_storage(out) and is_right
-    if options.json:
-        write_json({**facts, "rows": rows}, options.json)
-    return int(not is_right)
-
-
-def parse_options(argv):
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--full", action="store_true", help="all rows, in some minutes")
+    parser.add_argument("--full", action="store_true", help="all rows, in a few minutes")
     parser.add_argument("--only", metavar="REGEX", help="those of all rows whose case matches")
     parser.add_argument("--json", metavar="FILE", help="write every time as JSON; -: to stdout")
     parser.add_argument("--storage", action="store_true", help="object storage, by itself")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs, at least (%(default)s)")
     parser.add_argument("--billion", action="store_true", help="time and memory against size")
-    parser.add_argument("--documents", type=int, default=10**9, help="with --billion: at most")
-    return parser.parse_args(argv)
-
-
-def chosen_cases(options):
-    """The rows that the command line asks for."""
+    options = parser.parse_args()
+    out = sys.stderr if options.json == "-" else sys.stdout
+    facts = machine()
+    for number, (key, value) in enumerate(facts.items()):
+        print(f"{key} {value}", end="\n" if number in (2, 6) else "; ", file=out)
+    print(file=out)
+    if options.billion:
+        return print_scale()
     if options.storage:
-        return []
-    if options.only:
-        cases = screen_cases() + more_cases()
-        return [case for case in cases if re.search(options.only, case.title)]
-    if options.full:
-        return screen_cases() + more_cases()
-    return screen_cases()
+        return int(not print_storage(out))
+    cases = SCREEN
+    if options.full or options.only:
+        cases = [case for case in SCREEN + MORE if re.search(options.only or "", case.title)]
+    rows = measure_all(cases, options.rounds, out)
+    is_right = not any(row["different"] for row in rows)
+    if options.full and not options.only:
+        is_right = print_storage(out) and is_right
+    if options.json:
+        text = json.dumps({**facts, "rows": rows}, indent=1)
+        path = "/dev/stdout" if options.json == "-" else options.json
+        pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+    return int(not is_right)
+
+
+def measure_all(cases, rounds, out):
+    """Print a line for each of these rows as soon as it is known -> all that is known."""
+    print_head(COLUMNS, out)
+    rows = []
+    for number, case in enumerate(cases, 1):
+        show_progress(f"row {number} of {len(cases)}: {case.title}")
+        row = measure(case, rounds)
+        show_progress("")
+        print_line(cells_of(row), COLUMNS, out)
+        rows.append(row)
+    print("\nmilliseconds; x: times faster than upstream; -: no such part, or no C in it", file=out)
+    print("*: upstream's is not in its package: its script re-created, or what is named", file=out)
+    if load("C") is None:
+        print("To fill the column C: python setup.py build_ext --inplace", file=out)
+    if load("upstream") is None:
+        print("To fill the column upstream: python -m pip install megatron-core==0.16.1", file=out)
+    return rows
 
 
 def show_progress(text):
@@ -973,142 +800,64 @@ def show_progress(text):
     print(f"\r{'':<70}\r{text}", end="", file=sys.stderr, flush=True)
 
 
-def print_notes(rows, out):
-    """What the marks of these rows mean, and how a missing column is had."""
-    print("\nmilliseconds; x: times faster than upstream; -: no such part, or no C in it", file=out)
-    if any(row["case"].endswith("*") for row in rows):
-        print("*  upstream's side is a script that its package lacks, re-created here", file=out)
-    if any(row["scaled"] for row in rows):
-        print("~  measured on fewer items, and scaled", file=out)
-    if any(row["peer"] for row in rows):
-        print("() not upstream's, but of the peer that the case names", file=out)
-    if load("C") is None:
-        print("To fill the column C: python setup.py build_ext --inplace", file=out)
-    if load("upstream") is None:
-        print("To fill the column upstream: python -m pip install megatron-core==0.16.1", file=out)
-
-
-def write_json(values, path):
-    """To a file, or to stdout."""
-    text = json.dumps(values, indent=1) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        pathlib.Path(path).write_text(text, encoding="utf-8")
-
-
-# ==============================================================================
-# 6. A billion documents
-# ==============================================================================
+# -- 6. A billion documents ------------------------------------------------------------------------
 # Time and memory against size, of ours alone: upstream holds several int64 for each document, and
 # runs out of memory.  A corpus is made, indexed in a fresh process for each number of epochs, and
 # removed.
 
-SCALE_COLUMNS = [  # title, width, digits after the point
-    ("documents", 13, 0),
-    ("epochs", 6, 0),
-    ("samples", 13, 0),
-    ("open s", 6, 2),
-    ("build s", 7, 2),
-    ("ns/document", 11, 1),  # of each epoch
-    ("batch s", 7, 2),  # the first one
-    ("hit s", 6, 2),  # to build once more, with the cache
-    ("own GiB", 7, 2),  # without the pages of mapped files, which the system can take back
-    ("peak GiB", 8, 2),  # with them
-]
+TITLES = ["million documents", "epochs", "open s", "build s", "ns per document and epoch"]
+TITLES += ["first batch s", "cache hit s", "own GiB", "peak GiB"]
+SCALE = {title: f">{len(title)}" for title in TITLES}
 
 
-def billion(most):
+def print_scale():
     """Print the table of sizes -> 0."""
-    print_machine(machine(), sys.stdout)
-    titles = [title.rjust(width) for title, width, _ in SCALE_COLUMNS]
-    rules = ["-" * (width - 1) + ":" for _, width, _ in SCALE_COLUMNS]
-    print(f"\n| {' | '.join(titles)} |\n| {' | '.join(rules)} |")
-    sizes = [size for size in (10**6, 10**7, 10**8, 10**9) if size < most]
-    for documents in [*sizes, most]:
-        prefix = corpus(documents, None)
+    print_head(SCALE, sys.stdout)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for documents in (10**6, 10**7, 10**8, 10**9):
+        prefix = corpus(documents, hole=True)
         for epochs in (1, 3, 10):
             show_progress(f"{documents:,} documents, {epochs} epochs")
-            needed = 8 * documents * (epochs + 1)
-            if needed > memory("MemAvailable", "meminfo"):
-                cells = [f"{documents:13,}", f"{epochs:6}", f"too large: {needed / 2**30:,.0f} GiB"]
-            else:
-                row = run_in_fresh_process(measure_scale, prefix, epochs)
-                cells = [f"{row[title]:{width},.{n}f}" for title, width, n in SCALE_COLUMNS]
+            row = {"million documents": documents // 10**6, "epochs": epochs}
+            if 8 * documents * (epochs + 1) < 0.9 * physical:
+                row |= run_in_fresh_process(measure_scale, prefix, fresh_folder(), epochs)
             show_progress("")
-            print(f"| {' | '.join(cells)} |", flush=True)
+            print_line([format_number(row.get(title)) for title in SCALE], SCALE, sys.stdout)
         os.unlink(f"{prefix}.bin")
         os.unlink(f"{prefix}.idx")
+    print("\n-: would need more memory than there is")
     return 0
 
 
-def run_in_fresh_process(function, prefix, epochs):
-    """Call it in a process that has not used any memory yet."""
-    name = "C" if load("C") else "Python"
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
-        return pool.submit(function, name, prefix, epochs, fresh_folder()).result()
-
-
-def measure_scale(name, prefix, epochs, cache):
+def measure_scale(prefix, cache, epochs):
     """Build the dataset of a corpus, with its cache, and use it -> {title of a column: value}."""
-    mm = load(name)
-    watch = MemoryWatch()
-    row = {"epochs": epochs}
+    mm = load("C") or load("Python")
+    row = {}
     start = time.perf_counter()
     low = mm.IndexedDataset(prefix)
     row["open s"] = time.perf_counter() - start
-    row["documents"] = len(low)
-    num_tokens = int(low.sequence_lengths.sum(dtype=np.int64))
-    row["samples"] = (num_tokens * epochs - 1) // 2048
-    config = config_of(mm, [prefix], 2048, cache)
+    num_samples = (int(low.sequence_lengths.sum(dtype=np.int64)) * epochs - 1) // 2048
 
+    tracemalloc.start()
     start = time.perf_counter()
-    dataset = build_blend(mm, config, row["samples"])
+    dataset = build_dataset(mm, [prefix], 2048, cache, num_samples)
     row["build s"] = time.perf_counter() - start
-    row["ns/document"] = 1e9 * row["build s"] / row["documents"] / epochs
-    row["own GiB"] = watch.most / 2**30
-    row["peak GiB"] = memory("VmHWM") / 2**30
+    row["ns per document and epoch"] = 1e9 * row["build s"] / len(low) / epochs
+    row["own GiB"] = tracemalloc.get_traced_memory()[1] / 2**30
+    # with the pages of mapped files, which the system can take back
+    row["peak GiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
     start = time.perf_counter()
     next(iter(mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=8)))
-    row["batch s"] = time.perf_counter() - start
+    row["first batch s"] = time.perf_counter() - start
 
     start = time.perf_counter()
-    build_blend(mm, config, row["samples"])
-    row["hit s"] = time.perf_counter() - start
+    build_dataset(mm, [prefix], 2048, cache, num_samples)
+    row["cache hit s"] = time.perf_counter() - start
     return row
 
 
-def memory(key, file="self/status"):
-    """A line of a file in /proc, in bytes; nan where there is none.
-
-    VmHWM is the most that was resident, RssAnon what is resident now and is no mapped file.
-    """
-    path = pathlib.Path("/proc", file)
-    if not path.exists():
-        return math.nan
-    found = re.search(rf"{key}:\s+(\d+) kB", path.read_text(encoding="utf-8"))
-    return 1024 * int(found[1]) if found else math.nan
-
-
-class MemoryWatch:
-    """Looks at RssAnon again and again, of which Linux keeps no maximum."""
-
-    def __init__(self):
-        self.most = 0  # bytes more than at the beginning
-        self._first = memory("RssAnon")
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self):
-        while True:
-            self.most = max(self.most, memory("RssAnon") - self._first)
-            time.sleep(0.01)
-
-
-# ==============================================================================
-# 7. Object storage
-# ==============================================================================
+# -- 7. Object storage -----------------------------------------------------------------------------
 # Samples from a server on this machine that speaks as much of S3 as it takes to read objects, and
 # counts requests and bytes.  It is a process of its own.  No network lies between, so what a
 # request costs elsewhere, tens of milliseconds, comes on top: look at the counts too.
@@ -1116,8 +865,7 @@ class MemoryWatch:
 # The corpus is larger than two of upstream's blocks, because upstream keeps the last block.
 
 
-@dataclasses.dataclass
-class StorageCase:
+class StorageCase(typing.NamedTuple):
     """A row of the table of object storage."""
 
     title: str
@@ -1127,17 +875,16 @@ class StorageCase:
     threads: int = 1
 
 
-def storage_cases():
-    """The rows."""
-    block = 256 << 20
-    return [
-        StorageCase("upstream, blocks of 256 MiB", "upstream", 8, block),
-        StorageCase("exact ranges", "Python", 400),
-        StorageCase("exact ranges", "Python", 400, 0, 4),
-        StorageCase("blocks of 1 MiB", "Python", 200, 1 << 20),
-        StorageCase("blocks of 1 MiB", "Python", 200, 1 << 20, 4),
-        StorageCase("blocks of 256 MiB", "Python", 8, block),
-    ]
+STORAGE = [
+    StorageCase("upstream, blocks of 256 MiB", "upstream", 8, 256 << 20),
+    StorageCase("exact ranges", "Python", 400),
+    StorageCase("exact ranges", "Python", 400, threads=4),
+    StorageCase("blocks of 1 MiB", "Python", 200, 1 << 20),
+    StorageCase("blocks of 1 MiB", "Python", 200, 1 << 20, 4),
+    StorageCase("blocks of 256 MiB", "Python", 8, 256 << 20),
+]
+STORAGE_COLUMNS = {"reads": "<28", "threads": ">8", "samples/s": ">9", "requests a sample": ">17"}
+STORAGE_COLUMNS |= {"bytes a sample": ">14"}
 
 
 class StorageHandler(http.server.BaseHTTPRequestHandler):
@@ -1206,12 +953,20 @@ def counts_of(url):
 
 
 def remote_dataset(case, prefix):
-    """The samples of a pair on the server, whose indices were built before."""
+    """One epoch of a pair on the server, as a GPTDataset."""
     mm = load(case.name)
-    cache = os.path.join(home(), "cache")
-    config = config_of(mm, [prefix], 2048, cache)
     storage = mm.ObjectStorageConfig(os.path.join(home(), f"idx-{case.name}"), case.block_bytes)
     low = mm.IndexedDataset(prefix, mmap=False, object_storage_config=storage)
+    plain = dict.fromkeys(FLAGS, False)
+    cache = os.path.join(home(), "cache")
+    config = mm.GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=2048,
+        blend_per_split=[([prefix], None), None, None],
+        path_to_cache=cache,
+        tokenizer=Tokenizer(),
+        **plain,
+    )
     documents = np.arange(len(low), dtype=np.int32)
     return mm.GPTDataset(low, prefix, documents, None, mm.Split.train, config)
 
@@ -1249,28 +1004,23 @@ def print_storage(out):
         return True
     local = corpus(600_000)
     url = storage_server(os.path.dirname(local))
-    environment = {"AWS_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"}
-    environment |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench"}
+    os.environ |= {"AWS_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"}
+    os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench"}
+    wanted = remote_dataset(STORAGE[1], local)
+    print("\nSamples from object storage, S=2048, batches of 8, 600 MB\n", file=out)
+    print_head(STORAGE_COLUMNS, out)
     is_right = True
-    with unittest.mock.patch.dict(os.environ, environment):
-        wanted = gpt_dataset(load("Python"), local, 2048, os.path.join(home(), "cache"))
-        print("\nObject storage, S=2048, batches of 8, 600 MB, a server on this machine", file=out)
-        print("| reads | threads | samples/s | requests a sample | bytes a sample |", file=out)
-        print("|---|--:|--:|--:|--:|", file=out)
-        for case in storage_cases():
-            is_missing = load(case.name) is None or importlib.util.find_spec("boto3") is None
-            if case.name == "upstream" and is_missing:
-                continue
-            prefix = f"s3://bucket/{os.path.basename(local)}"
-            cells = measure_storage(case, prefix, url, wanted)
-            is_right = is_right and "differs" not in cells
-            print(f"| {' | '.join(cells)} |", file=out, flush=True)
+    for case in STORAGE:
+        lacks_boto = importlib.util.find_spec("boto3") is None
+        if case.name == "upstream" and (load(case.name) is None or lacks_boto):
+            continue
+        cells = measure_storage(case, f"s3://bucket/{os.path.basename(local)}", url, wanted)
+        is_right = is_right and "differs" not in cells
+        print_line(cells, STORAGE_COLUMNS, out)
     return is_right
 
 
-# ==============================================================================
-# 8. The same under pytest-benchmark
-# ==============================================================================
+# -- 8. The same under pytest-benchmark ------------------------------------------------------------
 
 
 def pytest_generate_tests(metafunc):
@@ -1278,22 +1028,18 @@ def pytest_generate_tests(metafunc):
     import pytest
 
     tests = []
-    for case in screen_cases():
+    for case in SCREEN:
+        mark = pytest.mark.benchmark(group=case.title, timer=case.read_clock)
         for name in case.competitors():
-            clock = Clock()
-            mark = pytest.mark.benchmark(group=case.title, timer=clock.read)
-            label = f"{case.title}, {name}"
-            tests.append(pytest.param(case, name, clock, id=label, marks=mark))
-    metafunc.parametrize("case, name, clock", tests)
+            tests.append(pytest.param(case, name, id=f"{case.title}, {name}", marks=mark))
+    metafunc.parametrize("case, name", tests)
 
 
-def test_case(case, name, clock, benchmark):
+def test_case(case, name, benchmark):
     """Equal to the first competitor that is there; then timed, by the clock of the case."""
-    first = case.competitors()[0]
-    assert find_different(case, [first, name]) == []
-    items = case.items(name)
-    benchmark.extra_info["items"] = items
-    benchmark.pedantic(case.run, args=(name, items, clock), rounds=3)
+    assert find_different(case, [case.competitors()[0], name]) == []
+    benchmark.extra_info["size"] = f"{case.n:,} {case.unit}"
+    benchmark.pedantic(case.run, args=(name,), rounds=3)
 
 
 if __name__ == "__main__":

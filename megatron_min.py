@@ -55,18 +55,21 @@ Part II, the workshop
 Part III, the tools
     17. Tokenizers                which tokenizers can a command use?
     18. Preprocessing             how is a big corpus tokenized, on all cores?
-    19. The command line          how is all this run from a shell?
+    19. Fine-tuning data          how does a conversation become a sample, at access?
+    20. The command line          how is all this run from a shell?
 """
 
 import abc
 import argparse
 import array
+import atexit
 import collections
 import collections.abc
 import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import difflib
 import enum
 import errno
 import fcntl
@@ -99,10 +102,18 @@ import warnings
 import weakref
 import zlib
 
-import numpy as np
-import torch
-import torch.distributed
-import torch.utils.data
+try:
+    import numpy as np
+    import torch
+    import torch.distributed
+    import torch.utils.data
+except ModuleNotFoundError as error:
+    if error.name not in ("numpy", "torch"):  # something that these packages need
+        raise
+    sentence = f"megatron_min needs the package {error.name}: pip install {error.name}"
+    if __name__ == "__main__":
+        sys.exit(sentence)
+    raise ModuleNotFoundError(sentence, name=error.name) from None
 
 __version__ = "0.1.0"
 
@@ -125,6 +136,7 @@ __all__ = [
     "IndexCache",
     "IndexedDataset",
     "IndexedDatasetBuilder",
+    "JsonlRows",
     "MappedTokens",
     "MegatronDataset",
     "MegatronFullValidationSampler",
@@ -137,10 +149,12 @@ __all__ = [
     "NumMicroBatches",
     "ObjectStorageConfig",
     "ParallelGroups",
+    "ParquetRows",
     "PretrainingDataLoader",
     "RemoteFile",
     "RemoteTokens",
     "RerunDataIterator",
+    "SFTDataset",
     "Split",
     "TokenSource",
     "__version__",
@@ -162,6 +176,7 @@ __all__ = [
     "count_samples_of_epochs",
     "cyclic_iter",
     "describe",
+    "encode_conversation",
     "encode_document",
     "encode_jsonl",
     "fetch_index",
@@ -180,13 +195,13 @@ __all__ = [
     "get_train_valid_test_num_samples",
     "hide_credentials",
     "is_remote",
-    "main",
     "map_ahead",
     "map_file",
     "merge",
     "normalize",
     "on_every_rank",
     "open_tokens",
+    "pack_conversations",
     "parse_and_normalize_split",
     "plan_epochs",
     "positions_from",
@@ -194,6 +209,7 @@ __all__ = [
     "releases_the_gil",
     "save_position",
     "shuffle",
+    "split_conversations",
     "split_range",
     "toy_corpus",
 ]
@@ -331,10 +347,11 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     is written.  Memory: 4 bytes for each sequence
     and 8 for each document; finalize() takes 16 more for each sequence.
 
-    >>> prefix = os.path.join(tempfile.mkdtemp(), "pair")
-    >>> with IndexedDatasetBuilder(get_bin_path(prefix), np.uint16) as builder:
-    ...     builder.add_document([97, 97, 98], [2, 1])       # two sequences, one document
-    >>> IndexedDataset(prefix)[:], os.path.getsize(get_bin_path(prefix))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     prefix = os.path.join(folder, "pair")
+    ...     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint16) as builder:
+    ...         builder.add_document([97, 97, 98], [2, 1])       # two sequences, one document
+    ...     IndexedDataset(prefix)[:], os.path.getsize(get_bin_path(prefix))
     ([array([97, 97], dtype=uint16), array([98], dtype=uint16)], 6)
     """
 
@@ -566,6 +583,8 @@ class IndexedDataset(torch.utils.data.Dataset):
     def _open_index(self):
         """Map the .idx file, check its header and size, and find its arrays."""
         path = get_idx_path(self.path_prefix)
+        if not is_remote(path) and not os.path.exists(path):
+            raise FileNotFoundError(_describe_missing_pair(self.path_prefix))
         self._idx_stamp = file_stamp(path)
         content = map_file(fetch_index(path, self._idx_stamp, self.object_storage_config))
         self._idx_content = content
@@ -770,6 +789,22 @@ def _format_error(path, field, wanted, got):
     return DatasetFormatError(hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
 
 
+def _describe_missing_pair(prefix):
+    """The sentence for a prefix without an .idx: it names pairs of the folder with such a name."""
+    folder, name = os.path.split(prefix)
+    if folder and not os.path.isdir(folder):
+        return f"{get_idx_path(prefix)}: there is no folder {folder}"
+    pairs = sorted(path.stem for path in pathlib.Path(folder).glob("*.idx"))
+    stem = name.removesuffix(".bin").removesuffix(".idx")
+    alike = [pair for pair in pairs if pair.startswith(stem)]
+    if not alike:
+        alike = difflib.get_close_matches(stem, pairs)
+    if alike:
+        found = " or ".join(os.path.join(folder, pair) for pair in alike[:3])
+        return f"{get_idx_path(prefix)}: no such file; did you mean {found}?"
+    return f"{get_idx_path(prefix)}: no such file: wanted the path of a pair without .bin and .idx"
+
+
 def _position(idx, n, name):
     """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
     i = operator.index(idx)
@@ -805,9 +840,14 @@ def merge(
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
-    """Write the documents of every example, aaaa bbb cccccc, in ASCII, and return their prefix."""
+    """Write the documents of every example, aaaa bbb cccccc, in ASCII, and return their prefix.
+
+    folder   where the pair is written; None: a new temporary folder, which is removed when the
+             program ends
+    """
     if folder is None:
         folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     prefix = os.path.join(folder, "toy")
     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint8) as builder:
         for text in (b"aaaa", b"bbb", b"cccccc"):
@@ -828,10 +868,10 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
 #
 # A line is a document, and a document becomes one sequence; or, if the text is a list of sentences,
-# one sequence for each sentence that has tokens.  The end-of-document token, eod, tells a model
-# where one text stops and an unrelated one begins.  A document without tokens becomes no
-# sequence and gets no eod: the number of sequences is repeated in document_indices, so that
-# document d is still line d.  Upstream does the same.
+# one sequence for each sentence that has tokens.  A blank line is no document.  The end-of-document
+# token, eod, tells a model where one text stops and an unrelated one begins.  A document without
+# tokens becomes no sequence and gets no eod: the number of sequences is repeated in
+# document_indices, so that document d is still line d.  Upstream does the same.
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
@@ -865,6 +905,10 @@ class ByteTokenizer:
     def tokenize(self, text: str) -> list[int]:
         """Return the bytes of a text in UTF-8."""
         return list(text.encode("utf-8"))
+
+    def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the bytes of each text as an array, which takes an eighth of a list's memory."""
+        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return the text of some ids, without eods; broken UTF-8 becomes U+FFFD."""
@@ -921,13 +965,11 @@ def encode_jsonl(
     This is the definition of preprocess() in section 18, which writes the same bytes, uses all
     cores of a machine, and names the file and the line of an error.
 
-    >>> folder = tempfile.mkdtemp()
-    >>> path = os.path.join(folder, "corpus.jsonl")
-    >>> with open(path, "w") as file:
-    ...     _ = file.write('{"text": "aaaa"}\\n{"text": ""}\\n{"text": "bbb"}\\n')
-    >>> prefix = os.path.join(folder, "corpus")
-    >>> encode_jsonl(path, prefix, append_eod=True)
-    >>> pair = IndexedDataset(prefix)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "corpus.jsonl")
+    ...     _ = path.write_text('{"text": "aaaa"}\\n{"text": ""}\\n{"text": "bbb"}\\n')
+    ...     encode_jsonl(path, os.path.join(folder, "corpus"), append_eod=True)
+    ...     pair = IndexedDataset(os.path.join(folder, "corpus"))
     >>> pair[:]
     [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
     >>> pair.document_indices.tolist()
@@ -940,6 +982,8 @@ def encode_jsonl(
         # Lines are read as bytes: in text mode Python would also end a line at a lone "\r".
         with open(input_path, "rb") as file:
             for line in file:
+                if line.isspace():
+                    continue
                 text = json.loads(line)[json_key]
                 sequences = encode_document(text, tokenizer, append_eod)
                 for tokens in sequences:
@@ -1766,6 +1810,10 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         """Return how many elements the opened data have for the split to cut."""
         raise NotImplementedError("the builder wants a class with numel_low_level_dataset()")
 
+    def made_from(self) -> dict:
+        """Return what the samples are made from, JSON-able: a resumed run must find it again."""
+        return {}
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -1946,6 +1994,7 @@ class GPTDataset(MegatronDataset):
                 f"for {self.num_samples} samples: enlarge it"
             )
         plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
+        _warn_if_python_is_slow(plan.num_samples + plan.num_epochs * len(self.indices))
         if config.stable_order:
             edges = count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
             orders = build_stable_orders(self.indices, edges, config.random_seed)
@@ -2645,7 +2694,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         self.split = self.datasets[0].index_split
         self._open_indices()
         if not self._cache.is_trusted:
-            self._check_counts()
+            self._check_counts(self.dataset_index)
         if config.defer_npy_index_mmap:  # the counting has opened files
             for dataset in (self, *self.datasets):
                 if hasattr(dataset, "_cache"):
@@ -2699,6 +2748,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 
     def _build_indices(self):
         """Both arrays, filled in by one of the three rules above."""
+        _warn_if_python_is_slow(len(self))
         dataset_index = np.zeros(len(self), np.int16)
         dataset_sample_index = np.zeros(len(self), np.int64)
         arrays = [dataset_index, dataset_sample_index]
@@ -2708,25 +2758,36 @@ class BlendedDataset(torch.utils.data.Dataset):
             build_phase_indices(*arrays, self.phases)
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
+        # not only after they are loaded: fast_cache_load would trust what is saved
+        self._check_counts(dataset_index)
         return arrays
 
-    def _check_counts(self):
+    def _check_counts(self, dataset_index):
         """BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
-        taken = np.zeros(len(self.datasets), np.int64)
-        for low in range(0, len(self), _CHUNK):
-            part = self.dataset_index[low : low + _CHUNK]
-            taken += np.bincount(part, minlength=len(self.datasets))
+        taken = self._count_taken(dataset_index)
         needed = {}
         sentences = []
         for d, dataset in enumerate(self.datasets):
             if taken[d] > len(dataset):
                 needed[dataset] = int(taken[d])
                 sentences.append(
-                    f"the blend takes {taken[d]} samples of {_name(dataset)}, "
-                    f"which has {len(dataset)}"
+                    f"the blend takes {taken[d]:,} samples of {_name(dataset)}, "
+                    f"which has {len(dataset):,}"
                 )
         if needed:
             raise BlendTooLarge("; ".join(sentences), needed)
+
+    def samples_taken(self) -> np.ndarray:
+        """Return how many samples the blend takes of each dataset, int64 (datasets,); O(size)."""
+        return self._count_taken(self.dataset_index)
+
+    def _count_taken(self, dataset_index):
+        """How often each dataset is in dataset_index; part by part, as it may be mapped."""
+        taken = np.zeros(len(self.datasets), np.int64)
+        for low in range(0, len(dataset_index), _CHUNK):
+            part = dataset_index[low : low + _CHUNK]
+            taken += np.bincount(part, minlength=len(self.datasets))
+        return taken
 
     @property
     def dataset_index(self) -> np.ndarray:
@@ -3040,8 +3101,8 @@ class BlendedMegatronDatasetBuilder:
                 raise ValueError(f"{split.name}: wanted {wanted}, but no corpus has a sample in it")
             if size is not None and size > sum(weights):
                 warnings.warn(
-                    f"{split.name}: an epoch has {sum(weights)} samples, not {size}: the run will "
-                    "end early; give weights, to repeat corpora",
+                    f"{split.name}: an epoch has {sum(weights):,} samples, not {size:,}: the run "
+                    "will end early; give weights, to repeat corpora",
                     stacklevel=2,
                 )
                 size = sum(weights)
@@ -3351,27 +3412,60 @@ def fingerprint(dataset: typing.Any) -> dict:
     """Return what a resumed run must find again: the data, however its path is called."""
     found = {"class": type(dataset).__name__, "num_samples": len(dataset)}
     if isinstance(dataset, BlendedDataset):
-        parts = [fingerprint(part) for part in dataset.datasets]
         # split, seed and sequence length are those of the first dataset: all datasets share them
-        found = {**parts[0], **found}
-        found.pop("requested", None)  # each dataset has its own, and the digest below has them all
+        found = {**fingerprint(dataset.datasets[0]), **found}
+        found.pop("requested", None)  # each dataset has its own
         found["size"] = dataset.size
-        found["weights"] = _md5(str(dataset.weights))
         if dataset.weights is None:  # phases have weights
-            found["weights"] = _md5(str(dataset.phases))
-        found["data"] = _md5(json.dumps(parts))
-    if isinstance(dataset, MegatronDataset):
+            found["phases"] = _describe_phases(dataset.phases)
+        else:
+            found["weights"] = _number_weights(dataset.weights)
+        found["corpora"] = {}
+        for d, part in enumerate(dataset.datasets):
+            found["corpora"][str(d)] = _fingerprint_of_corpus(part)
+    elif isinstance(dataset, MegatronDataset):
         found["split"] = dataset.index_split.name
         found["requested"] = dataset.num_samples
         found["sequence_length"] = dataset.config.sequence_length
         found["random_seed"] = dataset.config.random_seed
-    if isinstance(dataset, GPTDataset):
-        data = dataset.made_from()
-        data.pop("idx_mtime_ns", None)  # a copy of a corpus is the same corpus
-        found["data"] = _md5(json.dumps(data))
-        if dataset.config.stable_order:
+        found["corpora"] = {"0": _fingerprint_of_corpus(dataset)}
+        if isinstance(dataset, GPTDataset) and dataset.config.stable_order:
             found["stable_order"] = True
     return found
+
+
+def _fingerprint_of_corpus(dataset):
+    """What tells a dataset of a blend from others; the name is for messages, and may change."""
+    found = {"name": os.path.basename(_name(dataset)), "num_samples": len(dataset)}
+    if isinstance(dataset, MegatronDataset):
+        found["requested"] = dataset.num_samples
+        found |= _describe_contents(dataset)
+    return found
+
+
+def _describe_contents(dataset):
+    """Which documents of which data, and how they are cut; a digest stands for the data."""
+    made_from = dataset.made_from()
+    if not made_from:
+        return {}
+    made_from.pop("idx_mtime_ns", None)  # a copy of a corpus is the same corpus
+    first, end, digest = made_from.pop("documents")
+    found = {"documents": [first, end], "num_sequences": len(dataset.dataset)}
+    for name in ("keep_partial", "extra_token"):
+        if name in made_from:
+            found[name] = made_from.pop(name)
+    found["contents"] = _md5(json.dumps([digest, made_from]))
+    return found
+
+
+def _number_weights(weights):
+    """[weight, ...] -> {"number of the corpus": weight}, without those that are 0."""
+    return {str(d): weight for d, weight in enumerate(weights) if weight}
+
+
+def _describe_phases(phases):
+    """[(samples, weights), ...] -> [[samples, numbered weights], ...], for a state."""
+    return [[samples, _number_weights(weights)] for samples, weights in phases]
 
 
 def fingerprint_of_past(dataset: typing.Any, consumed_samples: int) -> dict:
@@ -3387,12 +3481,13 @@ def fingerprint_of_past(dataset: typing.Any, consumed_samples: int) -> dict:
         found.pop(key, None)
     if isinstance(dataset, BlendedDataset):
         phases = _phases_of_past(dataset.phases, consumed_samples)
-        found |= _describe_phases(phases)
-        parts = []
-        for d, part in enumerate(dataset.datasets):
-            if any(weights[d] for _, weights in phases):
-                parts.append([d, fingerprint_of_past(part, consumed_samples)])
-        found["data"] = _md5(json.dumps(parts))
+        found["phases"] = _describe_phases(phases)
+        for d in range(len(dataset.datasets)):
+            if not any(weights[d] for _, weights in phases):
+                del found["corpora"][str(d)]
+    for corpus in found["corpora"].values():
+        del corpus["num_samples"]
+        del corpus["requested"]
     return found
 
 
@@ -3407,20 +3502,11 @@ def _phases_of_past(phases, consumed_samples):
     return past
 
 
-def _describe_phases(phases):
-    """{"phase 0": [samples, digest of the weights that are not 0], ...}, for a state."""
-    described = {}
-    for number, (samples, weights) in enumerate(phases):
-        used = [(d, weight) for d, weight in enumerate(weights) if weight]
-        described[f"phase {number}"] = [samples, _md5(str(used))]
-    return described
-
-
 def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int) -> dict:
     """Return a small JSON-able dict: how far, in which order, of which data."""
     past = consumed_samples if sampler.is_in_order else len(dataset)
     return {
-        "version": 2,
+        "version": 3,
         "consumed_samples": consumed_samples,
         "sampler": sampler.kind,
         "order": sampler.order_key(consumed_samples),
@@ -3438,23 +3524,80 @@ def check_position(state: dict, dataset: typing.Any, sampler: _Sampler, strict: 
     try:
         consumed_samples = operator.index(state["consumed_samples"])
         saved = _flatten_position(state)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
     sampler.check_start(consumed_samples)
     here = _flatten_position(save_position(dataset, sampler, consumed_samples))
-    differences = []
-    for key in sorted(here.keys() | saved.keys()):
-        if here.get(key) != saved.get(key):
-            differences.append(f"{key} is {here.get(key)!r} here, {saved.get(key)!r} in the state")
+    differences = _describe_differences(here, saved)
     if differences and strict:
-        raise ValueError(f"the state does not fit: {'; '.join(differences)}")
+        raise ValueError(
+            f"the state does not fit: {'; '.join(differences)}.  Go on with the data and the "
+            "settings of the state, or take what is here from sample "
+            f"{consumed_samples:,} on: load_state_dict(state, strict=False)"
+        )
     return consumed_samples
 
 
 def _flatten_position(state):
-    """All that must be equal in two positions, in one dict."""
-    flat = {"version": state["version"], "sampler": state["sampler"]}
-    return flat | state["dataset"] | state["order"]
+    """All of a position in one dict: {(entry, the number of its corpus, or ""): value}."""
+    data = dict(state["dataset"])
+    corpora = data.pop("corpora", {})
+    weights = data.pop("weights", {})
+    phases = data.pop("phases", [])
+    data["version"] = state["version"]
+    data["sampler"] = state["sampler"]
+    data["corpora"] = sorted(corpora)
+    flat = {}
+    for part in (state["order"], data):
+        for entry, value in part.items():
+            flat[entry, ""] = value
+    for d, weight in weights.items():
+        flat["weight", d] = weight
+    for number, (samples, weights_of_phase) in enumerate(phases):
+        flat[f"samples of phase {number}", ""] = samples
+        for d, weight in weights_of_phase.items():
+            flat[f"weight in phase {number}", d] = weight
+    for d, corpus in corpora.items():
+        for entry, value in corpus.items():
+            flat[entry, d] = value
+    return flat
+
+
+# What the entries of a position are called in a message, where their own name does not say it.
+_WORDS_OF_POSITION = {
+    "documents": "the range of documents",
+    "done": "the number of samples done in the epoch",
+    "requested": "the number of samples asked for",
+    "shuffled": "the number of samples shuffled in an epoch",
+}
+
+
+def _describe_differences(here, saved):
+    """One sentence for each entry in which two flat positions differ; names may differ."""
+    sentences = []
+    for entry, d in sorted(here.keys() | saved.keys()):
+        found = here.get((entry, d))
+        wanted = saved.get((entry, d))
+        if found == wanted or entry == "name":
+            continue
+        if (d in here["corpora", ""]) != (d in saved["corpora", ""]):
+            continue  # a corpus that is not there at all: "corpora" differ, which is said
+        words = _WORDS_OF_POSITION.get(entry, entry)
+        if d:
+            words += f" of corpus {d} ({here.get(('name', d))})"
+        if entry == "contents":  # a digest, which says nothing to a person
+            sentences.append(f"the {words} are not those in the state ({saved.get(('name', d))})")
+        else:
+            shown = _with_thousands(found)
+            sentences.append(f"{words} is {shown} here, {_with_thousands(wanted)} in the state")
+    return sentences
+
+
+def _with_thousands(value):
+    """A value as a person reads it: 1,000 and not 1000."""
+    if type(value) is int:
+        return f"{value:,}"
+    return repr(value)
 
 
 def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
@@ -4190,8 +4333,8 @@ class DistributedDataParallel(torch.nn.Module):
     overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
     use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, in
                                grad_shards, becomes the average; False: all-reduce
-    average_in_collective      the collective divides by the number of ranks; False: gradients are
-                               divided by it before they are sent
+    average_in_collective      the collective divides by the number of ranks, where NCCL is the
+                               backend; else gradients are divided by it before they are sent
     check_for_nan_in_grad      where a gradient is nan, finish_grad_sync() raises ValueError on
                                every rank, naming parameter and rank
 
@@ -4224,6 +4367,9 @@ class DistributedDataParallel(torch.nn.Module):
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
         self.average_in_collective = average_in_collective
+        if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
+            # gloo refuses to average in torch 2.7, and adds without a word in torch 2.8
+            self.average_in_collective = False
         self.check_for_nan_in_grad = check_for_nan_in_grad
         self.grad_buffers = []
         self.grad_shards = []
@@ -5337,6 +5483,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         arguments.setdefault("persistent_workers", num_workers > 0)
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self.consumed_samples = batch_sampler.consumed_samples
+        self._num_loads = 0  # a running iterator sees by it that a state was loaded
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
@@ -5347,11 +5494,17 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             sampler.consumed_samples = self.consumed_samples
             limit = math.inf  # it counts on over all epochs
         consumed = sampler.consumed_samples
+        num_loads = self._num_loads
         batches = self._own_batches() if self.makes_batches else super().__iter__()
         for batch in batches:
             consumed += sampler.samples_per_round
             self.consumed_samples = min(consumed, limit)
             yield batch
+            if self._num_loads != num_loads:
+                raise RuntimeError(
+                    "load_state_dict() was called while this iterator was running: it would go on "
+                    "at its old place, so start a new one with iter(loader)"
+                )
 
     def _own_batches(self):
         """Batches of our own datasets, in the order of the sampler."""
@@ -5372,13 +5525,14 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         return save_position(self.dataset, self.batch_sampler, self.consumed_samples)
 
     def load_state_dict(self, state: dict, strict: bool = True) -> None:
-        """Go on where the state was taken.
+        """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
 
         Ranks, micro-batch size and workers may be others, unless the order depends on them.  With
         stable_order the run may be longer, or its later phases others.
         ValueError names what does not fit; strict=False goes on all the same.
         """
         consumed = check_position(state, self.dataset, self.batch_sampler, strict)
+        self._num_loads += 1
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
@@ -5636,9 +5790,32 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
         IMPLEMENTATION = "c"
     except ImportError as error:
         if os.environ.get("MEGATRON_MIN_C") == "1":
-            raise
+            sentence = (
+                f"MEGATRON_MIN_C=1 asks for the C kernels: {error}.  Build them (pip install . in "
+                "a clone of megatron_min), or unset MEGATRON_MIN_C"
+            )
+            if __name__ == "__main__":
+                sys.exit(sentence)
+            raise ImportError(sentence) from error
         if not isinstance(error, ModuleNotFoundError):
             warnings.warn(f"the C kernels are there, and cannot be loaded: {error}", stacklevel=2)
+
+_MANY_ENTRIES = 1_000_000  # of an index: to build more of them in Python is a wait
+_has_warned_of_python = False
+
+
+def _warn_if_python_is_slow(num_entries):
+    """Warn, once in a process, where Python builds an index so large that C would be missed."""
+    global _has_warned_of_python
+    if IMPLEMENTATION == "c" or num_entries <= _MANY_ENTRIES or _has_warned_of_python:
+        return
+    _has_warned_of_python = True
+    warnings.warn(
+        f"an index of {num_entries:,} entries is built in Python, for the C kernels are not there: "
+        "they are 5 to 100 times faster (pip install . in a clone of megatron_min builds them)",
+        stacklevel=2,
+    )
+
 
 _DOCUMENTS_OF_A_THREAD = 1 << 22  # fewer documents are not worth a thread of their own
 
@@ -5977,6 +6154,18 @@ if IMPLEMENTATION == "c":
     BlendedDataset.batch = _c_blended_batch
 
 
+def _describe_kernels():
+    """Return which kernels run, and why those of C do not; pip hides what a build says."""
+    if IMPLEMENTATION == "c":
+        return "kernels: c"
+    if os.environ.get("MEGATRON_MIN_C") == "0":
+        return "kernels: python, for MEGATRON_MIN_C=0"
+    return (
+        "kernels: python, for the C extension was not built or cannot be loaded; "
+        "reinstall with MEGATRON_MIN_C=1 to see why"
+    )
+
+
 # ==============================================================================
 # PART III: THE TOOLS
 # ==============================================================================
@@ -6027,15 +6216,15 @@ class NullTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, run by the package tokenizers (extra "tools").
+    """A tokenizer.json, run by the package tokenizers (pip install tokenizers).
 
     path                the tokenizer.json
     eod_token           the text of the end-of-document token; default <|endoftext|>, or else </s>
     add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
                         of a text (BOS), around each text; with False a text is its own tokens
                         alone, as in upstream's preprocessing
-    Raises              FileNotFoundError, ImportError without the package, ValueError if the file
-                        has no such token
+    Raises              FileNotFoundError; ImportError without the package; ValueError if the file
+                        is no tokenizer, or has no such token
     """
 
     def __init__(
@@ -6049,9 +6238,14 @@ class HuggingFaceTokenizer:
             if error.name != "tokenizers":  # something that the package needs
                 raise
             raise ImportError(
-                f"{path} needs the package tokenizers: pip install 'megatron-min[tools]'"
+                f"{path} needs the package tokenizers: pip install tokenizers"
             ) from None
-        self._tokenizer = tokenizers.Tokenizer.from_file(path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(path)
+        except Exception as error:  # the package raises nothing more special
+            raise ValueError(
+                f"{path}: wanted a tokenizer.json of the package tokenizers: {error}"
+            ) from None
         self._add_special_tokens = add_special_tokens
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.eod = self._find_eod(path, eod_token)
@@ -6158,7 +6352,7 @@ def _tokenizer_of_module(name):
 # How much text a worker gets at a time.  Smaller blocks cost more messages between the processes;
 # larger ones delay the end after Ctrl-C, because a worker ends between two blocks.
 _BLOCK_BYTES = 1 << 18
-_PROGRESS_SECONDS = 10.0  # the least time between two lines of progress
+_PROGRESS_SECONDS = 5.0  # the least time between two lines of progress
 
 
 def preprocess(
@@ -6174,25 +6368,28 @@ def preprocess(
 ) -> dict[str, str]:
     """Write files of JSON lines as pairs, <output_prefix>_<key>_document.bin and .idx for each key.
 
+    Blank lines are no documents.  A warning names the files from which no document came.
+
     input         files and globs of .jsonl or .jsonl.gz, read in this order, the files of a glob
                   in sorted order; "-" is standard input
     tokenizer     an object as described in section 2; default ByteTokenizer()
+    output_prefix a folder in it that is missing is made
     append_eod    put tokenizer.eod after each document that has tokens
     json_keys     each key of these becomes a pair of its own
     workers       how many processes tokenize; the files are the same for any number
     on_error      "stop": the first bad line is an error; "skip": bad lines are left out, and a
                   warning at the end gives their number and what was wrong with the first one
-    verbose       print progress to stderr, at most every ten seconds, and once at the end
+    verbose       print progress to stderr, at most every five seconds, and once at the end
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason; OSError.  Then no pair appears; if
                   the error comes while several pairs get their names, each is whole or not there.
     Upstream      tools/preprocess_data.py; the files are equal byte for byte
 
-    >>> folder = tempfile.mkdtemp()
-    >>> path = pathlib.Path(folder, "corpus.jsonl")
-    >>> _ = path.write_text('{"text": "aaaa"}\\n{"text": "bbb"}\\n')
-    >>> prefixes = preprocess(path, os.path.join(folder, "corpus"), append_eod=True)
-    >>> IndexedDataset(prefixes["text"])[:]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "corpus.jsonl")
+    ...     _ = path.write_text('{"text": "aaaa"}\\n{"text": "bbb"}\\n')
+    ...     prefixes = preprocess(path, os.path.join(folder, "corpus"), append_eod=True)
+    ...     IndexedDataset(prefixes["text"])[:]
     [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
     """
     if on_error not in ("stop", "skip"):
@@ -6204,7 +6401,8 @@ def preprocess(
     if tokenizer is None:
         tokenizer = ByteTokenizer()
     encoder = _BlockEncoder(tokenizer, list(prefixes), append_eod, on_error == "skip")
-    progress = _Progress(_total_bytes(paths), verbose)
+    progress = _Progress(paths, verbose)
+    _make_folder_of(output_prefix)
     with contextlib.ExitStack() as stack:
         builders = {}
         for key, prefix in prefixes.items():
@@ -6235,6 +6433,19 @@ def _output_prefixes(output_prefix, json_keys):
     return prefixes
 
 
+def _make_folder_of(path):
+    """Make the folder that a file is to be in, if there is none."""
+    folder = os.path.dirname(path)
+    if not folder:
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise NotADirectoryError(
+            f"{path}: wanted the name of a file in a folder, but {folder} is a file, or is in one"
+        ) from None
+
+
 # -- Reading -----------------------------------------------------------------------------------
 
 
@@ -6256,6 +6467,8 @@ def _find_inputs(inputs):
     for path in inputs:
         path = os.fspath(path)
         # A name that exists is a file, even where it contains a * or a [.
+        if os.path.isdir(path):
+            raise IsADirectoryError(f"{path} is a folder: name its files, as in '{path}/*.jsonl'")
         if path == "-" or os.path.exists(path):
             paths.append(path)
             continue
@@ -6328,8 +6541,10 @@ class _Column:
 class _EncodedBlock:
     """What became of a _Block."""
 
+    path: str
     columns: dict[str, _Column]
     num_documents: int
+    num_blank: int  # blank lines
     num_skipped: int  # bad lines
     first_fault: str | None  # what is wrong with the first of these
     num_bytes: int  # as in _Block
@@ -6356,17 +6571,24 @@ class _BlockEncoder:
     def encode(self, block):
         """Return a _Block as an _EncodedBlock; ValueError at the first bad line, or skip them."""
         faults = []
+        lines = [line for line in block.lines if not line.isspace()]
         try:
-            documents = self._tokenize_lines(block.lines)
+            documents = self._tokenize_lines(lines)
         except Exception:
             # A tokenizer may raise anything, and says nothing about lines: look for the bad one.
             documents, faults = self._tokenize_one_by_one(block)
         columns = {}
         for key in self.json_keys:
             columns[key] = self._lay_end_to_end(documents[key])
-        num_documents = len(block.lines) - len(faults)
-        first_fault = faults[0] if faults else None
-        return _EncodedBlock(columns, num_documents, len(faults), first_fault, block.num_bytes)
+        return _EncodedBlock(
+            path=block.path,
+            columns=columns,
+            num_documents=len(lines) - len(faults),
+            num_blank=len(block.lines) - len(lines),
+            num_skipped=len(faults),
+            first_fault=faults[0] if faults else None,
+            num_bytes=block.num_bytes,
+        )
 
     def _tokenize_lines(self, lines):
         """Return {key: for each line, the tokens of each sentence}."""
@@ -6393,6 +6615,8 @@ class _BlockEncoder:
         documents = {key: [] for key in self.json_keys}
         faults = []
         for number, line in enumerate(block.lines, block.first_line):
+            if line.isspace():
+                continue
             try:
                 document = self._tokenize_lines([line])
             except Exception as error:
@@ -6408,9 +6632,7 @@ class _BlockEncoder:
 
     def _parse(self, line):
         """Return the JSON object of a line; ValueError unless each key holds text."""
-        row = None
-        if line.strip():
-            row = json.loads(line)
+        row = json.loads(line)
         for key in self.json_keys:
             if not isinstance(row, dict) or not _is_text(row.get(key)):
                 raise ValueError(f"wanted a JSON object with text under {key!r}, got {line[:60]!r}")
@@ -6489,9 +6711,20 @@ def _start_worker(encoder):
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # A terminal sends Ctrl-C to all processes.  The parent alone answers: it ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the handler that was forked along
+    signal.signal(signal.SIGTERM, _exit_soon)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _exit_soon(signal_number, frame):
+    """End this worker in a second: a cluster sends SIGTERM to all processes of a job.
+
+    A worker that ended at once might be sending a block, and the parent would wait for the rest of
+    it for ever.
+    """
+    timer = threading.Timer(1.0, os._exit, [1])
+    timer.daemon = True
+    timer.start()
 
 
 def _exit_with_parent():
@@ -6514,10 +6747,11 @@ def _encode_in_worker(block):
 class _Progress:
     """Print to stderr how far the job is: sometimes in the middle of the work, once at its end."""
 
-    def __init__(self, total_bytes, verbose):
-        self.total_bytes = total_bytes  # None: not known
+    def __init__(self, paths, verbose):
+        self.total_bytes = _total_bytes(paths)  # None: not known
         self.verbose = verbose
-        self.num_documents = 0
+        self.documents_of_file = dict.fromkeys(paths, 0)
+        self.num_blank = 0
         self.num_skipped = 0
         self.first_fault = None
         self.num_bytes = 0
@@ -6525,53 +6759,521 @@ class _Progress:
         self.printed = self.started
 
     def update(self, encoded):
-        """Count an _EncodedBlock; print a line if the last line is ten seconds old."""
-        self.num_documents += encoded.num_documents
+        """Count an _EncodedBlock; print a line if the last line is five seconds old."""
+        self.documents_of_file[encoded.path] += encoded.num_documents
+        self.num_blank += encoded.num_blank
         self.num_skipped += encoded.num_skipped
         self.num_bytes += encoded.num_bytes
         if self.first_fault is None:
             self.first_fault = encoded.first_fault
         now = time.perf_counter()
-        if not self.verbose or now - self.printed < _PROGRESS_SECONDS:
-            return
-        self.printed = now
-        seconds = now - self.started
-        self._print(seconds, f"ETA {self._time_left(seconds)}")
+        if self.verbose and now - self.printed >= _PROGRESS_SECONDS:
+            self.printed = now
+            seconds = now - self.started
+            self._print([*self._counts(), *self._rates(seconds), *self._time_left(seconds)])
 
     def finish(self):
-        """Print the last line, and warn if lines were left out."""
+        """Print the last line, and warn of lines and files that gave no document."""
         seconds = time.perf_counter() - self.started
         if self.verbose:
-            self._print(seconds, f"done in {datetime.timedelta(seconds=round(seconds))}")
+            done = f"done in {datetime.timedelta(seconds=round(seconds))}"
+            self._print([*self._counts(), *self._rates(seconds), done])
         if self.num_skipped:
             warnings.warn(
-                f"{self.num_skipped:,} bad lines were left out; the first: {self.first_fault}",
+                f"left out {_count(self.num_skipped, 'bad line')}; the first: {self.first_fault}",
                 stacklevel=3,
             )
+        self._warn_of_empty_files()
+
+    def _warn_of_empty_files(self):
+        """Warn of files that are empty, or of which every line was skipped."""
+        empty = [path for path, number in self.documents_of_file.items() if number == 0]
+        if not empty:
+            return
+        names = ", ".join(empty[:3])
+        if len(empty) > 3:
+            names += ", ..."
+        sentence = f"no document came from {names} ({_count(len(empty), 'file')})"
+        if len(empty) == len(self.documents_of_file):
+            sentence = f"no document came from {names}: the pairs are empty"
+        warnings.warn(sentence, stacklevel=4)
+
+    def _counts(self):
+        """What was done, in words."""
+        words = [_count(sum(self.documents_of_file.values()), "document")]
+        for number, noun in ((self.num_skipped, "bad line"), (self.num_blank, "blank line")):
+            if number:
+                words.append(f"{_count(number, noun)} skipped")
+        if self.total_bytes is None or self.num_bytes >= self.total_bytes:
+            words.append(_size(self.num_bytes))
+        else:
+            words.append(f"{_size(self.num_bytes)} of {_size(self.total_bytes)}")
+        return words
+
+    def _rates(self, seconds):
+        """How fast this was, in words; nothing where it was too short to tell."""
+        if seconds < 1:
+            return []
+        words = [f"{self.num_bytes / seconds / 1e6:,.1f} MB/s"]
+        documents = sum(self.documents_of_file.values()) / seconds
+        if documents >= 1:
+            words.append(f"{documents:,.0f} documents/s")
+        return words
 
     def _time_left(self, seconds):
-        """Return the time that the rest takes if it goes on like this, as h:mm:ss."""
+        """The time that the rest takes if it goes on like this, in words; nothing if unknown."""
         if self.total_bytes is None or self.num_bytes == 0:
-            return "unknown"
+            return []
         bytes_left = max(self.total_bytes - self.num_bytes, 0)
-        return datetime.timedelta(seconds=round(seconds * bytes_left / self.num_bytes))
+        left = datetime.timedelta(seconds=round(seconds * bytes_left / self.num_bytes))
+        return [f"{left} left"]
 
-    def _print(self, seconds, ending):
-        """Print one line: what was done in so many seconds."""
-        seconds = max(seconds, 1e-9)
-        words = [
-            f"{self.num_documents:,} documents",
-            f"{self.num_documents / seconds:,.0f} docs/s",
-            f"{self.num_bytes / seconds / 1e6:,.1f} MB/s",
-            f"{self.num_skipped:,} bad lines skipped",
-            ending,
-        ]
+    def _print(self, words):
+        """Print one line."""
         with contextlib.suppress(OSError):  # that nobody reads the progress is no reason to stop
             print(", ".join(words), file=sys.stderr, flush=True)
 
 
+def _count(number, noun):
+    """1, "document" -> "1 document"; 1000, "document" -> "1,000 documents"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
+
+
+def _size(num_bytes):
+    """A number of bytes as a person reads it."""
+    if num_bytes < 100_000:
+        return _count(num_bytes, "byte")
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
 # ==============================================================================
-# 19. The command line
+# 19. Fine-tuning data
+# ==============================================================================
+# Question answered here: how does a conversation become a sample, at access?
+#
+#   a row       {"messages": [{"role": "user", "content": "2+2"},
+#                             {"role": "assistant", "content": "4"}]}
+#
+#   text        u s e r :   2 + 2 ; a s s i s t a n t :   4 $      ; is a line end, $ is eod
+#   targets     . . . . . . . . . . . . . . . . . . . . . 4 $      . is -100: nothing to learn here
+#
+#   a sample    |<- conversation 0 ->|<-- conversation 1 -->|<- filled up ->|     S + 1 places
+#   tokens      all places but the last
+#   labels      all targets but the first: the label of a token is the target of the next one
+#   cu_seqlens  0                    ^ begins conversation 1                S S S ...
+#
+# A sample is made of one row of the file, and its text is tokenized when the sample is read.  So
+# there is no pair of files, no shuffled order and no cache: sample k is row k of the split, modulo
+# the number of rows, and the cyclic sampler of section 8 shuffles where that is wanted.
+#
+# A row may hold several conversations: each "system" message begins a new one.  Attention stays
+# within a conversation: cu_seqlens says where each begins, as attention kernels for packed
+# sequences want it, and positions count from 0 in each.
+
+_IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
+
+
+class SFTDataset(MegatronDataset):
+    """Samples of conversations, tokenized at access.  Upstream: SFTDataset.
+
+    dataset        JsonlRows or ParquetRows
+    dataset_path   the path of the file
+    indices        int32, the rows of this split
+    num_samples    how many samples; None: each row once
+    config         GPTDatasetConfig without create_attention_mask, reset_attention_mask and
+                   reset_position_ids
+
+    ds[k] is a dict of new tensors:
+      tokens, labels   int64 (S,); labels are -100 where nothing is learned, and keep the pad id
+      loss_mask        float32 (S,), 0 where the label is -100 or padding
+      position_ids     int64 (S,), from 0 in each conversation
+      cu_seqlens       int32 (S+1,): where the conversations begin, and then S in all entries left
+      max_seqlen       int32 (): the length of the longest conversation, with its padding
+    ds[None] is sample 0 without any loss.  A row without messages that can be used is a ValueError
+    that names its file and its line.  Cost: to tokenize one row for each sample.
+
+    The tokenizer may have tokenize_conversation(conversation, return_target=True,
+    add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
+    Any other tokenizer gets the template of encode_conversation().
+
+    A sample that is too long is cut, and one that is too short is filled with tokenizer.pad.  A
+    tokenizer without pad fills with eod; only the filled places are masked then, so that each real
+    eod is learned.  With context_parallel_size cp > 1 each conversation is filled up to a multiple
+    of 2 * cp tokens, so that section 9 can cut it for the ranks.  eod_mask_loss changes nothing:
+    the targets say what is learned.
+
+    >>> path = os.path.join(tempfile.mkdtemp(), "chat.jsonl")
+    >>> messages = [{"role": "u", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    >>> with open(path, "w") as file:
+    ...     _ = file.write(json.dumps({"messages": messages}))
+    >>> config = GPTDatasetConfig(1234, 24, blend=([path], None), split="1",
+    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> rows = SFTDataset.build_low_level_dataset(path, config)
+    >>> ds = SFTDataset(rows, path, np.arange(1, dtype=np.int32), None, Split.train, config)
+    >>> ByteTokenizer().detokenize(ds[0]["tokens"])
+    'u: 2+2\\nassistant: 4'
+    >>> ds[0]["labels"][ds[0]["loss_mask"] == 1].tolist()         # what is learned: 4 and eod
+    [52, 256]
+    """
+
+    def __init__(
+        self,
+        dataset: "JsonlRows | ParquetRows",
+        dataset_path: str | os.PathLike | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"{name} must be False for SFTDataset: cu_seqlens and position_ids keep the "
+                    "conversations of a sample apart"
+                )
+        if self.num_samples and not len(self.indices):
+            raise ValueError(
+                f"{_name(self)}: {index_split.name} of split {config.split!r} holds no rows for "
+                f"{self.num_samples} samples: enlarge it"
+            )
+        self._pad_token_id = _attribute(config.tokenizer, "pad")
+        self._granularity = 1
+        if config.context_parallel_size is not None and config.context_parallel_size > 1:
+            self._granularity = 2 * config.context_parallel_size
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: GPTDatasetConfig
+    ) -> "JsonlRows | ParquetRows":
+        """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
+        if dataset_path is None:
+            raise ValueError(
+                "SFTDataset has no mock data: give a blend of .jsonl or .parquet files"
+            )
+        if os.fspath(dataset_path).endswith(".parquet"):
+            return ParquetRows(dataset_path)
+        return JsonlRows(dataset_path)
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: "JsonlRows | ParquetRows") -> int:
+        """Return the number of rows of the file."""
+        return len(low_level_dataset)
+
+    def __len__(self) -> int:
+        return len(self.indices) if self.num_samples is None else self.num_samples
+
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        if idx is None:
+            sample = self[0]
+            sample["loss_mask"].zero_()
+            return sample
+        k = _position(idx, len(self), f"the samples of {_name(self)}")
+        row = int(self.indices[k % len(self.indices)])
+        S = self.config.sequence_length
+        fill = self._pad_token_id
+        if fill is None:
+            fill = self.config.tokenizer.eod
+        packed = pack_conversations(self._encode_row(row), S, fill, self._granularity)
+        tokens, targets, is_filled, ends = packed
+        labels = targets[1:].copy()
+        is_learned = (labels != _IGNORED) & ~is_filled[1:]
+        if self._pad_token_id is not None:
+            is_learned &= labels != self._pad_token_id
+        cu_seqlens = np.full(S + 1, S, np.int32)
+        cu_seqlens[: len(ends)] = ends[: S + 1]
+        sample = {
+            "tokens": tokens[:-1].copy(),
+            "labels": labels,
+            "loss_mask": is_learned.astype(np.float32),
+            "position_ids": positions_from(ends[:-1], S),
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": np.array(np.diff(ends).max(), np.int32),
+        }
+        return {key: torch.from_numpy(values) for key, values in sample.items()}
+
+    def _encode_row(self, row):
+        """Yield (tokens, targets), int64, of one conversation of a row after the other."""
+        try:
+            for conversation in split_conversations(self.dataset[row]):
+                tokens, targets = self._encode(conversation)
+                if len(tokens) != len(targets):
+                    raise ValueError(
+                        f"the tokenizer gave {len(tokens)} tokens and {len(targets)} targets"
+                    )
+                yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
+        except Exception as error:
+            raise ValueError(f"{self.dataset.describe_place(row)}: {error}") from error
+
+    def _encode(self, conversation):
+        """The tokens and targets of one conversation, by the tokenizer's template or by ours."""
+        tokenizer = self.config.tokenizer
+        tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
+        if tokenize_conversation is None:
+            return encode_conversation(conversation, tokenizer)
+        return tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
+
+    def made_from(self) -> dict:
+        """Return which rows of which file the samples are made from."""
+        return {"documents": _describe_documents(self.indices)} | self.dataset.identity()
+
+    @property
+    def is_stable(self) -> bool:
+        """Sample k is the same row, however many samples are asked for."""
+        return True
+
+
+def split_conversations(messages: list[dict]) -> list[list[dict]]:
+    """Cut the messages of a row into conversations: each system message begins a new one.
+
+    Anything but a list of messages is a ValueError.
+
+    >>> messages = [{"role": role, "content": "hi"} for role in ("user", "system", "user")]
+    >>> [len(conversation) for conversation in split_conversations(messages)]
+    [1, 2]
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(
+            'wanted "messages", a list of {"role": ..., "content": ...}, '
+            f"got {str(messages)[:80]}"
+        )
+    conversations = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f'a message wants a "role", got {str(message)[:80]}')
+        if message["role"] == "system" or not conversations:
+            conversations.append([])
+        conversations[-1].append(message)
+    return conversations
+
+
+def encode_conversation(
+    conversation: typing.Sequence[dict], tokenizer: typing.Any
+) -> tuple[list[int], list[int]]:
+    """Return the tokens and the targets of a conversation, by a plain template.
+
+    A message is the line "role: content".  Only the content of the assistant's messages and the eod
+    that ends each of them are learned; eod stands in the place of the line's end there.
+
+    >>> messages = [{"role": "u", "content": "2"}, {"role": "assistant", "content": "4"}]
+    >>> tokens, targets = encode_conversation(messages, ByteTokenizer())
+    >>> bytes(tokens[:-1]), tokens[-1]
+    (b'u: 2\\nassistant: 4', 256)
+    >>> targets[-3:]
+    [-100, 52, 256]
+    """
+    tokens = []
+    targets = []
+    for message in conversation:
+        content = message.get("content")
+        if not isinstance(content, str):
+            raise ValueError(f'a message wants a text as "content", got {str(content)[:80]}')
+        if message["role"] == "assistant":
+            prompt = list(tokenizer.tokenize("assistant: "))
+            answer = [*tokenizer.tokenize(content), tokenizer.eod]
+        else:
+            prompt = list(tokenizer.tokenize(f"{message['role']}: {content}\n"))
+            answer = []
+        tokens += prompt + answer
+        targets += [_IGNORED] * len(prompt) + answer
+    return tokens, targets
+
+
+def pack_conversations(
+    encoded: typing.Iterable[tuple[np.ndarray, np.ndarray]],
+    sequence_length: int,
+    fill: int,
+    granularity: int = 1,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+    """Lay conversations end to end in the S + 1 places of a sample.
+
+    encoded       (tokens, targets) of each conversation, as many as fit; what is too long is cut
+    fill          the id that fills up tokens and targets, to S + 1 and to the granularity
+    granularity   the place where a conversation ends is a multiple of it
+    Returns       tokens and targets, int64 (S+1,); a bool (S+1,), True at filled places; and the
+                  list of the places where conversations end, from 0 to S
+
+    The last place is filled in any case, or all would be cut one token later: upstream does so.
+
+    >>> two = [([1, 2, 3], [-100, 2, 3]), ([4, 5], [4, 5])]
+    >>> tokens, targets, is_filled, ends = pack_conversations(two, 8, 0, granularity=4)
+    >>> tokens.tolist(), ends
+    ([1, 2, 3, 0, 4, 5, 0, 0, 0], [0, 4, 8])
+    """
+    S = sequence_length
+    tokens = np.full(S + 1, fill, np.int64)
+    targets = np.full(S + 1, fill, np.int64)
+    is_filled = np.ones(S + 1, bool)
+    ends = [0]
+    for conversation_tokens, conversation_targets in encoded:
+        begin = ends[-1]
+        end = begin + len(conversation_tokens)
+        room = S - begin
+        places = slice(begin, min(end, S))
+        tokens[places] = conversation_tokens[:room]
+        targets[places] = conversation_targets[:room]
+        is_filled[places] = False
+        ends.append(end + -end % granularity)
+        if ends[-1] > S:
+            break
+    ends[-1] = S
+    return tokens, targets, is_filled, ends
+
+
+class JsonlRows:
+    """The rows of a file of JSON lines, by number.  Only the place of each line is kept in memory.
+
+    Empty lines are no rows.  Cost: one pass over the file to open it, 8 bytes for each row; one
+    read for each row.  Objects can be pickled, and used by threads and by forked processes.
+    """
+
+    _BLOCK = 1 << 22  # bytes that are read at once to find the lines
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = os.fspath(path)
+        if self.path.endswith((".gz", ".zst", ".bz2", ".xz")):
+            raise ValueError(
+                f"{self.path}: rows are read in any order, and a compressed file can only be read "
+                "from its beginning: decompress it first"
+            )
+        self._open()
+        self._starts = self._find_lines()
+
+    def _open(self):
+        """Open the file; os.pread has no position that threads could mix up."""
+        self._file = open(self.path, "rb", buffering=0)
+        weakref.finalize(self, self._file.close)
+
+    def _find_lines(self):
+        """int64 (rows + 1,): where each row begins, and the size of the file.
+
+        A row reaches to where the next one begins, so it includes the empty lines behind it.
+        """
+        starts = array.array("q")
+        end_of_line = 0  # where the last line that was found ends
+        size = 0
+        block = self._file.read(self._BLOCK)
+        while block:
+            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (size + 1)
+            size += len(block)
+            if len(ends):
+                lengths = np.diff(ends, prepend=end_of_line)
+                is_row = lengths > len("\r\n")
+                starts.frombytes((ends - lengths)[is_row].tobytes())
+                end_of_line = int(ends[-1])
+            block = self._file.read(self._BLOCK)
+        if size > end_of_line:  # the last line may lack its end
+            starts.append(end_of_line)
+        if starts:
+            starts[0] = 0  # whatever stands before the first row must be read, or it would be lost
+        starts.append(size)
+        return np.frombuffer(starts, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, row: int) -> typing.Any:
+        """Return the "messages" of a row; None if the row has none."""
+        begin, end = self._starts[row : row + 2].tolist()
+        line = os.pread(self._file.fileno(), end - begin, begin)
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"no JSON: {error}") from None
+        return value.get("messages") if isinstance(value, dict) else None
+
+    def describe_place(self, row: int) -> str:
+        """Return the file and the number of the line, for errors: the lines before are counted."""
+        begin = int(self._starts[row])
+        line_number = 1
+        for position in range(0, begin, self._BLOCK):
+            count = min(self._BLOCK, begin - position)
+            line_number += os.pread(self._file.fileno(), count, position).count(b"\n")
+        return f"{self.path}, line {line_number}"
+
+    def identity(self) -> dict:
+        """Return what tells this file from another: its size and a digest of its two ends."""
+        size = int(self._starts[-1])
+        first = os.pread(self._file.fileno(), 65536, 0)
+        last = os.pread(self._file.fileno(), 65536, max(0, size - 65536))
+        return {"size": size, "file_ends": _md5(first + last)}
+
+    def __getstate__(self):
+        """Leave the open file out of a pickle."""
+        state = self.__dict__.copy()
+        del state["_file"]
+        return state
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._open()
+
+
+class ParquetRows:
+    """The rows of a Parquet file, by number, read with the package pyarrow (extra "storage").
+
+    Parquet is read in row groups, and the last one is kept.  So rows in order cost little, and rows
+    in any order want small row groups: pyarrow.parquet.write_table(..., row_group_size=1000).
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = os.fspath(path)
+        self._open()
+
+    def _open(self):
+        """Open the file, and see in its footer where the row groups begin."""
+        try:
+            import pyarrow.parquet
+        except ModuleNotFoundError:
+            raise ImportError(
+                f'{self.path} needs the package pyarrow (extra "storage"): pip install pyarrow'
+            ) from None
+        self._file = pyarrow.parquet.ParquetFile(self.path)
+        names = self._file.schema_arrow.names
+        if "messages" not in names:
+            raise ValueError(f'{self.path}: wanted a column "messages", found {", ".join(names)}')
+        metadata = self._file.metadata
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._starts = np.cumsum([0, *sizes])
+        self._kept = None, None  # the number of the last row group that was read, and its messages
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, row: int) -> typing.Any:
+        """Return the "messages" of a row, a list of dicts."""
+        group = int(np.searchsorted(self._starts, row, side="right")) - 1
+        kept_group, messages = self._kept
+        if kept_group != group:
+            # without threads of pyarrow's own, which a forked process would lack
+            table = self._file.read_row_group(group, columns=["messages"], use_threads=False)
+            messages = table.column("messages")
+            self._kept = group, messages
+        return messages[row - int(self._starts[group])].as_py()
+
+    def describe_place(self, row: int) -> str:
+        """Return the name of the file and the number of the row, from 1."""
+        return f"{self.path}, row {row + 1}"
+
+    def identity(self) -> dict:
+        """Return what tells this file from another: its size and a digest of its footer."""
+        metadata = self._file.metadata
+        footer = f"{metadata.num_rows} {metadata.serialized_size} {self._starts.tolist()}"
+        return {"size": os.path.getsize(self.path), "file_ends": _md5(footer)}
+
+    def __getstate__(self):
+        """A pickle is the path: the file is opened again."""
+        return {"path": self.path}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._open()
+
+
+# ==============================================================================
+# 20. The command line
 # ==============================================================================
 # Question answered here: how is all this run from a shell?
 #
@@ -6608,8 +7310,13 @@ def main(argv: list[str] | None = None) -> int:
 def _make_parser():
     """Return the parser of all commands; each stores the function that runs it as options.run."""
     description = __doc__.partition("\n")[0]
-    parser = argparse.ArgumentParser("megatron-min", description=description)
-    parser.add_argument("--version", action="version", version=f"{__version__} ({IMPLEMENTATION})")
+    parser = argparse.ArgumentParser(
+        _program_name(),
+        description=description,
+        epilog=f"{_program_name()} COMMAND --help shows the options of a command, and an example.",
+    )
+    version = f"{__version__} ({_describe_kernels()})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_preprocess(commands)
     _add_merge(commands)
@@ -6618,6 +7325,13 @@ def _make_parser():
     _add_build(commands)
     _add_demo(commands)
     return parser
+
+
+def _program_name():
+    """How this program was started: also a copy of this file alone is one."""
+    if os.path.basename(sys.argv[0]) == os.path.basename(__file__):
+        return f"python {sys.argv[0]}"
+    return "megatron-min"
 
 
 def _run_command(options):
@@ -6690,27 +7404,104 @@ def _exit_143(signal_number, frame):
     sys.exit(143)
 
 
-def _add_command(commands, name, run, help):
-    """Add a command without flags yet, and return its parser."""
-    parser = commands.add_parser(name, help=help, description=help)
+# -- What the commands share -------------------------------------------------------------------
+
+
+def _add_command(commands, name, run, help, example):
+    """Add a command without options yet, and return its parser.
+
+    run       the function that runs the command; it takes the options
+    help      what the command does, in a line
+    example   a command line, without the name of the program and of the command
+    """
+    formatter = argparse.RawDescriptionHelpFormatter  # which keeps the lines of the example
+    parser = commands.add_parser(name, help=help, description=help, formatter_class=formatter)
+    parser.epilog = f"example:\n  {parser.prog} {example}".rstrip()
     parser.set_defaults(run=run)
     return parser
 
 
-def _add_switch(parser, flag, default, help):
-    """Add the two flags --x and --no-x."""
+def _add_option(parser, flag, help, default=None, shown=None, **arguments):
+    """Add --x VALUE, whose help tells its default.
+
+    shown       the default in words, where it is not the default of argparse
+    arguments   of add_argument(), such as type, nargs, choices or required
+    """
+    if arguments.get("required"):
+        words = "required"
+    else:
+        words = f"default: {_default_in_words(default if shown is None else shown)}"
+    parser.add_argument(flag, default=default, help=f"{help} ({words})", **arguments)
+
+
+def _add_switch(parser, flag, help, default=False, shown=None):
+    """Add the two flags --x and --no-x, whose help tells which of them is the default."""
     action = argparse.BooleanOptionalAction
-    parser.add_argument(flag, action=action, default=default, help=help)
+    words = _default_in_words(default if shown is None else shown)
+    parser.add_argument(flag, action=action, default=default, help=f"{help} (default: {words})")
 
 
-def _add_tokenizer_flags(parser):
-    """Add --tokenizer and --eod-token."""
-    parser.add_argument(
-        "--tokenizer",
-        default="bytes",
-        help="bytes (the default), null:VOCAB, a tokenizer.json or module:attribute",
+def _default_in_words(value):
+    """A default as a person would write it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return " ".join(value)
+    return "none" if value is None else str(value)
+
+
+def _add_tokenizer_options(parser):
+    """Add the options that _tokenizer_of() reads."""
+    kinds = "bytes, null:VOCAB, a tokenizer.json or module:attribute"
+    _add_option(parser, "--tokenizer", kinds, default="bytes")
+    _add_option(
+        parser,
+        "--eod-token",
+        "text of the end-of-document token of a tokenizer.json",
+        shown="<|endoftext|>, or else </s>",
     )
-    parser.add_argument("--eod-token", help="text of the end-of-document token of a tokenizer.json")
+    special = "let a tokenizer.json add its own special tokens, such as BOS, to each text"
+    _add_switch(parser, "--add-special-tokens", special)
+
+
+def _tokenizer_of(options):
+    """The tokenizer that the options name."""
+    return build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
+
+
+def _whole_number(text):
+    """The type of an option that is a number from 0 on."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"wanted a whole number, 0 or more, got {text}")
+    return int(text)
+
+
+def _pair_prefix(path):
+    """The type of an argument that names a pair: a shell completes x to x.bin, which means x."""
+    for extension in (".bin", ".idx"):
+        if path.endswith(extension) and not IndexedDataset.exists(path):
+            return path.removesuffix(extension)
+    return path
+
+
+def _print_counts(label, dataset):
+    """Print one line about a pair."""
+    words = [
+        _count(len(dataset), "sequence"),
+        _count(len(dataset.document_indices) - 1, "document"),
+        f"{_count(dataset.num_tokens, 'token')} of {np.dtype(dataset.dtype)}",
+    ]
+    print(f"{hide_credentials(label)}: {', '.join(words)}")
+
+
+def _largest_id(dataset):
+    """The largest of at most a million tokens, which come from all over a pair; -1: no tokens."""
+    largest = -1
+    for i in range(0, len(dataset), _ceil_div(len(dataset), 1000)):
+        count = min(int(dataset.sequence_lengths[i]), 1000)
+        if count > 0:
+            largest = max(largest, int(dataset.get(i, 0, count).max()))
+    return largest
 
 
 # -- preprocess --------------------------------------------------------------------------------
@@ -6718,44 +7509,30 @@ def _add_tokenizer_flags(parser):
 
 def _add_preprocess(commands):
     parser = _add_command(
-        commands, "preprocess", _run_preprocess, "JSON lines, plain or gzip, to .bin/.idx pairs"
+        commands,
+        "preprocess",
+        _run_preprocess,
+        "JSON lines, plain or gzip, to .bin/.idx pairs",
+        "--input 'books/*.jsonl.gz' --output-prefix books --append-eod --workers 8",
     )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        help='files and globs of .jsonl or .jsonl.gz, read in this order; "-" is stdin',
-    )
-    parser.add_argument(
-        "--output-prefix", required=True, help="the pairs are named PREFIX_KEY_document"
-    )
-    _add_tokenizer_flags(parser)
-    parser.add_argument(
-        "--add-special-tokens",
-        action="store_true",
-        help="let a tokenizer.json add its own special tokens, such as BOS, to each text",
-    )
-    _add_switch(parser, "--append-eod", False, "put an eod after each document that has tokens")
-    parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], help="each key becomes a pair (default: text)"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=1, help="processes; the files are the same for any number"
-    )
-    parser.add_argument(
-        "--on-error",
-        choices=["stop", "skip"],
-        default="stop",
-        help="at a bad line: stop (the default), or count it and leave it out",
-    )
-    _add_switch(parser, "--verbose", True, "show docs/s, MB/s and the time left on stderr")
+    inputs = 'files and globs of .jsonl or .jsonl.gz, read in this order; "-" is stdin'
+    _add_option(parser, "--input", inputs, nargs="+", required=True)
+    _add_option(parser, "--output-prefix", "the pairs are named PREFIX_KEY_document", required=True)
+    _add_tokenizer_options(parser)
+    _add_switch(parser, "--append-eod", "put an eod after each document that has tokens")
+    _add_option(parser, "--json-keys", "each key becomes a pair", default=["text"], nargs="+")
+    workers = "processes; the files are the same for any number"
+    _add_option(parser, "--workers", workers, default=1, type=_whole_number)
+    on_error = "at a bad line: stop, or skip: leave it out, and count it"
+    _add_option(parser, "--on-error", on_error, default="stop", choices=["stop", "skip"])
+    _add_switch(parser, "--verbose", "show progress on stderr", default=True)
 
 
 def _run_preprocess(options):
     prefixes = preprocess(
         options.input,
         options.output_prefix,
-        build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens),
+        _tokenizer_of(options),
         append_eod=options.append_eod,
         json_keys=options.json_keys,
         workers=options.workers,
@@ -6766,48 +7543,45 @@ def _run_preprocess(options):
         _print_counts(prefix, IndexedDataset(prefix))
 
 
-def _print_counts(label, dataset):
-    """Print one line about a pair."""
-    num_documents = len(dataset.document_indices) - 1
-    print(
-        f"{hide_credentials(label)}: {len(dataset):,} sequences, {num_documents:,} documents, "
-        f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
-    )
-
-
 # -- merge, inspect, verify --------------------------------------------------------------------
 
 
 def _add_merge(commands):
-    parser = _add_command(commands, "merge", _run_merge, "append pairs into a new pair")
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        help="path prefixes of pairs of one dtype, in the order in which they are appended",
+    parser = _add_command(
+        commands,
+        "merge",
+        _run_merge,
+        "append pairs into a new pair",
+        "--input books_text_document wiki_text_document --output-prefix all",
     )
-    parser.add_argument("--output-prefix", required=True, help="path prefix of the new pair")
-    _add_switch(parser, "--multimodal", False, "the pairs hold modes")
+    inputs = "path prefixes of pairs of one dtype, in the order in which they are appended"
+    _add_option(parser, "--input", inputs, nargs="+", type=_pair_prefix, required=True)
+    _add_option(parser, "--output-prefix", "path prefix of the new pair", required=True)
+    _add_switch(parser, "--multimodal", "the pairs hold modes")
 
 
 def _run_merge(options):
+    _make_folder_of(options.output_prefix)
     merge(options.input, options.output_prefix, options.multimodal)
     _print_counts(options.output_prefix, IndexedDataset(options.output_prefix))
 
 
 def _add_inspect(commands):
     parser = _add_command(
-        commands, "inspect", _run_inspect, "counts, lengths and first tokens of a pair"
+        commands,
+        "inspect",
+        _run_inspect,
+        "counts, lengths and first tokens of a pair",
+        "books_text_document --tokenizer tokenizer.json",
     )
-    parser.add_argument("prefix", help="path of a pair, without .bin and .idx")
-    parser.add_argument(
-        "--tokens", type=int, default=16, help="how many tokens of sequence 0 to show (default: 16)"
-    )
-    _add_tokenizer_flags(parser)
+    parser.add_argument("prefix", type=_pair_prefix, help="path of a pair, without .bin and .idx")
+    tokens = "how many tokens of sequence 0 to show"
+    _add_option(parser, "--tokens", tokens, default=16, type=_whole_number)
+    _add_tokenizer_options(parser)
 
 
 def _run_inspect(options):
-    tokenizer = build_tokenizer(options.tokenizer, options.eod_token)
+    tokenizer = _tokenizer_of(options)
     dataset = IndexedDataset(options.prefix, check=False)
     _print_counts(options.prefix, dataset)
     if len(dataset) > 0:
@@ -6816,31 +7590,52 @@ def _run_inspect(options):
 
 
 def _print_lengths(lengths):
-    """Print how long the sequences are: at most 1,000 of them, since there may be a billion."""
-    step = -(-len(lengths) // 1000)  # the quotient, rounded up
-    lengths = lengths[::step]
-    percentiles = np.percentile(lengths, (0, 1, 25, 50, 75, 99, 100)).round().astype(int)
-    print(
-        f"min, 1%, 25%, median, 75%, 99%, max of {len(lengths):,} lengths: {percentiles.tolist()}"
-    )
+    """Print how long the sequences are; percentiles of at most 100,000: there may be a billion."""
+    print(f"lengths: {lengths.min():,} to {lengths.max():,} tokens")
+    sample = lengths[:: _ceil_div(len(lengths), 100_000)]
+    percentiles = np.percentile(sample, (1, 25, 50, 75, 99)).round().astype(int).tolist()
+    note = ""
+    if len(sample) < len(lengths):
+        note = f", of {len(sample):,} lengths from all over the pair"
+    numbers = ", ".join(f"{number:,}" for number in percentiles)
+    print(f"1%, 25%, median, 75%, 99%{note}: {numbers}")
 
 
 def _print_first_tokens(dataset, count, tokenizer):
-    """Print how sequence 0 begins, as ids and as text."""
-    tokens = dataset[0][: max(0, count)].tolist()
+    """Print how sequence 0 begins, as ids, and as text if they are text for the tokenizer."""
+    tokens = dataset[0][:count].tolist()
     print(f"sequence 0: {tokens}")
-    try:
-        text = tokenizer.detokenize(tokens)
-    except Exception:
-        return  # most often the pair was made with another tokenizer: the ids must do
-    print(f"decoded:    {text!r}")
+    text = None
+    largest = _largest_id(dataset)
+    if largest < tokenizer.vocab_size:
+        with contextlib.suppress(Exception):  # a tokenizer may raise anything for ids of another
+            text = tokenizer.detokenize(tokens)
+    if text is not None and _is_readable(text):
+        print(f"decoded: {text!r}")
+    else:
+        print(
+            f"not decoded: the ids, up to {largest:,}, are no text for this tokenizer of "
+            f"{tokenizer.vocab_size:,} ids: name that of the pair with --tokenizer"
+        )
+
+
+def _is_readable(text):
+    """Is this text, and not what comes of decoding the ids of another tokenizer?"""
+    text = text.rstrip("\ufffd")  # where the last token is a part of a character
+    return all(c.isspace() or (c.isprintable() and c != "\ufffd") for c in text)
 
 
 def _add_verify(commands):
     parser = _add_command(
-        commands, "verify", _run_verify, "check every entry of an .idx, and that the .bin fits it"
+        commands,
+        "verify",
+        _run_verify,
+        "check every entry of an .idx, and that the .bin fits it",
+        "books_text_document wiki_text_document",
     )
-    parser.add_argument("prefix", nargs="+", help="path of a pair, without .bin and .idx")
+    parser.add_argument(
+        "prefix", nargs="+", type=_pair_prefix, help="path of a pair, without .bin and .idx"
+    )
 
 
 def _run_verify(options):
@@ -6887,59 +7682,76 @@ def _add_build(commands):
         "build",
         _run_build,
         "make the index caches of a blend, for jobs that have the same tokenizer",
+        "--blend 70 books_text_document 30 wiki_text_document --split 98,1,1 \\\n"
+        "    --sizes 1000000 1000 1000 --sequence-length 2048 --random-seed 1234 \\\n"
+        "    --tokenizer tokenizer.json --path-to-cache cache",
     )
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        required=True,
-        help="samples of train, of valid and of test; none means one epoch",
-    )
-    parser.add_argument(
-        "--blend", nargs="+", help="path prefixes, or a weight before each: 70 books 30 wiki"
-    )
+    sizes = "samples of train, of valid and of test; none means one epoch"
+    _add_option(parser, "--sizes", sizes, nargs="+", required=True)
+    blend = "path prefixes, or a weight before each: 70 books 30 wiki"
+    _add_option(parser, "--blend", blend, nargs="+", type=_pair_prefix)
     for split in Split:
-        parser.add_argument(
-            f"--{split.name}-blend",
-            nargs="+",
-            help=f"blend of whole corpora for {split.name}, instead of --blend and --split",
-        )
-    parser.add_argument(
+        blend = f"blend of whole corpora for {split.name}, instead of --blend and --split"
+        _add_option(parser, f"--{split.name}-blend", blend, nargs="+", type=_pair_prefix)
+    _add_option(
+        parser,
         "--phase",
+        "a phase of train: its samples, and a weight for each corpus; may be repeated",
         nargs="+",
         action="append",
         dest="blend_phases",
         metavar=("SAMPLES", "WEIGHT"),
-        help="a phase of train: its samples, and a weight for each corpus; may be repeated",
     )
-    _add_tokenizer_flags(parser)
+    _add_tokenizer_options(parser)
+    fields = {field.name: field for field in dataclasses.fields(GPTDatasetConfig)}
     for name, kind, text in _CONFIG_FLAGS:
         flag = "--" + name.replace("_", "-")
+        default = fields[name].default
+        required = name in ("random_seed", "sequence_length")
         if kind is bool:
-            _add_switch(parser, flag, None, text)
+            _add_switch(parser, flag, text, default=None, shown=bool(default))
         else:
-            required = name in ("random_seed", "sequence_length")
-            parser.add_argument(flag, type=kind, required=required, help=text)
+            _add_option(parser, flag, text, shown=default, type=kind, required=required)
 
 
 def _run_build(options):
     sizes = [_parse_size(text) for text in options.sizes]
+    blends = [options.train_blend, options.valid_blend, options.test_blend]
     config = GPTDatasetConfig(
         blend=get_blend_from_list(options.blend),
-        blend_per_split=[
-            get_blend_from_list(options.train_blend),
-            get_blend_from_list(options.valid_blend),
-            get_blend_from_list(options.test_blend),
-        ],
+        blend_per_split=[get_blend_from_list(blend) for blend in blends],
         blend_phases=_parse_phases(options.blend_phases),
-        tokenizer=build_tokenizer(options.tokenizer, options.eod_token),
+        tokenizer=_tokenizer_of(options),
         **_given_fields(options),
     )
+    _warn_of_foreign_ids(config)
     builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, _is_built_here, config)
     for split, built in zip(Split, builder.build(), strict=True):
         if not isinstance(built, list):  # it is a list with --multiple-validation-sets
             built = [built]
         for dataset in built:
             _print_dataset(split, dataset, config)
+
+
+def _warn_of_foreign_ids(config):
+    """Warn if a corpus was made with another tokenizer: no job would find the caches."""
+    prefixes = []
+    blends = [config.blend]
+    if config.blend_per_split is not None:
+        blends.extend(config.blend_per_split)
+    for blend in blends:
+        if blend is not None:
+            prefixes.extend(blend[0])
+    vocab_size = config.tokenizer.vocab_size
+    for prefix in dict.fromkeys(prefixes):
+        largest = _largest_id(IndexedDataset(prefix, check=False))
+        if largest >= vocab_size:
+            warnings.warn(
+                f"{prefix} holds the id {largest:,}, and the tokenizer has {vocab_size:,} ids: a "
+                "job with the tokenizer of the corpus does not find this cache: name that "
+                "tokenizer with --tokenizer",
+                stacklevel=2,
+            )
 
 
 def _parse_size(text):
@@ -6981,13 +7793,33 @@ def _is_built_here():
 
 
 def _print_dataset(split, dataset, config):
-    """Print one line about a dataset that was built."""
+    """Print a line about a dataset that was built, and one about each of its corpora."""
     if dataset is None:
         print(f"{split.name}: none")
         return
     print(
-        f"{split.name}: {len(dataset):,} samples of {config.sequence_length} tokens, "
-        f"{dataset.unique_description_hash}"
+        f"{split.name}: {_count(len(dataset), 'sample')} of {config.sequence_length:,} tokens, "
+        f"cache {dataset.unique_description_hash}"
+    )
+    if isinstance(dataset, BlendedDataset):
+        for part, taken in zip(dataset.datasets, dataset.samples_taken().tolist(), strict=True):
+            _print_drawn(part, taken, config)
+    elif dataset.num_samples is None:
+        _print_drawn(dataset, len(dataset), config)
+    else:  # the run takes what it asked for, and the dataset has whole epochs
+        _print_drawn(dataset, dataset.num_samples, config)
+
+
+def _print_drawn(dataset, num_samples, config):
+    """Print how many samples are drawn from a corpus, and how often its tokens come."""
+    tokens = dataset.tokens_per_epoch()
+    epochs = num_samples * config.sequence_length / max(tokens, 1)
+    words = f"{epochs:,.2f} epochs"
+    if 0 < epochs < 0.01:
+        words = "less than 0.01 epochs"
+    print(
+        f"  {_name(dataset)}: {_count(num_samples, 'sample')} drawn, {words} of "
+        f"{_count(tokens, 'token')}"
     )
 
 
@@ -6995,19 +7827,20 @@ def _print_dataset(split, dataset, config):
 
 
 def _add_demo(commands):
-    parser = _add_command(
-        commands, "demo", _run_demo, "real text to blended, resumable batches, in a few seconds"
-    )
-    parser.add_argument("--keep", help="a folder to work in, whose files stay")
+    text = "real text to blended, resumable batches, in a few seconds"
+    parser = _add_command(commands, "demo", _run_demo, text, "--keep demo")
+    _add_option(parser, "--keep", "a folder to work in, whose files stay", shown="a temporary one")
 
 
 def _run_demo(options):
     if options.keep:
         os.makedirs(options.keep, exist_ok=True)
         _run_demo_in(options.keep)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        _run_demo_in(folder)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            _run_demo_in(folder)
+    print("Next, your own text, a JSON object with a text on each line of a file:")
+    print(f"{_program_name()} preprocess --input corpus.jsonl --output-prefix corpus --append-eod")
 
 
 def _run_demo_in(folder):
@@ -7054,11 +7887,10 @@ def _build_demo_blend(prefixes):
     )
     builder = BlendedMegatronDatasetBuilder(GPTDataset, [600, 600, 600], _is_built_here, config)
     train, _, _ = builder.build()
-    print(f"2. A blend, 70 % code: {len(train)} samples of 256 tokens; 90 % of each pair hold")
-    samples_taken = np.bincount(train.dataset_index)
-    for dataset, taken in zip(train.datasets, samples_taken, strict=True):
+    print(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; 90 % of each pair hold")
+    for dataset, taken in zip(train.datasets, train.samples_taken(), strict=True):
         tokens = dataset.tokens_per_epoch()
-        print(f"   ({tokens} - 1) // 256 = {len(dataset)} samples, {taken} taken")
+        print(f"   ({tokens:,} - 1) // 256 = {len(dataset):,} samples, {taken:,} taken")
     return train
 
 

@@ -2,9 +2,12 @@
 
 pip install .                          uses C if it compiles, else says so and goes without
 MEGATRON_MIN_C=1 pip install .         a build without C is an error (CI, wheels)
-MEGATRON_MIN_C=0 pip install .         no compiler is called: a pure Python wheel
+MEGATRON_MIN_C=0 pip install .         no compiler is called
 python setup.py build_ext --inplace    puts _megatron_min beside the sources
 MEGATRON_MIN_CFLAGS="-O1 -g -fsanitize=address,undefined"    further compiler and linker flags
+
+A wheel with C is for one platform and all Pythons from 3.11 on (cp311-abi3); one without C is pure
+(py3-none-any).
 """
 
 import os
@@ -17,6 +20,11 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools before 70.1: a wheel's tag says what was tried
+    bdist_wheel = None
 
 HERE = Path(__file__).resolve().parent
 SOURCE = (HERE / "megatron_min.py").read_text(encoding="utf-8")
@@ -46,30 +54,67 @@ class BuildIfPossible(build_ext):
                 raise
             for ext in self.extensions:  # an older one's must not pass for this one's
                 Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+            self.extensions = []
+            self.distribution.ext_modules = []
             print(BANNER.format(error), file=sys.stderr, flush=True)
 
     def build_extension(self, ext):
         """Blends are rounded as IEEE says: no fused multiply-add, whatever else is asked for."""
         own = shlex.split(os.environ.get("MEGATRON_MIN_CFLAGS", ""))
-        msvc = self.compiler.compiler_type == "msvc"
-        fast, exact = ("/O2", "/fp:precise") if msvc else ("-O3", "-ffp-contract=off")
-        ext.extra_compile_args, ext.extra_link_args = [fast, *own, exact], own
+        if self.compiler.compiler_type == "msvc":
+            ext.extra_compile_args = ["/O2", *own, "/fp:precise"]
+        else:
+            ext.extra_compile_args = ["-O3", *own, "-ffp-contract=off"]
+        ext.extra_link_args = own
         super().build_extension(ext)
 
 
 class CompleteSdist(sdist):
-    """With tests and benchmarks, for whoever packages it; setuptools finds all the rest."""
+    """Everything that a packager needs to build and to test, with C or without."""
 
     def make_distribution(self):
-        self.filelist.extend(["test_megatron_min.py", "bench.py", ".pytest.ini", ".ruff.toml"])
+        self.filelist.extend(["_helpers.c", "test_megatron_min.py", "bench.py"])
+        self.filelist.extend([".pytest.ini", ".ruff.toml"])
         super().make_distribution()
 
+
+commands = {"build_ext": BuildIfPossible, "sdist": CompleteSdist}
+
+if bdist_wheel is not None:
+
+    class WheelAsBuilt(bdist_wheel):
+        """A wheel whose tag says whether C was built."""
+
+        def run(self):
+            self.run_command("build_ext")
+            self.root_is_pure = not self.distribution.has_ext_modules()
+            super().run()
+
+    commands["bdist_wheel"] = WheelAsBuilt
+
+ext_modules = []
+if C_WANTED != "0":
+    macros = []
+    if not LIMITED:
+        macros.append(("Py_GIL_DISABLED", "1"))  # what _helpers.c looks at on Windows
+    sources = ["_helpers.c"]
+    ext_modules.append(
+        Extension("_megatron_min", sources, py_limited_api=LIMITED, define_macros=macros)
+    )
+
+options = {}
+if LIMITED:
+    options["bdist_wheel"] = {"py_limited_api": "cp311"}
+
+long_description = ""
+if README.exists():
+    long_description = README.read_text(encoding="utf-8")
 
 setup(
     name="megatron-min",
     version=re.search(r'^__version__ = "(.+)"$', SOURCE, re.M)[1],
     description="Megatron-LM's GPT data path in one file: text to resumable batches, bit for bit",
-    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description=long_description,
     long_description_content_type="text/markdown",
     license="MIT",
     keywords=["Megatron-LM", "GPT", "pretraining", "dataset", "data loader", "tokenized corpus"],
@@ -81,29 +126,23 @@ setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: C",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     python_requires=">=3.11",
     py_modules=["megatron_min"],
     entry_points={"console_scripts": ["megatron-min = megatron_min:main"]},
-    install_requires=["numpy", "torch"],
+    install_requires=["numpy>=1.26", "torch>=2.8"],  # the oldest that were tried
     extras_require={
-        "test": ["pytest", "pytest-benchmark", "tokenizers"],
+        "test": ["pytest", "pytest-benchmark", "setuptools>=70.1", "tokenizers"],
         "tools": ["tokenizers"],  # of the commands: a tokenizer.json of Hugging Face
         "storage": ["s3fs", "pyarrow"],  # s3:// and https:// prefixes; Parquet
         "test-storage": ["s3fs", "moto[server]"],  # an S3 server of the tests and of bench.py
         "parity": ["megatron-core==0.16.1"],  # to compare with, in the tests and in bench.py
     },
-    ext_modules=[]
-    if C_WANTED == "0"
-    else [
-        Extension(
-            "_megatron_min",
-            ["_helpers.c"],
-            py_limited_api=LIMITED,
-            define_macros=[] if LIMITED else [("Py_GIL_DISABLED", "1")],
-        )
-    ],  # what _helpers.c looks at
-    options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
-    cmdclass={"build_ext": BuildIfPossible, "sdist": CompleteSdist},
+    ext_modules=ext_modules,
+    options=options,
+    cmdclass=commands,
 )

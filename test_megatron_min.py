@@ -490,8 +490,8 @@ def public_nodes(nodes):
 
 
 def test_all_is_complete(tree, one):
-    """__all__ is every public function and class, and two constants, sorted."""
-    names = [node.name for node in public_nodes(tree.body)]
+    """__all__ is every public function and class but main, and two constants, sorted."""
+    names = [node.name for node in public_nodes(tree.body) if node.name != "main"]
     assert one.__all__ == sorted([*names, "IMPLEMENTATION", "__version__"])
 
 
@@ -1008,6 +1008,20 @@ def test_merge_refuses(one, pair, tmp_path):
         assert files_of(tmp_path) == before
 
 
+def test_a_missing_pair_names_its_neighbours(one, tmp_path):
+    for name in ("books_text_document", "wiki_text_document"):
+        mk(one, tmp_path / name, [[1]])
+    words = {
+        "books": "did you mean .*/books_text_document\\?$",
+        "wiki_text_documents.idx": "did you mean .*/wiki_text_document or ",
+        "none": "no such file: wanted the path of a pair",
+        "no/books": "there is no folder .*/no$",
+    }
+    for prefix, sentence in words.items():
+        with pytest.raises(FileNotFoundError, match=sentence):
+            one.IndexedDataset(tmp_path / prefix)
+
+
 # ==============================================================================
 # 2. Text to tokens
 # ==============================================================================
@@ -1077,6 +1091,7 @@ LINES = [
     (b'{"text": "1"}\r\n{"text": "2"}\r\n', [[1, 0], [2, 0]]),
     (b'{"text":\r"1"}\n', [[1, 0]]),  # a return within a line
     (b'{"text": "1", "other": 3}\n', [[1, 0]]),
+    (b'\n{"text": "1"}\n \t\r\n{"text": "2"}\n\n', [[1, 0], [2, 0]]),  # blank lines are skipped
 ]
 
 
@@ -1089,7 +1104,7 @@ def test_lines_become_documents(one, tmp_path, content, documents, vocab_size, d
     one.encode_jsonl(tmp_path / "a.jsonl", tmp_path / "plain", tokenizer, append_eod=True)
     assert one.IndexedDataset(tmp_path / "plain").dtype is dtype
     assert texts_of(one, tmp_path / "plain") == documents
-    one.preprocess(tmp_path / "a.jsonl", tmp_path / "fast", tokenizer, append_eod=True)
+    quiet(one.preprocess, tmp_path / "a.jsonl", tmp_path / "fast", tokenizer, append_eod=True)
     files = files_of(tmp_path)
     for extension in ("bin", "idx"):
         assert files[f"plain.{extension}"] == files[f"fast_text_document.{extension}"]
@@ -1102,7 +1117,7 @@ def test_the_defaults_of_encode_jsonl(one, tmp_path):
     assert texts_of(one, tmp_path / "out") == [[97, 98]]
 
 
-BAD_LINES = [(b'{"text": "1"', ValueError), (b'{"other": "1"}', KeyError), (b"", ValueError)]
+BAD_LINES = [(b'{"text": "1"', ValueError), (b'{"other": "1"}', KeyError)]
 BAD_LINES += [(b'{"text": "70000"}', ValueError)]  # Tok has 1,000 ids: tokens are uint16
 
 
@@ -1112,6 +1127,13 @@ def test_a_bad_line_leaves_no_pair(one, tmp_path, line, error):
     with pytest.raises(error):
         one.encode_jsonl(tmp_path / "a.jsonl", tmp_path / "out", Tok())
     assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_byte_tokenizer_takes_many_texts(one):
+    tokenizer = one.ByteTokenizer()
+    texts = ["aé", "", "x"]
+    found = [ids.tolist() for ids in tokenizer.tokenize_batch(texts)]
+    assert found == [tokenizer.tokenize(text) for text in texts]
 
 
 # ==============================================================================
@@ -1655,18 +1677,9 @@ def test_a_stable_cache_has_a_name_of_its_own(mm, tmp_path):
 # ==============================================================================
 # 5. GPTDataset
 # ==============================================================================
+# The toy corpus by hand stands in front of section 1.
 
 INTEGERS = [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16]  # dtypes of token ids
-
-SAMPLE_DTYPES = {  # the keys of a sample, in their order, which is upstream's
-    "tokens": torch.int64,
-    "labels": torch.int64,
-    "attention_mask": torch.bool,
-    "loss_mask": torch.float32,
-    "position_ids": torch.int64,
-    "cu_seqlens": torch.int32,
-    "max_seqlen": torch.int32,
-}
 
 
 def arrays(ds):
@@ -1685,40 +1698,37 @@ def file_of(folder, ending):
     return path
 
 
-# -- the toy corpus, by hand -----------------------------------------------------------------------
+def ways_to_read(ds, k):
+    """Sample k alone, among several, and in a batch: [(method, argument), ...]."""
+    return [(ds.__getitem__, k), (ds.__getitems__, [0, k]), (ds.batch, [k])]
 
 
-@pytest.mark.parametrize(
-    "k, pieces, tokens, labels",
-    [
-        (0, [(1, 0, 3), (2, 0, 2)], b"bbbc", b"bbcc"),
-        (1, [(2, 1, 5)], b"cccc", b"cccc"),
-        (2, [(0, 0, 4), (1, 0, 1)], b"aaaa", b"aaab"),
-    ],
-)
-def test_toy_corpus_by_hand(mm, toy, k, pieces, tokens, labels):
-    ds = gpt(mm, toy, 3, sequence_length=4)
-    assert ds.document_index.tolist() == [0, 1, 2]
-    assert ds.sample_index.tolist() == [[0, 0], [1, 0], [2, 1], [2, 5]]
-    assert ds.shuffle_index.tolist() == [1, 2, 0]
-    assert ds.pieces(k) == pieces
-    assert bytes(ds[k]["tokens"].tolist()) == tokens
-    assert bytes(ds[k]["labels"].tolist()) == labels
-    assert ds[k]["loss_mask"].tolist() == [1, 1, 1, 1]
-    assert ds[k]["position_ids"].tolist() == [0, 1, 2, 3]
+def check_refused(ds, k, error, words=None):
+    """Sample k cannot be read in any way."""
+    for read, argument in ways_to_read(ds, k):
+        with pytest.raises(error, match=words):
+            read(argument)
 
 
-@pytest.mark.parametrize("wanted, found", [(None, 3), (0, 3), (1, 3), (3, 3), (4, 6), (7, 9)])
-def test_number_of_samples(mm, toy, wanted, found):
-    """Whole epochs of 13 tokens; None and 0 are one epoch."""
-    assert len(gpt(mm, toy, wanted, sequence_length=4)) == found
+def read_in_all_ways(ds, indices):
+    """Lists of these samples: read one by one, several at once, and cut out of a batch."""
+    batch = ds.batch(indices)
+    rows = []
+    for row in range(len(indices)):
+        rows.append({key: column[row] for key, column in batch.items()})
+    return [ds[k] for k in indices], ds.__getitems__(indices), rows
 
 
 # -- samples by loops ------------------------------------------------------------------------------
 
 
+def latest(starts, at):
+    """The last of these places up to this one."""
+    return max(start for start in starts if start <= at)
+
+
 def brute_sample(ds, k, pad=-1):
-    """Sample k of a GPTDataset from its whole stream of tokens, by loops: {key: nested lists}."""
+    """Sample k of a GPTDataset from its whole stream of tokens, by loops; its keys are in order."""
     cfg = ds.config
     S = cfg.sequence_length
     eod = cfg.tokenizer.eod
@@ -1735,237 +1745,133 @@ def brute_sample(ds, k, pad=-1):
     owners = np.repeat(np.arange(len(lengths)), lengths)[begin : begin + S].tolist()
     owners += owners[-1:] * (S - len(owners))
 
-    after_eod = [0]
-    of_pieces = [0]
-    loss_mask = []
-    for at in range(S):
-        if at and tokens[at - 1] == eod:
-            after_eod.append(at)
-        if at and owners[at - 1] != owners[at]:
-            of_pieces.append(at)
-        is_masked = labels[at] == pad or (cfg.eod_mask_loss and tokens[at] == eod)
-        loss_mask.append(0.0 if is_masked else 1.0)
-
-    position_starts = [0]
+    of_pieces = [at for at in range(S) if at == 0 or owners[at - 1] != owners[at]]
+    after_eod = [at for at in range(S) if at == 0 or tokens[at - 1] == eod]
+    mask_starts = after_eod if cfg.reset_attention_mask else [0]
+    position_starts = after_eod if cfg.reset_position_ids else [0]
     if cfg.inter_document_masking:
         position_starts = of_pieces
-    elif cfg.reset_position_ids:
-        position_starts = after_eod
-    positions = []
-    for at in range(S):
-        positions.append(at - max(start for start in position_starts if start <= at))
 
     sample = {
         "tokens": [0 if token == pad else token for token in tokens],
         "labels": [0 if label == pad else label for label in labels],
     }
     if cfg.create_attention_mask and not cfg.inter_document_masking:
-        starts = after_eod if cfg.reset_attention_mask else [0]
         rows = []
         for i in range(S):
-            first = max(start for start in starts if start <= i)
-            rows.append([not first <= j <= i for j in range(S)])
+            rows.append([not latest(mask_starts, i) <= j <= i for j in range(S)])
         sample["attention_mask"] = [rows]
-    sample["loss_mask"] = loss_mask
-    sample["position_ids"] = positions
+    sample["loss_mask"] = []
+    for at in range(S):
+        is_masked = labels[at] == pad or (cfg.eod_mask_loss and tokens[at] == eod)
+        sample["loss_mask"].append(0.0 if is_masked else 1.0)
+    sample["position_ids"] = [at - latest(position_starts, at) for at in range(S)]
+    sample = {key: torch.tensor(values) for key, values in sample.items()}
     if cfg.inter_document_masking:
-        ends = [*of_pieces[1:], S]
-        sample["cu_seqlens"] = of_pieces + [S] * (S + 1 - len(of_pieces))
-        sample["max_seqlen"] = max(b - a for a, b in zip(of_pieces, ends, strict=True))
+        cu_seqlens = of_pieces + [S] * (S + 1 - len(of_pieces))
+        sample["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32)
+        sample["max_seqlen"] = sample["cu_seqlens"].diff().max()
     return sample
 
 
 def check_against_loops(found, wanted, note=""):
-    """A sample holds these keys in this order, these values, and upstream's dtypes."""
+    """The same keys in the same order, and equal tensors."""
     assert list(found) == list(wanted), note
-    for key, value in found.items():
-        assert value.tolist() == wanted[key], (note, key)
-        assert value.dtype == SAMPLE_DTYPES[key], (note, key)
+    for key, values in wanted.items():
+        assert torch.equal(found[key], values), (note, key)
+        assert found[key].dtype == values.dtype, (note, key)
 
 
 def random_flags(rng):
-    """Fields of a config that upstream takes too."""
-    flags = {
+    """All fields of a config that change a sample; eod is a token of the corpus, or none."""
+    coins = rng.integers(2, size=6).astype(bool).tolist()
+    packs = bool(rng.random() < 0.3)
+    return {
         "sequence_length": int(rng.integers(1, 12)),
         "random_seed": int(rng.integers(2**31)),
+        "tokenizer": Tok(None if rng.random() < 0.1 else 0),
+        "reset_position_ids": coins[0],
+        "eod_mask_loss": coins[1],
+        "add_extra_token_to_sequence": coins[2],
+        "drop_last_partial_validation_sequence": coins[3],
+        "create_attention_mask": coins[4],
+        "reset_attention_mask": coins[4] and coins[5] and not packs,
+        "inter_document_masking": packs,
     }
-    for name in (
-        "reset_position_ids",
-        "eod_mask_loss",
-        "create_attention_mask",
-        "add_extra_token_to_sequence",
-        "drop_last_partial_validation_sequence",
-    ):
-        flags[name] = bool(rng.integers(2))
-    flags["reset_attention_mask"] = flags["create_attention_mask"] and bool(rng.integers(2))
-    return flags
 
 
-class ListReader:
-    """A reader of the user's own: documents as lists, no file."""
-
-    def __init__(self, dataset):
-        self.documents = [document.tolist() for document in dataset]
-        self.sequence_lengths = dataset.sequence_lengths
-
-    def __len__(self):
-        return len(self.documents)
-
-    def get(self, i, offset=0, length=None):
-        end = None if length is None else offset + length
-        return np.array(self.documents[i][offset:end], np.int32)
-
-
-def random_dataset(mm, rng, prefix, dtype=np.int32, split=None, **fields):
+def random_dataset(mm, rng, prefix, dtype=np.int32, most=40):
     """A GPTDataset of random documents, of which some end in eod (0), of one or more epochs."""
     docs = []
     for doc in random_docs(rng, vocab=5):
         docs.append(np.append(doc, 0) if rng.random() < 0.7 else doc)
-    mk(mm, prefix, docs, dtype)
-    tokens = sum(len(doc) for doc in docs)
-    n = None if tokens < 3 or rng.random() < 0.3 else int(rng.integers(1, 40))
-    split = split or str(rng.choice(["train", "valid"]))
-    return gpt(mm, str(prefix), n, split, **fields)
+        if rng.random() < 0.2:
+            docs.append(doc[:0])
+    documents = np.arange(len(docs), dtype=np.int32)
+    if rng.random() < 0.3:
+        documents = rng.permutation(documents)[: rng.integers(1, len(docs) + 1)]
+    n = None if rng.random() < 0.3 else int(rng.integers(1, most))
+    if sum(len(docs[i]) for i in documents) < 3:
+        n = None
+    split = str(rng.choice(["train", "valid"]))
+    return gpt(mm, mk(mm, prefix, docs, dtype), n, split, documents, **random_flags(rng))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_samples_equal_the_loops(mm, tmp_path):
-    """Under every flag, from every dtype and reader, one by one, several, and as a batch."""
+    """Under every flag, from every dtype, mapped or not; None is sample 0 without any loss."""
     for case, rng in enumerate(cases(30)):
-        flags = random_flags(rng)
-        if rng.random() < 0.3:
-            flags |= {"inter_document_masking": True, "reset_attention_mask": False}
-        dtype = INTEGERS[case % len(INTEGERS)]
-        ds = random_dataset(mm, rng, tmp_path / f"{case}/p", dtype, **flags)
-        wanted = {k: brute_sample(ds, k) for k in range(len(ds))}
-        if not wanted:
+        ds = random_dataset(mm, rng, tmp_path / f"{case}/p", INTEGERS[case % len(INTEGERS)])
+        if len(ds) == 0:
             continue
-        wanted[-1] = wanted[len(ds) - 1]
-        wanted[None] = wanted[0] | {"loss_mask": [0.0] * flags["sequence_length"]}
-        indices = list(wanted)
-        unmapped = mm.IndexedDataset(ds.dataset_path, mmap=False)
-        for reader in (ds.dataset, unmapped, ListReader(ds.dataset)):
-            ds.dataset = reader
-            note = (case, type(reader), flags)
-            several = ds.__getitems__(indices)
-            batch = ds.batch(indices)
-            assert len(several) == len(indices)
-            for row, k in enumerate(indices):
-                check_against_loops(ds[k], wanted[k], note)
-                check_against_loops(several[row], wanted[k], note)
-                check_against_loops(
-                    {key: column[row] for key, column in batch.items()}, wanted[k], note
-                )
+        some = [-1, 0, *rng.integers(len(ds), size=20).tolist()]
+        wanted = {k: brute_sample(ds, k) for k in some}
+        wanted[None] = wanted[0] | {"loss_mask": torch.zeros(ds.config.sequence_length)}
+        for mmap in (True, False):
+            ds.dataset = mm.IndexedDataset(ds.dataset_path, mmap=mmap)
+            for samples in read_in_all_ways(ds, list(wanted)):
+                for k, sample in zip(wanted, samples, strict=True):
+                    check_against_loops(sample, wanted[k], (case, k, mmap, ds.config))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_pieces_cover_the_stream(mm, tmp_path):
-    """Sample after sample, in the order of the documents, each token at its place."""
-    for case, rng in enumerate(cases(25)):
-        ds = random_dataset(mm, rng, tmp_path / f"{case}/p", **random_flags(rng))
+def test_orders_and_pieces(mm, tmp_path):
+    """One random state draws both orders; sample after sample, the pieces cover the stream."""
+    for case, rng in enumerate(cases(40)):
+        ds = random_dataset(mm, rng, tmp_path / f"{case}/p", most=80)
         S = ds.config.sequence_length
-        end = S + int(ds.config.add_extra_token_to_sequence)
-        places = []  # of each token of the stream: (sequence, offset)
-        for i in ds.document_index.tolist():
+        extra = int(ds.config.add_extra_token_to_sequence)
+        keeps_last = not ds.config.drop_last_partial_validation_sequence
+        drop_last = ds.index_split is mm.Split.train or not keeps_last
+        tokens = int(ds.dataset.sequence_lengths[ds.indices].sum())
+        plan = mm.plan_epochs(tokens, ds.num_samples, S, drop_last, extra)
+        state = np.random.RandomState(ds.config.random_seed)
+        is_split = plan.separate_final_epoch
+        documents = mm.build_document_index(ds.indices, plan.num_epochs, state, is_split)
+        first_part = plan.samples_before_final_epoch if is_split else plan.num_samples
+        same(ds.document_index, documents, case)
+        same(ds.shuffle_index, mm.build_shuffle_index(first_part, plan.num_samples, state), case)
+        assert len(ds) == plan.num_samples >= (ds.num_samples or 0)
+
+        text = stream(ds)
+        places = []  # of each token of the text: (sequence, offset)
+        for i in documents.tolist():
             places += [(i, offset) for offset in range(ds.dataset.sequence_lengths[i])]
-        assert sorted(ds.shuffle_index.tolist()) == list(range(len(ds))), case
-        for j, k in enumerate(np.argsort(ds.shuffle_index).tolist()):
+        for k in range(len(ds)):
+            begin = int(ds.shuffle_index[k]) * S
+            end = begin + S + extra
             pieces = ds.pieces(k)
             found = []
             for sequence, offset, length in pieces:
                 found += [(sequence, offset + at) for at in range(length)]
-            assert found == places[j * S :][:end], (case, j)
-            text, documents = ds._query_document_sample_shuffle_indices(k)
-            wanted = stream(ds)[j * S :][:end]
-            padding = [ds._pad_token_id] * (end - len(wanted))
-            same(text, np.array([*wanted, *padding], np.int64), (case, j))
-            assert documents.tolist() == [sequence for sequence, _, _ in pieces], (case, j)
+            assert found == places[begin:end], (case, k)
+            tokens, sequences = ds._query_document_sample_shuffle_indices(k)
+            padding = [ds._pad_token_id] * (S + extra - len(text[begin:end]))
+            same(tokens, np.array([*text[begin:end], *padding], np.int64), (case, k))
+            same(sequences, np.array([sequence for sequence, _, _ in pieces]), (case, k))
 
 
-def test_indices_are_drawn_by_one_random_state(mm, tmp_path):
-    """The documents are shuffled first, then the samples; a final epoch may be kept apart."""
-    for case, rng in enumerate(cases(20)):
-        docs = random_docs(rng)
-        n = int(rng.integers(1, 150))
-        seed = int(rng.integers(2**31))
-        length = int(rng.integers(1, 9))
-        prefix = mk(mm, tmp_path / str(case), docs)
-        ds = gpt(mm, prefix, n, random_seed=seed, sequence_length=length)
-        tokens = sum(len(doc) for doc in docs)
-        plan = mm.plan_epochs(tokens, n, length)
-        document_index = np.tile(np.arange(len(docs), dtype=np.int32), plan.num_epochs)
-        shuffle_index = np.arange((plan.num_epochs * tokens - 1) // length, dtype=np.uint32)
-        first_documents = len(document_index)
-        first_samples = len(shuffle_index)
-        if plan.separate_final_epoch:
-            first_documents -= len(docs)
-            first_samples = plan.samples_before_final_epoch
-        state = np.random.RandomState(seed)
-        state.shuffle(document_index[:first_documents])
-        state.shuffle(document_index[first_documents:])
-        state.shuffle(shuffle_index[:first_samples])
-        state.shuffle(shuffle_index[first_samples:])
-        same(ds.document_index, document_index, case)
-        same(ds.shuffle_index, shuffle_index, case)
-        assert len(ds) == len(shuffle_index) >= n
-
-
-def test_samples_share_no_memory(mm, tmp_path):
-    """Not with each other, nor with the corpus.  Upstream: masks are shared, and padding stays."""
-    docs = [[1, 2, 3, 0] * 5]
-    prefix = mk(mm, tmp_path / "p", docs, np.int64)
-    fields = {"drop_last_partial_validation_sequence": False, "create_attention_mask": True}
-    ds = quiet(gpt, mm, prefix, None, "valid", **fields, reset_position_ids=True)
-    assert len(ds) == 3
-    for k in range(3):
-        tensors = [torch.from_numpy(np.array(ds.dataset[0]))]
-        for sample in (ds[k], ds[k], *ds.__getitems__([k, k, 0]), ds.batch([k, k])):
-            tensors += sample.values()
-        for a, b in itertools.combinations(tensors, 2):
-            assert not np.shares_memory(a.numpy(), b.numpy())
-        for tensor in tensors:
-            tensor.zero_()
-        for other in range(3):
-            check_against_loops(ds[other], brute_sample(ds, other))
-    assert ds.dataset[0].tolist() == docs[0]
-
-
-# -- padding, eod and resets -----------------------------------------------------------------------
-
-PADS = {  # tokenizer, fields of the config, the pad id that counts
-    "none": (Tok(), {}, -1),
-    "pad": (Tok(pad=7), {}, 7),
-    "pad-is-eod": (Tok(pad=0), {}, -1),
-    "pad-is-eod-allowed": (Tok(pad=0), {"allow_ambiguous_pad_tokens": True}, 0),
-    "pad-is-eos": (Tok(pad=3, eos=3), {}, -1),
-    "pad-is-none": (Tok(pad=None), {}, -1),
-    "special-other": (Tok(pad=0, special_tokens_dict={"bos": 9}), {}, 0),
-    "special-same": (Tok(pad=9, special_tokens_dict={"bos": 9}), {}, -1),
-    "special-empty": (Tok(pad=0, special_tokens_dict={}), {}, -1),
-    "special-only-pad-token": (Tok(pad=0, special_tokens_dict={"pad_token": 0}), {}, -1),
-    "special-named-pad": (Tok(pad=9, special_tokens_dict={"pad": 9}), {}, -1),
-}
-
-
-@pytest.mark.parametrize("case", PADS)
-@pytest.mark.parametrize("extra", [True, False], ids=["x1", "x0"])
-def test_pad_id(mm, tmp_path, case, extra):
-    """A pad that is also another special token is not used, with a warning."""
-    tokenizer, fields, pad = PADS[case]
-    prefix = mk(mm, tmp_path / "p", [[5, 6, 0, 8]])
-    fields = fields | {
-        "drop_last_partial_validation_sequence": False,
-        "add_extra_token_to_sequence": extra,
-        "tokenizer": tokenizer,
-        "sequence_length": 6,
-    }
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ds = gpt(mm, prefix, None, "valid", **fields)
-    is_ambiguous = getattr(tokenizer, "pad", None) not in (None, pad)
-    assert len(caught) == is_ambiguous
-    assert all("pad id" in str(w.message) for w in caught)
-    check_against_loops(quiet(ds.__getitem__, 0), brute_sample(ds, 0, pad))
+# -- padding, and resets that find nothing ---------------------------------------------------------
 
 
 class NoAttributes(Tok):
@@ -1979,9 +1885,37 @@ class NoAttributes(Tok):
     special_tokens_dict = pad
 
 
-def test_attributes_that_are_not_implemented_are_not_there(mm, toy):
-    ds = gpt(mm, toy, 3, sequence_length=4, tokenizer=NoAttributes())
-    check_against_loops(ds[0], brute_sample(ds, 0))
+PADS = {  # tokenizer, fields of the config, the pad id that counts, the number of warnings
+    "none": (Tok(), {}, -1, 0),
+    "not implemented": (NoAttributes(), {}, -1, 0),
+    "None": (Tok(pad=None), {}, -1, 0),
+    "pad": (Tok(pad=7), {}, 7, 0),
+    "is eod": (Tok(pad=0), {}, -1, 1),
+    "is eod, allowed": (Tok(pad=0), {"allow_ambiguous_pad_tokens": True}, 0, 0),
+    "is eos": (Tok(pad=3, eos=3), {}, -1, 1),
+    "is no special token": (Tok(pad=0, special_tokens_dict={"bos": 9}), {}, 0, 0),
+    "is a special token": (Tok(pad=9, special_tokens_dict={"bos": 9}), {}, -1, 1),
+    "no special tokens": (Tok(pad=0, special_tokens_dict={}), {}, -1, 1),
+    "pad_token alone": (Tok(pad=9, special_tokens_dict={"pad_token": 9}), {}, 9, 0),
+    "pad_token alone, is eod": (Tok(pad=0, special_tokens_dict={"pad_token": 0}), {}, -1, 1),
+    "special token pad": (Tok(pad=9, special_tokens_dict={"pad": 9}), {}, -1, 1),
+}
+
+
+@pytest.mark.parametrize("case", PADS)
+def test_pad_id(mm, tmp_path, case):
+    """A pad that is also another special token is not used, with a warning."""
+    tokenizer, fields, pad, num_warnings = PADS[case]
+    fields = fields | {"sequence_length": 9, "drop_last_partial_validation_sequence": False}
+    prefix = mk(mm, tmp_path / "p", [[5, 6, 0, 7, 9, 3, 8]])
+    for extra in (True, False):
+        more = {"tokenizer": tokenizer, "add_extra_token_to_sequence": extra}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ds = gpt(mm, prefix, None, "valid", **fields, **more)
+        assert ["pad id" in str(w.message) for w in caught] == [True] * num_warnings
+        for samples in quiet(read_in_all_ways, ds, [0]):
+            check_against_loops(samples[0], brute_sample(ds, 0, pad))
 
 
 class NoEod(Tok):
@@ -2009,65 +1943,45 @@ def test_a_pad_beside_attributes_that_are_not_implemented(mm, toy):
 
 
 def test_real_tokens_that_equal_the_pad_id(mm, tmp_path):
-    """As in upstream they become 0, without loss; here with a warning, however they are read."""
-    prefix = mk(mm, tmp_path / "p", [[36, 37, 5, 5, 40, 41, 42, 43, 44]])
-    ds = gpt(mm, prefix, 1, tokenizer=Tok(pad=5))
-    for read, argument in ((ds.__getitem__, 0), (ds.__getitems__, [0]), (ds.batch, [0])):
+    """As in upstream they become 0, without loss (in test_pad_id); here with a warning."""
+    ds = gpt(mm, mk(mm, tmp_path / "p", [[36, 5, 38]]), 1, sequence_length=2, tokenizer=Tok(pad=5))
+    for read, argument in ways_to_read(ds, 0):
         with pytest.warns(UserWarning, match="equal the pad id 5"):
             read(argument)
-    sample = quiet(ds.__getitem__, 0)
-    assert sample["tokens"].tolist() == [36, 37, 0, 0, 40, 41, 42, 43]
-    assert sample["loss_mask"].tolist() == [1, 0, 0, 1, 1, 1, 1, 1]
-
-
-def test_a_tokenizer_without_eod_resets_nothing(mm, toy):
-    """No token equals its None, nor does the padding of a short sample."""
-    fields = {"reset_position_ids": True, "drop_last_partial_validation_sequence": False}
-    ds = quiet(gpt, mm, toy, None, "valid", sequence_length=5, tokenizer=Tok(None), **fields)
-    assert len(ds) == 3
-    for k in range(3):
-        assert ds[k]["position_ids"].tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("flag", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
-@pytest.mark.parametrize("last, warned", [(3, True), (0, False)])
-def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag, last, warned):
-    prefix = mk(mm, tmp_path / "p", [[1, 2, last]] * 9)
+@pytest.mark.parametrize("last_token, num_warnings", [(3, 1), (0, 0)])
+def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag, last_token, num_warnings):
+    prefix = mk(mm, tmp_path / "p", [[1, 2, last_token]] * 9)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gpt(mm, prefix, 1, create_attention_mask=True, **{flag: True})
-    assert len(caught) == warned
-    assert all("--append-eod" in str(w.message) for w in caught)
+    assert ["--append-eod" in str(w.message) for w in caught] == [True] * num_warnings
 
 
 # -- what is refused -------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def toy_datasets(mm, toy):
+    """A GPTDataset and a BlendedDataset of three samples each."""
+    ds = gpt(mm, toy, 3, sequence_length=4)
+    return [ds, mm.BlendedDataset([ds, ds], [1, 2], 3, ds.config)]
+
+
 @pytest.mark.parametrize("k", [3, -4, 2**31, 2**32, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, 2**70])
-def test_samples_that_do_not_exist(mm, toy, k):
-    """Of a dataset and of a blend, alone and among others."""
-    ds = gpt(mm, toy, 3, sequence_length=4)
-    blend = mm.BlendedDataset([ds, ds], [1, 2], 3, ds.config)
-    for data in (ds, blend):
-        for read, argument in (
-            (data.__getitem__, k),
-            (data.__getitems__, [0, k]),
-            (data.batch, [k]),
-        ):
-            with pytest.raises(IndexError, match=f"index {k} of the samples of .* has 3"):
-                read(argument)
+def test_samples_that_do_not_exist(toy_datasets, k):
+    for data in toy_datasets:
+        check_refused(data, k, IndexError, f"index {k} of the samples of .* has 3")
     with pytest.raises(IndexError, match=f"index {k} of"):
-        ds.pieces(k)
+        toy_datasets[0].pieces(k)
 
 
-def test_only_whole_numbers_are_indices(mm, toy):
-    ds = gpt(mm, toy, 3, sequence_length=4)
-    blend = mm.BlendedDataset([ds, ds], [1, 2], 3, ds.config)
-    for data in (ds, blend):
+def test_only_whole_numbers_are_indices(toy_datasets):
+    for data in toy_datasets:
         for k in (1.0, "1", [1]):
-            for read, argument in ((data.__getitem__, k), (data.batch, [0, k])):
-                with pytest.raises(TypeError):
-                    read(argument)
+            check_refused(data, k, TypeError)
         for k in (np.int64(1), torch.tensor(1), True):
             same_samples(data[k], data[1])
         for indices in (np.array([0, 1]), torch.tensor([0, 1]), (0, 1), range(2)):
@@ -2075,184 +1989,144 @@ def test_only_whole_numbers_are_indices(mm, toy):
         assert data.__getitems__([]) == []
 
 
-@pytest.mark.parametrize("low, high", [(0, 3), (-1, 0), (-1, 3)])
-def test_documents_that_do_not_exist(mm, toy, low, high):
-    with pytest.raises(IndexError, match=f"documents {low} .. {high} of 3"):
-        gpt(mm, toy, 1, documents=np.array([low, high], np.int32))
+BAD_DATASETS = [  # length and dtype of three documents, documents of the dataset, error, words
+    (9, np.int32, [0, 3], IndexError, "documents 0 .. 3 of 3"),
+    (9, np.int32, [-1, 0], IndexError, "documents -1 .. 0 of 3"),
+    (9, np.int32, [-1, 3], IndexError, "documents -1 .. 3 of 3"),
+    (9, np.float32, [0], ValueError, "float32"),
+    (9, np.int32, [], ValueError, "train of split '1,0,0' holds no tokens for 1 samples"),
+    (0, np.int32, [0, 1, 2], ValueError, "no tokens"),
+]
 
 
-def test_samples_of_no_tokens(mm, tmp_path):
-    """An error where some are wanted (upstream never returns); else an empty dataset."""
-    prefix = mk(mm, tmp_path / "p", [[1, 2]] * 10)
-    with pytest.raises(ValueError, match="valid of split '99,1,0' holds no tokens for 5 samples"):
-        build(mm, [20, 5, 0], config(mm, ([prefix], None), split="99,1,0"))
-    with pytest.raises(ValueError, match="holds no tokens"):
-        gpt(mm, mk(mm, tmp_path / "blank", [[], []]), 1)
-    assert len(gpt(mm, prefix, None, documents=np.arange(0, dtype=np.int32))) == 0
-    assert len(gpt(mm, mk(mm, tmp_path / "short", [[1] * 4]), None)) == 0  # fewer than S + 1
+@pytest.mark.parametrize("length, dtype, documents, error, words", BAD_DATASETS)
+def test_datasets_that_cannot_be(mm, tmp_path, length, dtype, documents, error, words):
+    """Upstream never returns where there are no tokens for the samples that are wanted."""
+    prefix = mk(mm, tmp_path / "p", [[1] * length] * 3, dtype)
+    with pytest.raises(error, match=words):
+        gpt(mm, prefix, 1, documents=np.array(documents, np.int32))
 
 
-def test_a_corpus_of_floats_is_refused(mm, tmp_path):
-    prefix = mk(mm, tmp_path / "p", [[1.7, 2.9, 3.2, 4.5]], np.float32)
-    with pytest.raises(ValueError, match="float32"):
-        gpt(mm, prefix, sequence_length=2)
+@pytest.mark.parametrize("documents", [[0], []])
+def test_one_epoch_may_have_no_samples(mm, tmp_path, documents):
+    """The only document has 8 tokens, and a sample is 8 tokens and a label."""
+    prefix = mk(mm, tmp_path / "p", [[1] * 8])
+    assert len(gpt(mm, prefix, documents=np.array(documents, np.int32))) == 0
 
 
-# -- damage that fast_cache_load does not look for -------------------------------------------------
+# Sample 1 of the stream is between rows 1 and 2 of sample_index, (1, 0) and (2, 1): b b b c c.
+DAMAGE = [  # array, place, value, extra token, a word of the error
+    ("sample_index", (1, 0), 3, True, "rebuild"),
+    ("sample_index", (1, 0), -1, True, "rebuild"),
+    ("sample_index", (1, 1), -1, True, "rebuild"),
+    ("sample_index", (1, 1), 99, True, "wanted 99"),
+    ("sample_index", (2, 0), 0, True, "rebuild"),
+    ("sample_index", (2, 0), 3, True, "rebuild"),
+    ("sample_index", (2, 1), 5, True, "rebuild"),
+    # without an extra token S is 4, and a kernel has room for the fifth token
+    ("sample_index", (2, 1), 2, False, "rebuild"),
+    ("document_index", 1, 3, True, "document_index"),
+    ("document_index", 1, -1, True, "document_index"),
+    ("shuffle_index", 0, 3, True, "rebuild"),
+    ("shuffle_index", 0, 2**32 - 1, True, "rebuild"),
+    ("sequence_lengths", 1, 9, True, "wanted"),
+    ("sequence_lengths", 1, -1, True, "wanted"),
+    ("sequence_pointers", 1, 2**40, True, "wanted"),
+    ("sequence_pointers", 1, -1, True, "wanted"),
+    ("sequence_pointers", 1, 11, True, "wanted"),  # in the middle of a token
+]
 
 
-def damaged_sample(mm, prefix, folder, ending, damage, **fields):
-    """Build a cache, damage one file, and open it without checks -> the same dataset, damaged."""
-    fields |= {"path_to_cache": str(folder / "cache"), "sequence_length": 4}
-    build(mm, [3, 0, 0], config(mm, ([prefix], None), **fields))
-    damage(file_of(folder if ending == ".idx" else folder / "cache", ending))
-    return build(mm, [3, 0, 0], config(mm, ([prefix], None), fast_cache_load=True, **fields))[0]
+@pytest.mark.parametrize("name, place, value, extra, word", DAMAGE)
+def test_damage_that_is_not_looked_for(mm, toy, tmp_path, name, place, value, extra, word):
+    """With fast_cache_load the error comes where a sample meets it, or when indices are built."""
+    fields = {"fast_cache_load": True, "sequence_length": 4, "add_extra_token_to_sequence": extra}
+    cfg = config(mm, ([toy], None), path_to_cache=str(tmp_path / "cache"), **fields)
+    k = build(mm, [3, 0, 0], cfg)[0].shuffle_index.tolist().index(1)
+    if name == "shuffle_index":
+        k = place
+    if name == "sequence_lengths":
+        values = np.memmap(f"{toy}.idx", "<i4", "r+", offset=34, shape=3)
+    elif name == "sequence_pointers":
+        values = np.memmap(f"{toy}.idx", "<i8", "r+", offset=34 + 3 * 4, shape=3)
+    else:
+        values = np.load(file_of(tmp_path / "cache", f"-{name}.npy"), mmap_mode="r+")
+    values[place] = value
+    values.flush()
+    ds = build(mm, [3, 0, 0], cfg)[0]
+    check_refused(ds, k, (IndexError, mm.DatasetFormatError), f"{re.escape(toy)}.*{word}")
+    if name.startswith("sequence"):
+        cfg.path_to_cache = str(tmp_path / "new")
+        with pytest.raises(mm.DatasetFormatError, match=re.escape(toy)):
+            build(mm, [3, 0, 0], cfg)
 
 
-@pytest.mark.parametrize(
-    "name, at, value, extra",
-    [
-        ("sample_index", (1, 0), 3, True),
-        ("sample_index", (1, 0), -1, True),
-        ("sample_index", (1, 1), -1, True),
-        ("sample_index", (1, 1), 99, True),
-        ("sample_index", (2, 0), 0, True),
-        ("sample_index", (2, 0), 3, True),
-        ("sample_index", (2, 1), 5, True),
-        ("sample_index", (2, 1), 2, False),  # a kernel has room for this token: 5, where S is 4
-        ("document_index", 1, 3, True),
-        ("document_index", 1, -1, True),
-        ("shuffle_index", 0, 3, True),
-        ("shuffle_index", 0, 2**32 - 1, True),
-    ],
-)
-def test_damaged_indices_are_an_error(mm, toy, tmp_path, name, at, value, extra):
-    """Sample 1 of the stream is between rows 1 and 2: b b b c c, from two documents."""
-
-    def damage(path):
-        values = np.load(path)
-        values[at] = value
-        np.save(path, values)
-
-    fields = {"add_extra_token_to_sequence": extra}
-    ds = damaged_sample(mm, toy, tmp_path, f"-{name}.npy", damage, **fields)
-    k = 0 if name == "shuffle_index" else ds.shuffle_index.tolist().index(1)
-    for read, argument in ((ds.__getitem__, k), (ds.__getitems__, [k]), (ds.batch, [k])):
-        with pytest.raises(IndexError, match=re.escape(toy)):
-            read(argument)
-
-
-@pytest.mark.parametrize(
-    "entries, value",
-    [
-        ("lengths", 9),
-        ("lengths", -1),
-        ("pointers", 2**40),
-        ("pointers", -1),
-        ("pointers", 11),  # in the middle of a token
-    ],
-)
-def test_a_damaged_idx_is_an_error(mm, toy, tmp_path, entries, value):
-    """The entry of sequence 1, bbb, of which sample 0 reads all."""
-    place = 34 + 4 if entries == "lengths" else 34 + 3 * 4 + 8
-
-    def damage(path):
-        content = bytearray(path.read_bytes())
-        struct.pack_into("<i" if entries == "lengths" else "<q", content, place, value)
-        path.write_bytes(content)
-
-    ds = damaged_sample(mm, toy, tmp_path, ".idx", damage)
-    for read, argument in ((ds.__getitem__, 0), (ds.__getitems__, [0]), (ds.batch, [0])):
-        with pytest.raises((IndexError, mm.DatasetFormatError), match=re.escape(toy)):
-            read(argument)
+def test_a_reader_that_returns_too_few_tokens(one, tmp_path):
+    ds = gpt(one, mk(one, tmp_path / "p", [[1] * 9]))
+    ds.dataset.get = mock.Mock(return_value=np.ones(8, np.int32))
+    check_refused(ds, 0, ValueError, "wanted 9 tokens of .* got 8")
 
 
 # -- subclasses and other datasets -----------------------------------------------------------------
 
 
-def subclasses(mm):
-    """Subclasses of GPTDataset, each with one method of its own."""
+class OwnMethods:
+    """Methods of subclasses of GPTDataset: k, k + 1, ... are the tokens of sample k, or no loss."""
 
-    class Marked(mm.GPTDataset):
-        def __getitem__(self, idx):
-            return super().__getitem__(idx) | {"mark": torch.tensor(7)}
+    def __getitem__(self, k):
+        return {"tokens": torch.arange(k, k + 8)}
 
-    class Backward(mm.GPTDataset):
-        def _query_document_sample_shuffle_indices(self, idx):
-            text, documents = super()._query_document_sample_shuffle_indices(idx)
-            return text[::-1], documents
+    def _query_document_sample_shuffle_indices(self, k):
+        return np.arange(k, k + 9), np.array([0])
 
-    class FirstAlone(mm.GPTDataset):
-        def pieces(self, k):
-            return super().pieces(0)
+    def pieces(self, k):
+        return [(0, k, 9)]
 
-    class Short(mm.GPTDataset):
-        def __len__(self):
-            return 5
+    def _loss_mask(self, tokens, labels):
+        return np.zeros(len(labels), np.float32)
 
-    class WithoutLoss(mm.GPTDataset):
-        def _loss_mask(self, tokens, labels):
-            return np.zeros(len(labels), np.float32)
-
-    return {
-        "getitem": Marked,
-        "query": Backward,
-        "pieces": FirstAlone,
-        "len": Short,
-        "loss": WithoutLoss,
-    }
+    def __len__(self):
+        return 5
 
 
-@pytest.mark.parametrize("method", ["getitem", "query", "pieces", "len", "loss"])
+def own_dataset(plain, method):
+    """A dataset of the class GPTDataset with one of these methods."""
+    cls = type("Own", (type(plain),), {method: vars(OwnMethods)[method]})
+    arguments = plain.indices, None, plain.index_split, plain.config
+    return cls(plain.dataset, plain.dataset_path, *arguments)
+
+
+@pytest.mark.parametrize(
+    "method", ["__getitem__", "_query_document_sample_shuffle_indices", "pieces", "_loss_mask"]
+)
 def test_a_subclass_keeps_its_own_method(mm, tmp_path, method):
     """Alone, in a batch, in a blend with a dataset that C reads, and in a batch of that blend."""
-    prefix = mk(mm, tmp_path / "p", [np.arange(90)] * 3)
-    plain = gpt(mm, prefix)
-    cls = subclasses(mm)[method]
-    own = cls(plain.dataset, prefix, plain.indices, None, mm.Split.train, plain.config)
-    assert len(own) == (5 if method == "len" else len(plain))
-    wanted = []
-    for k in range(5):
-        sample = plain[0 if method == "pieces" else k]
-        if method == "getitem":
-            sample["mark"] = torch.tensor(7)
-        if method == "query":
-            tokens = sample["tokens"]
-            sample["tokens"] = sample["labels"].flip(0)
-            sample["labels"] = tokens.flip(0)
-        if method == "loss":
-            sample["loss_mask"].zero_()
-        wanted.append(sample)
-
-    indices = [0, 4, 1, 2, 3]
-    samples = own.__getitems__(indices)
-    batch = own.batch(indices)
-    for row, k in enumerate(indices):
-        same_samples(own[k], wanted[k], k)
-        same_samples(samples[row], wanted[k], k)
-        same_samples({key: column[row] for key, column in batch.items()}, wanted[k], k)
-    same_samples(own[4 - len(own)], wanted[4], "from the end")
-
+    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
+    own = own_dataset(plain, method)
+    key = "tokens"
+    wanted = [torch.arange(k, k + 8) for k in range(5)]
+    if method == "_loss_mask":
+        key = "loss_mask"
+        wanted = [torch.zeros(8)] * 5
+    assert not torch.equal(plain[1][key], wanted[1])
+    for samples in read_in_all_ways(own, range(5)):
+        for k, sample in enumerate(samples):
+            same(sample[key], wanted[k], k)
     # the other part of the blend has to have the same keys
-    others = [own, own] if method == "getitem" else [own, plain]
+    others = [own, own] if method == "__getitem__" else [own, plain]
     blend = mm.BlendedDataset(others, [1, 1], 10, plain.config)
-    rows = np.flatnonzero(blend.dataset_index == 0).tolist()
-    assert blend.dataset_sample_index[rows].tolist() == [0, 1, 2, 3, 4]
-    batch = blend.batch(range(10))
-    for k, row in enumerate(rows):
-        sample = {"dataset_id": np.int16(0), **wanted[k]}
-        same_samples(blend[row], sample, row)
-        same_samples(blend.__getitems__([row])[0], sample, row)
-        same_samples({key: column[row] for key, column in batch.items()}, sample, row)
+    for samples in read_in_all_ways(blend, range(10)):
+        for row, k in enumerate(blend.dataset_sample_index.tolist()):
+            if blend.dataset_index[row] == 0:
+                same(samples[row][key], wanted[k], row)
 
 
-def test_a_subclass_shorter_than_its_indices(mm, toy):
-    short = subclasses(mm)["len"]
-    plain = gpt(mm, toy, 30, sequence_length=4)
-    ds = short(plain.dataset, toy, plain.indices, 30, mm.Split.train, plain.config)
-    assert len(list(ds)) == 5
-    with pytest.raises(IndexError, match="has 5"):
-        ds[7]
+def test_a_subclass_may_be_shorter_than_its_indices(mm, tmp_path):
+    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
+    own = own_dataset(plain, "__len__")
+    assert len(list(own)) == 5
+    same_samples(own[-1], plain[4])
+    check_refused(own, 5, IndexError, "has 5")
 
 
 class NumbersMethods:
@@ -2273,25 +2147,22 @@ class NumbersMethods:
 
 def test_datasets_of_the_users_own(one):
     """MegatronDataset is a base for them: the builder cuts and blends them."""
+    needed = "__getitem__, __len__"
+    with pytest.raises(TypeError, match=f"abstract.*{needed}"):
+        one.MegatronDataset([0], "x", [0], None, one.Split.train, config(one, (["x"], None)))
+
     cls = type("Numbers", (NumbersMethods, one.MegatronDataset), {})
     cfg = config(one, (["ten"], None), split="5,5,0")
-    builder = one.BlendedMegatronDatasetBuilder(cls, [3, 3, 0], yes, cfg)
-    train, valid, test = builder.build()
+    train, valid, test = build(one, [3, 3, 0], cfg, cls)
     assert len(train) == 5
     assert test is None
-    assert [valid[k]["number"] for k in range(5)] == [15, 16, 17, 18, 19]
     assert valid.__getitems__([4, 0]) == [{"number": 19}, {"number": 15}]
     assert valid.batch([4, 0])["number"].tolist() == [19, 15]
 
     cfg = config(one, (["ten", "zero"], [1, 1]), split="5,5,0")
-    builder = one.BlendedMegatronDatasetBuilder(cls, [4, 4, 0], yes, cfg)
-    train, valid, test = builder.build()
-    assert [(sample["dataset_id"], sample["number"]) for sample in train] == [
-        (0, 10),
-        (1, 0),
-        (0, 11),
-        (1, 1),
-    ]
+    train, valid, _ = build(one, [4, 4, 0], cfg, cls)
+    places = [(sample["dataset_id"], sample["number"]) for sample in train]
+    assert places == [(0, 10), (1, 0), (0, 11), (1, 1)]
     assert valid.batch([0, 1])["number"].tolist() == [15, 10]
 
 
@@ -2412,23 +2283,20 @@ def test_c_steps_aside_for_all_that_the_definitions_call(tree, mm):
 
 
 def test_mock_data(mm):
+    """100,000 sequences that count up, modulo the vocabulary, and end in eod."""
     cfg = config(mm, sequence_length=100, tokenizer=Tok(999, 50))
-    builder = mm.BlendedMegatronDatasetBuilder(mm.MockGPTDataset, [20, 10, 5], yes, cfg)
-    train, valid, test = builder.build()
     lengths = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
-    same(train.dataset.sequence_lengths, lengths)
-    for i in (0, 7, 99_999):
-        wanted = [number % 50 for number in range(1, lengths[i])] + [999]
-        assert train.dataset[i].tolist() == wanted
-        assert train.dataset.get(i).tolist() == wanted
-        assert train.dataset.get(i, 2, 3).tolist() == wanted[2:5]
-    for ds, n in ((train, 20), (valid, 10), (test, 5)):
-        assert len(ds) >= n
+    for ds in build(mm, [20, 10, 5], cfg, mm.MockGPTDataset):
+        same(ds.dataset.sequence_lengths, lengths)
         text = []
         for i, offset, length in ds.pieces(0):
-            text += ds.dataset.get(i, offset, length).tolist()
-        assert ds[0]["tokens"].tolist() == text[:-1]
-        assert ds.batch([0])["labels"][0].tolist() == text[1:]
+            wanted = [number % 50 for number in range(1, lengths[i])] + [999]
+            assert ds.dataset[i].tolist() == ds.dataset.get(i).tolist() == wanted
+            text += wanted[offset : offset + length]
+        assert len(ds) >= ds.num_samples
+        for samples in read_in_all_ways(ds, [0]):
+            assert samples[0]["tokens"].tolist() == text[:-1]
+            assert samples[0]["labels"].tolist() == text[1:]
 
 
 def test_arguments_of_mock_data_have_upstreams_names(mm):
@@ -2443,11 +2311,6 @@ def test_arguments_of_mock_data_have_upstreams_names(mm):
     assert sorted(ds.document_index.tolist()) == list(range(7))
 
 
-def test_gpt_dataset_without_a_blend_is_an_error(mm):
-    with pytest.raises(ValueError, match="MockGPTDataset"):
-        build(mm, [10, 0, 0], config(mm))
-
-
 # ==============================================================================
 # 6. BlendedDataset
 # ==============================================================================
@@ -2459,43 +2322,54 @@ def bare(mm, *sizes):
 
 
 def blended(mm, sizes, weights, size, **fields):
-    return mm.BlendedDataset(bare(mm, *sizes), weights, size, config(mm, (["x"], None), **fields))
+    """A blend of datasets of so many samples."""
+    cfg = config(mm, (["x"], None), **fields)
+    return mm.BlendedDataset(bare(mm, *sizes), weights, size, cfg)
 
 
-@pytest.mark.parametrize(
-    "weights, size, datasets, samples",
-    [
-        ([0.25, 0.75], 4, [1, 0, 1, 1], [0, 0, 1, 2]),
-        ([1, 3], 8, [1, 0, 1, 1, 0, 1, 1, 1], [0, 0, 1, 2, 1, 3, 4, 5]),
-        ([1, 1], 5, [0, 1, 0, 1, 0], [0, 0, 1, 1, 2]),
-        ([5], 2, [0, 0], [0, 1]),
-        ([1, 1], 0, [], []),
-        ([1, 3], None, [1, 0, 1, 1], [0, 0, 1, 2]),
-        ([2, 2], None, [0, 1, 0, 1], [0, 0, 1, 1]),
-        ([1.0, 3.0], None, [1, 0, 1, 1], [0, 0, 1, 2]),
-    ],
-    ids=str,
-)
+BLENDS_BY_HAND = [  # weights, size, which dataset, which of its samples
+    ([0.25, 0.75], 4, [1, 0, 1, 1], [0, 0, 1, 2]),
+    ([1, 3], 8, [1, 0, 1, 1, 0, 1, 1, 1], [0, 0, 1, 2, 1, 3, 4, 5]),
+    ([1, 1], 5, [0, 1, 0, 1, 0], [0, 0, 1, 1, 2]),
+    ([1, 1], 0, [], []),
+    ([1, 3], None, [1, 0, 1, 1], [0, 0, 1, 2]),
+    ([2.0, 2.0], None, [0, 1, 0, 1], [0, 0, 1, 1]),
+    ([2**70, 2**71], 3, [1, 0, 1], [0, 0, 1]),
+    ([1e307, 2e307], 3, [1, 0, 1], [0, 0, 1]),
+    ([1e-310, 2e-310], 3, [1, 0, 1], [0, 0, 1]),
+]
+
+
+@pytest.mark.parametrize("weights, size, datasets, samples", BLENDS_BY_HAND)
 def test_blend_by_hand(mm, weights, size, datasets, samples):
     """Without a size the weights are counts.  Upstream: counts that are floats are an error."""
-    ds = blended(mm, [9] * len(weights), weights, size)
+    ds = blended(mm, [9, 9], weights, size)
     same(ds.dataset_index, np.array(datasets, np.int16))
     same(ds.dataset_sample_index, np.array(samples, np.int64))
     assert len(ds) == len(datasets)
     for i, (d, k) in enumerate(zip(datasets, samples, strict=True)):
         assert ds[i] == ds[i - len(ds)] == {"dataset_id": d, "sample": k}
-        assert isinstance(ds[i]["dataset_id"], np.int16)
 
 
-def test_exhaustive_blend_takes_everything(mm):
-    for case, rng in enumerate(cases(20)):
+def test_exhaustive_blends_equal_the_loops(mm):
+    """Sample i is of the dataset that is furthest behind, until that has no more.
+
+    Blends with a size are compared with loops among the phases.
+    """
+    for case, rng in enumerate(cases(30)):
         sizes = rng.integers(1, 40, rng.integers(1, 6)).tolist()
-        ds = blended(mm, sizes, sizes, None)
-        found = sorted((sample["dataset_id"], sample["sample"]) for sample in ds)
+        taken = [0] * len(sizes)
         wanted = []
-        for d, size in enumerate(sizes):
-            wanted += [(d, k) for k in range(size)]
-        assert found == wanted, case
+        for i in range(sum(sizes)):
+            lags = []
+            for d, size in enumerate(sizes):
+                lag = size / sum(sizes) * max(i, 1) - taken[d]
+                lags.append(lag if taken[d] < size else -math.inf)
+            d = lags.index(max(lags))
+            wanted.append((d, taken[d]))
+            taken[d] += 1
+        ds = blended(mm, sizes, sizes, None)
+        assert [(sample["dataset_id"], sample["sample"]) for sample in ds] == wanted, case
 
 
 # -- samples and batches ---------------------------------------------------------------------------
@@ -2503,135 +2377,104 @@ def test_exhaustive_blend_takes_everything(mm):
 
 @pytest.fixture
 def three(mm, tmp_path):
-    """Three corpora of one, two and four bytes a token."""
+    """Three corpora of one, two and eight bytes a token."""
     prefixes = []
-    for k, dtype in enumerate([np.uint8, np.uint16, np.int32]):
+    for k, dtype in enumerate([np.uint8, np.uint16, np.int64]):
         docs = random_docs(np.random.default_rng(k), vocab=5)
         prefixes.append(mk(mm, tmp_path / f"three{k}", docs, dtype))
     return prefixes
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"create_attention_mask": True, "reset_attention_mask": True},
-        {"inter_document_masking": True},
-        {"reset_position_ids": True, "eod_mask_loss": True, "mmap_bin_files": False},
-    ],
-    ids=str,
-)
-def test_a_batch_is_its_samples_stacked(mm, three, fields):
-    """One by one, several, and as a batch; None is sample 0 of dataset 0, without any loss."""
-    ds = quiet(build, mm, [30, 0, 0], config(mm, (three, [1, 2, 3]), **fields))[0]
-    indices = [7, 0, None, 29, 7, -1, 3]
-    wanted = []
-    for k in indices:
-        d = 0 if k is None else int(ds.dataset_index[k])
-        sample = None if k is None else int(ds.dataset_sample_index[k])
-        wanted.append({"dataset_id": np.int16(d), **ds.datasets[d][sample]})
-    several = ds.__getitems__(indices)
-    batch = ds.batch(indices)
-    assert list(batch) == list(wanted[0])
-    assert batch["dataset_id"].dtype == torch.int16
-    for row, k in enumerate(indices):
-        for found in (ds[k], several[row]):
-            assert list(found) == list(wanted[row])
-            assert isinstance(found["dataset_id"], np.int16)
-            same_samples(found, wanted[row], k)
-        same_samples({key: column[row] for key, column in batch.items()}, wanted[row], k)
-    assert not batch["loss_mask"][2].any()
-    assert batch["loss_mask"][0].any()
+def check_samples_of_blend(ds, indices):
+    """They are those of the datasets; None is sample 0 of dataset 0, without any loss.
 
-    tensors = []
-    for sample in [*several, ds[7], ds[7], batch]:
+    No two samples share memory.  Upstream: masks are shared, and padding stays in them.
+    """
+    wanted = []
+    for i in indices:
+        d = 0 if i is None else int(ds.dataset_index[i])
+        k = None if i is None else int(ds.dataset_sample_index[i])
+        wanted.append({"dataset_id": np.int16(d), **ds.datasets[d][k]})
+        assert wanted[-1]["loss_mask"].any() == (i is not None)
+    one_by_one, several, rows = read_in_all_ways(ds, indices)
+    for samples in (one_by_one, several, rows):
+        for sample, expected in zip(samples, wanted, strict=True):
+            assert list(sample) == list(expected)
+            same_samples(sample, expected)
+    assert isinstance(one_by_one[0]["dataset_id"], np.int16)
+    tensors = [ds.batch(indices)["tokens"]]
+    for sample in [*wanted, *one_by_one, *several]:
         tensors += [value for value in sample.values() if isinstance(value, torch.Tensor)]
     for a, b in itertools.combinations(tensors, 2):
         assert not np.shares_memory(a.numpy(), b.numpy())
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"create_attention_mask": True}, {"sequence_length": 5}, {"sequence_length": 11}],
-    ids=str,
-)
-def test_a_blend_of_datasets_with_configs_of_their_own(mm, three, fields):
+CONFIGS_OF_BLENDS = [  # fields of all datasets, of the blend, of its last dataset
+    ({}, {}, {}),
+    ({"create_attention_mask": True, "reset_attention_mask": True}, {}, {}),
+    ({"inter_document_masking": True}, {}, {}),
+    ({"reset_position_ids": True, "eod_mask_loss": True, "mmap_bin_files": False}, {}, {}),
+    ({}, {"create_attention_mask": True}, {}),
+    ({}, {"sequence_length": 5}, {}),
+    ({}, {"sequence_length": 11}, {"eod_mask_loss": True, "random_seed": 5}),
+]
+
+
+@pytest.mark.parametrize("fields, of_blend, of_last", CONFIGS_OF_BLENDS)
+def test_a_blend_has_the_samples_of_its_datasets(mm, three, fields, of_blend, of_last):
     """Each dataset makes its samples as its own config says, whatever that of the blend says."""
-    parts = []
-    for k, prefix in enumerate(three):
-        parts.append(quiet(gpt, mm, prefix, 4, random_seed=k, eod_mask_loss=k == 1))
-    cfg = config(mm, (three, [1, 1, 1]), **fields)
-    ds = mm.BlendedDataset(parts, [1, 1, 1], 12, cfg)
-    batch = ds.batch(range(12))
-    for i in range(12):
-        sample = parts[ds.dataset_index[i]][int(ds.dataset_sample_index[i])]
-        found = {key: column[i] for key, column in batch.items()}
-        assert found.pop("dataset_id") == ds.dataset_index[i]
-        same_samples(found, sample, i)
+    ds = quiet(build, mm, [30, 0, 0], config(mm, (three, [1, 2, 3]), **fields))[0]
+    if of_blend:
+        parts = [*ds.datasets[:2], quiet(gpt, mm, three[2], 30, **of_last)]
+        ds = mm.BlendedDataset(parts, [1, 2, 3], 30, config(mm, (three, None), **of_blend))
+    check_samples_of_blend(ds, [7, 0, None, 29, 7, -1, 3, *range(12)])
 
 
 def test_blend_of_blends(mm, three):
     inner = build(mm, [4, 0, 0], config(mm, (three[:2], [1, 1])))[0]
     inner.index_split = inner.split
-    outer = mm.BlendedDataset([inner, inner.datasets[0]], [1, 1], 6, inner.config)
-    batch = outer.batch([0, 1, None])
-    for row, sample in enumerate((inner[0], inner.datasets[0][0], inner[None])):
-        same(batch["tokens"][row], sample["tokens"])
-        same(outer.__getitems__([0, 1, None])[row]["tokens"], sample["tokens"])
-    assert not batch["loss_mask"][2].any()
+    outer = mm.BlendedDataset([inner, inner], [1, 1], 6, inner.config)
+    check_samples_of_blend(outer, [0, 1, None, 5])
 
 
 # -- weights and sizes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "weights, size, word",
-    [
-        ([1, -1], 4, "weight of p1: wanted a finite number >= 0, got -1"),
-        ([1, math.nan], 4, "weight of p1: .*nan"),
-        ([math.inf, 1], 4, "weight of p0: .*inf"),
-        ([1, 10**400], 4, "weight of p1: wanted a finite number"),
-        (["1", 1], 4, "weight of p0: .*'1'"),
-        ([None, 1], 4, "weight of p0: .*None"),
-        ([0, 0], 4, "finite sum > 0"),
-        ([1e308, 1.7e308], 4, "finite sum > 0"),
-        ([1], 4, "1 weights for 2 datasets"),
-        ([1, 1, 1], 4, "3 weights for 2 datasets"),
-        ([1.5, 2.5], None, "numbers of samples"),
-        ([1, 1], -1, "size >= 0, got -1"),
-    ],
-    ids=str,
-)
-def test_refused_weights_and_sizes(mm, weights, size, word):
-    datasets = bare(mm, 9, 9)
-    datasets[0].dataset_path = "p0"
-    datasets[1].dataset_path = "p1"
-    with pytest.raises(ValueError, match=word):
-        mm.BlendedDataset(datasets, weights, size, config(mm, (["x"], None)))
+BAD_BLENDS = [  # weights of two datasets, size, words
+    ([1, -1], 4, "weight of bare: wanted a finite number >= 0, got -1"),
+    ([1, math.nan], 4, "weight of bare: .*nan"),
+    ([math.inf, 1], 4, "weight of bare: .*inf"),
+    ([1, 10**400], 4, "weight of bare: wanted a finite number"),
+    (["1", 1], 4, "weight of bare: .*'1'"),
+    ([None, 1], 4, "weight of bare: .*None"),
+    ([0, 0], 4, "finite sum > 0"),
+    ([1e308, 1.7e308], 4, "finite sum > 0"),
+    ([1], 4, "1 weights for 2 datasets"),
+    ([1, 1, 1], 4, "3 weights for 2 datasets"),
+    ([1.5, 2.5], None, "numbers of samples"),
+    ([1, 1], -1, "size >= 0, got -1"),
+]
 
 
-@pytest.mark.parametrize("weights", [[2**70, 2**71], [1e307, 2e307], [1e-310, 2e-310], [0.5, 1]])
-def test_weights_of_any_magnitude_are_shares(mm, weights):
-    same(
-        blended(mm, [9, 9], weights, 9).dataset_index, blended(mm, [9, 9], [1, 2], 9).dataset_index
-    )
+@pytest.mark.parametrize("weights, size, words", BAD_BLENDS)
+def test_refused_weights_and_sizes(mm, weights, size, words):
+    with pytest.raises(ValueError, match=words):
+        blended(mm, [9, 9], weights, size)
 
 
 @pytest.mark.parametrize("n", [2**52, 2**63, 2**70])
 def test_indices_that_no_memory_can_hold(mm, toy, n):
     """An error before anything is written."""
-    fields = {"sequence_length": 4}
-    ds = gpt(mm, toy, 3, **fields)
+    ds = gpt(mm, toy, 3, sequence_length=4)
     before = files_of(os.path.dirname(toy))
-    blend = config(mm, ([toy, toy], [1, 1]), **fields)
-    for job in (
-        functools.partial(gpt, mm, toy, n, **fields),
-        functools.partial(build, mm, [n, 0, 0], blend),
-        functools.partial(mm.BlendedDataset, [ds, ds], [1, 2], n, ds.config),
-        functools.partial(mm.BlendedDataset, [ds, ds], [n, n], None, ds.config),
+    for function, arguments in (
+        (gpt, (mm, toy, n)),
+        (build, (mm, [n, 0, 0], config(mm, ([toy, toy], [1, 1])))),
+        (mm.BlendedDataset, ([ds, ds], [1, 2], n, ds.config)),
+        (mm.BlendedDataset, ([ds, ds], [n, n], None, ds.config)),
     ):
         with pytest.raises((ValueError, MemoryError, OverflowError)):
-            job()
+            quiet(function, *arguments)
     assert files_of(os.path.dirname(toy)) == before
 
 
@@ -2645,88 +2488,56 @@ def test_weight_0_drops_the_dataset(mm, caplog):
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize(
-    "sizes, weights, size, needed",
-    [
-        ([5, 9], [1, 1], 10, {}),
-        ([4, 9], [1, 1], 10, {0: 5}),
-        ([9, 4], [1, 1], 10, {1: 5}),
-        ([2, 3], [1, 1], 10, {0: 5, 1: 5}),
-        ([9, 3], [9, 3], None, {}),
-        ([9, 2], [9, 3], None, {1: 3}),
-        ([0, 2], [9, 3], None, {0: 9, 1: 3}),
-    ],
-    ids=str,
-)
-def test_a_blend_that_asks_for_too_much(mm, sizes, weights, size, needed):
-    """Upstream: an IndexError in the middle of the run."""
-    datasets = bare(mm, *sizes)
-    cfg = config(mm, (["x"], None))
+# sizes of the datasets, weights, size, {size: samples that the blend takes of that dataset}
+DEMANDS = [
+    ([5, 9], [1, 1], 10, {}),
+    ([4, 9], [1, 1], 10, {4: 5}),
+    ([9, 4], [1, 1], 10, {4: 5}),
+    ([2, 3], [1, 1], 10, {2: 5, 3: 5}),
+    ([9, 3], [9, 3], None, {}),
+    ([9, 2], [9, 3], None, {2: 3}),
+    ([0, 2], [9, 3], None, {0: 9, 2: 3}),
+]
+
+
+@pytest.mark.parametrize("sizes, weights, size, needed", DEMANDS)
+def test_a_blend_that_asks_for_too_much(mm, tmp_path, sizes, weights, size, needed):
+    """Nothing is cached, which fast_cache_load would trust.  Upstream: an IndexError in the run."""
     if not needed:
-        ds = mm.BlendedDataset(datasets, weights, size, cfg)
-        assert max(ds.dataset_sample_index) < max(sizes)
+        blended(mm, sizes, weights, size)
         return
     with pytest.raises(mm.BlendTooLarge) as error:
-        mm.BlendedDataset(datasets, weights, size, cfg)
-    assert isinstance(error.value, ValueError)
-    assert error.value.needed == {datasets[d]: count for d, count in needed.items()}
-    for d, count in needed.items():
-        assert f"takes {count} samples of bare, which has {sizes[d]}" in str(error.value)
+        blended(mm, sizes, weights, size, path_to_cache=str(tmp_path))
+    assert os.listdir(tmp_path) == []
+    assert {dataset.n: taken for dataset, taken in error.value.needed.items()} == needed
+    for n, taken in needed.items():
+        assert f"takes {taken} samples of bare, which has {n}" in str(error.value)
 
 
-# -- its cache, which section 12 says more about ---------------------------------------------------
+def test_a_cached_blend_of_data_that_shrank(mm, tmp_path):
+    datasets = bare(mm, 5, 5)
+    cfg = config(mm, (["x"], None), path_to_cache=str(tmp_path))
+    mm.BlendedDataset(datasets, [1, 1], 10, cfg)
+    datasets[0].n = 4
+    with pytest.raises(mm.BlendTooLarge):
+        mm.BlendedDataset(datasets, [1, 1], 10, cfg)
 
 
-def test_cache_files_of_a_blend(mm, tmp_path):
-    """Names, description and hash are upstream's."""
-    ds = blended(mm, [90, 90], [1, 3], 80, path_to_cache=str(tmp_path))
-    bare_identifiers = {"class": "Bare", "n": 90}
-    description = json.dumps(
-        {
-            "class": "BlendedDataset",
-            "datasets": [bare_identifiers, bare_identifiers],
-            "split": "train",
-            "weights": [0.25, 0.75],
-            "size": 80,
-        },
-        indent=4,
-    )
-    assert ds.unique_description == description
-    assert ds.unique_description_hash == hashlib.md5(description.encode()).hexdigest()
-    stem = f"{ds.unique_description_hash}-BlendedDataset-train"
-    files = files_of(tmp_path)
-    assert sorted(files) == [
-        f"{stem}-dataset_index.npy",
-        f"{stem}-dataset_sample_index.npy",
-        f"{stem}-description.txt",
-        f"{stem}-manifest.json",
-    ]
-    assert files[f"{stem}-description.txt"].decode() == description
+@pytest.mark.parametrize("weights, size", [([1, 3], 80), ([9, 27], None)])
+def test_cache_files_of_a_blend(mm, tmp_path, weights, size):
+    """Names, description and hash are upstream's; section 12 says more about the cache."""
+    ds = blended(mm, [90, 91], weights, size, path_to_cache=str(tmp_path))
+    assert json.loads(ds.unique_description) == {
+        "class": "BlendedDataset",
+        "datasets": [{"class": "Bare", "n": 90}, {"class": "Bare", "n": 91}],
+        "split": "train",
+        "weights": [0.25, 0.75] if size else weights,
+        "size": size,
+    }
+    stem = f"{hashlib.md5(ds.unique_description.encode()).hexdigest()}-BlendedDataset-train"
+    assert (tmp_path / f"{stem}-description.txt").read_text() == ds.unique_description
     same(np.load(tmp_path / f"{stem}-dataset_index.npy"), ds.dataset_index)
     same(np.load(tmp_path / f"{stem}-dataset_sample_index.npy"), ds.dataset_sample_index)
-
-
-@pytest.mark.parametrize(
-    "sizes, weights, size",
-    [
-        ([90, 90], [1, 2], 80),
-        ([90, 90], [1, 3], 79),
-        ([90, 91], [1, 3], 80),
-        ([9, 27], [9, 27], None),
-    ],
-)
-def test_everything_of_a_blend_is_in_its_key(mm, tmp_path, sizes, weights, size):
-    blended(mm, [90, 90], [1, 3], 80, path_to_cache=str(tmp_path))
-    blended(mm, sizes, weights, size, path_to_cache=str(tmp_path))
-    assert len(os.listdir(tmp_path)) == 8
-
-
-def test_a_blend_without_a_folder_writes_nothing(mm, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    ds = blended(mm, [9, 9], [1, 3], 8)
-    assert not os.listdir(tmp_path)
-    again = pickle.loads(pickle.dumps(ds))
-    assert list(again) == list(ds)
 
 
 # -- phases ----------------------------------------------------------------------------------------
@@ -2879,106 +2690,117 @@ def test_phases_without_a_training_blend(one, fields, words):
 # ==============================================================================
 # What several ranks do is tested in section 15.
 
+A = "in/a"
+B = "in/b"
+C = "in/c"
+
 
 @pytest.fixture
-def corpora(mm, tmp_path):
-    """Three pairs of 40, 25 and 10 documents."""
+def corpora(mm, tmp_path, monkeypatch):
+    """A, B and C: pairs of 40, 25 and 10 documents, in the current folder."""
+    monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(11)
-    prefixes = []
-    for number, count in enumerate((40, 25, 10)):
-        docs = [rng.integers(1, 50, n) for n in rng.integers(5, 30, count)]
-        prefixes.append(mk(mm, tmp_path / f"c{number}", docs))
-    return prefixes
+    for prefix, count in ((A, 40), (B, 25), (C, 10)):
+        mk(mm, prefix, [rng.integers(1, 50, n) for n in rng.integers(5, 30, count)])
+    return [A, B, C]
 
 
-def kinds(datasets):
-    """The class of each dataset, by name."""
-    return [type(dataset).__name__ for dataset in datasets]
+def outline(built):
+    """What was built: of each corpus (split, first document, end, samples wanted).
+
+    The corpora of a blend are a list, and several validation sets are a tuple.
+    """
+    if built is None:
+        return None
+    if isinstance(built, list):
+        return tuple([outline(dataset) for dataset in built])
+    if hasattr(built, "datasets"):
+        return [outline(dataset) for dataset in built.datasets]
+    first = int(built.indices[0])
+    end = first + len(built.indices)
+    same(built.indices, np.arange(first, end, dtype=np.int32))
+    return built.index_split.name, first, end, built.num_samples
 
 
-# -- the three kinds of config ---------------------------------------------------------------------
+def outlines(mm, sizes, cls=None, **fields):
+    """The outlines of train, valid and test, as a config with these fields means them."""
+    return [outline(built) for built in build(mm, sizes, config(mm, **fields), cls)]
 
 
-def test_one_corpus_without_weights_is_plain(mm, corpora):
-    built = build(mm, [100, 10, None], config(mm, (corpora[:1], None), split="8,1,1"))
-    assert kinds(built) == ["GPTDataset"] * 3
-    assert [dataset.num_samples for dataset in built] == [100, 10, None]
-    assert len(built[0]) >= 100
-    for dataset, split, documents in zip(
-        built, mm.Split, [range(32), range(32, 36), range(36, 40)], strict=True
-    ):
-        assert dataset.index_split is split
-        same(dataset.indices, np.array(documents, np.int32))
+def test_a_corpus_or_a_blend_is_cut_by_the_split(mm, corpora):
+    built = build(mm, [100, 10, None], config(mm, ([A], None), split="8,1,1"))
+    wanted = [("train", 0, 32, 100), ("valid", 32, 36, 10), ("test", 36, 40, None)]
+    assert [outline(dataset) for dataset in built] == wanted
     assert built[0].dataset is built[2].dataset, "the corpus is opened once"
-
-
-def test_a_blend_that_is_cut_by_the_split(mm, corpora):
-    train, valid, test = build(mm, [50, 20, 5], config(mm, (corpora, [5, 3, 2]), split="8,2,0"))
-    assert kinds([train, valid]) == ["BlendedDataset"] * 2
-    assert test is None, "the split gives it nothing"
-    assert [len(part.indices) for part in train.datasets] == [32, 20, 8]
-    assert [len(part.indices) for part in valid.datasets] == [8, 5, 2]
-    assert {part.index_split for part in valid.datasets} == {mm.Split.valid}
-    assert train[0]["tokens"].shape == (8,)
-
-
-def test_blends_of_the_splits_own(mm, corpora):
-    blends = [(corpora[:2], [1, 3]), (corpora[2:], [7]), None]
-    train, valid, test = build(mm, [50, 5, 5], config(mm, blend_per_split=blends))
-    assert kinds([train, valid]) == ["BlendedDataset", "GPTDataset"], "one corpus is plain"
+    train, valid, test = outlines(mm, [50, 20, 5], blend=([A, B], [3, 2]), split="8,2,0")
+    assert train == [("train", 0, 32, 31), ("train", 0, 20, 21)]
+    assert valid == [("valid", 32, 40, 13), ("valid", 20, 25, 9)]
     assert test is None
-    assert [len(part.indices) for part in train.datasets] == [40, 25], "whole corpora"
-    assert len(valid.indices) == 10
-    assert valid.num_samples == 5
-    assert {part.index_split for part in train.datasets} == {mm.Split.train}
-    assert valid.index_split is mm.Split.valid
+    mock_data = outlines(mm, [20, 2, None], mm.MockGPTDataset, sequence_length=4096)
+    assert mock_data[:2] == [("train", 0, 33333, 20), ("valid", 33333, 66667, 2)]
 
 
-def test_without_a_blend_the_data_are_mock_data(mm):
-    built = build(mm, [20, 2, 1], config(mm, sequence_length=4096), mm.MockGPTDataset)
-    assert kinds(built) == ["MockGPTDataset"] * 3
-    assert [dataset.num_samples for dataset in built] == [20, 2, 1]
-    assert [len(dataset.indices) for dataset in built] == [33_333, 33_334, 33_333]
+def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora):
+    """One corpus is no blend, whatever its weight; none is opened whose weight is 0."""
+    blends = [([A, "in/none", B], [1, 0.0, 3]), ([C], [7]), None]
+    found = outlines(mm, [40, 5, 5], blend_per_split=blends)
+    assert found == [[("train", 0, 40, 11), ("train", 0, 25, 31)], ("valid", 0, 10, 5), None]
+
+
+def test_validation_sets(mm, corpora):
+    """Several ones, whole or of a size; the size of a blend with weights is left to the caller."""
+    blends = [([A, B], None), ([A, C], None), None]
+    fields = {"blend_per_split": blends, "multiple_validation_sets": True}
+    found = outlines(mm, [10, 5, 0], **fields)
+    assert found[0] == [("train", 0, 40, None), ("train", 0, 25, None)]
+    assert found[1] == (("valid", 0, 40, 5), ("valid", 0, 10, 5))
+    found = outlines(mm, [10, None, 0], full_validation=True, **fields)
+    assert found[1] == (("valid", 0, 40, None), ("valid", 0, 10, None))
+    blends[1] = ([A], None)
+    assert outlines(mm, [10, 5, 0], **fields)[1] == ("valid", 0, 40, 5)
+    blends[1] = ([A, C], [1, 1])
+    found = outlines(mm, [None, 9, None], blend_per_split=blends, full_validation=True)
+    assert found[1] == [("valid", 0, 40, 6), ("valid", 0, 10, 6)]
 
 
 # -- sizes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("surplus", [0.0, 0.005, 0.5])
-def test_sizes_of_a_blend_with_weights(mm, corpora, surplus):
-    for size, weights in [(101, [0.5, 0.3, 0.2]), (7, [1, 100, 1]), (0, [1, 1, 1])]:
-        cfg = config(mm, (corpora, weights), mid_level_dataset_surplus=surplus)
-        train = build(mm, [size, 0, 0], cfg)[0]
-        targets = [math.ceil(size * weight) for weight in mm.normalize(weights)]
-        assert len(train) == train.size == sum(targets)
-        for part, target in zip(train.datasets, targets, strict=True):
-            assert part.num_samples == math.ceil(target * (1 + surplus))
+@pytest.mark.parametrize(
+    "size, weights", [(101, [0.5, 0.3, 0.2]), (7, [1, 100, 1]), (0, [1, 1, 1])]
+)
+def test_sizes_of_a_blend_with_weights(mm, corpora, surplus, size, weights):
+    cfg = config(mm, ([A, B, C], weights), mid_level_dataset_surplus=surplus)
+    train = build(mm, [size, 0, 0], cfg)[0]
+    targets = [math.ceil(size * weight) for weight in mm.normalize(weights)]
+    assert len(train) == train.size == sum(targets)
+    wanted = [math.ceil(target * (1 + surplus)) for target in targets]
+    assert [part.num_samples for part in train.datasets] == wanted
 
 
 def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
-    """And only that one.  Upstream: IndexError in the middle of a run.
+    """And only that one, however files are opened.  Upstream: IndexError in the middle of a run.
 
     With a document of S tokens, a corpus has exactly as many samples as were asked for.
     """
     prefix = mk(mm, tmp_path / "p", [[1] * 8])
     larger = 0
-    for rng in cases(20):
-        weights = rng.dirichlet(np.ones(int(rng.integers(2, 12)))) + 1e-3
+    for rng in cases(10):
+        weights = (rng.dirichlet(np.ones(int(rng.integers(2, 12)))) + 1e-3).tolist()
         size = int(rng.integers(50, 300))
-        cfg = config(
-            mm,
-            ([prefix] * len(weights), weights.tolist()),
-            mid_level_dataset_surplus=0.0,
-            path_to_cache=str(tmp_path / "cache"),
-        )
-        train = build(mm, [size, 0, 0], cfg)[0]
-        taken = np.bincount(train.dataset_index, minlength=len(weights)).tolist()
-        for d, part in enumerate(train.datasets):
-            asked = math.ceil(size * train.weights[d])
-            assert part.num_samples == len(part) == max(asked, taken[d])
-            larger += taken[d] > asked
-        for k in range(0, len(train), 17):
-            assert train[k]["tokens"].shape == (8,)
+        fields = {"mid_level_dataset_surplus": 0.0, "path_to_cache": str(tmp_path / "cache")}
+        for flag in ("defer_npy_index_mmap", "fast_cache_load"):
+            fields[flag] = bool(rng.integers(2))
+        cfg = config(mm, ([prefix] * len(weights), weights), **fields)
+        for _ in range(2):  # the second time from the cache
+            train = build(mm, [size, 0, 0], cfg)[0]
+            taken = np.bincount(train.dataset_index, minlength=len(weights)).tolist()
+            for d, part in enumerate(train.datasets):
+                asked = math.ceil(size * train.weights[d])
+                assert part.num_samples == len(part) == max(asked, taken[d])
+                larger += taken[d] > asked
+            assert train.batch(range(len(train)))["tokens"].shape == (len(train), 8)
     assert larger, "no case needed it: the test shows nothing"
 
 
@@ -2998,26 +2820,17 @@ def test_a_dropped_blend_gives_its_files_back_at_once(mm, tmp_path):
 
 
 def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
-    whole = build(mm, [None, None, None], config(mm, (corpora, None)))[0]
-    lengths = [len(part) for part in whole.datasets]
-    assert [part.num_samples for part in whole.datasets] == [None] * 3
-    assert whole.weights == lengths
+    """All samples, or as many as are wanted; a corpus too short for a sample gives none."""
+    short = mk(mm, "in/short", [[1, 2]])
+    cfg = config(mm, ([A, short, B, C], None))
+    whole = build(mm, [None, None, None], cfg)[0]
+    lengths = [len(gpt(mm, prefix)) for prefix in (A, B, C)]
     assert np.bincount(whole.dataset_index).tolist() == lengths
-
-    small = build(mm, [10, 0, 0], config(mm, (corpora, None)))[0]
-    assert len(small) == 10
-    assert [len(part) for part in small.datasets] == lengths
-
-    with pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1000000"):
-        large = build(mm, [1000000, 0, 0], config(mm, (corpora, None)))[0]
+    assert len(build(mm, [10, 0, 0], cfg)[0]) == 10
+    with pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1,000,000"):
+        large = build(mm, [1000000, 0, 0], cfg)[0]
     assert len(large) == sum(lengths)
 
-
-def test_a_corpus_too_short_for_a_sample(mm, corpora, tmp_path):
-    short = mk(mm, tmp_path / "short", [[1, 2]])
-    whole = build(mm, [None, None, None], config(mm, (corpora, None)))[0]
-    train = build(mm, [None, None, None], config(mm, ([short, *corpora], None)))[0]
-    assert len(train) == len(whole)
     nothing = config(mm, ([short, short], None))
     for size in (None, 5):
         with pytest.raises(ValueError, match="train: wanted .* no corpus has a sample"):
@@ -3025,108 +2838,67 @@ def test_a_corpus_too_short_for_a_sample(mm, corpora, tmp_path):
     assert build(mm, [0, 0, 0], nothing) == [None, None, None]
 
 
-def test_weight_0_drops_a_corpus_before_it_is_opened(mm, corpora):
-    """Upstream: the corpus is opened, and the blend may fail."""
-    train = build(mm, [50, 0, 0], config(mm, ([*corpora[:2], "/none"], [1, 1, 0.0])))[0]
-    wanted = build(mm, [50, 0, 0], config(mm, (corpora[:2], [1, 1])))[0]
-    same(train.dataset_index, wanted.dataset_index)
-    assert len(train.datasets) == 2
+# -- threads, ranks and errors ---------------------------------------------------------------------
 
 
-def test_equal_corpora_have_equal_orders(mm, corpora):
-    """As upstream: one seed for all."""
-    first, second = build(mm, [20, 0, 0], config(mm, (corpora[:1] * 2, [1, 1])))[0].datasets
-    for k in range(len(first)):
-        same_samples(first[k], second[k])
-
-
-# -- validation ------------------------------------------------------------------------------------
-
-
-def test_several_validation_sets(mm, corpora):
-    blends = [(corpora[:1], None), (corpora, None), None]
-    cfg = config(mm, blend_per_split=blends, multiple_validation_sets=True)
-    valid = build(mm, [10, 5, 0], cfg)[1]
-    assert [len(dataset.indices) for dataset in valid] == [40, 25, 10]
-    assert [dataset.num_samples for dataset in valid] == [5, 5, 5]
-
-    cfg.full_validation = True
-    valid = build(mm, [10, None, 0], cfg)[1]
-    assert [dataset.num_samples for dataset in valid] == [None, None, None]
-
-    blends[1] = (corpora[:1], None)
-    cfg = config(mm, blend_per_split=blends, multiple_validation_sets=True)
-    assert kinds(build(mm, [10, 5, 0], cfg)) == ["GPTDataset", "GPTDataset", "NoneType"]
-
-
-def test_full_validation_leaves_the_size_to_the_caller(mm, corpora):
-    """As upstream: get_train_valid_test_num_samples() gives None for valid then."""
-    cfg = config(mm, blend_per_split=[None, (corpora, [1, 1, 1]), None], full_validation=True)
-    assert len(build(mm, [None, 9, None], cfg)[1]) == 9
-
-
-# -- threads and errors ----------------------------------------------------------------------------
-
-
-def test_threads_build_the_same_files(mm, corpora, tmp_path):
+def test_threads_build_the_same_files(mm, corpora):
     """Without torch.distributed, which upstream's cache of a blend needs."""
-    built = {}
     for threads in (1, 3):
-        cfg = config(
-            mm,
-            (corpora, [3, 2, 1]),
-            split="9,1,0",
-            num_dataset_builder_threads=threads,
-            path_to_cache=str(tmp_path / str(threads)),
-        )
-        built[threads] = build(mm, [500, 50, 0], cfg)
-    files = files_of(tmp_path / "1")
-    assert files_of(tmp_path / "3") == files
+        fields = {"num_dataset_builder_threads": threads, "path_to_cache": f"cache{threads}"}
+        build(mm, [500, 50, 0], config(mm, ([A, B, C], [3, 2, 1]), split="9,1,0", **fields))
+    files = files_of("cache1")
+    assert files_of("cache3") == files
     assert len(files) == 2 * (3 * 5 + 4), "of 2 splits, each 3 corpora and a blend"
-    for one_thread, three_threads in zip(built[1][:2], built[3][:2], strict=True):
-        same(one_thread.dataset_index, three_threads.dataset_index)
-        same_samples(one_thread[7], three_threads[7])
 
 
-# (sizes, corpora of the blend, fields of the config, class, words)
-BAD_BUILDS = {
-    "two sizes": ([1, 2], 3, {}, ValueError, r"sizes.*\[1, 2\]"),
-    "weights without size": ([None, 0, 0], 3, {}, ValueError, "needs a size"),
-    "a size below 0": ([-1, 0, 0], 3, {}, ValueError, "size of train.*-1"),
-    "a size that is text": (["9", 0, 0], 3, {}, ValueError, "size of train.*'9'"),
-    "no such corpus": ([9, 0, 0], 4, {}, FileNotFoundError, "none"),
-    "no such corpus, in a thread": (
-        [9, 0, 0],
-        4,
-        {"num_dataset_builder_threads": 2},
-        FileNotFoundError,
-        "none",
-    ),
+def test_a_rank_may_go_without(mm, corpora, group):
+    cfg = config(mm, ([A], None))
+    nowhere = mock.Mock(return_value=False)
+    builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [9, 0, 0], nowhere, cfg)
+    assert builder.build() == [None, None, None]
+    assert outline(build(mm, [9, 0, 0], cfg)[0]) == ("train", 0, 40, 9)
+
+
+WHOLE_SETS = {
+    "blend_per_split": [None, ([A, B], None), None],
+    "multiple_validation_sets": True,
+    "full_validation": True,
 }
+BAD_BUILDS = [  # sizes, fields of the config, error, words
+    ([1, 2], {"blend": ([A], None)}, ValueError, r"sizes.*\[1, 2\]"),
+    ([-1, 0, 0], {"blend": ([A], None)}, ValueError, "size of train.*-1"),
+    (["9", 0, 0], {"blend": ([A], None)}, ValueError, "size of train.*'9'"),
+    ([None, 0, 0], {"blend": ([A, B], [1, 1])}, ValueError, "needs a size"),
+    ([9, 0, 0], {"blend": ([A, "in/none"], [1, 1])}, FileNotFoundError, "in/none"),
+    ([9, 0, 0], {}, ValueError, "MockGPTDataset"),
+    ([0, 5, 0], WHOLE_SETS, ValueError, "size of valid must be None"),
+]
 
 
-@pytest.mark.parametrize("case", BAD_BUILDS)
-def test_builds_that_are_refused(mm, corpora, case):
-    sizes, count, fields, kind, words = BAD_BUILDS[case]
-    prefixes = [*corpora, "/none/x"][:count]
-    with pytest.raises(kind, match=words):
-        build(mm, sizes, config(mm, (prefixes, [1] * count), **fields))
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("sizes, fields, error, words", BAD_BUILDS)
+def test_builds_that_are_refused(mm, corpora, sizes, fields, error, words, threads):
+    cfg = config(mm, num_dataset_builder_threads=threads, **fields)
+    with pytest.raises(error, match=words):
+        build(mm, sizes, cfg)
 
 
 def test_wrong_sizes_are_refused_before_the_build(one, corpora):
     """As upstream refuses them; and no more than these."""
-    two = (corpora[:2], [1, 1])
-    alone = (corpora[:1], [1])
+    two = ([A, B], [1, 1])
+    alone = ([A], [1])
     builder = one.BlendedMegatronDatasetBuilder
-    for blends, sizes in [
-        ([two, None, None], [None, 0, 0]),
-        ([None, two, alone], [0, None, None]),
+    for blends, sizes, several in [
+        ([two, None, None], [None, 0, 0], False),
+        ([None, two, alone], [0, None, None], False),
+        ([None, two, two], [0, None, None], True),  # valid is two datasets then, test a blend
     ]:
+        cfg = config(one, blend_per_split=blends, multiple_validation_sets=several)
         with pytest.raises(ValueError, match="needs a size"):
-            builder(one.GPTDataset, sizes, yes, config(one, blend_per_split=blends))
+            builder(one.GPTDataset, sizes, yes, cfg)
     for fields, sizes in [
         ({"blend": two, "split": "1,0,0"}, [9, None, None]),
-        ({"blend": (corpora[:2], None)}, [None] * 3),
+        ({"blend": ([A, B], None)}, [None] * 3),
         ({"blend_per_split": [two, None, alone]}, [9, None, None]),
         ({"blend_per_split": [two, two, two], "multiple_validation_sets": True}, [9, None, 9]),
         ({}, [None] * 3),  # mock data
@@ -3134,46 +2906,12 @@ def test_wrong_sizes_are_refused_before_the_build(one, corpora):
         builder(one.GPTDataset, sizes, yes, config(one, **fields))
 
 
-def test_full_validation_of_several_sets_wants_no_size(mm, corpora):
-    cfg = config(
-        mm,
-        blend_per_split=[None, (corpora, None), None],
-        multiple_validation_sets=True,
-        full_validation=True,
-    )
-    with pytest.raises(ValueError, match="size of valid must be None"):
-        build(mm, [0, 5, 0], cfg)
-
-
-def test_more_sequences_than_int32_numbers(mm, corpora):
+def test_more_sequences_than_int32_numbers(mm, corpora, monkeypatch):
     """Upstream: the numbers wrap."""
-
-    class Huge(mm.GPTDataset):
-        @staticmethod
-        def numel_low_level_dataset(low_level_dataset):
-            return 2**31 + 2
-
+    huge = mock.Mock(return_value=2**31 + 2)
+    monkeypatch.setattr(mm.GPTDataset, "numel_low_level_dataset", huge)
     with pytest.raises(ValueError, match="2147483650 sequences"):
-        build(mm, [9, 0, 0], config(mm, (corpora[:1], None)), Huge)
-
-
-@pytest.mark.parametrize("flag", ["defer_npy_index_mmap", "fast_cache_load"])
-def test_a_corpus_is_built_larger_however_files_are_opened(mm, tmp_path, flag):
-    prefixes = [mk(mm, tmp_path / name, [range(41)]) for name in "abcd"]
-    fields = {"sequence_length": 4, "mid_level_dataset_surplus": 0}
-    cfg = config(mm, (prefixes, [6, 3, 5, 7]), **fields)
-    wanted = build(mm, [120, 0, 0], cfg)[0]
-    assert [len(part) for part in wanted.datasets][:3] == [40, 20, 30]
-    assert len(wanted.datasets[3]) > 40
-    cfg = config(
-        mm,
-        (prefixes, [6, 3, 5, 7]),
-        path_to_cache=str(tmp_path / "cache"),
-        **fields,
-        **{flag: True},
-    )
-    found = build(mm, [120, 0, 0], cfg)[0]
-    same_samples(found.batch(range(120)), wanted.batch(range(120)))
+        build(mm, [9, 0, 0], config(mm, ([A], None)))
 
 
 # -- phases ----------------------------------------------------------------------------------------
@@ -3240,8 +2978,11 @@ def test_phases_are_for_train(mm, corpora, weights):
 def test_phases_of_one_corpus(mm, corpora):
     cfg = config(mm, (corpora[:1], None), split="8,1,1", blend_phases=[(9, [1]), (6, [1])])
     built = build(mm, [15, 5, None], cfg)
-    assert kinds(built) == ["BlendedDataset", "GPTDataset", "GPTDataset"]
-    assert [dataset.num_samples for dataset in built[1:]] == [5, None]
+    assert isinstance(built[0], mm.BlendedDataset)
+    assert [outline(dataset) for dataset in built[1:]] == [
+        ("valid", 32, 36, 5),
+        ("test", 36, 40, None),
+    ]
     assert built[0].dataset_sample_index.tolist() == list(range(15))
 
 
@@ -3298,18 +3039,20 @@ def dealt(kind, order, micro, ranks):
     return steps
 
 
-def samplers(mm, kind, total, consumed, micro, ranks, seed=0, drop_last=True):
+def sampler_of(mm, kind, *sizes, seed=0, drop_last=True):
+    """sizes: samples in all, consumed samples, micro-batch size, rank, number of ranks."""
+    if kind == "single":
+        return mm.MegatronPretrainingSampler(*sizes, drop_last)
+    if kind == "full_validation":
+        return mm.MegatronFullValidationSampler(*sizes)
+    return mm.MegatronPretrainingRandomSampler(None, *sizes, kind == "sharded", seed)
+
+
+def samplers(mm, kind, total, consumed, micro, ranks, **more):
     """The samplers of all ranks."""
     found = []
     for rank in range(ranks):
-        sizes = total, consumed, micro, rank, ranks
-        if kind == "single":
-            found.append(mm.MegatronPretrainingSampler(*sizes, drop_last))
-        elif kind == "full_validation":
-            found.append(mm.MegatronFullValidationSampler(*sizes))
-        else:
-            sharding = kind == "sharded"
-            found.append(mm.MegatronPretrainingRandomSampler(None, *sizes, sharding, seed))
+        found.append(sampler_of(mm, kind, total, consumed, micro, rank, ranks, **more))
     return found
 
 
@@ -3321,58 +3064,34 @@ def one_pass(samplers):
     return [list(step) for step in zip(*passes, strict=True)]
 
 
-def random_layout(rng):
-    """(total samples, micro-batch size, ranks) with room for a global batch."""
-    micro, ranks = rng.integers(1, 5, 2).tolist()
-    return micro * ranks + int(rng.integers(50)), micro, ranks
-
-
 @pytest.mark.parametrize("kind", KINDS_OF_ORDER)
 def test_orders(one, kind):
     """Also: a pass begins anywhere, in any epoch, and the next one goes on (single: at 0)."""
     for rng in cases(100):
-        total, micro, ranks = random_layout(rng)
-        seed = int(rng.integers(100))
+        micro, ranks = rng.integers(1, 5, 2).tolist()
         group = micro * ranks
+        total = group + int(rng.integers(50))
+        seed = int(rng.integers(100))
         if kind == "single":
             epoch, done = 0, int(rng.integers(total + 1))
-            consumed = done
         else:
             epoch, done = int(rng.integers(3)), int(rng.integers(total // group)) * group
-            consumed = epoch * (total - total % group) + done
-        all_ranks = samplers(one, kind, total, consumed, micro, ranks, seed)
+        consumed = epoch * (total - total % group) + done
+        all_ranks = samplers(one, kind, total, consumed, micro, ranks, seed=seed)
         for later in range(3):
             order = order_of_pass(kind, total, micro, ranks, seed, epoch + later)
             wanted = dealt(kind, order[done:], micro, ranks)
-            note = kind, total, consumed, micro, ranks, later
-            assert one_pass(all_ranks) == wanted, note
+            assert one_pass(all_ranks) == wanted, (total, consumed, micro, ranks, later)
             done = 0
+        assert all_ranks[0].micro_batch_times_data_parallel_size == group
 
 
-def test_orders_by_hand(one):
-    """upstream: unsharded, ranks differ in their number of batches; the order has no seed."""
-    assert list(one.MegatronPretrainingSampler(8, 2, 2, 1, 2)) == [[4, 5]]
-    assert list(one.MegatronPretrainingSampler(9, 4, 2, 0, 1)) == [[4, 5], [6, 7]]
-    shuffled = [[4], [0], [7], [3], [2], [5], [1], [6]]
-    assert list(one.MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, True)) == shuffled
-    with_seed = list(one.MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, True, seed=1))
-    epoch_1 = list(one.MegatronPretrainingRandomSampler(None, 8, 8, 1, 0, 1, True))
-    assert with_seed == epoch_1 != shuffled
-    assert one.MegatronPretrainingSampler(8, 0, 2, 0, 2).micro_batch_times_data_parallel_size == 4
-
-
-def test_each_batch_of_a_shuffled_order_advances_consumed_samples(one):
-    sampler = one.MegatronPretrainingRandomSampler(None, 8, 0, 2, 0, 2, True)
-    batches = iter(sampler)
-    for consumed in (4, 8):
-        next(batches)
-        assert sampler.consumed_samples == consumed
-
-
-def test_a_pass_may_have_no_batch(one):
-    """A finished run, and fewer samples than one global batch.  Upstream: an AssertionError."""
-    assert list(one.MegatronPretrainingSampler(8, 8, 2, 0, 1)) == []
-    assert list(one.MegatronPretrainingSampler(3, 0, 2, 0, 2)) == []
+@pytest.mark.parametrize("consumed", [0, 2**31, 2**32, 2**62, 2**63 - 8])
+def test_each_batch_of_a_shuffled_order_advances_consumed_samples(one, consumed):
+    sampler = sampler_of(one, "sharded", 8, consumed, 2, 0, 1, seed=3)
+    order = order_of_pass("sharded", 8, 2, 1, 3, consumed // 8)
+    wanted = [(order[first : first + 2], consumed + first + 2) for first in range(0, 8, 2)]
+    assert [(batch, sampler.consumed_samples) for batch in sampler] == wanted
 
 
 def real_samples(steps):
@@ -3381,8 +3100,7 @@ def real_samples(steps):
 
 
 def test_the_tail_is_shared_out(one):
-    """Full batches, equally many on all ranks, None in the missing places.  Upstream: ranks stop
-    at different times."""
+    """All ranks have equally many full batches, padded with None.  Upstream: they have not."""
     for rng in cases(200):
         total, micro, ranks = int(rng.integers(1, 60)), *rng.integers(1, 5, 2).tolist()
         consumed = int(rng.integers(total + 1))
@@ -3395,58 +3113,30 @@ def test_the_tail_is_shared_out(one):
         for step in steps[len(whole) :]:
             counts = [len(real_samples([[batch]])) for batch in step]
             assert max(counts) - min(counts) <= 1
+        if micro == 1:  # full validation is just so, whatever micro-batch size it is given
+            assert one_pass(samplers(one, "full_validation", total, consumed, 9, ranks)) == steps
 
 
-@pytest.mark.parametrize("total, ranks", [(7, 3), (6, 3), (1, 4), (5, 1)])
-def test_full_validation_gives_every_sample_once(one, total, ranks):
-    steps = one_pass(samplers(one, "full_validation", total, 0, 9, ranks))
-    assert len(steps) == math.ceil(total / ranks)
-    assert {len(batch) for step in steps for batch in step} == {1}, "whatever the micro-batch size"
-    assert real_samples(steps) == list(range(total))
+BAD_SAMPLERS = [  # kind, sizes, words
+    ("single", (0, 0, 1, 0, 1), "total_samples must"),
+    ("single", (8, -1, 1, 0, 1), "consumed_samples.*-1"),
+    ("single", (8, 9, 1, 0, 1), r"\(8\), got 9"),
+    ("single", (8, 2**70, 1, 0, 1), f"got {2**70}"),
+    ("single", (8, 0, 0, 0, 1), "micro_batch_size must"),
+    ("single", (8, 0, 1, 0, 0), "data_parallel_size must"),
+    ("single", (8, 0, 1, 2, 2), "data_parallel_rank.*got 2"),
+    ("full_validation", (8, 0, 1, -1, 2), "data_parallel_rank.*got -1"),
+    ("sharded", (3, 0, 2, 0, 2), r"\(3\) must fill a round of 4"),
+    ("unsharded", (64, 24, 16, 0, 2), "multiple of the round of 32 samples, got 24"),
+    ("sharded", (8, 2**63, 2, 0, 1), f"got {2**63}"),
+    ("sharded", (8, -2, 2, 0, 1), "got -2"),
+]
 
 
-# {case: (sampler class, its arguments, words)}
-BAD_SAMPLERS = {
-    "no samples": ("MegatronPretrainingSampler", (0, 0, 1, 0, 1), "total_samples must"),
-    "consumed < 0": ("MegatronPretrainingSampler", (8, -1, 1, 0, 1), "consumed_samples.*-1"),
-    "consumed > all": ("MegatronPretrainingSampler", (8, 9, 1, 0, 1), r"\(8\), got 9"),
-    "consumed 2**70": ("MegatronPretrainingSampler", (8, 2**70, 1, 0, 1), f"got {2**70}"),
-    "micro 0": ("MegatronPretrainingSampler", (8, 0, 0, 0, 1), "micro_batch_size must"),
-    "no ranks": ("MegatronPretrainingSampler", (8, 0, 1, 0, 0), "data_parallel_size must"),
-    "rank 2 of 2": ("MegatronPretrainingSampler", (8, 0, 1, 2, 2), "data_parallel_rank.*got 2"),
-    "rank -1": ("MegatronFullValidationSampler", (8, 0, 1, -1, 2), "data_parallel_rank.*got -1"),
-    "too few": (
-        "MegatronPretrainingRandomSampler",
-        (None, 3, 0, 2, 0, 2, True),
-        r"\(3\) must fill a round of 4",
-    ),
-    "no multiple": (
-        "MegatronPretrainingRandomSampler",
-        (None, 64, 24, 16, 0, 2, False),
-        "multiple of the round of 32 samples, got 24",
-    ),
-    "consumed 2**63": (
-        "MegatronPretrainingRandomSampler",
-        (None, 8, 2**63, 2, 0, 1, True),
-        f"got {2**63}",
-    ),
-    "consumed -2": ("MegatronPretrainingRandomSampler", (None, 8, -2, 2, 0, 1, True), "got -2"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_SAMPLERS)
-def test_bad_samplers(one, case):
-    name, arguments, words = BAD_SAMPLERS[case]
+@pytest.mark.parametrize("kind, sizes, words", BAD_SAMPLERS)
+def test_bad_samplers(one, kind, sizes, words):
     with pytest.raises(ValueError, match=words):
-        getattr(one, name)(*arguments)
-
-
-@pytest.mark.parametrize("consumed", [2**31, 2**32, 2**62, 2**63 - 8])
-def test_late_epochs(one, consumed):
-    sampler = one.MegatronPretrainingRandomSampler(None, 8, consumed, 2, 0, 1, True, 3)
-    order = order_of_pass("sharded", 8, 2, 1, 3, consumed // 8)
-    assert list(sampler) == [order[first : first + 2] for first in range(0, 8, 2)]
-    assert sampler.consumed_samples == consumed + 8
+        sampler_of(one, kind, *sizes)
 
 
 # -- resume ----------------------------------------------------------------------------------------
@@ -3477,17 +3167,11 @@ def fields_of(kind):
 
 def loaders(mm, dataset, micro, ranks, **fields):
     """The loaders of all ranks."""
+    fields |= {"micro_batch_size": micro, "data_parallel_size": ranks}
     found = []
     for rank in range(ranks):
-        loader = mm.build_pretraining_data_loader(
-            dataset,
-            0,
-            micro_batch_size=micro,
-            data_parallel_rank=rank,
-            data_parallel_size=ranks,
-            **fields,
-        )
-        found.append(loader)
+        fields["data_parallel_rank"] = rank
+        found.append(mm.build_pretraining_data_loader(dataset, 0, **fields))
     return found
 
 
@@ -3498,20 +3182,23 @@ def global_batches(loaders):
         yield sorted(numbers[numbers >= 0].tolist())
 
 
-def state_after(mm, dataset, steps, micro, ranks, **fields):
+def state_after(loaders, steps):
     """The state of a run after so many steps: the same on all ranks, and JSON."""
-    all_ranks = loaders(mm, dataset, micro, ranks, **fields)
-    iterators = [iter(loader) for loader in all_ranks]
+    iterators = [iter(loader) for loader in loaders]
     for _ in range(steps):
         for iterator in iterators:
             next(iterator)
-    states = [json.dumps(loader.state_dict()) for loader in all_ranks]
-    assert states == states[:1] * ranks
+    states = [json.dumps(loader.state_dict()) for loader in loaders]
+    assert states == states[:1] * len(loaders)
     return json.loads(states[0])
 
 
-# (order, total samples, (micro-batch size, ranks) before, and after)
-RESUMES = [
+def in_groups(order, group):
+    """The global batches of an order, each sorted; the last one may be short."""
+    return [sorted(order[first : first + group]) for first in range(0, len(order), group)]
+
+
+RESUMES = [  # order, total samples, (micro-batch size, ranks) before, and after
     ("single", 64, (8, 1), (1, 8)),
     ("single", 64, (2, 4), (4, 2)),
     ("single", 65, (2, 4), (3, 3)),
@@ -3526,29 +3213,20 @@ RESUMES = [
 ]
 
 
-def rest_of(kind, done, total, micro, ranks, seed=0):
-    """What comes after so many samples; a shuffled order goes on with the next epoch."""
-    rest = order_of_pass(kind, total, micro, ranks, seed)[done:]
-    if kind in SHUFFLED and not rest:
-        rest = order_of_pass(kind, total, micro, ranks, seed, epoch=1)
-    return rest
-
-
-def in_groups(order, group):
-    """The global batches of an order, each sorted; the last one may be short."""
-    return [sorted(order[first : first + group]) for first in range(0, len(order), group)]
-
-
 @pytest.mark.parametrize("kind, total, before, after", RESUMES, ids=str)
 def test_resume_at_every_batch(one, kind, total, before, after):
     """The steps before it and those after it are together the order of a run that never stopped."""
     fields = fields_of(kind) | {"seed": 3}
     group = before[0] * before[1]
     group_after = after[0] * after[1]
-    steps = in_groups(order_of_pass(kind, total, *before, 3), group)
-    assert list(global_batches(loaders(one, Numbers(total), *before, **fields))) == steps
+    whole_run = loaders(one, Numbers(total), *before, **fields)
+    epochs = []
+    for epoch in range(2):
+        epochs.append(in_groups(order_of_pass(kind, total, *before, 3, epoch), group))
+        assert list(global_batches(whole_run)) == epochs[epoch]
+    steps = epochs[0]
     for step in range(len(steps) + 1):
-        state = state_after(one, Numbers(total), step, *before, **fields)
+        state = state_after(loaders(one, Numbers(total), *before, **fields), step)
         done = min(step * group, total)
         assert state["consumed_samples"] == done
         resumed = loaders(one, Numbers(total), *after, **fields)
@@ -3560,15 +3238,10 @@ def test_resume_at_every_batch(one, kind, total, before, after):
         for loader in resumed:
             loader.load_state_dict(state)
             assert loader.state_dict() == state
-        wanted = in_groups(rest_of(kind, done, total, *after, 3), group_after)
-        assert list(global_batches(resumed)) == wanted, step
-
-
-def test_other_ranks_go_on_where_the_first_stopped(one):
-    """The property to keep: 4 ranks of 2 samples, then 2 of 4 from 24 on, give exactly 0 .. 63."""
-    first = one_pass(samplers(one, "single", 24, 0, 2, 4))
-    then = one_pass(samplers(one, "single", 64, 24, 4, 2))
-    assert real_samples(first + then) == list(range(64))
+        rest = order_of_pass(kind, total, *after, 3)[done:]
+        if kind in SHUFFLED and not rest:
+            rest = order_of_pass(kind, total, *after, 3, epoch=1)
+        assert list(global_batches(resumed)) == in_groups(rest, group_after), step
 
 
 def run_of(mm, consumed=8, total=64, micro_batch_size=8, **fields):
@@ -3581,40 +3254,23 @@ def run_of(mm, consumed=8, total=64, micro_batch_size=8, **fields):
 CYCLIC = {"dataloader_type": "cyclic"}  # and sharded, if nothing else is said
 UNSHARDED = CYCLIC | {"data_sharding": False}
 TWO_RANKS = {"data_parallel_size": 2}
-# {case: (fields of the run that stopped, fields that are others here, words)}
-MISFITS = {
-    "samples": ({}, {"total": 65}, "num_samples is 65 here, 64 in the state"),
-    "order": ({}, UNSHARDED, "sampler is 'cyclic' here, 'single'"),
-    "full validation": ({}, {"full_validation": True}, "sampler is 'full_validation' here"),
-    "seed": (UNSHARDED, {"seed": 1}, "seed is 1 here, 0"),
-    "sharding": (CYCLIC, UNSHARDED, "data_sharding is False here, True"),
-    "sharded, ranks": (
-        CYCLIC,
-        TWO_RANKS | {"micro_batch_size": 4},
-        "data_parallel_size is 2 here, 1",
-    ),
-    "sharded, other parts": (
-        CYCLIC | {"total": 67},
-        {"micro_batch_size": 2},
-        "shuffled is 66 here, 64",
-    ),
-    "unsharded, fewer are left out": (
-        UNSHARDED | {"total": 67},
-        {"micro_batch_size": 2},
-        "shuffled is 66 here, 64",
-    ),
-    "unsharded, epochs of other lengths": (
-        UNSHARDED | {"total": 20, "consumed": 40, "micro_batch_size": 4},
-        TWO_RANKS,
-        "done is 8 here, 0 in the state",
-    ),
-}
+SHORTER = {"total": 20, "consumed": 40, "micro_batch_size": 4}
+MISFITS = [  # fields of the run that stopped, fields that are others here, words
+    ({}, {"total": 65}, "num_samples is 65 here, 64 in the state"),
+    ({}, UNSHARDED, "sampler is 'cyclic' here, 'single'"),
+    ({}, {"full_validation": True}, "sampler is 'full_validation' here"),
+    (UNSHARDED, {"seed": 1}, "seed is 1 here, 0"),
+    (CYCLIC, UNSHARDED, "data_sharding is False here, True"),
+    (CYCLIC, TWO_RANKS | {"micro_batch_size": 4}, "data_parallel_size is 2 here, 1"),
+    (CYCLIC | {"total": 67}, {"micro_batch_size": 2}, "shuffled in an epoch is 66 here, 64"),
+    (UNSHARDED | {"total": 67}, {"micro_batch_size": 2}, "shuffled in an epoch is 66 here, 64"),
+    (UNSHARDED | SHORTER, TWO_RANKS, "done in the epoch is 8 here, 0 in the state"),  # other epochs
+]
 
 
-@pytest.mark.parametrize("case", MISFITS)
-def test_a_state_that_does_not_fit_is_refused(one, case):
-    """upstream: the run goes on, with other samples."""
-    saved, changes, words = MISFITS[case]
+@pytest.mark.parametrize("saved, changes, words", MISFITS)
+def test_a_state_that_does_not_fit_is_refused(one, saved, changes, words):
+    """Upstream: the run goes on, with other samples.  Here it does so with strict=False."""
     state = run_of(one, **saved).state_dict()
     loader = run_of(one, **saved | changes | {"consumed": 0})
     before = loader.state_dict()
@@ -3625,19 +3281,38 @@ def test_a_state_that_does_not_fit_is_refused(one, case):
     assert loader.state_dict()["consumed_samples"] == state["consumed_samples"]
 
 
-def test_strict_false_goes_on_with_other_data(one):
-    loader = run_of(one, consumed=0, total=80)
-    loader.load_state_dict(run_of(one, consumed=8).state_dict(), strict=False)
-    assert next(iter(loader))["k"].tolist() == list(range(8, 16))
-    for consumed in (81, -1):
-        with pytest.raises(ValueError, match=f"got {consumed}"):
-            loader.load_state_dict(loader.state_dict() | {"consumed_samples": consumed}, False)
-
-
 @pytest.mark.parametrize("state", [{}, None, 5, [], {"consumed_samples": 8}, {"version": 99}])
 def test_what_is_no_state_is_refused(one, state):
     with pytest.raises(ValueError, match="no state of a PretrainingDataLoader"):
         run_of(one).load_state_dict(state)
+
+
+ODD_VALUES = [None, True, -1, 0, 1, 8, 80, 2**31, 2**63, 10**30, 0.5, 8.0, math.nan, "", "8", []]
+ODD_VALUES += [{}, [8], {"consumed": 8}]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_ORDER)
+def test_states_with_one_other_entry_are_refused(one, kind):
+    """No entry can be left out, or have another value; and nothing is changed."""
+    state = run_of(one, 16, **fields_of(kind)).state_dict()
+    loader = run_of(one, 0, **fields_of(kind))
+    before = loader.state_dict()
+    for consumed in (65, -1):
+        with pytest.raises(ValueError, match=f"got {consumed}"):
+            loader.load_state_dict(state | {"consumed_samples": consumed}, strict=False)
+    changed = []
+    for key in state:
+        changed += [state | {key: value} for value in ODD_VALUES]
+    for part in ("order", "dataset"):
+        for key in state[part]:
+            changed += [state | {part: state[part] | {key: value}} for value in ODD_VALUES]
+            less = {name: value for name, value in state[part].items() if name != key}
+            changed.append(state | {part: less})
+    for other in changed:
+        if other != state:
+            with pytest.raises(ValueError):
+                loader.load_state_dict(other)
+            assert loader.state_dict() == before, other
 
 
 def data_of_a_run(mm, folder, lengths=(17, 9, 30), documents=3, split="train", size=40, **fields):
@@ -3649,31 +3324,36 @@ def data_of_a_run(mm, folder, lengths=(17, 9, 30), documents=3, split="train", s
 def blend_of_a_run(mm, folder, weights=(1, 2), lengths=(9, 20), size=40):
     """A BlendedDataset of two corpora in a folder, whose documents have these lengths."""
     prefixes = []
-    for name, length in zip("ab", lengths, strict=True):
+    for name, length in zip("abc", lengths, strict=False):
         prefixes.append(mk(mm, folder / name, [[1] * length] * 3))
     return build(mm, [size, 0, 0], config(mm, (prefixes, list(weights))))[0]
 
 
-# {case: (function, what is other here, the word that the error must hold)}
+# {case: (function, what is other here, words of the error)}
 OTHER_DATA = {
-    "lengths": (data_of_a_run, {"lengths": (9, 17, 30)}, "data"),
-    "documents": (data_of_a_run, {"documents": 2}, "data"),
-    "seed": (data_of_a_run, {"random_seed": 5}, "random_seed"),
-    "length of a sample": (data_of_a_run, {"sequence_length": 4}, "sequence_length"),
-    "size": (data_of_a_run, {"size": 41}, "requested"),
-    "split": (data_of_a_run, {"split": "valid"}, "split"),
-    "extra token": (data_of_a_run, {"add_extra_token_to_sequence": False}, "data"),
-    "weights": (blend_of_a_run, {"weights": (1, 3)}, "weights"),
-    "order of corpora": (blend_of_a_run, {"lengths": (20, 9)}, "data"),
-    "second corpus": (blend_of_a_run, {"lengths": (9, 19)}, "data"),
-    "size of a blend": (blend_of_a_run, {"size": 41}, "size"),
+    "lengths": (data_of_a_run, {"lengths": (9, 17, 30)}, r"contents of corpus 0 \(p\)"),
+    "documents": (data_of_a_run, {"documents": 2}, r"documents of corpus 0 \(p\) is \[0, 2\]"),
+    "seed": (data_of_a_run, {"random_seed": 5}, "random_seed is 5 here, 1,234 in"),
+    "length of a sample": (data_of_a_run, {"sequence_length": 4}, "sequence_length is 4 here, 8"),
+    "size": (data_of_a_run, {"size": 41}, "the number of samples asked for is 41 here, 40"),
+    "split": (data_of_a_run, {"split": "valid"}, "split is 'valid'"),
+    "extra token": (data_of_a_run, {"add_extra_token_to_sequence": False}, "extra_token of corpus"),
+    "weights": (blend_of_a_run, {"weights": (1, 3)}, r"weight of corpus 1 \(b\) is 0.75 here, 0.6"),
+    "order of corpora": (blend_of_a_run, {"lengths": (20, 9)}, r"corpus 0 \(a\) .* corpus 1 \(b\)"),
+    "second corpus": (blend_of_a_run, {"lengths": (9, 19)}, r"the contents of corpus 1 \(b\)"),
+    "a corpus more": (
+        blend_of_a_run,
+        {"lengths": (9, 20, 9), "weights": (1, 2, 1)},
+        "corpora is ..0., .1., .2.. here",
+    ),
+    "size of a blend": (blend_of_a_run, {"size": 41}, "size is 4"),
 }
 
 
 @pytest.mark.parametrize("case", OTHER_DATA)
 def test_a_state_of_other_data_is_refused(one, tmp_path, case):
     """A copy of the corpus elsewhere is the same data."""
-    function, changes, word = OTHER_DATA[case]
+    function, changes, words = OTHER_DATA[case]
     data = function(one, tmp_path / "here")
     state = one.build_pretraining_data_loader(data, 8, micro_batch_size=4).state_dict()
 
@@ -3684,100 +3364,26 @@ def test_a_state_of_other_data_is_refused(one, tmp_path, case):
 
     other = quiet(function, one, tmp_path / "here", **changes)
     loader = one.build_pretraining_data_loader(other, 0, micro_batch_size=4)
-    with pytest.raises(ValueError, match=f"does not fit.*{word} is "):
+    with pytest.raises(ValueError, match=f"does not fit.*{words}") as refused:
         loader.load_state_dict(state)
-
-
-ODD_VALUES = [None, True, -1, 0, 1, 8, 16, 64, 2**31, 2**63, 10**30, 0.5, 8.0, math.nan, "", "8"]
-ODD_VALUES += [[], {}, [8], {"consumed": 8}]
-
-
-def entries(state):
-    """The entries of a state and of the dicts in it: [(dict, key), ...]."""
-    found = []
-    for key, value in state.items():
-        found.append((state, key))
-        if isinstance(value, dict):
-            found += entries(value)
-    return found
-
-
-def forged(rng, state, other):
-    """A state of which a few entries are gone, odd, or those of another state."""
-    state = json.loads(json.dumps(state))
-    values_of_other = {key: part[key] for part, key in entries(other)}
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        places = entries(state)
-        part, key = places[rng.integers(len(places))]
-        change = rng.choice(["delete", "odd value", "value of the other"])
-        if change == "odd value":
-            part[key] = ODD_VALUES[rng.integers(len(ODD_VALUES))]
-        elif change == "value of the other" and key in values_of_other:
-            part[key] = values_of_other[key]
-        else:
-            del part[key]
-    return state
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_ORDER)
-def test_forged_states(one, kind):
-    """The rest of the run from there, or a ValueError and no change."""
-    fields = fields_of(kind)
-    states = [run_of(one, consumed, **fields).state_dict() for consumed in range(0, 65, 8)]
-    others = [*states, run_of(one, 16, seed=1, **CYCLIC).state_dict()]
-    others.append(run_of(one, 16, total=80).state_dict())
-    loader = run_of(one, 0, **fields)
-    ends = collections.Counter()
-    for rng in cases(150):
-        state = forged(rng, states[rng.integers(9)], others[rng.integers(11)])
-        before = loader.state_dict()
-        try:
-            loader.load_state_dict(state)
-        except ValueError as error:
-            assert len(str(error).split()) > 3
-            assert loader.state_dict() == before
-            ends["refused"] += 1
-            continue
-        done = loader.state_dict()["consumed_samples"]
-        assert done == state["consumed_samples"]
-        assert list(global_batches([loader])) == in_groups(rest_of(kind, done, 64, 8, 1), 8)
-        ends["resumed"] += 1
-    assert ends["refused"] > 20
-    assert ends["resumed"] > 3
+    assert "strict=False" in str(refused.value) and not re.search(
+        "[0-9a-f]{32}", str(refused.value)
+    )
 
 
 # -- what a training loop needs beside it ----------------------------------------------------------
 
 
 def test_cyclic_iter(one):
+    """Pass after pass.  One may be empty, as at the end of a run; two in a row are an error."""
     assert list(itertools.islice(one.cyclic_iter([1, 2]), 5)) == [1, 2, 1, 2, 1]
-    with pytest.raises(ValueError, match="two passes"):
-        next(one.cyclic_iter([]))
+    ended = one.cyclic_iter(sampler_of(one, "single", 7, 6, 3, 0, 1))
+    assert list(itertools.islice(ended, 3)) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
     used_up = one.cyclic_iter(iter([1, 2]))
     assert [next(used_up), next(used_up)] == [1, 2]
-    with pytest.raises(ValueError, match="two passes"):
-        next(used_up)
-
-
-@pytest.mark.parametrize("consumed", [8, 10])
-def test_a_run_that_ended_with_a_pass_goes_on_with_the_next(one, consumed):
-    """The rest of the pass has no batch."""
-    batches = one.cyclic_iter(run_of(one, consumed, total=10, micro_batch_size=4))
-    found = [next(batches)["k"].tolist() for _ in range(3)]
-    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
-
-
-def test_consumed_samples_count_on_over_epochs(one):
-    loader = run_of(one, 0, total=8, micro_batch_size=2, **CYCLIC)
-    batches = one.cyclic_iter(loader)
-    found = []
-    for _ in range(9):
-        found += next(batches)["k"].tolist()
-    order = []
-    for epoch in range(3):
-        order += order_of_pass("sharded", 8, 2, 1, epoch=epoch)
-    assert found == order[:18]
-    assert loader.state_dict()["consumed_samples"] == 18
+    for nothing in (used_up, one.cyclic_iter([])):
+        with pytest.raises(ValueError, match="two passes"):
+            next(nothing)
 
 
 def test_rerun_data_iterator(one):
@@ -3830,33 +3436,29 @@ def test_the_state_of_a_rerun_data_iterator_is_a_copy(one):
     assert state == {"saved_microbatches": [0], "replaying": False, "replay_pos": 0}
 
 
-# (train_iters, train_samples, full_validation, wanted); evaluations after 30, 60, 90 and at the end
-RUN_LENGTHS = [
-    (100, None, False, (800, 4 * 16, 16)),
-    (None, 805, False, (805, 4 * 16, 16)),
-    (90, None, False, (720, 4 * 16, 16)),
-    (89, None, False, (712, 3 * 16, 16)),
-    (10, None, True, (80, None, 16)),
-    (0, None, False, (0, 16, 16)),
+LENGTHS_OF_RUNS = [  # arguments, samples of train, valid and test or the words of an error
+    ({"train_iters": 100}, (800, 4 * 16, 16)),  # evaluations after 30, 60, 90 and at the end
+    ({"train_samples": 805}, (805, 4 * 16, 16)),
+    ({"train_iters": 90}, (720, 4 * 16, 16)),
+    ({"train_iters": 89}, (712, 3 * 16, 16)),
+    ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
+    ({"train_iters": 0}, (0, 16, 16)),
+    ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
+    ({"train_iters": 10, "eval_interval": 0}, "eval_interval"),
+    ({"train_iters": 10, "global_batch_size": 0}, "global_batch_size"),
+    ({}, "train_iters or train_samples"),
+    ({"train_iters": 10, "train_samples": 80}, "train_iters or train_samples"),
 ]
 
 
-@pytest.mark.parametrize("train_iters, train_samples, full_validation, wanted", RUN_LENGTHS)
-def test_samples_of_a_run(one, train_iters, train_samples, full_validation, wanted):
-    assert wanted == one.get_train_valid_test_num_samples(
-        global_batch_size=8,
-        eval_interval=30,
-        eval_iters=2,
-        train_iters=train_iters,
-        train_samples=train_samples,
-        full_validation=full_validation,
-    )
-
-
-def test_samples_of_a_run_that_only_evaluates(one):
-    fields = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2, "train_iters": 100}
-    found = one.get_train_valid_test_num_samples(**fields, skip_train=True)
-    assert found == (800, 16, 16)
+@pytest.mark.parametrize("arguments, wanted", LENGTHS_OF_RUNS)
+def test_samples_of_a_run(one, arguments, wanted):
+    arguments = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2} | arguments
+    if isinstance(wanted, str):
+        with pytest.raises(ValueError, match=wanted):
+            one.get_train_valid_test_num_samples(**arguments)
+    else:
+        assert one.get_train_valid_test_num_samples(**arguments) == wanted
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -3866,63 +3468,36 @@ def test_the_part_of_a_rank_in_a_round(one, rank):
     assert list(sampler)[0] == list(range(24))[first:end]
 
 
-@pytest.mark.parametrize(
-    "changes, word",
-    [
-        ({"eval_interval": 0}, "eval_interval"),
-        ({"global_batch_size": 0}, "global_batch_size"),
-        ({"train_iters": None}, "train_iters or train_samples"),
-        ({"train_samples": 80}, "train_iters or train_samples"),
-    ],
-    ids=str,
-)
-def test_samples_of_a_run_that_cannot_be(one, changes, word):
-    fields = {"global_batch_size": 8, "train_iters": 10, "eval_interval": 5, "eval_iters": 1}
-    with pytest.raises(ValueError, match=word):
-        one.get_train_valid_test_num_samples(**fields | changes)
+SIZES_OF_RAMP = {0: 16, 49: 16, 50: 24, 99: 24, 101: 32, 1000: 32}
+RAMPS = [  # arguments, {consumed samples: global batch size} or the words of an error
+    ((32, 4, 2), {0: 32, 10**9: 32}),
+    ((32, 4, 2, (16, 8, 100)), SIZES_OF_RAMP),
+    ((32, 4, 2, (8, 24, 100)), {0: 8, 99: 8, 101: 32}),
+    ((32, 4, 2, (16, 8, 0)), {0: 32}),
+    ((32, 4, 2, (32, 8, 100)), {0: 32, 101: 32}),
+    ((30, 4, 2), "30 samples is no multiple"),
+    ((32, 0, 2), "must be >= 1, got 0"),
+    ((32, 4, 2, (16, 6, 100)), "equal steps up to 32"),
+    ((32, 4, 2, (40, 8, 100)), "equal steps up to 32"),
+    ((32, 4, 2, (16, 4, 100)), "20 samples is no multiple"),
+    ((32, 4, 2, (16, 8, -1)), "samples >= 0"),
+    ((32, 4, 2, (0, 8, 100)), "start and increment >= 1"),
+    ((32, 4, 2, (16, 8)), "start, increment, samples"),
+]
 
 
-# (arguments, {consumed samples: (global batch size, micro-batches)}); 4 samples on each of 2 ranks
-RAMPS = {
-    "constant": ((32, 4, 2), {0: (32, 4), 10**9: (32, 4)}),
-    "16, 24, 32 over 100 samples": (
-        (32, 4, 2, (16, 8, 100)),
-        {0: (16, 2), 49: (16, 2), 50: (24, 3), 99: (24, 3), 101: (32, 4), 1000: (32, 4)},
-    ),
-    "one step, over 100 samples": ((32, 4, 2, (8, 24, 100)), {0: (8, 1), 99: (8, 1), 101: (32, 4)}),
-    "over no samples": ((32, 4, 2, (16, 8, 0)), {0: (32, 4)}),
-    "from the last size on": ((32, 4, 2, (32, 8, 100)), {0: (32, 4), 101: (32, 4)}),
-}
-
-
-@pytest.mark.parametrize("case", RAMPS)
-def test_num_micro_batches(one, case):
-    arguments, wanted = RAMPS[case]
+@pytest.mark.parametrize("arguments, wanted", RAMPS)
+def test_num_micro_batches(one, arguments, wanted):
+    if isinstance(wanted, str):
+        with pytest.raises(ValueError, match=wanted):
+            one.NumMicroBatches(*arguments)
+        return
     ramp = one.NumMicroBatches(*arguments)
-    assert (ramp.get_current_global_batch_size(), ramp.get()) == wanted[0], "before any update()"
-    for consumed, (size, count) in wanted.items():
+    assert ramp.get_current_global_batch_size() == wanted[0], "before any update()"
+    for consumed, size in wanted.items():
         ramp.update(consumed)
         assert ramp.get_current_global_batch_size() == size, consumed
-        assert ramp.get() == count, consumed
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ((30, 4, 2), "30 samples is no multiple"),
-        ((32, 0, 2), "must be >= 1, got 0"),
-        ((32, 4, 2, (16, 6, 100)), "equal steps up to 32"),
-        ((32, 4, 2, (40, 8, 100)), "equal steps up to 32"),
-        ((32, 4, 2, (16, 4, 100)), "20 samples is no multiple"),
-        ((32, 4, 2, (16, 8, -1)), "samples >= 0"),
-        ((32, 4, 2, (0, 8, 100)), "start and increment >= 1"),
-        ((32, 4, 2, (16, 8)), "start, increment, samples"),
-    ],
-    ids=str,
-)
-def test_num_micro_batches_that_cannot_be(one, arguments, words):
-    with pytest.raises(ValueError, match=words):
-        one.NumMicroBatches(*arguments)
+        assert ramp.get() == size // 8, consumed
 
 
 # -- a run that changes its plan -------------------------------------------------------------------
@@ -3982,22 +3557,34 @@ def test_a_state_fits_a_plan_with_the_same_past(mm, tmp_path, case):
 
 # {case: (consumed samples, the plan of the job that cannot go on, the word of what differs)}
 OTHER_PASTS = {
-    "weights": (32, {"phases": [(24, [1, 3, 0]), (16, [3, 1, 0])]}, "phase 0 is"),
-    "weights of the last phase": (25, {"phases": [BEFORE[0], (16, [3, 2, 0])]}, "phase 1 is"),
-    "length of a phase": (24, {"phases": [(23, [1, 2, 0]), (17, [3, 1, 0])]}, "phase 0 is"),
+    "weights": (32, {"phases": [(24, [1, 3, 0]), (16, [3, 1, 0])]}, "weight in phase 0"),
+    "weights of the last phase": (
+        25,
+        {"phases": [BEFORE[0], (16, [3, 2, 0])]},
+        "weight in phase 1",
+    ),
+    "length of a phase": (
+        24,
+        {"phases": [(23, [1, 2, 0]), (17, [3, 1, 0])]},
+        "samples of phase 0 is 23",
+    ),
     "phases more": (
         30,
         {"phases": [(24, [1, 2, 0]), (4, [3, 1, 0])] * 2},
-        "phase 2 is .2, .* None",
+        "samples of phase 2 is 2 here, None",
     ),
     "one phase": (30, {"phases": [(40, [1, 2, 0])]}, "phase 1 is None"),
     "too short": (32, {"phases": [(24, [1, 2, 0]), (4, [3, 1, 0])]}, "consumed_samples"),
-    "corpora": (24, {"corpora": "adc"}, "data"),
-    "order of corpora": (24, {"phases": [(24, [2, 1, 0])], "corpora": "bac"}, "data"),
-    "numbers of corpora": (24, {"phases": [(24, [1, 0, 2])], "corpora": "acb"}, "data"),
+    "corpora": (24, {"corpora": "adc"}, r"contents of corpus 1 \(d\)"),
+    "order of corpora": (
+        24,
+        {"phases": [(24, [2, 1, 0])], "corpora": "bac"},
+        r"contents of corpus 0 \(b\)",
+    ),
+    "numbers of corpora": (24, {"phases": [(24, [1, 0, 2])], "corpora": "acb"}, "corpora is"),
     "seed": (24, {"random_seed": 5}, "random_seed"),
     "sequence length": (24, {"sequence_length": 9}, "sequence_length"),
-    "extra token": (24, {"add_extra_token_to_sequence": False}, "data"),
+    "extra token": (24, {"add_extra_token_to_sequence": False}, "extra_token of corpus 0"),
     "order": (24, {"stable_order": False}, "stable_order"),
 }
 
@@ -4018,7 +3605,7 @@ def test_a_shuffled_order_does_not_grow(one, tmp_path, fields):
     state = state_of(one, planned(one, tmp_path, [(24, [1, 2, 0])]), 8, **fields)
     longer = planned(one, tmp_path, [(32, [1, 2, 0])])
     other = planned(one, tmp_path, [(16, [1, 2, 0]), (8, [2, 1, 0])])
-    for after, words in [(longer, "shuffled is 32 here, 24 in"), (other, "phase 1 is")]:
+    for after, words in [(longer, "shuffled in an epoch is 32 here, 24"), (other, "phase 1 is")]:
         loader = one.build_pretraining_data_loader(after, 0, micro_batch_size=4, **fields)
         with pytest.raises(ValueError, match=words):
             loader.load_state_dict(state)
@@ -4034,7 +3621,7 @@ def test_without_stable_order_a_state_fits_the_same_phases_alone(one, tmp_path):
         if phases is BEFORE:
             loader.load_state_dict(state)
             continue
-        with pytest.raises(ValueError, match="weights is"):
+        with pytest.raises(ValueError, match="phase [12]"):
             loader.load_state_dict(state)
 
 
@@ -5900,53 +5487,37 @@ def numbers(tmp_path):
 
 
 @pytest.fixture(params=["MappedTokens", "FileTokens"])
-def source_of(one, request):
+def source_class(one, request):
     """Each class of token sources."""
     return getattr(one, request.param)
 
 
-@pytest.mark.parametrize("start, count", [(0, 20), (0, 1), (19, 1), (7, 5), (0, 0), (20, 0)])
-def test_a_source_reads_any_place(source_of, numbers, start, count):
-    wanted = np.arange(100 + start, 100 + start + count, dtype=np.uint16)
-    same(source_of(numbers, np.uint16).read(start, count), wanted)
-
-
-def test_a_source_reads_many_places(source_of, numbers):
-    """In the order asked for; places may overlap, repeat and be empty."""
-    source = source_of(numbers, np.uint16)
-    found = source.read_many([(18, 2), (0, 3), (1, 3), (5, 0), (18, 2)])
-    wanted = [[118, 119], [100, 101, 102], [101, 102, 103], [], [118, 119]]
-    assert [tokens.tolist() for tokens in found] == wanted
+def test_a_source_reads_any_place(source_class, numbers, tmp_path):
+    """One by one or many at once; places may overlap, repeat and be empty."""
+    spans = [(0, 20), (0, 1), (19, 1), (18, 2), (7, 5), (1, 3), (0, 0), (20, 0), (7, 5)]
+    source = source_class(numbers, np.uint16)
+    os.unlink(numbers)  # an open source outlives the name of its file
+    for (start, count), found in zip(spans, source.read_many(spans), strict=True):
+        wanted = np.arange(100 + start, 100 + start + count, dtype=np.uint16)
+        same(source.read(start, count), wanted)
+        same(found, wanted)
     assert source.read_many([]) == []
-
-
-def test_a_source_of_an_empty_file(source_of, tmp_path):
     (tmp_path / "empty.bin").write_bytes(b"")
-    same(source_of(tmp_path / "empty.bin", np.int32).read(0, 0), np.empty(0, np.int32))
-
-
-def test_an_open_source_outlives_the_name_of_its_file(source_of, numbers):
-    source = source_of(numbers, np.uint16)
-    os.unlink(numbers)
-    assert source.read(1, 2).tolist() == [101, 102]
+    same(source_class(tmp_path / "empty.bin", np.int32).read(0, 0), np.empty(0, np.int32))
 
 
 @pytest.mark.parametrize("mmap, name", [(True, "MappedTokens"), (False, "FileTokens")])
-def test_a_dataset_reads_through_its_source(one, pair, mmap, name):
-    """An access is one read of its very tokens; a slice asks for all of its places at once."""
-    source_class = getattr(one, name)
+def test_a_dataset_reads_its_very_tokens(one, pair, mmap, name):
+    """An access is one read; a slice asks for all of its places at once."""
     ds = one.IndexedDataset(pair, mmap=mmap)
-    with mock.patch.object(
-        source_class, "read", autospec=True, side_effect=source_class.read
-    ) as read:
-        assert ds.get(3, offset=1, length=2).tolist() == [3, 3]
-        assert ds[0].tolist() == [1, 1, 1]
+    cls = getattr(one, name)
+    with mock.patch.object(cls, "read", autospec=True, side_effect=cls.read) as read:
+        ds.get(3, offset=1, length=2)
+        ds[0]
     assert [call.args[1:] for call in read.call_args_list] == [(6, 2), (0, 3)]
-    with mock.patch.object(
-        source_class, "read_many", autospec=True, side_effect=source_class.read_many
-    ) as read_many:
-        assert lists(ds[1:]) == [[2, 2], [], [3] * 4]
-    assert [call.args[1] for call in read_many.call_args_list] == [[(3, 2), (5, 0), (5, 4)]]
+    with mock.patch.object(cls, "read_many", autospec=True, side_effect=cls.read_many) as read:
+        ds[1:]
+    assert [call.args[1] for call in read.call_args_list] == [[(3, 2), (5, 0), (5, 4)]]
 
 
 def test_a_mapped_read_copies_nothing(one, numbers):
@@ -5983,28 +5554,24 @@ def test_a_short_read_is_an_error(one, numbers):
         source.read_many([(0, 1), (18, 2)])
 
 
-def test_reads_in_several_steps(one, numbers, monkeypatch):
+def test_reads_in_several_steps(one, numbers):
     """The system may return fewer bytes than asked for, even a part of a token."""
-    pread = os.pread
-    calls = []
-
-    def read_at_most_5(descriptor, size, position):
-        calls.append(size)
-        return pread(descriptor, min(size, 5), position)
-
-    monkeypatch.setattr(os, "pread", read_at_most_5)
+    content = numbers.read_bytes()
     source = one.FileTokens(numbers, np.uint16)
-    same(source.read(3, 8), np.arange(103, 111, dtype=np.uint16))
-    assert calls == [16, 11, 6, 1]
+    steps = [content[6:11], content[11:16], content[16:21], content[21:22]]
+    with mock.patch.object(os, "pread", side_effect=steps) as pread:
+        same(source.read(3, 8), np.arange(103, 111, dtype=np.uint16))
+    wanted = [(16, 6), (11, 11), (6, 16), (1, 21)]  # bytes that are missing, and their place
+    assert [call.args[1:] for call in pread.call_args_list] == wanted
 
 
 def test_an_open_file_is_closed_with_its_source(one, numbers):
     """Without a ResourceWarning: a dataset has no close()."""
     source = one.FileTokens(numbers, np.uint16)
     tokens = source.read(0, 3)
+    file = source._file
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        file = source._file
         del source
         gc.collect()
     assert file.closed
@@ -6911,6 +6478,10 @@ def test_commands_on_object_storage(one, writable, tmp_path, capsys, monkeypatch
 # -- the datasets of a loader ----------------------------------------------------------------------
 
 
+class Plain:
+    """A subclass without methods of its own."""
+
+
 class Marked:
     """A subclass's own samples: each has a mark."""
 
@@ -6932,66 +6503,35 @@ class Shorter:
         return 14
 
 
-def corpus_of(mm, folder, name="p"):
-    """A corpus of documents of up to 20 tokens."""
-    rng = np.random.default_rng(list(name.encode()))
-    docs = [rng.integers(0, 4, n) for n in rng.integers(1, 20, 30)]
-    return mk(mm, folder / name, docs, np.uint16)
-
-
-def plain_dataset(mm, folder, cls=None, **fields):
-    """A GPTDataset of 22 samples or a few more, or the same of a subclass."""
-    cfg = config(mm, ([corpus_of(mm, folder)], None), **fields)
-    return quiet(build, mm, [22, 0, 0], cfg, cls)[0]
-
-
-def blended_dataset(mm, folder, cls=None, **fields):
-    """A BlendedDataset of 23 samples, of which the class of the parts is given."""
-    prefixes = [corpus_of(mm, folder, name) for name in "ab"]
-    return quiet(build, mm, [22, 0, 0], config(mm, (prefixes, [1, 2]), **fields), cls)[0]
-
-
-def subclass(mixin, cls):
-    """A class of datasets with the methods of one of the classes above."""
-    return type(mixin.__name__ + cls.__name__, (mixin, cls), {})
+# {kind: (its methods, do threads make its batches, where C does?)}
+KINDS_OF_DATASET = {
+    "plain": (Plain, True),
+    "blend": (Plain, True),
+    "shorter": (Shorter, True),
+    "not mapped": (Plain, False),
+    "numbers": (None, False),
+    "marked": (Marked, False),
+    "marked blend": (Marked, False),
+    "reversed": (Reversed, False),
+}
 
 
 def dataset_of(mm, folder, kind):
-    """A dataset of one of KINDS_OF_DATASET."""
+    """A dataset of one of KINDS_OF_DATASET, of 14 samples or more."""
     if kind == "numbers":
         return Numbers(22)
-    if kind == "subset":
-        return torch.utils.data.Subset(plain_dataset(mm, folder), range(20))
-    if kind == "blend":
-        return blended_dataset(mm, folder)
-    if kind == "blend of marked":
-        return blended_dataset(mm, folder, subclass(Marked, mm.GPTDataset))
-    if kind == "marked blend":
-        blend = blended_dataset(mm, folder)
-        cls = subclass(Marked, mm.BlendedDataset)
+    prefixes = []
+    for name in "ab":
+        docs = [np.arange(n) + ord(name) for n in range(1, 20)]
+        prefixes.append(mk(mm, folder / name, docs, np.uint16))
+    methods, _ = KINDS_OF_DATASET[kind]
+    if kind.endswith("blend"):
+        blend = build(mm, [22, 0, 0], config(mm, (prefixes, [1, 2])))[0]
+        cls = type("Blend", (methods, mm.BlendedDataset), {})
         return cls(blend.datasets, blend.weights, blend.size, blend.config)
-    if kind == "marked":
-        return plain_dataset(mm, folder, subclass(Marked, mm.GPTDataset))
-    if kind == "reversed":
-        return plain_dataset(mm, folder, subclass(Reversed, mm.GPTDataset))
-    if kind == "shorter":
-        return plain_dataset(mm, folder, subclass(Shorter, mm.GPTDataset))
-    return plain_dataset(mm, folder, mmap_bin_files=kind != "not mapped")
-
-
-# {kind: do threads make its batches, where C does?}
-KINDS_OF_DATASET = {
-    "plain": True,
-    "blend": True,
-    "shorter": True,
-    "not mapped": False,
-    "numbers": False,
-    "subset": False,
-    "marked": False,
-    "marked blend": False,
-    "blend of marked": False,
-    "reversed": False,
-}
+    cls = type("Whole", (methods, mm.GPTDataset), {})
+    cfg = config(mm, (prefixes[:1], None), mmap_bin_files=kind != "not mapped")
+    return build(mm, [22, 0, 0], cfg, cls)[0]
 
 
 def loader_of(mm, dataset, consumed=0, **fields):
@@ -7000,19 +6540,10 @@ def loader_of(mm, dataset, consumed=0, **fields):
 
 
 def same_batches(found, wanted, note=""):
-    """Equal batches, their keys in the same order."""
+    """Equal batches (or samples), their keys in the same order."""
     for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         assert list(ours) == list(theirs), (note, number)
         same_samples(ours, theirs, (note, number))
-
-
-def stacked(dataset, loader):
-    """What torch makes of the samples of each batch of a loader's sampler, read one by one."""
-    batches = []
-    for indices in loader.batch_sampler:
-        samples = [dataset[k] for k in indices]
-        batches.append(torch.utils.data.default_collate(samples))
-    return batches
 
 
 # -- batches ---------------------------------------------------------------------------------------
@@ -7021,75 +6552,53 @@ def stacked(dataset, loader):
 @pytest.mark.parametrize("kind", KINDS_OF_DATASET)
 def test_batches_are_samples_stacked(mm, tmp_path, kind):
     """In order, whoever makes them; also those of a subclass with samples of its own."""
+    methods, by_threads = KINDS_OF_DATASET[kind]
+    by_threads = by_threads and mm.IMPLEMENTATION == "c"
     dataset = dataset_of(mm, tmp_path, kind)
-    fields = {"drop_last": kind == "subset"}  # torch's Subset knows no padding
-    wanted = stacked(dataset, loader_of(mm, dataset, **fields))
+    wanted = []
+    for indices in loader_of(mm, dataset, drop_last=False).batch_sampler:
+        samples = [dataset[k] for k in indices]
+        if methods is Reversed:
+            samples.reverse()
+        wanted.append(torch.utils.data.default_collate(samples))
     assert len(wanted) == math.ceil(len(dataset) / 4)
-    if kind == "reversed":
-        wanted = [{key: rows.flip(0) for key, rows in batch.items()} for batch in wanted]
+    assert ("mark" in wanted[0]) == (methods is Marked)
     for num_workers in (0, 2):
-        loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
-        same_batches(list(loader), wanted, num_workers)
+        loader = loader_of(mm, dataset, num_workers=num_workers, drop_last=False)
+        same_batches(loader, wanted, num_workers)
         assert loader.state_dict()["consumed_samples"] == len(dataset)
-        threads = mm.IMPLEMENTATION == "c" and KINDS_OF_DATASET[kind]
-        assert loader.makes_batches == threads
-        assert loader.num_threads == (num_workers if threads else 0)
-        assert loader.num_workers == (0 if threads else num_workers)
-        assert mm.releases_the_gil(dataset) == threads
-    if "marked" in kind:
-        assert wanted[0]["mark"].tolist() == [7] * 4
+        assert loader.makes_batches == by_threads
+        assert loader.num_threads == (num_workers if by_threads else 0)
+        assert loader.num_workers == (0 if by_threads else num_workers)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"create_attention_mask": True, "reset_attention_mask": True},
-        {"inter_document_masking": True},
-        {"reset_position_ids": True, "eod_mask_loss": True},
-        {"add_extra_token_to_sequence": False},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("function", [plain_dataset, blended_dataset])
-def test_batches_of_each_config(mm, tmp_path, function, fields):
-    """The last one is filled up, without loss."""
-    dataset = function(mm, tmp_path, **fields)
-    loader = loader_of(mm, dataset, drop_last=False)
-    wanted = stacked(dataset, loader_of(mm, dataset, drop_last=False))
-    found = list(loader)
-    same_batches(found, wanted)
-    real = len(dataset) % 4 or 4
-    assert found[-1]["tokens"].shape == (4, 8)
-    assert not found[-1]["loss_mask"][real:].any()
-    assert found[-1]["loss_mask"][:real].any()
-
-
-def test_a_loader_of_one_rank(one):
-    loader = one.build_pretraining_data_loader(
-        Numbers(10), 4, micro_batch_size=2, data_parallel_rank=1, data_parallel_size=2
-    )
+def test_loaders_of_each_kind(one):
+    """The padding of a last batch is sample None of the dataset."""
+    fields = {"data_parallel_rank": 1, "data_parallel_size": 2}
+    loader = one.build_pretraining_data_loader(Numbers(10), 4, micro_batch_size=2, **fields)
     assert isinstance(loader, torch.utils.data.DataLoader)
     assert len(loader) == 1
     assert [batch["k"].tolist() for batch in loader] == [[6, 7]]
     assert loader.state_dict()["consumed_samples"] == 8
-
-
-def test_other_loaders(one):
+    for total, micro, ranks, fields, wanted in [
+        (9, 2, 3, {"drop_last": False}, [[[0, 1], [6, -1]], [[2, 3], [7, -1]], [[4, 5], [8, -1]]]),
+        (9, 2, 3, {}, [[[0, 1]], [[2, 3]], [[4, 5]]]),
+        (3, 9, 2, {"full_validation": True}, [[[0], [2]], [[1], [-1]]]),
+    ]:
+        of_ranks = loaders(one, Numbers(total), micro, ranks, **fields)
+        assert [[batch["k"].tolist() for batch in loader] for loader in of_ranks] == wanted
+        consumed = {loader.state_dict()["consumed_samples"] for loader in of_ranks}
+        assert consumed == {total if fields else 6}
+    for sharding in (False, True):
+        fields = {"dataloader_type": "cyclic", "data_sharding": sharding, "seed": 3}
+        loader = loaders(one, Numbers(40), 2, 2, **fields)[1]
+        sampler = one.MegatronPretrainingRandomSampler(None, 40, 0, 2, 1, 2, sharding, 3)
+        assert [batch["k"].tolist() for batch in loader] == list(sampler)
     data = [1, 2]
     assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
     assert loader_of(one, data, dataloader_type="external") is data
     with pytest.raises(ValueError, match="single, cyclic or external, got 'odd'"):
         loader_of(one, data, dataloader_type="odd")
-
-
-def test_padding_of_the_last_batch(one):
-    ranks = loaders(one, Numbers(9), 2, 3, drop_last=False)
-    found = [[batch["k"].tolist() for batch in loader] for loader in ranks]
-    assert found == [[[0, 1], [6, -1]], [[2, 3], [7, -1]], [[4, 5], [8, -1]]]
-    assert {loader.state_dict()["consumed_samples"] for loader in ranks} == {9}
-    ranks = loaders(one, Numbers(3), 9, 2, full_validation=True)
-    found = [[batch["k"].tolist() for batch in loader] for loader in ranks]
-    assert found == [[[0], [2]], [[1], [-1]]]
 
 
 def first_keys(samples):
@@ -7098,7 +6607,7 @@ def first_keys(samples):
 
 
 def test_arguments_of_dataloader_are_for_dataloader(mm, tmp_path):
-    dataset = plain_dataset(mm, tmp_path)
+    dataset = dataset_of(mm, tmp_path, "plain")
     sampler = mm.MegatronPretrainingSampler(8, 0, 4, 0, 1)
     loader = mm.PretrainingDataLoader(dataset, sampler, collate_fn=first_keys)
     assert list(loader) == [["labels"] * 4] * 2
@@ -7107,32 +6616,16 @@ def test_arguments_of_dataloader_are_for_dataloader(mm, tmp_path):
     assert [len(batch["tokens"]) for batch in loader] == [4, 4]
 
 
-class Lists:
-    """A reader of the user's own; surplus: tokens that get() gives beside those that were asked."""
+class TooMany:
+    """A reader of the user's own, which gives a token more than was asked for."""
 
-    def __init__(self, corpus):
-        self.docs = [doc.tolist() for doc in corpus]
-        self.sequence_lengths = corpus.sequence_lengths
-        self.surplus = 0
-        self.threads = set()
-
-    def __len__(self):
-        return len(self.docs)
-
-    def get(self, i, offset=0, length=None):
-        self.threads.add(threading.get_ident())
-        found = self.docs[i][offset : offset + length] + [7] * self.surplus
-        return np.array(found[: length + self.surplus])
+    def get(self, *arguments):
+        return np.append(super().get(*arguments), 7)
 
 
-def test_a_reader_of_the_users_own_is_called_by_one_thread(mm, tmp_path):
-    """It may hold one file handle; and what it gives is checked."""
-    dataset = plain_dataset(mm, tmp_path)
-    wanted = list(loader_of(mm, dataset))
-    dataset.dataset = Lists(dataset.dataset)
-    same_batches(list(loader_of(mm, dataset)), wanted)
-    assert dataset.dataset.threads == {threading.get_ident()}
-    dataset.dataset.surplus = 1
+def test_what_a_reader_of_the_users_own_gives_is_checked(mm, tmp_path):
+    dataset = dataset_of(mm, tmp_path, "plain")
+    dataset.dataset = type("Reader", (TooMany, mm.IndexedDataset), {})(tmp_path / "a")
     with pytest.raises(ValueError, match="wanted 9 tokens.* got 1[0-9]"):
         list(loader_of(mm, dataset))
 
@@ -7159,42 +6652,18 @@ def test_the_state_does_not_run_ahead(mm, tmp_path, kind, order):
         same_batches(found + list(other), wanted)
 
 
-def batches_until_error(loader):
-    """The batches, and the error that ended them.
-
-    The error keeps no frames alive: where the garbage collector has to end torch's worker
-    processes, each of them takes 5 seconds.
-    """
-    batches = []
-    try:
-        for batch in loader:
-            batches.append(batch)
-    except Exception as error:
-        traceback.clear_frames(error.__traceback__)
-        return batches, error.with_traceback(None)
-    return batches, None
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["plain", "not mapped"])
+@pytest.mark.parametrize("kind, num_workers", [("plain", 0), ("plain", 2), ("not mapped", 0)])
 def test_an_error_ahead_reaches_the_loop(mm, tmp_path, kind, num_workers):
     """At its batch: those before it are handed over."""
     dataset = dataset_of(mm, tmp_path, kind)
     sampler = mm.MegatronPretrainingSampler(len(dataset) + 20, 0, 4, 0, 1)
     loader = mm.PretrainingDataLoader(dataset, sampler, num_workers)
-    batches, error = batches_until_error(loader)
-    assert len(batches) == len(dataset) // 4
-    assert type(error) is IndexError
-    assert f"samples of {dataset.dataset_path}" in str(error)
-    assert loader.state_dict()["consumed_samples"] == 4 * len(batches)
-
-
-def test_a_file_that_is_cut_short_under_its_loader(mm, tmp_path):
-    dataset = dataset_of(mm, tmp_path, "not mapped")
-    loader = loader_of(mm, dataset)
-    os.truncate(tmp_path / "p.bin", 100)
-    with pytest.raises(mm.DatasetFormatError, match="p.bin"):
-        list(loader)
+    iterator = iter(loader)
+    for _ in range(len(dataset) // 4):
+        next(iterator)
+    with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}"):
+        next(iterator)
+    assert loader.state_dict()["consumed_samples"] == len(dataset) // 4 * 4
 
 
 def wait_until_threads_end(count):
@@ -7206,92 +6675,55 @@ def wait_until_threads_end(count):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loop_can_be_left_and_begun_again(mm, tmp_path, num_workers):
-    """In order the next pass starts at 0; shuffled passes go on after the last used batch."""
-    dataset = plain_dataset(mm, tmp_path)
+@pytest.mark.parametrize("order", ["single", "cyclic"])
+def test_a_loop_can_be_left_and_begun_again(mm, tmp_path, num_workers, order):
+    """In order each pass starts at 0; shuffled passes go on after the last used batch."""
+    dataset = dataset_of(mm, tmp_path, "plain")
     before = threading.active_count()
-    for order in ("single", "cyclic"):
-        fields = {"dataloader_type": order, "seed": 1}
-        whole = list(loader_of(mm, dataset, **fields))
-        loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
-        for number, _ in enumerate(loader):
-            if number == 1:
-                break
-        state = loader.state_dict()
-        assert state["consumed_samples"] == 8
-        again = list(loader)
-        same_batches(again, whole if order == "single" else whole[2:], order)
-        del loader
-        wait_until_threads_end(before)
+    fields = {"dataloader_type": order, "seed": 1}
+    whole = list(loader_of(mm, dataset, **fields))
+    loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    del iterator
+    assert loader.state_dict()["consumed_samples"] == 8
+    same_batches(loader, whole[2:] if order == "cyclic" else whole)
+    assert len(list(loader)) == len(whole)
+    passes = 2 if order == "cyclic" else 1  # shuffled ones are counted over all epochs
+    assert loader.state_dict()["consumed_samples"] == 4 * len(whole) * passes
+    del loader
+    wait_until_threads_end(before)
+
+
+def noted(items, begun):
+    """The items; each is noted when it is asked for."""
+    for item in items:
+        begun.append(item)
+        yield item
+
+
+def divide(number):
+    return 60 // (7 - number)
 
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_map_ahead(one, limit):
     """In order, at most limit items ahead; an error comes at its place, and the pool ends."""
-    begun = []
-
-    def items():
-        for number in range(9):
-            begun.append(number)
-            yield number
-
-    def divide(number):
-        return 60 // (7 - number)
-
     before = threading.active_count()
-    pool = concurrent.futures.ThreadPoolExecutor(2)
+    begun = []
     found = []
+    results = one.map_ahead(
+        concurrent.futures.ThreadPoolExecutor(2), limit, divide, noted(range(9), begun)
+    )
+    for _ in range(7):
+        found.append(next(results))
+        assert len(begun) <= len(found) + limit
     with pytest.raises(ZeroDivisionError):
-        for result in one.map_ahead(pool, limit, divide, items()):
-            found.append(result)
-            assert len(begun) <= len(found) + limit
-    assert found == [60 // (7 - number) for number in range(7)]
+        next(results)
+    assert found == [divide(number) for number in range(7)]
     wait_until_threads_end(before)
     assert list(one.map_ahead(concurrent.futures.ThreadPoolExecutor(1), 2, str, [])) == []
-
-
-# -- jobs that stop often --------------------------------------------------------------------------
-
-
-def run_that_stops_after_every_step(mm, folder, order, steps, workers):
-    """Each step is a job of its own, with other ranks, micro-batches and workers, which begins
-    with the state of the one before, as text: together they are one order, without a gap."""
-    total = 8 * steps
-    tokens = np.array_split(np.arange(1, 4 * total + 2), 50)  # every sample has its own tokens
-    dataset = gpt(mm, mk(mm, folder / "p", tokens), None, sequence_length=4)
-    assert len(dataset) == total
-    fields = fields_of(order) | {"seed": 3}
-    rng = np.random.default_rng(13)
-    state = None
-    done = 0
-    for _ in range(steps):
-        micro, ranks = [(8, 1), (1, 8), (4, 2), (2, 4)][rng.integers(4)]
-        num_workers = int(rng.choice(workers))
-        jobs = loaders(mm, dataset, micro, ranks, num_workers=num_workers, **fields)
-        if state is not None:
-            for job in jobs:
-                job.load_state_dict(json.loads(state))
-        batches = [next(iter(job)) for job in jobs]
-        samples = order_of_pass(order, total, 8, 1, seed=3)[done : done + 8]
-        wanted = [dataset[k]["tokens"][0].item() for k in samples]
-        found = torch.cat([batch["tokens"][:, 0] for batch in batches]).tolist()
-        assert sorted(found) == sorted(wanted), done
-        states = [json.dumps(job.state_dict()) for job in jobs]
-        assert states == states[:1] * ranks
-        state = states[0]
-        done += 8
-        assert json.loads(state)["consumed_samples"] == done
-
-
-@pytest.mark.parametrize("order", ["single", "unsharded"])
-def test_a_run_that_stops_after_every_step(mm, tmp_path, order):
-    run_that_stops_after_every_step(mm, tmp_path, order, 12, [0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["single", "unsharded"])
-def test_a_long_run_that_stops_after_every_step(mm, tmp_path, order):
-    run_that_stops_after_every_step(mm, tmp_path, order, 60, [0, 0, 0, 1])
 
 
 @pytest.mark.slow
@@ -7302,49 +6734,39 @@ def test_loaders_in_cycles_are_collected(tmp_path):
         import megatron_min as mm
 
         faulthandler.dump_traceback_later(60, exit=True)
-        with mm.IndexedDatasetBuilder(sys.argv[1] + ".bin") as builder:
-            builder.add_document(list(range(20000)), [20000])
-        config = mm.GPTDatasetConfig(1, 64, blend=([sys.argv[1]], None), split="1",
+        config = mm.GPTDatasetConfig(1, 4, blend=([mm.toy_corpus(sys.argv[1])], None), split="1",
                                      tokenizer=mm.ByteTokenizer(), create_attention_mask=False)
-        builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [None] * 3, bool, config)
+        builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [40, 0, 0], bool, config)
         dataset = builder.build()[0]
         for _ in range(300):
-            iterator = iter(mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=2))
+            loader = mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=2, num_workers=2)
+            iterator = iter(loader)
             next(iterator)
             cycle = [iterator]
             cycle.append(cycle)
             del iterator, cycle
         print("done")"""
-    ran = python(code, tmp_path / "p")
+    ran = python(code, tmp_path)
     assert ran.stdout == "done\n", ran.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_worker_processes_read_a_blend(tmp_path, method):
-    """Forked or spawned, through a cache: what this process reads."""
-    code = """if True:
-        import sys
-        import numpy as np, torch
-        import megatron_min as mm
-
-        for prefix in sys.argv[2:]:
-            with mm.IndexedDatasetBuilder(prefix + ".bin", np.uint16) as builder:
-                for i in range(30):
-                    builder.add_document([i] * 9, [9])
-        config = mm.GPTDatasetConfig(1, 4, blend=(sys.argv[2:], [1, 2]), split="1",
-                                     tokenizer=mm.ByteTokenizer(), create_attention_mask=False,
-                                     path_to_cache=sys.argv[2] + "-cache")
-        builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [40, 0, 0], bool, config)
-        dataset = builder.build()[0]
-        sampler = mm.MegatronPretrainingSampler(40, 0, 4, 0, 1)
-        loader = mm.PretrainingDataLoader(dataset, sampler, num_workers=1,
-                                          multiprocessing_context=sys.argv[1])
-        found = torch.cat([batch["tokens"] for batch in loader])
-        assert torch.equal(found, torch.stack([dataset[k]["tokens"] for k in range(40)]))
-        print("equal")"""
-    ran = python(code, method, tmp_path / "a", tmp_path / "b")
-    assert ran.stdout == "equal\n", ran.stderr
+@pytest.mark.parametrize("kind", KINDS_OF_ORDER)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_that_is_loaded_while_an_iterator_runs(mm, tmp_path, kind, num_workers):
+    """It is never ignored: the iterator ends with an error, and the next one is at its place."""
+    data = gpt(mm, mk(mm, tmp_path / "p", [range(1, 9)] * 40), 32)
+    fields = fields_of(kind) | {"micro_batch_size": 4, "num_workers": num_workers}
+    loader = mm.build_pretraining_data_loader(data, 0, **fields)
+    wanted = [batch["tokens"].tolist() for batch in loader]
+    loader = mm.build_pretraining_data_loader(data, 0, **fields)
+    state = loader.state_dict()
+    running = iter(loader)
+    next(running)
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"iter\(loader\)"):
+        next(running)
+    assert loader.state_dict() == state
+    assert [batch["tokens"].tolist() for batch in loader] == wanted
 
 
 # ==============================================================================
@@ -7378,46 +6800,33 @@ SHARED_ERRORS = [
     (ValueError("\U0001f600" * 2000), ValueError, "\U0001f600" * 500),
     (ValueError("\udcff in a name"), ValueError, "\udcff in a name"),
     (ValueError('"quotes"\n\0'), ValueError, '"quotes"\n\0'),
+    (type("ValueError", (Exception,), {})("own"), RuntimeError, "ValueError: own"),
 ]
 
 
-def sentence_of(error):
-    """The sentence of an error; that of a KeyError is quoted when it is printed."""
-    return error.args[0] if isinstance(error, KeyError) else str(error)
-
-
 def an_error_on_one_rank_is_raised_on_all(job):
+    rows = list(SHARED_ERRORS)
+    for kind in (job.mm.DatasetFormatError, job.mm.BlendTooLarge):
+        rows.append((kind("broken"), kind, "broken"))
     for failing in range(job.world):
-        for error, kind, words in SHARED_ERRORS:
+        for error, kind, words in rows:
             mine = error if job.rank == failing else None
             with pytest.raises(kind) as caught:
                 job.mm.on_every_rank(Failing(mine))
             assert type(caught.value) is kind
-            assert sentence_of(caught.value).startswith(f"rank {failing}: {words}")
-            assert len(sentence_of(caught.value)) <= 600
+            sentence = caught.value.args[0]  # str() puts quotes around that of a KeyError
+            assert sentence.startswith(f"rank {failing}: {words}")
+            assert len(sentence) <= 600
             assert caught.value.__cause__ is mine
 
 
-def own_classes_reach_every_rank(job):
-    for kind in (job.mm.DatasetFormatError, job.mm.BlendTooLarge):
-        error = kind("broken") if job.rank == 0 else None
-        with pytest.raises(kind, match="^rank 0: broken$"):
-            job.mm.on_every_rank(Failing(error))
-
-
 def the_lowest_of_several_failed_ranks_is_heard(job):
-    error = ValueError(f"failed on {job.rank}") if job.rank > 0 else None
+    """Once: an error that came through on_every_rank() before names the rank that met it."""
+    first = ValueError(f"failed on {job.rank}") if job.rank > 0 else None
     with pytest.raises(ValueError, match="^rank 1: failed on 1$") as caught:
-        job.mm.on_every_rank(Failing(error))
-    assert caught.value.__cause__ is error
-
-
-def an_error_says_its_rank_once(job):
-    """An error that came through on_every_rank() before names the rank that met it."""
-    first = ValueError("broken") if job.rank == 1 else None
-    with pytest.raises(ValueError, match="^rank 1: broken$") as caught:
         job.mm.on_every_rank(Failing(first))
-    with pytest.raises(ValueError, match="^rank 1: broken$"):
+    assert caught.value.__cause__ is first
+    with pytest.raises(ValueError, match="^rank 1: failed on 1$"):
         job.mm.on_every_rank(Failing(caught.value))
 
 
@@ -7448,27 +6857,24 @@ def consumed_samples_are_compared(job):
 
 ERROR_SCENARIOS = [
     an_error_on_one_rank_is_raised_on_all,
-    own_classes_reach_every_rank,
     the_lowest_of_several_failed_ranks_is_heard,
-    an_error_says_its_rank_once,
     steps_that_work_return_their_own_value,
     an_error_stays_in_its_group,
     consumed_samples_are_compared,
 ]
+TWO_AND_FOUR = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
+@pytest.mark.parametrize("world", TWO_AND_FOUR)
 @pytest.mark.parametrize("scenario", ERROR_SCENARIOS)
-def test_errors_on_two_ranks(one, run_on_ranks, scenario):
-    run_on_ranks(one, 2, scenario)
+def test_errors_on_ranks(one, run_on_ranks, world, scenario):
+    run_on_ranks(one, world, scenario)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", ERROR_SCENARIOS)
-def test_errors_on_four_ranks(one, run_on_ranks, scenario):
-    run_on_ranks(one, 4, scenario)
-
-
-def test_an_error_in_one_process_is_passed_on_as_it_is(one):
+@pytest.mark.parametrize("in_a_job", [False, True])
+def test_without_other_ranks_an_error_is_passed_on_as_it_is(one, in_a_job, request):
+    if in_a_job:
+        request.getfixturevalue("group")
     error = ZeroDivisionError("by zero")
     with pytest.raises(ZeroDivisionError) as caught:
         one.on_every_rank(Failing(error))
@@ -7477,28 +6883,19 @@ def test_an_error_in_one_process_is_passed_on_as_it_is(one):
     one.check_data_consistency(5)
 
 
-def test_an_error_in_a_job_of_one_rank_is_passed_on_as_it_is(one, group):
-    error = ZeroDivisionError("by zero")
-    with pytest.raises(ZeroDivisionError) as caught:
-        one.on_every_rank(Failing(error))
-    assert caught.value is error
-
-
 # -- the builder on ranks --------------------------------------------------------------------------
 
 
-def blend_config(job, cache, prefixes=("a", "b"), weights=(1, 3)):
-    """A blend of the corpora of the job's folder."""
+def built_tokens(job, cache, is_built_on_rank=yes, cls=None, prefixes=("a", "b")):
+    """Build a blend of the corpora of the job's folder -> for each split None, or all its tokens.
+
+    cache   name of the folder of the cache
+    """
     prefixes = [str(job.folder / prefix) for prefix in prefixes]
     cache = str(job.folder / f"{job.mm.IMPLEMENTATION} {cache}")
-    return config(job.mm, (prefixes, weights), split="9,1,0", path_to_cache=cache)
-
-
-def built_tokens(job, cfg, is_built_on_rank, cls=None):
-    """For each split None, or the tokens of all samples."""
-    builder = job.mm.BlendedMegatronDatasetBuilder(
-        cls or job.mm.GPTDataset, [60, 6, 0], is_built_on_rank, cfg
-    )
+    cfg = config(job.mm, (prefixes, (1, 3)), split="9,1,0", path_to_cache=cache)
+    cls = cls or job.mm.GPTDataset
+    builder = job.mm.BlendedMegatronDatasetBuilder(cls, [60, 6, 0], is_built_on_rank, cfg)
     tokens = []
     for dataset in builder.build():
         if dataset is None:
@@ -7513,88 +6910,71 @@ def no():
 
 
 def caches_are_shared_or_of_ones_own(job):
-    """upstream: only global rank 0 builds, so a cache a node fails."""
-    shared = built_tokens(job, blend_config(job, "shared"), yes)
+    """Upstream: only global rank 0 builds, so a cache a node fails."""
+    shared = built_tokens(job, "shared")
     train, valid, test = shared
     assert len(train) == 60
     assert len(valid) == 7, "ceil(6 / 4) + ceil(6 * 3 / 4)"
     assert not test
-    assert built_tokens(job, blend_config(job, "shared"), yes) == shared, "again"
-    assert built_tokens(job, blend_config(job, f"own {job.rank}"), yes) == shared
+    assert built_tokens(job, "shared") == shared, "again"
+    assert built_tokens(job, f"own {job.rank}") == shared
     torch.distributed.barrier()
     files = [files_of(job.folder / f"{job.mm.IMPLEMENTATION} own {rank}") for rank in (0, 1)]
     assert files[0]
     assert set(files[0]) == set(files[1])
+    for wanting in range(job.world):
+        wanted = job.rank == wanting
+        found = built_tokens(job, f"by {wanting}", yes if wanted else no)
+        assert found == (shared if wanted else [None, None, None])
 
 
 def rank_0_builds_and_the_others_load(job):
     """Two corpora in two splits."""
     built = mock.patch.object(job.mm, "build_sample_idx", wraps=job.mm.build_sample_idx)
     with built as calls:
-        built_tokens(job, blend_config(job, "first"), yes)
+        built_tokens(job, "first")
     assert calls.call_count == (4 if job.rank == 0 else 0)
 
 
-def datasets_are_built_only_where_they_are_wanted(job):
-    shared = built_tokens(job, blend_config(job, "shared"), yes)
-    for wanting in range(job.world):
-        wanted = job.rank == wanting
-        found = built_tokens(job, blend_config(job, f"by {wanting}"), yes if wanted else no)
-        assert found == (shared if wanted else [None, None, None])
+class CannotBeOpened:
+    """A class of datasets that this rank cannot open."""
 
-
-def failing_dataset(job, failing):
-    """A class of datasets that cannot be opened on one rank."""
-
-    class Failing(job.mm.GPTDataset):
-        @staticmethod
-        def build_low_level_dataset(path, cfg):
-            if job.rank == failing:
-                raise RuntimeError("this rank is broken")
-            return job.mm.GPTDataset.build_low_level_dataset(path, cfg)
-
-    return Failing
+    @staticmethod
+    def build_low_level_dataset(path, cfg):
+        raise RuntimeError("this rank is broken")
 
 
 def a_failed_build_is_raised_on_all(job):
-    """upstream: the other ranks wait for ten minutes.  Afterwards the ranks can build again."""
+    """Upstream: the other ranks wait for ten minutes.  Afterwards the ranks can build again."""
     with pytest.raises(FileNotFoundError, match=r"^rank 0: .*none\.idx"):
-        built_tokens(job, blend_config(job, "none", ("a", "none")), yes)
+        built_tokens(job, "none", prefixes=("a", "none"))
+    broken = type("Broken", (CannotBeOpened, job.mm.GPTDataset), {})
     for failing in range(job.world):
+        is_failing = job.rank == failing
         with pytest.raises(RuntimeError, match=f"^rank {failing}: this rank is broken"):
-            cls = failing_dataset(job, failing)
-            built_tokens(job, blend_config(job, f"broken {failing}"), yes, cls)
-        cannot_tell = Failing(ZeroDivisionError() if job.rank == failing else None, True)
+            built_tokens(job, f"broken {failing}", cls=broken if is_failing else None)
+        cannot_tell = Failing(ZeroDivisionError() if is_failing else None, True)
         with pytest.raises(RuntimeError, match=f"^rank {failing}: ZeroDivisionError"):
-            built_tokens(job, blend_config(job, "shared"), cannot_tell)
-        assert built_tokens(job, blend_config(job, "shared"), yes)[0]
+            built_tokens(job, "shared", cannot_tell)
+        assert built_tokens(job, "shared")[0]
 
 
 BUILDER_SCENARIOS = [
     caches_are_shared_or_of_ones_own,
     rank_0_builds_and_the_others_load,
-    datasets_are_built_only_where_they_are_wanted,
     a_failed_build_is_raised_on_all,
 ]
 
 
+@pytest.mark.parametrize("world", TWO_AND_FOUR)
 @pytest.mark.parametrize("scenario", BUILDER_SCENARIOS)
-def test_builder_on_two_ranks(mm, run_on_ranks, scenario):
-    run_on_ranks(mm, 2, scenario)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", BUILDER_SCENARIOS)
-def test_builder_on_four_ranks(mm, run_on_ranks, scenario):
-    run_on_ranks(mm, 4, scenario)
+def test_builder_on_ranks(mm, run_on_ranks, world, scenario):
+    run_on_ranks(mm, world, scenario)
 
 
 # ==============================================================================
 # 16. The C kernels
 # ==============================================================================
-
-KERNELS = ["build_sample_idx", "shuffle", "build_blending_indices"]
-KERNELS += ["build_exhaustive_blending_indices"]
 
 
 @pytest.fixture(scope="session")
@@ -7608,744 +6988,164 @@ def c():
 # -- the switch ------------------------------------------------------------------------------------
 
 
-def test_the_switch_really_switches(mm, request):
-    is_c = "[c]" in request.node.name
-    assert mm.IMPLEMENTATION == ("c" if is_c else "python")
-    functions = [getattr(mm, name) for name in KERNELS]
-    functions += [mm.GPTDataset.__getitem__, mm.GPTDataset.__getitems__, mm.GPTDataset.batch]
-    functions.append(mm.BlendedDataset.batch)
-    for function in functions:
-        assert hasattr(function, "__wrapped__") == is_c, function
-
-
-def test_an_adapter_keeps_its_definition(c, one):
-    """The same signature, the same words, and the code of the definition as __wrapped__."""
-    for name in KERNELS:
-        adapter = getattr(c, name)
-        definition = getattr(one, name)
-        assert adapter.__wrapped__.__code__.co_code == definition.__code__.co_code
-        assert adapter.__doc__ == definition.__doc__
-        assert adapter.__defaults__ == definition.__defaults__
-        assert arguments_of(adapter) == arguments_of(definition)
-
-
-def arguments_of(function):
-    """The names of the arguments of a function."""
-    return function.__code__.co_varnames[: function.__code__.co_argcount]
-
-
-@pytest.mark.parametrize("setting, wanted", [("1", None), ("0", "python"), (None, "python")])
-def test_asking_for_c_without_a_build_is_an_error(monkeypatch, setting, wanted):
-    monkeypatch.setitem(sys.modules, "_megatron_min", None)  # an import says that there is none
+@pytest.mark.parametrize(
+    "setting, error, wanted",
+    [
+        ("1", "ModuleNotFoundError", "an error"),
+        ("1", "ImportError", "an error"),
+        ("0", "ImportError", []),
+        (None, "ModuleNotFoundError", []),
+        (None, "ImportError", ["torn"]),
+    ],
+)
+def test_without_a_build(monkeypatch, tmp_path, setting, error, wanted):
+    """=1 asks for C, so its absence is an error; unset goes without, and warns of a broken one."""
+    (tmp_path / "_megatron_min.py").write_text(f"raise {error}('torn')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "_megatron_min", raising=False)
     monkeypatch.delenv("MEGATRON_MIN_C", raising=False)
     if setting is not None:
         monkeypatch.setenv("MEGATRON_MIN_C", setting)
     spec = importlib.util.spec_from_file_location("one_more", HERE / "megatron_min.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "one_more", module)
-    if wanted is None:
-        with pytest.raises(ImportError, match="_megatron_min"):
+    if wanted == "an error":
+        with pytest.raises(ImportError, match="torn"):
             spec.loader.exec_module(module)
-    else:
+        return
+    with warnings.catch_warnings(record=True) as caught:
         spec.loader.exec_module(module)
-        assert module.IMPLEMENTATION == wanted
+    assert module.IMPLEMENTATION == "python"
+    assert [str(warning.message).rpartition(" ")[2] for warning in caught] == wanted
 
 
-# -- blends by brute force -------------------------------------------------------------------------
+# -- calls of the kernels, and what plain loops make of them ---------------------------------------
+#
+# A call is the arguments of a function of _megatron_min, by name and in order.  Those of the two
+# blends are also the arguments of the public functions of their names.
+
+BLENDS = ["build_blending_indices", "build_exhaustive_blending_indices"]
+REFUSALS = TypeError, ValueError, IndexError, OverflowError
 
 
-def brute_blend(weights, size, sizes=None):
-    """A blend by its rule: rows of (dataset, sample); with sizes, none gives more than it has."""
-    taken = [0] * len(weights)
-    rows = []
-    for i in range(size):
-        lags = []
-        for d, weight in enumerate(weights):
-            is_used_up = sizes is not None and taken[d] == sizes[d]
-            lags.append(-math.inf if is_used_up else weight * max(i, 1) - taken[d])
-        d = lags.index(max(lags))
-        rows.append((d, taken[d]))
-        taken[d] += 1
-    return np.array(rows, np.int64).reshape(-1, 2)
-
-
-def random_weights(rng):
-    """Ties, near ties, tiny ones; normalized or not."""
-    n = int(rng.integers(1, 40))
-    shapes = [rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]
-    weights = shapes[rng.integers(4)] + 1e-9
-    if rng.random() < 0.7:
-        weights = weights / weights.sum()
-    return weights
-
-
-def blend_of(mm, weights, size):
-    """build_blending_indices() -> its two arrays."""
-    which = np.full(size, -1, np.int16)
-    sample = np.full(size, -1, np.int64)
-    mm.build_blending_indices(which, sample, weights, len(weights), size, False)
-    return which, sample
-
-
-def exhaustive_of(mm, sizes):
-    """build_exhaustive_blending_indices() -> its two arrays."""
-    which = np.full(sum(sizes), -1, np.int16)
-    sample = np.full(sum(sizes), -1, np.int64)
-    mm.build_exhaustive_blending_indices(which, sample, np.array(sizes, np.int64), len(sizes))
-    return which, sample
-
-
-def test_blend_by_brute_force(mm):
-    for rng in cases(60):
-        weights = random_weights(rng)
-        size = int(rng.integers(0, 400))
-        which, sample = blend_of(mm, weights, size)
-        wanted = brute_blend(weights.tolist(), size)
-        same(which, wanted[:, 0].astype(np.int16), weights)
-        same(sample, wanted[:, 1], weights)
-
-
-def test_exhaustive_blend_by_brute_force(mm):
-    for rng in cases(60):
-        sizes = [*rng.integers(0, 60, rng.integers(1, 12)).tolist(), 1]
-        total = sum(sizes)
-        which, sample = exhaustive_of(mm, sizes)
-        wanted = brute_blend([n / total for n in sizes], total, sizes)
-        same(which, wanted[:, 0].astype(np.int16), sizes)
-        same(sample, wanted[:, 1], sizes)
-        assert np.bincount(which, minlength=len(sizes)).tolist() == sizes
-
-
-def test_blend_leaves_the_rest_of_its_arrays_alone(mm):
-    which, sample = np.full(6, 77, np.int16), np.full(6, 77, np.int64)
-    mm.build_blending_indices(which, sample, np.array([0.25, 0.75, 9.0]), 2, 4)
-    assert which.tolist() == [1, 0, 1, 1, 77, 77]
-    assert sample.tolist() == [0, 0, 1, 2, 77, 77]
-
-
-def test_a_blend_may_be_written_over_its_weights(mm):
-    """They are copied first."""
-    memory, which = np.zeros(4, np.int64), np.zeros(4, np.int16)
-    memory.view(float)[:2] = 0.25, 0.75
-    mm.build_blending_indices(which, memory, memory.view(float), 2, 4)
-    assert which.tolist() == [1, 0, 1, 1]
-    assert memory.tolist() == [0, 0, 1, 2]
-    memory[:2] = 1, 3
-    mm.build_exhaustive_blending_indices(which, memory, memory, 2)
-    assert which.tolist() == [1, 0, 1, 1]
-    assert memory.tolist() == [0, 0, 1, 2]
-
-
-@pytest.mark.parametrize("which, sample", [((0, 4), (1, 5)), ((16, 20), (0, 4)), ((4, 8), (2, 6))])
-def test_outputs_may_be_neighbours_in_memory(mm, which, sample):
-    memory = np.zeros(8, np.int64)
-    which = memory.view(np.int16)[slice(*which)]
-    sample = memory[slice(*sample)]
-    mm.build_blending_indices(which, sample, np.array([0.25, 0.75]), 2, 4)
-    assert which.tolist() == [1, 0, 1, 1]
-    assert sample.tolist() == [0, 0, 1, 2]
-
-
-def test_outputs_may_have_gaps_between_their_items(mm):
-    which, sample = np.full(8, 77, np.int16), np.full(8, 77)
-    mm.build_blending_indices(which[::2], sample[::-2], np.array([0.25, 0.75]), 2, 4)
-    assert which.tolist() == [1, 77, 0, 77, 1, 77, 1, 77]
-    assert sample.tolist() == [77, 2, 77, 1, 77, 0, 77, 0]
-    mm.build_exhaustive_blending_indices(which[1::2], sample[::-2], [3, 1], 2)
-    assert which.tolist() == [1, 0, 0, 1, 1, 0, 1, 0]
-
-
-def test_blend_of_as_many_datasets_as_int16_can_number(mm):
-    """Upstream has arrays of so many doubles on its stack."""
-    which, _ = blend_of(mm, np.full(32766, 1 / 32766), 50)
-    assert which.tolist() == list(range(50))
-    with pytest.raises(ValueError, match="32766"):
-        blend_of(mm, np.full(32767, 1 / 32767), 5)
-
-
-# -- each adapter gives what its definition gives --------------------------------------------------
-
-
-def random_arguments(name, rng):
-    """Arguments of a public function that has a kernel, by name."""
-    if name == "shuffle":
-        state = np.random.RandomState(int(rng.integers(2**32)))
-        state.bytes(4 * int(rng.integers(700)))
-        dtype = rng.choice(["i4", "u4", "i8"])
-        return {"items": np.arange(rng.integers(1500)).astype(dtype), "random_state": state}
-    if name == "build_sample_idx":
-        scale = int(rng.choice([1, 1, 700, 5000]))  # C has a loop of its own for each
-        sizes = rng.integers(0, rng.choice([2, 5, 40]), 20) * scale
-        if rng.integers(2):  # else documents end where samples do
-            sizes = np.where(sizes > 0, sizes + rng.integers(0, scale, 20), 0)
-        documents = np.repeat(rng.integers(0, 20, rng.integers(1, 60)), rng.integers(1, 3))
-        tokens = int(sizes[documents].sum())
-        if rng.random() < 0.2:  # documents behind the last row
-            tokens = int(rng.integers(0, tokens + 1))
-        return {
-            "sizes": sizes.astype(np.int32),
-            "document_indices": documents.astype(np.int32),
-            "sequence_length": int(rng.integers(1, 12)) * scale,
-            "num_epochs": 1,
-            "tokens_per_epoch": tokens,
-            "drop_last_partial_sequence": bool(rng.integers(2)),
-            "add_extra_token_to_sequence": bool(rng.integers(2)),
-        }
-    arguments = {"weights": random_weights(rng)}
-    size = int(rng.integers(0, 300))
-    if name == "build_blending_indices":
-        if rng.random() < 0.2:
-            arguments["weights"] = rng.dirichlet(np.full(300, 0.5))
-        arguments["num_datasets"] = len(arguments["weights"])
-        arguments["size"] = size
-    else:
-        counts = rng.integers(0, 9, len(arguments.pop("weights")))
-        arguments["sizes"] = counts
-        arguments["num_datasets"] = len(counts)
-        size = int(counts.sum())
-    places = size + int(rng.choice([0, 0, 9]))
-    outputs = {"dataset_index": np.full(places, 77, np.int16)}
-    outputs["dataset_sample_index"] = np.full(places, 77)
-    return outputs | arguments
+def call_c(c, name, call):
+    """Call a function of C, which takes no keywords; read_samples wants its arguments in groups."""
+    kernel = getattr(c._megatron_min, name)
+    values = list(call.values())
+    if name == "read_samples":
+        outputs = tuple(values[:7])
+        groups = tuple(values[9:12]), tuple(values[12:15]), tuple(values[15:])
+        return kernel(outputs, *values[7:9], *groups)
+    return kernel(*values)
 
 
 def copied(values):
-    """A copy of arguments, for another call."""
+    """A copy of the arguments of a call, for another call."""
     return pickle.loads(pickle.dumps(values))
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_gives_what_its_definition_gives(c, name):
-    adapter = getattr(c, name)
-    for rng in cases(60):
-        ours = random_arguments(name, rng)
-        theirs = copied(ours)
-        found = adapter(**ours)
-        wanted = adapter.__wrapped__(**theirs)
-        same(np.array(found), np.array(wanted), theirs)
-        for key, value in theirs.items():
-            if isinstance(value, np.ndarray):
-                same(ours[key], value, key)
-        if name == "shuffle":
-            assert repr(ours["random_state"].get_state()) == repr(
-                theirs["random_state"].get_state()
-            )
-
-
-def test_sample_index_in_parts_is_the_whole(c, monkeypatch):
-    """However many cores: as many parts, side by side; empty documents on every edge."""
-    monkeypatch.setattr(c, "_DOCUMENTS_OF_A_THREAD", 1)
-    for rng in cases(100):
-        arguments = random_arguments("build_sample_idx", rng)
-        monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=int(rng.integers(2, 9))))
-        wanted = c.build_sample_idx.__wrapped__(**arguments)
-        same(c.build_sample_idx(**arguments), wanted, arguments)
-
-
-def test_errors_of_a_part_name_the_place_in_the_whole(c, monkeypatch):
-    monkeypatch.setattr(c, "_DOCUMENTS_OF_A_THREAD", 1)
-    monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=3))
-    sizes, documents = np.full(9, 5, np.int32), np.arange(9, dtype=np.int32)
-    for d in range(9):
-        for bad in (-1, 9):
-            documents[d] = bad
-            with pytest.raises(IndexError, match=rf"document_indices\[{d}\] is {bad}"):
-                c.build_sample_idx(sizes, documents, 4, 1, 45)
-        documents[d] = d
-        sizes[d] = -1
-        with pytest.raises(ValueError, match="negative"):
-            c.build_sample_idx(sizes, documents, 4, 1, 45)
-        sizes[d] = 5
-    with pytest.raises(ValueError, match="need 46 tokens, the documents hold 45"):
-        c.build_sample_idx(sizes, documents, 5, 1, 46)
-
-
-# The copy of the module without C reads what the copy with C reads.
-
-READ_DTYPES = [np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64]
-INDEX_ARRAYS = ["document_index", "sample_index", "shuffle_index"]
-ENTRIES = ["sequence_lengths", "sequence_pointers"]
-
-
-def random_datasets(mm, folder, seed):
-    """Two GPTDatasets on one random config, of small random corpora."""
-    rng = np.random.default_rng([16, seed])
-    dtype = READ_DTYPES[rng.integers(len(READ_DTYPES))]
-    has_mask, resets_mask, resets, masks_eod, by_document, extra, drops, pads_anyway = (
-        rng.random(8) < [0, 0.5, 0.8][seed % 3]
-    ).tolist()
-    tokenizer = Tok(eod=int(rng.integers(0, 5)))
-    if seed % 3:  # else the ids are looked at once only
-        tokenizer.pad = int(rng.integers(-1, 4))
-        extra = bool(rng.integers(2))
-    lowest = 0
-    if np.dtype(dtype).kind == "i" and rng.random() < 0.5:
-        lowest = -1  # which pads where a tokenizer has no pad
-    prefixes = []
-    for d in range(2):
-        docs = [np.add(doc, lowest) for doc in random_docs(rng, most=8, longest=9, vocab=5)]
-        prefixes.append(mk(mm, f"{folder}/{seed}-{d}", docs, dtype))
-    cfg = config(
-        mm,
-        (prefixes, None),
-        sequence_length=int(rng.integers(1, 14)),
-        tokenizer=tokenizer,
-        create_attention_mask=has_mask,
-        reset_attention_mask=has_mask and resets_mask and not by_document,
-        reset_position_ids=resets,
-        eod_mask_loss=masks_eod,
-        inter_document_masking=by_document,
-        add_extra_token_to_sequence=extra,
-        drop_last_partial_validation_sequence=drops,
-        allow_ambiguous_pad_tokens=pads_anyway,
-    )
-    split = mm.Split.valid if rng.integers(2) else mm.Split.train
-    num_samples = int(rng.integers(1, 20))
-    datasets = []
-    for prefix in prefixes:
-        opened = mm.IndexedDataset(prefix)
-        documents = np.arange(len(opened), dtype=np.int32)
-        datasets.append(quiet(mm.GPTDataset, opened, prefix, documents, num_samples, split, cfg))
-    return datasets
-
-
-def damage(ds, seed):
-    """Change one number in the index arrays of a dataset or in the entries of its .idx."""
-    rng = np.random.default_rng([61, seed])
-    arrays = {name: np.array(getattr(ds, name)) for name in INDEX_ARRAYS}
-    if rng.integers(2):  # what C takes for more than 2**31 documents or 2**32 samples
-        arrays["sample_index"] = arrays["sample_index"].astype(np.int64)
-        arrays["shuffle_index"] = arrays["shuffle_index"].astype(np.int64)
-    entries = {name: np.array(getattr(ds.dataset, name)) for name in ENTRIES}
-    name = rng.choice(INDEX_ARRAYS + ENTRIES)
-    values = (arrays | entries)[name].reshape(-1)
-    at = rng.integers(values.size)
-    if rng.random() < 0.7:  # one too far is what a check is most easily wrong about
-        step = rng.choice([-2, -1, 1, 2])
-        values[at : at + 1] += np.array([step]).astype(values.dtype)  # which may wrap around
-    else:
-        others = np.array([-1, 0, 1, 50, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)])
-        values[at] = rng.choice(others).astype(values.dtype)
-    ds._cache = arrays
-    vars(ds.dataset).update(entries)
-
-
-def reading(folder, function, indices):
-    """What a call returns and says in warnings; or its error, as text."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            found = function(indices)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}".replace(str(folder), ""), None
-    return found, {str(warning.message).replace(str(folder), "") for warning in caught}
-
-
-def check_readings(found, wanted, note):
-    """Two readings are equal: in their warnings, and in their error or all their tensors."""
-    assert found[1] == wanted[1], note
-    if wanted[1] is None:
-        assert found[0] == wanted[0], note
-    elif isinstance(wanted[0], list):
-        for sample, wanted_sample in zip(found[0], wanted[0], strict=True):
-            check_sample(sample, wanted_sample, note)
-    else:
-        check_sample(found[0], wanted[0], note)
-
-
-def check_sample(found, wanted, note):
-    """The same keys in the same order, and equal tensors."""
-    assert list(found) == list(wanted), note
-    same_samples(found, wanted, note)
-
-
-@pytest.mark.parametrize("is_damaged", [False, True], ids=["whole", "damaged"])
-def test_c_reads_what_the_definitions_read(c, one, tmp_path, is_damaged):
-    folders = [tmp_path / "c", tmp_path / "python"]
-    errors = 0
-    for seed in range(round(30 * CASES)):
-        ours = random_datasets(c, folders[0], seed)
-        theirs = random_datasets(one, folders[1], seed)
-        if is_damaged:
-            damage(ours[0], seed)
-            damage(theirs[0], seed)
-        sizes = [len(ds) for ds in theirs]
-        if not all(sizes):
-            continue
-        ours.append(c.BlendedDataset(ours, sizes, None, ours[0].config))
-        theirs.append(one.BlendedDataset(theirs, sizes, None, theirs[0].config))
-        rng = np.random.default_rng(seed)
-        for k in range(3):
-            n = len(theirs[k])
-            indices = [*rng.integers(-n, n, 5).tolist(), None]
-            calls = [("__getitem__", i) for i in (*indices, n, -n - 1, 2**70)]
-            for name in ("__getitems__", "batch"):
-                calls += [(name, indices), (name, [*indices, n]), (name, [2**70])]
-            for name, argument in calls:
-                found = reading(folders[0], getattr(ours[k], name), argument)
-                wanted = reading(folders[1], getattr(theirs[k], name), argument)
-                errors += "wanted a place in .bin" in wanted[0] or "rebuild the cache" in wanted[0]
-                check_readings(found, wanted, (seed, k, name, argument))
-    assert (errors > 0) == is_damaged
-
-
-def test_samples_of_c_share_no_memory(c, tmp_path):
-    prefix = mk(c, tmp_path / "p", [[1, 2, 3] * 9])
-    ds = gpt(c, prefix, sequence_length=4, create_attention_mask=True)
-    first, second = ds.__getitems__([0, 0])
-    for key, values in first.items():
-        values.zero_()
-        assert torch.equal(second[key], ds[0][key]), key
-
-
-def test_which_datasets_release_the_gil(mm, tmp_path):
-    """Those that C reads: of a mapped corpus, with no method of its own."""
-    prefix = mk(mm, tmp_path / "p", [[1, 2, 3] * 9])
-    is_c = mm.IMPLEMENTATION == "c"
-    plain = gpt(mm, prefix)
-    assert mm.releases_the_gil(plain) == is_c
-    assert mm.releases_the_gil(mm.BlendedDataset([plain], [1], 3, plain.config)) == is_c
-    assert not mm.releases_the_gil(mm.BlendedDataset([plain], [1], 3, config(mm, ([prefix], None))))
-    assert not mm.releases_the_gil(Bare(3))
-    read_with_pread = mm.IndexedDataset(prefix, mmap=False)
-    arguments = prefix, plain.indices, None, mm.Split.train, plain.config
-    assert not mm.releases_the_gil(mm.GPTDataset(read_with_pread, *arguments))
-    for name in ("__getitem__", "pieces", "_query_document_sample_shuffle_indices"):
-        cls = type("Own", (mm.GPTDataset,), {name: Bare.__getitem__})
-        assert not mm.releases_the_gil(cls(plain.dataset, *arguments)), name
-
-
-# -- hostile arguments: the same exception from both implementations, never a crash ----------------
 
 
 def int32(*values):
     return np.array(values, np.int32)
 
 
-def read_only(values):
-    values = values.copy()
-    values.flags.writeable = False
-    return values
-
-
-def good_arguments(name):
-    """Arguments of a public kernel, by name: the toy corpus, or a blend of two datasets."""
+def toy_call(name):
+    """A good call for the toy corpus in three samples of 4 tokens, or for a blend of two."""
+    if name == "shuffle":
+        key = np.random.RandomState(0).get_state()[1].copy()
+        return {"array": np.arange(9), "key": key, "pos": 600}
+    if name in BLENDS:
+        call = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": np.zeros(4, int)}
+        if name == "build_blending_indices":
+            return call | {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4}
+        return call | {"sizes": np.array([1, 3]), "num_datasets": 2}
+    sizes = int32(9, 4, 3, 6, 9)[1:4]  # in front and behind lies what would do as well
+    documents = int32(0, 1, 2)
     if name == "build_sample_idx":
-        return {
-            "sizes": int32(4, 3, 6),
-            "document_indices": int32(0, 1, 2),
-            "sequence_length": 4,
-            "num_epochs": 1,
-            "tokens_per_epoch": 13,
-        }
-    outputs = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": np.zeros(4, int)}
-    if name == "build_blending_indices":
-        return outputs | {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4}
-    return outputs | {"sizes": np.array([1, 3]), "num_datasets": 2}
+        call = {"sample_index": np.zeros((4, 2), np.int32), "sizes": sizes}
+        call |= {"document_index": documents, "sequence_length": 4, "add_extra_token": 1}
+        return call | {"last_token": 13, "first_row": 0, "first_document": 0, "before": 0}
+    call = {key: np.zeros((3, 4), np.int64) for key in ("tokens", "labels")}
+    call |= {"loss_mask": np.zeros((3, 4), np.float32), "position_ids": np.zeros((3, 4), np.int64)}
+    call |= {"cu_seqlens": np.zeros((3, 5), np.int32), "max_seqlen": np.zeros(3, np.int32)}
+    call |= {"attention_mask": np.zeros((3, 1, 4, 4), bool)}
+    call |= {"places": np.arange(3), "wanted": np.array([0, -2, 2])}
+    call |= {"items": int32(*b"aaaabbbcccccc"), "pointers": np.array([0, 16, 28])}
+    call |= {"lengths": sizes, "document_index": documents}
+    call |= {"sample_index": int32(0, 0, 1, 0, 2, 1, 2, 5).reshape(4, 2)}
+    call |= {"shuffle_index": np.arange(3, dtype=np.uint32), "extra": 1, "pad": -1, "eod": 0}
+    return call | {"by_eod": True, "mask_loss": True, "reset_mask": True}
 
 
-OVERLAP = np.zeros(4, np.int64)
-HOSTILE_OUTPUTS = [
-    (TypeError, {"dataset_index": np.zeros(4, np.int32)}),
-    (TypeError, {"dataset_index": [0] * 4}),
-    (TypeError, {"dataset_sample_index": np.zeros(4, np.int32)}),
-    (ValueError, {"dataset_index": np.zeros(3, np.int16)}),
-    (ValueError, {"dataset_sample_index": np.zeros(3, np.int64)}),
-    (ValueError, {"dataset_index": np.zeros((4, 1), np.int16)}),
-    (ValueError, {"dataset_index": read_only(np.zeros(4, np.int16))}),
-    (ValueError, {"dataset_sample_index": read_only(np.zeros(4, np.int64))}),
-    (ValueError, {"dataset_index": OVERLAP.view(np.int16)[:4], "dataset_sample_index": OVERLAP}),
-    (ValueError, {"num_datasets": 0}),
-    (ValueError, {"num_datasets": -1}),
-    (ValueError, {"num_datasets": 3}),
-    (TypeError, {"num_datasets": 2.0}),
-]
-HOSTILE = {
-    "build_sample_idx": [
-        (TypeError, {"sizes": np.array([4, 3, 6])}),
-        (TypeError, {"sizes": np.array([4.0, 3.0, 6.0])}),
-        (TypeError, {"sizes": [4, 3, 6]}),
-        (ValueError, {"sizes": np.ones((3, 1), np.int32)}),
-        (ValueError, {"sizes": int32(4, 3, -6)}),
-        (TypeError, {"document_indices": np.array([0, 1, 2])}),
-        (ValueError, {"document_indices": np.zeros((3, 1), np.int32)}),
-        (ValueError, {"document_indices": int32()}),
-        (IndexError, {"document_indices": int32(0, 9999999, 2)}),  # upstream: crashes
-        (IndexError, {"document_indices": int32(0, -1, 2)}),
-        (IndexError, {"document_indices": int32(0, 1, 9), "tokens_per_epoch": 6}),
-        (IndexError, {"document_indices": int32(0, 9, 2), "sizes": int32(4, 3, -6)}),
-        (IndexError, {"document_indices": int32(0, 9, 2), "sizes": int32(-4, 3, 6)}),
-        (ValueError, {"sequence_length": 0}),
-        (ValueError, {"sequence_length": -4}),
-        (TypeError, {"sequence_length": 4.5}),
-        (ValueError, {"sequence_length": 2**32}),
-        (ValueError, {"sequence_length": 2**63 - 1}),
-        (ValueError, {"sequence_length": 2**70}),
-        (ValueError, {"tokens_per_epoch": 400}),  # upstream: reads behind its arrays
-        (ValueError, {"tokens_per_epoch": 400, "drop_last_partial_sequence": False}),
-        (ValueError, {"tokens_per_epoch": -13}),
-        (ValueError, {"tokens_per_epoch": 2**62}),
-        (ValueError, {"tokens_per_epoch": 2**40, "num_epochs": 2**40}),
-        (ValueError, {"tokens_per_epoch": -13, "num_epochs": -1}),
-        (TypeError, {"num_epochs": None}),
-    ],
-    "build_blending_indices": [
-        *HOSTILE_OUTPUTS,
-        (ValueError, {"weights": np.array([0.5, math.nan])}),
-        (ValueError, {"weights": np.array([0.5, math.inf])}),
-        (ValueError, {"weights": np.array([0.5, -0.5])}),
-        (ValueError, {"weights": np.array([1.0])}),
-        (ValueError, {"weights": ["a", "b"]}),
-        (ValueError, {"weights": np.ones(40000), "num_datasets": 40000}),
-        (ValueError, {"size": 5}),
-        (ValueError, {"size": -1}),
-        (TypeError, {"size": 2.5}),
-    ],
-    "build_exhaustive_blending_indices": [
-        *HOSTILE_OUTPUTS,
-        (ValueError, {"sizes": np.array([2.5, 1.5])}),
-        (ValueError, {"sizes": np.array([5, -1])}),
-        (ValueError, {"sizes": np.array([3, 2])}),
-        (ValueError, {"sizes": np.array([2**62, 2**62])}),
-        (ValueError, {"sizes": np.array([2**62] * 4), "num_datasets": 4}),  # the sum wraps to 0
-    ],
-}
-HOSTILE_ROWS = [(name, *row) for name, rows in HOSTILE.items() for row in rows]
+def random_stream(rng):
+    """Lengths, documents, and the tokens of a sample, for each of which C has a loop of its own."""
+    scale = int(rng.choice([1, 1, 700, 5000]))
+    sizes = rng.integers(0, rng.choice([2, 5, 40]), 20) * scale
+    if rng.integers(2):  # else documents end where samples do
+        sizes = np.where(sizes > 0, sizes + rng.integers(0, scale, 20), 0)
+    documents = np.repeat(rng.integers(0, 20, rng.integers(1, 60)), rng.integers(1, 3))
+    return sizes.astype(np.int32), documents.astype(np.int32), int(rng.integers(1, 12)) * scale
 
 
-@pytest.mark.parametrize("name, error, changed", HOSTILE_ROWS, ids=str)
-def test_hostile_arguments_raise(mm, name, error, changed):
-    with pytest.raises(error) as caught:
-        getattr(mm, name)(**good_arguments(name) | changed)
-    assert caught.type is error
+def random_part_of_an_index(rng):
+    """A call of build_sample_idx for a part of a longer stream."""
+    sizes, documents, S = random_stream(rng)
+    x = int(rng.integers(2))
+    # doubles do not hold all whole numbers above 2**53
+    before = int(rng.choice([0, rng.integers(1, 1000), rng.integers(2**52, 2**60)]))
+    first_row = (before - x) // S + 1 if before else 0
+    last_row = (before + int(sizes[documents].sum()) - x) // S
+    rows = np.full((max(0, last_row + 1 - first_row), 2), 77, rng.choice(["i4", "i8"]))
+    first_document = int(rng.integers(5))
+    if rows.dtype == np.int64 and rng.random() < 0.5:
+        first_document = int(rng.integers(2**31, 2**60))
+    call = {"sample_index": rows, "sizes": sizes, "document_index": documents}
+    call |= {"sequence_length": S, "add_extra_token": x, "last_token": last_row * S + x}
+    return call | {"first_row": first_row, "first_document": first_document, "before": before}
 
 
-# -- the functions of C themselves: what they are given is checked before it is trusted ------------
-
-ARGUMENTS = {  # of each function of _megatron_min; the first so many are arrays that it fills
-    "build_sample_idx": (1, "sample_index sizes document_index sequence_length add_extra_token "
-                         "last_token first_row first_document before"),
-    "shuffle": (2, "array key pos"),
-    "build_blending_indices": (2, "dataset_index dataset_sample_index weights num_datasets size"),
-    "build_exhaustive_blending_indices": (2, "dataset_index dataset_sample_index sizes "
-                                          "num_datasets"),
-    "read_samples": (7, "tokens labels loss_mask position_ids cu_seqlens max_seqlen attention_mask "
-                     "places wanted items pointers lengths document_index sample_index "
-                     "shuffle_index extra pad eod by_eod mask_loss reset_mask"),
-}  # fmt: skip
-REFUSALS = TypeError, ValueError, IndexError, OverflowError
+def random_shuffle(rng):
+    items = np.arange(rng.integers(1500)).astype(rng.choice(["i4", "u4", "i8"]))
+    key = rng.integers(0, 2**32, 624, np.uint32)
+    return {"array": items, "key": key, "pos": int(rng.integers(625))}
 
 
-def call_c(c, name, arguments):
-    """Call a function of C with its arguments in one list; read_samples wants them in tuples."""
-    kernel = getattr(c._megatron_min, name)
-    if name != "read_samples":
-        return kernel(*arguments)
-    outputs = arguments[:7]
-    places, wanted = arguments[7:9]
-    corpus = arguments[9:12]
-    indices = arguments[12:15]
-    settings = arguments[15:]
-    return kernel(tuple(outputs), places, wanted, tuple(corpus), tuple(indices), tuple(settings))
+def random_outputs(rng, size):
+    """The arrays for a blend, which may be too long."""
+    places = size + int(rng.choice([0, 0, 9]))
+    outputs = {"dataset_index": np.full(places, 77, np.int16)}
+    return outputs | {"dataset_sample_index": np.full(places, 77)}
 
 
-def arguments_of_read_samples(c, ds):
-    """What the adapter hands to read_samples for a batch of this dataset, in one list."""
-    with mock.patch.object(c, "_megatron_min", wraps=c._megatron_min) as spy:
-        quiet(ds.batch, [0, -1, 0])
-    outputs, places, wanted, *others = spy.read_samples.call_args.args
-    arguments = [*outputs, np.array(places), np.array(wanted)]
-    for group in others:
-        arguments += group
-    return arguments
+def random_blend(rng):
+    """Weights with ties, near ties and tiny ones; normalized or not."""
+    n = int(rng.choice([rng.integers(1, 40), 300], p=[0.9, 0.1]))
+    shapes = [rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]
+    weights = shapes[rng.integers(4)] + 1e-9
+    if rng.random() < 0.7:
+        weights = weights / weights.sum()
+    size = int(rng.integers(0, 300))
+    return random_outputs(rng, size) | {"weights": weights, "num_datasets": n, "size": size}
 
 
-def toy_calls(c, name, folder):
-    """Good arguments of a function of C, in lists: for the toy corpus or a blend of two."""
-    if name == "read_samples":
-        prefix = mk(c, folder / "toy", [[97] * 4, [98] * 3, [99] * 6])
-        masked = {"create_attention_mask": True, "reset_attention_mask": True}
-        for fields in (masked, {"inter_document_masking": True}):
-            ds = quiet(gpt, c, prefix, sequence_length=4, **fields)
-            yield arguments_of_read_samples(c, ds)
-    elif name == "build_sample_idx":
-        yield [np.zeros((4, 2), np.int32), int32(4, 3, 6), int32(0, 1, 2), 4, 1, 13, 0, 0, 0]
-    elif name == "shuffle":
-        yield [np.arange(9), np.random.RandomState(0).get_state()[1].copy(), 600]
-    else:
-        yield list(good_arguments(name).values())
+def random_exhaustive_blend(rng):
+    n = int(rng.choice([rng.integers(1, 40), 300], p=[0.9, 0.1]))
+    sizes = rng.integers(0, 2 + 300 // n, n)
+    return random_outputs(rng, int(sizes.sum())) | {"sizes": sizes, "num_datasets": n}
 
 
-def wrong_forms(values, is_filled):
-    """What no function of C takes in place of an array."""
-    yield values.tolist()
-    yield values.astype(np.complex128)
-    yield values.astype("O")
-    yield values.view(f"V{values.itemsize}")
-    if values.itemsize > 1:
-        yield values.astype(values.dtype.newbyteorder())
-    yield values[None]
-    yield np.repeat(values, 2, axis=-1)[..., ::2]
-    if values.ndim > 1:
-        yield values.reshape(-1)
-    if values.ndim > 1 and min(values.shape[-2:]) > 1:
-        yield np.asfortranarray(values)
-    if is_filled:
-        yield read_only(values)
+def random_batch(rng):
+    """The toy corpus under any settings; some arrays may be missing."""
+    call = toy_call("read_samples")
+    for missing in (["cu_seqlens", "max_seqlen"], ["attention_mask"]):
+        if rng.integers(2):
+            call |= dict.fromkeys(missing)
+    call |= {"extra": int(rng.integers(2)), "pad": int(rng.choice([-1, 97, 2**40])), "eod": 98}
+    for flag in ("by_eod", "mask_loss", "reset_mask"):
+        call[flag] = bool(rng.integers(2))
+    return call
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_c_refuses_what_is_not_the_array_that_it_wants(c, name, tmp_path):
-    num_filled, names = ARGUMENTS[name]
-    for usual in toy_calls(c, name, tmp_path):
-        assert len(usual) == len(names.split())
-        for k, value in enumerate(usual):
-            if isinstance(value, np.ndarray):
-                for form in wrong_forms(value, k < num_filled):
-                    with pytest.raises((TypeError, ValueError)):
-                        call_c(c, name, [*usual[:k], form, *usual[k + 1 :]])
-            elif type(value) is int:
-                for form in (None, "4", [4], 1.5):
-                    with pytest.raises(TypeError):
-                        call_c(c, name, [*usual[:k], form, *usual[k + 1 :]])
-        call_c(c, name, usual)
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_c_fills_only_arrays_of_the_right_size(c, name, tmp_path):
-    """One row or one column less, for each array that is filled (any array may be shuffled)."""
-    num_filled, _ = ARGUMENTS[name]
-    for usual in toy_calls(c, name, tmp_path):
-        for k in range(name == "shuffle", num_filled):
-            for axis in range(np.ndim(usual[k])):
-                less = np.delete(usual[k], -1, axis)
-                with pytest.raises(ValueError, match="wanted"):
-                    call_c(c, name, [*usual[:k], less, *usual[k + 1 :]])
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_c_fills_no_array_that_overlaps_another(c, name, tmp_path):
-    num_filled, _ = ARGUMENTS[name]
-    for usual in toy_calls(c, name, tmp_path):
-        for k in range(num_filled):
-            for other, values in enumerate(usual):
-                if k != other and usual[k] is not None and isinstance(values, np.ndarray):
-                    memory = np.zeros(usual[k].nbytes + values.nbytes - 1, np.uint8)
-                    arguments = list(usual)
-                    arguments[k] = memory[: usual[k].nbytes].view(usual[k].dtype)
-                    arguments[k] = arguments[k].reshape(usual[k].shape)
-                    arguments[other] = memory[-values.nbytes :].view(values.dtype)
-                    arguments[other] = arguments[other].reshape(values.shape)
-                    with pytest.raises(ValueError, match="overlap"):
-                        call_c(c, name, arguments)
-
-
-@pytest.mark.parametrize(
-    "name, argument, values",
-    [
-        ("build_sample_idx", "sequence_length", [0, -1, 2**62, 2**63]),
-        ("build_sample_idx", "add_extra_token", [-1, 2]),
-        ("build_sample_idx", "last_token", [-5, 9, 14, 2**62]),  # of the row before, the next
-        ("build_sample_idx", "first_row", [-1, 2**62, 2**63 - 1]),
-        ("build_sample_idx", "first_document", [-1, 2**31 - 3]),
-        ("build_sample_idx", "before", [-1, 5, 2**63 - 1]),
-        ("build_sample_idx", "sample_index", [np.zeros((4, 3), np.int32)]),
-        ("shuffle", "pos", [-1, 625, 2**31]),
-        ("shuffle", "array", [b"01234567", None]),
-        ("build_blending_indices", "num_datasets", [-1, 0, 1, 3, 2**63]),
-        ("build_blending_indices", "size", [-1, 5, 2**62]),
-        ("build_blending_indices", "weights", [np.array([1, 1]), np.array([0.5, math.nan])]),
-        ("build_exhaustive_blending_indices", "num_datasets", [-1, 0, 1, 3]),
-        ("build_exhaustive_blending_indices", "sizes", [int32(1, 3), np.array([5, -1])]),
-        ("build_exhaustive_blending_indices", "sizes", [np.array([2**62] * 2), np.ones(2)]),
-        ("read_samples", "extra", [-1, 2]),
-        ("read_samples", "pad", [2**63]),
-        ("read_samples", "places", [np.array([0, 1])]),
-        ("read_samples", "pointers", [np.array([0, 16])]),
-        ("read_samples", "items", [np.zeros(13, np.uint32), np.zeros(13, np.float32), "aaaabbb"]),
-        ("read_samples", "shuffle_index", [int32(0, 1, 2)]),
-        ("read_samples", "tokens", [None, np.zeros((3, 0), np.int64)]),
-        ("read_samples", "sample_index", [np.zeros((4, 3), np.int32)]),
-    ],
-    ids=str,
-)
-def test_c_refuses_values_out_of_range(c, name, argument, values, tmp_path):
-    k = ARGUMENTS[name][1].split().index(argument)
-    for usual in toy_calls(c, name, tmp_path):
-        for value in values:
-            with pytest.raises((TypeError, ValueError, OverflowError)):
-                call_c(c, name, [*usual[:k], value, *usual[k + 1 :]])
-
-
-@pytest.mark.parametrize("missing", ["cu_seqlens", "max_seqlen"])
-def test_c_wants_both_arrays_of_document_masking_or_none(c, missing, tmp_path):
-    k = ARGUMENTS["read_samples"][1].split().index(missing)
-    _, usual = toy_calls(c, "read_samples", tmp_path)
-    with pytest.raises(ValueError, match="max_seqlen"):
-        call_c(c, "read_samples", [*usual[:k], None, *usual[k + 1 :]])
-
-
-def toy_batch(c, folder, k, **changed):
-    """Arguments of read_samples for sample k of the toy corpus, its documents in order.
-
-    Behind the end of each array lies a copy of its last item, which would do as one more.
-    """
-    usual, _ = toy_calls(c, "read_samples", folder)
-    call = dict(zip(ARGUMENTS["read_samples"][1].split(), usual, strict=True))
-    call |= {"places": np.array([0]), "wanted": np.array([k])}
-    call["document_index"] = int32(0, 1, 2)
-    call["sample_index"] = np.array([[0, 0], [1, 0], [2, 1], [2, 5]], np.int32)
-    call["shuffle_index"] = np.arange(3, dtype=np.uint32)
-    call |= changed
-    for name, values in call.items():
-        if isinstance(values, np.ndarray):
-            call[name] = np.concatenate([values, values[-1:]])[: len(values)]
-    return list(call.values())
-
-
-def test_c_reads_the_toy_corpus(c, tmp_path):
-    for k, text in enumerate([b"aaaa", b"bbbc", b"cccc"]):
-        arguments = toy_batch(c, tmp_path, k)
-        assert call_c(c, "read_samples", arguments) == 0
-        assert bytes(arguments[0][0].tolist()) == text
-    nothing = toy_batch(c, tmp_path, 0, extra=0, sample_index=np.zeros((4, 2), np.int32))
-    assert call_c(c, "read_samples", nothing) == 0, "padding is no real token"
-
-
-@pytest.mark.parametrize(
-    "k, name, values",
-    [
-        (1, "sample_index", [[0, 0], [1, -1], [2, 0], [2, 5]]),  # begins before a document
-        (1, "sample_index", [[0, 0], [1, 0], [2, -2], [2, 5]]),
-        (2, "sample_index", [[0, 0], [1, 0], [2, 3], [3, 0]]),  # ends in a fourth of three
-        (2, "sample_index", [[0, 0], [1, 0], [2, 1], [2, 6]]),  # ends behind a document
-        (1, "sample_index", [[0, 0], [1, 0], [0, 1], [2, 5]]),  # goes back
-        (0, "document_index", [0, 3, 2]),
-        (0, "document_index", [0, -1, 2]),
-        (0, "shuffle_index", [3, 1, 2]),
-        (0, "wanted", [3]),
-        (0, "wanted", [-4]),
-        (0, "places", [3]),
-        (0, "places", [-1]),
-        (0, "pointers", [-4, 16, 28]),
-        (2, "pointers", [0, 16, 32]),
-        (2, "pointers", [0, 16, 26]),  # in the middle of a token
-        (0, "lengths", [14, 3, 6]),
-        (0, "lengths", [-1, 3, 6]),
-    ],
-    ids=str,
-)
-def test_c_reads_nothing_outside_of_an_array(c, k, name, values, tmp_path):
-    good = dict(zip(ARGUMENTS["read_samples"][1].split(), toy_batch(c, tmp_path, 0), strict=True))
-    changed = {name: np.array(values, good[name].dtype)}
-    arguments = toy_batch(c, tmp_path, k, **changed)
-    assert call_c(c, "read_samples", arguments) == -1
-
-
-# -- random calls of these functions ---------------------------------------------------------------
-
-
-def rows_by_definition(rows, sizes, documents, S, x, last_token, first_row, first_document, before):
+def rows_by_a_loop(rows, sizes, documents, S, x, last_token, first_row, first_document, before):
     """Fill a part of a sample index, in Python's integers -> the tokens up to its end."""
     ends = [before]
     for document in documents.tolist():
@@ -8364,7 +7164,7 @@ def rows_by_definition(rows, sizes, documents, S, x, last_token, first_row, firs
     return ends[-1]
 
 
-def shuffle_by_definition(items, key, position):
+def shuffle_by_numpy(items, key, position):
     """Shuffle with numpy's generator, from this state on -> its new position."""
     state = np.random.RandomState()
     state.set_state(("MT19937", key, position))
@@ -8373,221 +7173,645 @@ def shuffle_by_definition(items, key, position):
     return position
 
 
-def call_definition(c, name, arguments):
-    """Do what a function of C does, slowly."""
-    if name == "build_sample_idx":
-        return rows_by_definition(*arguments)
-    if name == "shuffle":
-        return shuffle_by_definition(*arguments)
-    return getattr(c, name).__wrapped__(*arguments)
+def blend_by_a_loop(dataset_index, dataset_sample_index, weights, num_datasets, size, most=None):
+    """The dataset with the largest lag, sample by sample; most: how many samples each has."""
+    weights = weights.tolist()
+    taken = [0] * num_datasets
+    for i in range(size):
+        lags = []
+        for d, weight in enumerate(weights):
+            is_used_up = most is not None and taken[d] == most[d]
+            lags.append(-math.inf if is_used_up else weight * max(i, 1) - taken[d])
+        d = lags.index(max(lags))
+        dataset_index[i] = d
+        dataset_sample_index[i] = taken[d]
+        taken[d] += 1
 
 
-@pytest.fixture(scope="session")
-def batches(c, tmp_path_factory):
-    """Arguments of read_samples for batches of random datasets, one list each."""
-    folder = tmp_path_factory.mktemp("batches")
-    calls = []
-    for seed in range(15):
-        for ds in random_datasets(c, folder, seed):
-            if len(ds):
-                calls.append(arguments_of_read_samples(c, ds))
-    return calls
+def exhaustive_blend_by_a_loop(dataset_index, dataset_sample_index, sizes, num_datasets):
+    outputs = dataset_index, dataset_sample_index
+    total = int(sizes.sum())
+    blend_by_a_loop(*outputs, sizes / max(total, 1), num_datasets, total, sizes.tolist())
 
 
-def random_call(c, name, rng, batches):
-    """Good arguments of a function of C, in one list."""
-    if name == "read_samples":
-        return list(batches[rng.integers(len(batches))])
-    arguments = random_arguments(name, rng)
-    if name == "shuffle":
-        _, key, position, *_ = arguments["random_state"].get_state()
-        return [arguments["items"], key, position]
-    if name != "build_sample_idx":
-        return list(arguments.values())
-    sizes, documents = arguments["sizes"], arguments["document_indices"]
-    S = arguments["sequence_length"]
-    x = int(arguments["add_extra_token_to_sequence"])
-    # a part of a longer stream; doubles do not hold all whole numbers above 2**53
-    before = int(rng.choice([0, rng.integers(1, 1000), rng.integers(2**52, 2**60)]))
-    first_row = (before - x) // S + 1 if before else 0
-    last_row = (before + int(sizes[documents].sum()) - x) // S
-    rows = np.full((max(0, last_row + 1 - first_row), 2), 77, rng.choice(["i4", "i8"]))
-    first_document = int(rng.integers(5))
-    if rows.dtype == np.int64 and rng.random() < 0.5:
-        first_document = int(rng.integers(2**31, 2**60))
-    return [rows, sizes, documents, S, x, last_row * S + x, first_row, first_document, before]
+KERNELS = {  # {function: (how many arrays it fills, its first arguments; random calls; a loop)}
+    "build_sample_idx": (1, random_part_of_an_index, rows_by_a_loop),
+    "shuffle": (2, random_shuffle, shuffle_by_numpy),
+    "build_blending_indices": (2, random_blend, blend_by_a_loop),
+    "build_exhaustive_blending_indices": (2, random_exhaustive_blend, exhaustive_blend_by_a_loop),
+    "read_samples": (7, random_batch, None),  # whose definition reads a dataset
+}
 
 
-class Guarded:
-    """An array amid other memory, which shows what a function writes."""
+def filled_by(name):
+    """The names of the arrays that a function of C fills."""
+    num_filled, _, _ = KERNELS[name]
+    return list(toy_call(name))[:num_filled]
 
-    def __init__(self, values, shift):
-        size = 32 + shift + values.nbytes + 32
-        self.memory = np.full(size, 165, np.uint8)
-        self.inside = slice(32 + shift, 32 + shift + values.nbytes)
-        self.array = self.memory[self.inside].view(values.dtype).reshape(values.shape)
-        self.array[...] = values
 
-    def snapshot(self, is_filled):
-        """Return the bytes that a function may not change."""
-        kept = self.memory.copy()
-        if is_filled:
-            kept[self.inside] = 0
-        return kept.tobytes()
+# -- the public functions --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BLENDS)
+def test_blends_by_a_loop(mm, name):
+    _, random_call, loop = KERNELS[name]
+    for rng in cases(60):
+        ours = random_call(rng)
+        theirs = copied(ours)
+        getattr(mm, name)(**ours)
+        loop(*theirs.values())
+        same(ours["dataset_index"], theirs["dataset_index"], theirs)
+        same(ours["dataset_sample_index"], theirs["dataset_sample_index"], theirs)
+
+
+@pytest.mark.parametrize(
+    "which, sample, weights",
+    [
+        ((0, 4), (1, 5), (8, 10)),  # side by side in memory
+        ((16, 20), (0, 4), (8, 10)),
+        ((4, 8), (2, 6), (8, 10)),
+        ((16, 20), (0, 4), (0, 2)),  # over the weights, which are copied first
+        ((16, 24, 2), (0, 4), (8, 10)),  # with gaps, or backwards
+        ((31, 27, -1), (6, None, -2), (8, 10)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name, inputs", [(BLENDS[0], "weights"), (BLENDS[1], "sizes")])
+def test_arrays_of_a_blend_may_lie_anywhere(mm, name, inputs, which, sample, weights):
+    """Nothing else is written."""
+    call = toy_call(name)
+    memory = np.full(12, 77)
+    moved = memory[slice(*weights)].view(call[inputs].dtype)
+    moved[:] = call[inputs]
+    wanted = memory.copy()
+    wanted.view(np.int16)[slice(*which)] = 1, 0, 1, 1
+    wanted[slice(*sample)] = 0, 0, 1, 2
+    call |= {"dataset_index": memory.view(np.int16)[slice(*which)], inputs: moved}
+    call |= {"dataset_sample_index": memory[slice(*sample)]}
+    getattr(mm, name)(**call)
+    same(memory, wanted)
+
+
+def test_blend_of_as_many_datasets_as_int16_can_number(mm):
+    """Upstream has arrays of so many doubles on its stack."""
+    which, sample = np.zeros(50, np.int16), np.zeros(50, np.int64)
+    mm.build_blending_indices(which, sample, np.full(32766, 1 / 32766), 32766, 50)
+    assert which.tolist() == list(range(50))
+    with pytest.raises(ValueError, match="32766"):
+        mm.build_blending_indices(which, sample, np.full(32767, 1 / 32767), 32767, 5)
+
+
+def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
+    """However many cores: as many parts, side by side; empty documents on every edge."""
+    monkeypatch.setattr(c, "_DOCUMENTS_OF_A_THREAD", 1)
+    monkeypatch.setattr(c.build_sample_idx, "__wrapped__", None)  # C alone has to do it
+    for rng in cases(100):
+        sizes, documents, S = random_stream(rng)
+        tokens = int(sizes[documents].sum())
+        if rng.random() < 0.2:  # documents behind the last row
+            tokens = int(rng.integers(0, tokens + 1))
+        arguments = [sizes, documents, S, 1, tokens, *(rng.random(rng.integers(3)) < 0.5).tolist()]
+        cores = rng.choice([None, *range(1, 9)])
+        monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=cores))
+        same(c.build_sample_idx(*arguments), one.build_sample_idx(*arguments), arguments)
+
+
+@pytest.mark.parametrize("dtype", ["i4", "u4", "i8", "i2", "f8", ">i4"])
+def test_shuffle_goes_on_where_numpy_would(c, dtype):
+    """From any state, and leaves the state behind that numpy would leave."""
+    for rng in cases(10):
+        state = np.random.RandomState(int(rng.integers(2**32)))
+        state.bytes(4 * int(rng.integers(700)))
+        state.normal(size=rng.integers(2))  # of two numbers that are made one is kept
+        num_items = rng.choice([rng.integers(1500), 140_000])  # few use few bits of a draw
+        ours = np.arange(num_items).astype(dtype)
+        theirs = ours.copy()
+        other = copied(state)
+        c.shuffle(ours, state)
+        other.shuffle(theirs)
+        same(ours, theirs)
+        assert repr(state.get_state()) == repr(other.get_state())
+
+
+# -- hostile arguments: the same exception from both implementations, never a crash ----------------
+
+
+def read_only(values):
+    values = values.copy()
+    values.flags.writeable = False
+    return values
+
+
+def good_arguments(name):
+    """Arguments of a public function, by name."""
+    if name in BLENDS:
+        return toy_call(name)
+    arguments = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2)}
+    return arguments | {"sequence_length": 4, "num_epochs": 1, "tokens_per_epoch": 13}
+
+
+OVERLAP = np.zeros(4, np.int64)
+HOSTILE_OUTPUTS = [  # of both blends: (error, argument, values)
+    (TypeError, "dataset_index", [np.zeros(4, np.int32), [0] * 4]),
+    (ValueError, "dataset_index", [np.zeros(3, np.int16), np.zeros((4, 1), np.int16)]),
+    (ValueError, "dataset_index", [read_only(np.zeros(4, np.int16))]),
+    (TypeError, "dataset_sample_index", [np.zeros(4, np.int32)]),
+    (ValueError, "dataset_sample_index", [np.zeros(3, np.int64), read_only(OVERLAP)]),
+    (ValueError, "num_datasets", [0, -1, 3]),
+    (TypeError, "num_datasets", [2.0]),
+]
+HOSTILE = {
+    "build_sample_idx": [
+        (TypeError, "sizes", [np.array([4, 3, 6]), np.array([4.0, 3.0, 6.0]), [4, 3, 6]]),
+        (ValueError, "sizes", [np.ones((3, 1), np.int32), int32(4, 3, -6)]),
+        (TypeError, "document_indices", [np.array([0, 1, 2])]),
+        (ValueError, "document_indices", [np.zeros((3, 1), np.int32), int32()]),
+        (IndexError, "document_indices", [int32(0, 9999999, 2), int32(0, -1, 2)]),
+        (ValueError, "sequence_length", [0, -4, 2**32, 2**63 - 1, 2**70]),
+        (TypeError, "sequence_length", [4.5]),
+        (ValueError, "tokens_per_epoch", [400, -13, 2**62]),  # upstream: reads behind its arrays
+        (TypeError, "num_epochs", [None]),
+    ],
+    "build_blending_indices": [
+        *HOSTILE_OUTPUTS,
+        (ValueError, "weights", [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"]]),
+        (ValueError, "size", [5, -1]),
+        (TypeError, "size", [2.5]),
+    ],
+    "build_exhaustive_blending_indices": [
+        *HOSTILE_OUTPUTS,
+        (ValueError, "sizes", [np.array([2.5, 1.5]), [5, -1], [3, 2], [2**62, 2**62]]),
+    ],
+}
+HALF = OVERLAP.view(np.int16)[:4]
+HOSTILE_PAIRS = [
+    ("build_sample_idx", IndexError, "document_indices", int32(0, 1, 9), "tokens_per_epoch", 6),
+    ("build_sample_idx", IndexError, "document_indices", int32(0, 9, 2), "sizes", int32(4, 3, -6)),
+    ("build_sample_idx", IndexError, "document_indices", int32(0, 9, 2), "sizes", int32(-4, 3, 6)),
+    ("build_sample_idx", ValueError, "tokens_per_epoch", 400, "drop_last_partial_sequence", False),
+    ("build_sample_idx", ValueError, "tokens_per_epoch", 2**40, "num_epochs", 2**40),
+    ("build_sample_idx", ValueError, "tokens_per_epoch", -13, "num_epochs", -1),
+    (BLENDS[0], ValueError, "dataset_index", HALF, "dataset_sample_index", OVERLAP),
+    (BLENDS[1], ValueError, "dataset_index", HALF, "dataset_sample_index", OVERLAP),
+    (BLENDS[0], ValueError, "weights", np.ones(40000), "num_datasets", 40000),
+    (BLENDS[1], ValueError, "sizes", [2**62] * 4, "num_datasets", 4),  # the sum wraps to 0
+]
+
+
+def hostile_rows():
+    """(function, error, {argument: value, ...}) of each row above."""
+    for name, rows in HOSTILE.items():
+        for error, argument, values in rows:
+            for value in values:
+                yield name, error, {argument: value}
+    for name, error, first, value, second, other in HOSTILE_PAIRS:
+        yield name, error, {first: value, second: other}
+
+
+@pytest.mark.parametrize("name, error, changed", list(hostile_rows()), ids=str)
+def test_hostile_arguments_raise(mm, one, monkeypatch, name, error, changed):
+    """A part of a sample index names the place in the whole.  Upstream crashes."""
+    monkeypatch.setattr(mm, "_DOCUMENTS_OF_A_THREAD", 1)
+    monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=3))
+    sentences = []
+    for module in (mm, one):
+        with pytest.raises(error) as caught:
+            getattr(module, name)(**good_arguments(name) | changed)
+        assert caught.type is error
+        sentences.append(str(caught.value))
+    assert sentences[0] == sentences[1]
+
+
+# -- the copy of the module with C reads what the copy without C reads -----------------------------
+
+READ_DTYPES = [np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64]
+INDEX_ARRAYS = ["document_index", "sample_index", "shuffle_index"]
+ENTRIES = ["sequence_lengths", "sequence_pointers"]
+FLAGS = ["create_attention_mask", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"]
+FLAGS += ["inter_document_masking", "allow_ambiguous_pad_tokens"]
+FLAGS += ["drop_last_partial_validation_sequence"]
+
+
+def random_datasets(mm, folder, seed):
+    """Two GPTDatasets of small random corpora, and a blend of them: on one random config."""
+    rng = np.random.default_rng([16, seed])
+    dtype = READ_DTYPES[rng.integers(len(READ_DTYPES))]
+    fields = {}
+    for flag in FLAGS:
+        fields[flag] = bool(rng.random() < [0, 0.5, 0.8][seed % 3])
+    if fields["inter_document_masking"] or not fields["create_attention_mask"]:
+        fields["reset_attention_mask"] = False
+    fields["add_extra_token_to_sequence"] = bool(rng.integers(2))
+    tokenizer = Tok(eod=int(rng.integers(0, 5)))
+    if seed % 3:  # else the ids are looked at once only
+        tokenizer.pad = int(rng.integers(-1, 4))
+    lowest = 0
+    if seed % 2:  # -1 pads where a tokenizer has no pad
+        lowest = -1 if np.dtype(dtype).kind == "i" else np.iinfo(dtype).max - 5
+    prefixes = []
+    for d in range(2):
+        docs = [np.add(doc, lowest) for doc in random_docs(rng, most=8, longest=9, vocab=5)]
+        prefixes.append(mk(mm, folder / f"{seed}-{d}", docs, dtype))
+    fields |= {"sequence_length": int(rng.integers(1, 14)), "tokenizer": tokenizer}
+    cfg = config(mm, (prefixes, None), **fields)
+    split = mm.Split.valid if rng.integers(2) else mm.Split.train
+    num_samples = int(rng.integers(1, 20))
+    datasets = []
+    for prefix in prefixes:
+        corpus = mm.IndexedDataset(prefix)
+        documents = np.arange(len(corpus), dtype=np.int32)
+        datasets.append(quiet(mm.GPTDataset, corpus, prefix, documents, num_samples, split, cfg))
+    sizes = [len(ds) for ds in datasets]
+    if 0 in sizes:  # nothing to blend
+        return datasets
+    return [*datasets, mm.BlendedDataset(datasets, sizes, None, cfg)]
+
+
+def damage(ds, seed):
+    """Change one number in the index arrays of a dataset or in the entries of its .idx."""
+    rng = np.random.default_rng([61, seed])
+    arrays = {name: np.array(getattr(ds, name)) for name in INDEX_ARRAYS}
+    if rng.integers(2):  # what C takes for more than 2**31 documents or 2**32 samples
+        arrays["sample_index"] = arrays["sample_index"].astype(np.int64)
+        arrays["shuffle_index"] = arrays["shuffle_index"].astype(np.int64)
+    entries = {name: np.array(getattr(ds.dataset, name)) for name in ENTRIES}
+    values = (arrays | entries)[rng.choice(INDEX_ARRAYS + ENTRIES)].reshape(-1)
+    at = rng.integers(values.size)
+    if rng.random() < 0.7:  # one too far is what a check is most easily wrong about
+        step = rng.choice([-2, -1, 1, 2])
+        values[at : at + 1] += np.array([step]).astype(values.dtype)  # which may wrap around
+    else:
+        others = np.array([-1, 0, 1, 50, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)])
+        values[at] = rng.choice(others).astype(values.dtype)
+    ds._cache = arrays
+    vars(ds.dataset).update(entries)
+
+
+def outcome(function, argument):
+    """The samples or batches that a call returns, and its error or its warnings as text."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = function(argument)
+        except Exception as error:
+            return [], f"{type(error).__name__}: {error}"
+    messages = sorted({str(warning.message) for warning in caught})
+    return found if isinstance(found, list) else [found], "\n".join(messages)
+
+
+def test_c_reads_what_the_definitions_read(c, one, tmp_path):
+    """A whole dataset, a damaged one, and a blend of both; the same warnings and errors."""
+    errors = 0
+    for seed in range(round(40 * CASES)):
+        ours = random_datasets(c, tmp_path, seed)
+        theirs = random_datasets(one, tmp_path, seed)
+        if len(theirs[0]) > 0:
+            damage(ours[0], seed)
+            damage(theirs[0], seed)
+        rng = np.random.default_rng(seed)
+        for k, ds in enumerate(theirs):
+            n = len(ds)
+            if n == 0:
+                continue
+            indices = [*rng.integers(-n, n, 5).tolist(), None]
+            calls = [("__getitem__", i) for i in (*indices, n, -n - 1, 2**70)]
+            for name in ("__getitems__", "batch"):
+                calls += [(name, indices), (name, [*indices, n]), (name, [2**70])]
+            for name, argument in calls:
+                note = seed, k, name, argument
+                samples, text = outcome(getattr(ours[k], name), argument)
+                wanted, wanted_text = outcome(getattr(ds, name), argument)
+                assert text == wanted_text, note
+                same_batches(samples, wanted, note)
+                errors += "wanted a place in .bin" in text or "rebuild the cache" in text
+    assert errors > 0
+
+
+def test_which_datasets_release_the_gil(mm, tmp_path):
+    """Those that C reads: of a mapped corpus, with no method or reader of their own."""
+    prefix = mk(mm, tmp_path / "p", [[1, 2, 3] * 9])
+    plain = gpt(mm, prefix)
+    blend = mm.BlendedDataset([plain], [1], 3, plain.config)
+    arguments = prefix, plain.indices, None, mm.Split.train, plain.config
+    unmapped = mm.GPTDataset(mm.IndexedDataset(prefix, mmap=False), *arguments)
+    reader = type("Reader", (mm.IndexedDataset,), {})(prefix)
+    others = [Bare(3), unmapped, mm.GPTDataset(reader, *arguments)]
+    for name in ("__getitem__", "__getitems__", "pieces", "_query_document_sample_shuffle_indices"):
+        cls = type("Own", (mm.GPTDataset,), {name: Bare.__getitem__})
+        others.append(cls(plain.dataset, *arguments))
+    for part in others[1:]:
+        others.append(mm.BlendedDataset([plain, part], [1, 1], 3, plain.config))
+    others.append(mm.BlendedDataset([plain], [1], 3, config(mm, ([prefix], None))))
+    cls = type("Own", (mm.GPTDataset,), {"batch": Bare.__getitem__})
+    others.append(cls(plain.dataset, *arguments))
+    for name in ("__getitem__", "__getitems__", "batch"):
+        cls = type("Own", (mm.BlendedDataset,), {name: Bare.__getitem__})
+        others.append(cls([plain], [1], 3, plain.config))
+    for dataset in (plain, blend):
+        assert mm.releases_the_gil(dataset) == (mm.IMPLEMENTATION == "c")
+    assert [mm.releases_the_gil(dataset) for dataset in others] == [False] * len(others)
+
+
+# -- what a function of C is given is checked before it is trusted ---------------------------------
+
+# {function: {argument: values that it refuses in the toy call}}
+OUT_OF_RANGE = {
+    "build_sample_idx": {
+        "sample_index": [np.zeros((4, 3), np.int32)],
+        "sizes": [int32(8, -1, 6)],
+        "document_index": [int32(0, 3, 2), int32(0, 1, -1), int32(0, 1)],
+        "sequence_length": [0, -1, 2**62, 2**63],
+        "add_extra_token": [-1, 2],
+        "last_token": [-5, 9, 14, 2**62],  # of the row before, of the next, ...
+        "first_row": [-1, 2**62, 2**63 - 1],
+        "first_document": [-1, 2**31 - 3],
+        "before": [-1, 5, 2**63 - 1],
+    },
+    "shuffle": {"pos": [-1, 625, 2**31], "array": [b"01234567", None]},
+    "build_blending_indices": {
+        "num_datasets": [-1, 0, 1, 3, 2**63],
+        "size": [-1, 5, 2**62],
+        "weights": [np.array([1, 1]), np.array([0.5, math.nan]), np.array([0.5, math.inf])],
+    },
+    "build_exhaustive_blending_indices": {
+        "num_datasets": [-1, 0, 1, 3],
+        "sizes": [int32(1, 3), np.array([5, -1]), np.array([2**62] * 2), np.ones(2)],
+    },
+    "read_samples": {
+        "tokens": [None, np.zeros((3, 0), np.int64)],
+        "cu_seqlens": [None],  # without max_seqlen, and that without this
+        "max_seqlen": [None],
+        "places": [np.array([0, 1])],
+        "items": [np.zeros(13, np.uint32), np.zeros(13, np.float32), "aaaabbb"],
+        "pointers": [np.array([0, 16])],
+        "sample_index": [np.zeros((4, 3), np.int32)],
+        "shuffle_index": [int32(0, 1, 2)],
+        "extra": [-1, 2],
+        "pad": [2**63],
+    },
+}
+
+
+def wrong_forms(values, is_filled):
+    """What no function of C takes in place of an array."""
+    forms = [values.tolist(), values.astype(np.complex128), values.astype("O")]
+    forms += [values.view(f"V{values.itemsize}"), values[None]]
+    forms.append(np.repeat(values, 2, axis=-1)[..., ::2])
+    if values.itemsize > 1:
+        forms.append(values.astype(values.dtype.newbyteorder()))
+    if values.ndim > 1:
+        forms += [values.reshape(-1), np.asfortranarray(values)]
+    if is_filled:
+        forms.append(read_only(values))
+    return forms
+
+
+def overlapping(values, others):
+    """Copies of two arrays of which the last byte of one is the first of the other."""
+    memory = np.zeros(values.nbytes + others.nbytes - 1, np.uint8)
+    first = memory[: values.nbytes].view(values.dtype).reshape(values.shape)
+    return first, memory[-others.nbytes :].view(others.dtype).reshape(others.shape)
+
+
+def refused_calls(name):
+    """The toy call with an argument, or two, that a function of C has to refuse."""
+    usual = toy_call(name)
+    filled = filled_by(name)
+    for key, value in usual.items():
+        wrong = list(OUT_OF_RANGE[name].get(key, []))
+        if isinstance(value, np.ndarray):
+            wrong += wrong_forms(value, key in filled)
+        elif type(value) is int:
+            wrong += [None, "4", [4], 1.5]
+        if key in filled and key != "array":  # any array may be shuffled
+            wrong += [np.delete(value, -1, axis) for axis in range(value.ndim)]
+        for one_of_them in wrong:
+            yield usual | {key: one_of_them}
+    for key in filled:
+        for other, values in usual.items():
+            if other != key and isinstance(values, np.ndarray):
+                first, last = overlapping(usual[key], values)
+                yield usual | {key: first, other: last}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_c_refuses_bad_calls(c, name):
+    call_c(c, name, toy_call(name))
+    for call in refused_calls(name):
+        with pytest.raises(REFUSALS):
+            call_c(c, name, call)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_c_gives_back_what_it_borrows(c, name):
+    """No reference and no memory is left by calls that succeed, nor by calls that fail."""
+    calls = [toy_call(name), *refused_calls(name)]
+    arrays = []
+    for call in calls:
+        arrays += [value for value in call.values() if isinstance(value, np.ndarray)]
+    repeat_calls(c, name, calls, 2)  # what Python keeps of a first call is there
+    counts = [sys.getrefcount(values) for values in arrays]
+    tracemalloc.start()
+    repeat_calls(c, name, calls, 2)
+    before = tracemalloc.get_traced_memory()[0]
+    repeat_calls(c, name, calls, 40)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 40 * 8, "no object is so small"
+    assert [sys.getrefcount(values) for values in arrays] == counts
+
+
+def repeat_calls(c, name, calls, count):
+    """Call a function of C so often with each of these, whether it succeeds or fails."""
+    for _ in range(count):
+        for call in calls:
+            with contextlib.suppress(*REFUSALS):
+                call_c(c, name, call)
+
+
+def test_c_reads_the_toy_corpus(c):
+    call = toy_call("read_samples")
+    assert call_c(c, "read_samples", call) == 0
+    assert bytes(call["tokens"].reshape(-1).tolist()) == b"aaaabbbccccc"
+    call |= {"extra": 0, "sample_index": np.zeros((4, 2), np.int32)}
+    assert call_c(c, "read_samples", call) == 0, "padding is no real token"
+
+
+@pytest.mark.parametrize("dtype, pad", [("u1", 98), ("i4", -1)])
+def test_c_finds_real_tokens_that_equal_the_pad_id(c, dtype, pad):
+    """Four b in the samples aaaab, bbbcc and ccccc, where no setting asks to look at each token."""
+    text = int32(*b"aaaabbbcccccc")
+    items = np.where(text == 98, pad, text).astype(dtype)
+    call = toy_call("read_samples") | {"items": items, "pad": pad, "attention_mask": None}
+    call |= {"pointers": np.array([0, 4, 7]) * items.itemsize, "mask_loss": False}
+    assert call_c(c, "read_samples", call) == 4
+
+
+@pytest.mark.parametrize(
+    "k, name, values",
+    [
+        (1, "sample_index", [[0, 0], [-1, 2], [0, 2], [2, 5]]),  # begins before the first one
+        (1, "sample_index", [[0, 0], [1, -1], [2, 0], [2, 5]]),  # begins before a document
+        (1, "sample_index", [[0, 0], [1, 0], [2, -2], [2, 5]]),
+        (2, "sample_index", [[0, 0], [1, 0], [2, 3], [3, 0]]),  # ends in a fourth of three
+        (2, "sample_index", [[0, 0], [1, 0], [2, 1], [2, 6]]),  # ends behind a document
+        (1, "sample_index", [[0, 0], [1, 0], [0, 1], [2, 5]]),  # goes back
+        (0, "document_index", [0, 3, 2]),
+        (0, "document_index", [0, -1, 2]),
+        (0, "shuffle_index", [3, 1, 2]),
+        (3, "places", [0, 1, 2]),  # there is no sample 3
+        (-4, "places", [0, 1, 2]),
+        (0, "places", [3, 1, 2]),
+        (0, "places", [-1, 1, 2]),
+        (0, "pointers", [-4, 16, 28]),
+        (2, "pointers", [0, 16, 32]),
+        (2, "pointers", [0, 16, 26]),  # in the middle of a token
+        (0, "lengths", [14, 3, 6]),
+        (0, "lengths", [-1, 3, 6]),
+    ],
+    ids=str,
+)
+def test_c_reads_nothing_outside_of_an_array(c, k, name, values):
+    """In front and behind of each array lies a copy of an item, which would do as one more."""
+    call = toy_call("read_samples")
+    call |= {"wanted": np.array([k]), name: np.array(values, call[name].dtype)}
+    for key, array in call.items():
+        if isinstance(array, np.ndarray):
+            call[key] = np.concatenate([array[:1], array, array[-1:]])[1:-1]
+    assert call_c(c, "read_samples", call) == -1
+
+
+# -- random calls of these functions ---------------------------------------------------------------
 
 
 ODD_NUMBERS = [-(2**63), -1, 0, 1, 2, 7, 625, 2**15, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1]
-ODD = [*ODD_NUMBERS, 2**63, 2**99, True, 1.5, math.nan, math.inf, None, "4", b"4", [4], (), {}]
-ODD += [np.int8(4), np.float64(4), np.array(4), np.array([4])]
 
 
+@np.errstate(all="ignore")
 def damaged(rng, value):
-    """A value instead of a good one: mostly one that is nearly as good."""
-    if not isinstance(value, np.ndarray) or value.ndim == 0:
-        is_near = isinstance(value, int) and rng.random() < 0.5
-        return value + int(rng.choice([-1, 1])) if is_near else ODD[rng.integers(len(ODD))]
-    if rng.random() < 0.5 and value.size and value.dtype.kind in "iuf" and value.flags.writeable:
-        at = np.unravel_index(rng.integers(value.size), value.shape)
-        if rng.random() < 0.5:
-            value[at] += 1 if rng.integers(2) else np.array(-1).astype(value.dtype)
-        else:
-            value[at] = np.array(ODD_NUMBERS[rng.integers(len(ODD_NUMBERS))]).astype(value.dtype)
-        return value
-    forms = [ODD[rng.integers(len(ODD))], value[:-1], value[1:], value[::2], value[::-1]]
-    forms += [value[None], value[..., None], value.reshape(-1), value[..., :-1], value[:0]]
-    forms += [np.asfortranarray(value), np.repeat(value, 2, 0), read_only(value), value.tolist()]
-    forms += [memoryview(value), value.tobytes(), torch.zeros(3), value.T]
-    dtypes = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", ">i4", "c16"]
-    forms += [value.astype(dtypes[rng.integers(len(dtypes))]) for _ in range(3)]
-    return forms[rng.integers(len(forms))]
+    """A value instead of a good one, and mostly nearly as good."""
+    odd = ODD_NUMBERS[rng.integers(len(ODD_NUMBERS))]
+    is_near = rng.random() < 0.5
+    step = int(rng.choice([-1, 1]))
+    if not isinstance(value, np.ndarray):
+        return value + step if is_near and isinstance(value, int) else odd
+    if rng.random() < 0.3:
+        return [value[:-1], value[:0], np.repeat(value, 2, 0)][rng.integers(3)].copy()
+    if value.size > 0:
+        items = value.reshape(-1)
+        at = rng.integers(value.size)
+        items[at] = np.array(items[at].item() + step if is_near else odd).astype(value.dtype)
+    return value
 
 
-def fuzz_c(c, name, rng, batches):
-    """Call a function of C with damaged arguments: it refuses them, or does what it should.
+def put_amid_other_memory(values, rng):
+    """A copy of an array at some address -> the memory around the copy, and the copy."""
+    memory = np.full(values.nbytes + 65, 165, np.uint8)
+    first = 32 + rng.integers(2)
+    moved = memory[first : first + values.nbytes].view(values.dtype).reshape(values.shape)
+    moved[...] = values
+    return memory, moved
+
+
+def fuzz_c(c, name, rng):
+    """Call a function of C, mostly with damaged arguments: it refuses, or does what it should.
 
     Nothing outside of the arrays that it fills is written.  True if it refused.
     """
-    num_filled, _ = ARGUMENTS[name]
-    arguments = random_call(c, name, rng, batches)
-    guarded = {}
-    for k, value in enumerate(arguments):
+    _, random_call, loop = KERNELS[name]
+    call = random_call(rng)
+    num_damaged = rng.integers(3)
+    for key in rng.choice(list(call), num_damaged):
+        call[key] = damaged(rng, call[key])
+    memories = []
+    for key, value in call.items():
         if isinstance(value, np.ndarray):
-            guarded[k] = Guarded(value, rng.integers(2))
-            arguments[k] = guarded[k].array
-    for _ in range(rng.integers(1, 3)):
-        k = rng.integers(len(arguments))
-        with np.errstate(all="ignore"):
-            arguments[k] = quiet(damaged, rng, arguments[k])
-    before = {k: guard.snapshot(k < num_filled) for k, guard in guarded.items()}
-    copies = []
-    for value in arguments:
-        if isinstance(value, (np.ndarray, memoryview, bytes, torch.Tensor)):
-            value = np.asarray(value).copy()
-        is_number = isinstance(value, (np.ndarray, np.generic)) and np.ndim(value) == 0
-        copies.append(value.item() if is_number else value)
+            memory, call[key] = put_amid_other_memory(value, rng)
+            memories.append(memory)
+    theirs = copied(call)
+    is_refused = False
     try:
-        found = call_c(c, name, arguments)
-        is_refused = name == "read_samples" and found == -1
+        found = call_c(c, name, call)
     except REFUSALS:
         is_refused = True
-    for k, guard in guarded.items():
-        assert guard.snapshot(k < num_filled) == before[k], "what it may not write"
-    if not is_refused and name != "read_samples":
-        assert found == quiet(call_definition, c, name, copies)
-        for k in range(num_filled):
-            same(arguments[k], copies[k], copies)
+    for memory in memories:
+        assert bytes(memory[:32]) == bytes(memory[-32:]) == bytes([165] * 32)
+    if is_refused or loop is None:
+        theirs |= {key: call[key] for key in filled_by(name)}
+        is_refused = is_refused or found == -1
+    else:
+        assert found == loop(*theirs.values())
+    for key, value in call.items():
+        same(value, theirs[key], theirs)
+    assert not is_refused or num_damaged > 0
     return is_refused
 
 
-@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "read_samples"])
-def test_random_calls_of_c(c, name):
-    """Undamaged: read_samples, whose definition is that of a dataset, is tested above."""
-    for rng in cases(40):
-        ours = random_call(c, name, rng, [])
-        theirs = copied(ours)
-        assert call_c(c, name, ours) == call_definition(c, name, theirs)
-        for found, wanted in zip(ours, theirs, strict=True):
-            same(found, wanted, theirs)
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
-    "first, end", [(0, 40), pytest.param(40, 40 + round(150 * FUZZ), marks=pytest.mark.slow)]
+    "first, end", [(0, 100), pytest.param(100, 100 + round(150 * FUZZ), marks=pytest.mark.slow)]
 )
-def test_fuzzed_arguments_of_c(c, batches, name, first, end):
+def test_fuzzed_calls_of_c(c, name, first, end):
     refused = 0
     for case in range(first, end):
-        try:
-            refused += fuzz_c(c, name, np.random.default_rng([16, case]), batches)
-        except BaseException as error:
-            error.add_note(f"in case {case}")
-            raise
+        refused += fuzz_c(c, name, np.random.default_rng([16, case]))
     assert 0 < refused < end - first
 
 
-# -- what a function of C leaves behind ------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_c_gives_back_what_it_borrows(c, name, tmp_path):
-    """No reference and no memory is left by calls that succeed, nor by calls that fail."""
-    for usual in toy_calls(c, name, tmp_path):
-        arrays = [value for value in usual if isinstance(value, np.ndarray)]
-        calls = [usual]
-        for k, value in enumerate(usual):
-            if value is not None:
-                calls.append([*usual[:k], "wrong", *usual[k + 1 :]])
-        for arguments in calls:
-            repeat_call(c, name, arguments, 2)  # what Python keeps of a first call is there
-            counts = [sys.getrefcount(values) for values in arrays]
-            tracemalloc.start()
-            repeat_call(c, name, arguments, 2)
-            before = tracemalloc.get_traced_memory()[0]
-            repeat_call(c, name, arguments, 200)
-            grown = tracemalloc.get_traced_memory()[0] - before
-            tracemalloc.stop()
-            assert grown < 200 * 8, "no object is so small"
-            assert [sys.getrefcount(values) for values in arrays] == counts
+def long_call(name):
+    """A call for which a function of C works for some milliseconds."""
+    n = 400_000
+    call = toy_call(name)
+    if name in BLENDS:
+        call |= {"dataset_index": np.zeros(n, np.int16), "dataset_sample_index": np.zeros(n, int)}
+        return call | ({"size": n} if "size" in call else {"sizes": np.array([n // 4, 3 * n // 4])})
+    if name == "shuffle":
+        return call | {"array": np.arange(n)}
+    if name == "build_sample_idx":
+        call |= {"sample_index": np.zeros((n + 1, 2), np.int32), "add_extra_token": 0}
+        return call | {"document_index": np.zeros(n, np.int32), "last_token": 4 * n}
+    for key in ("tokens", "labels", "position_ids"):
+        call[key] = np.zeros((1, n), np.int64)
+    call |= {"loss_mask": np.zeros((1, n), np.float32), "wanted": np.array([0])}
+    call |= {"cu_seqlens": None, "max_seqlen": None, "attention_mask": None}
+    call |= {"items": np.ones(n + 1, np.uint8), "pointers": np.array([0]), "lengths": int32(n + 1)}
+    return call | {"document_index": int32(0), "sample_index": int32(0, 0, 0, n).reshape(2, 2)}
 
 
-def repeat_call(c, name, arguments, count):
-    """Call a function of C so often, whether it succeeds or fails."""
-    for _ in range(count):
-        with contextlib.suppress(*REFUSALS):
-            call_c(c, name, arguments)
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_c_in_eight_threads(c, batches, name):
+@pytest.mark.parametrize("name", KERNELS)
+def test_c_in_eight_threads(c, name):
     """At once, on the same inputs, with outputs of their own."""
-    num_filled, _ = ARGUMENTS[name]
-    for case in range(5):
-        usual = random_call(c, name, np.random.default_rng([8, case]), batches)
-        calls = [[*copied(usual[:num_filled]), *usual[num_filled:]] for _ in range(9)]
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            futures = [pool.submit(call_c, c, name, arguments) for arguments in calls[1:]]
-            wanted = call_c(c, name, calls[0])
-            assert [future.result() for future in futures] == [wanted] * 8
-        for arguments in calls[1:]:
-            for k in range(num_filled):
-                same(np.array(arguments[k]), np.array(calls[0][k]))
+    usual = long_call(name)
+    calls = []
+    for _ in range(9):
+        calls.append(usual | copied({key: usual[key] for key in filled_by(name)}))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(call_c, c, name, call) for call in calls[1:]]
+        found = [future.result() for future in futures]
+    assert found == [call_c(c, name, calls[0])] * 8
+    for call in calls[1:]:
+        for key in filled_by(name):
+            same(call[key], calls[0][key])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_c_releases_the_gil(c, name, tmp_path):
+@pytest.mark.parametrize("name", KERNELS)
+def test_c_releases_the_gil(c, name):
     """Another thread runs on in the middle of a call."""
     stop = threading.Event()
     ticks = []
     thread = threading.Thread(target=tick_until, args=(stop, ticks))
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # only a lock that is released lets the other thread in
-    arguments = long_call(c, name, tmp_path)
+    call = long_call(name)
     try:
         thread.start()
         for _ in range(100):  # the system may wake the thread late
             before = len(ticks)
-            call_c(c, name, arguments)
+            call_c(c, name, call)
             if len(ticks) > before:
                 break
         assert len(ticks) > before
@@ -8603,23 +7827,6 @@ def tick_until(stop, ticks):
         time.sleep(0.001)
 
 
-def long_call(c, name, folder):
-    """Arguments with which a function of C works for some milliseconds."""
-    n = 1_000_000
-    outputs = [np.zeros(n, np.int16), np.zeros(n, np.int64)]
-    if name == "build_sample_idx":
-        documents = np.zeros(n, np.int32)
-        return [np.zeros((n + 1, 2), np.int32), int32(4), documents, 4, 0, 4 * n, 0, 0, 0]
-    if name == "shuffle":
-        return [outputs[1], np.random.RandomState(0).get_state()[1].copy(), 0]
-    if name == "build_blending_indices":
-        return [*outputs, np.array([0.25, 0.75]), 2, n]
-    if name == "build_exhaustive_blending_indices":
-        return [*outputs, np.array([n // 4, 3 * n // 4]), 2]
-    prefix = mk(c, folder / "long", [np.ones(n)])
-    return arguments_of_read_samples(c, gpt(c, prefix, sequence_length=n // 2))
-
-
 # -- the loops for other machines, and for arrays that no test can hold ----------------------------
 
 
@@ -8628,6 +7835,7 @@ def portable(tmp_path_factory):
     """C as built for a machine without SSE2; shuffles take two words a draw from 1000 items on."""
     if "c" not in IMPLEMENTATIONS or not (HERE / "setup.py").exists():
         pytest.skip("the C kernels are switched off, or have no setup.py")
+    pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("portable")
     for name in ("setup.py", "megatron_min.py", "_helpers.c"):
         shutil.copy(HERE / name, folder)
@@ -8638,7 +7846,7 @@ def portable(tmp_path_factory):
     if not built:
         pytest.skip("there is no C compiler")
     spec = importlib.util.spec_from_file_location("_megatron_min", built[0])
-    return importlib.util.module_from_spec(spec)
+    return types.SimpleNamespace(_megatron_min=importlib.util.module_from_spec(spec))
 
 
 @pytest.mark.slow
@@ -8648,7 +7856,7 @@ def test_shuffle_beyond_2_32_items(portable):
     _, key, position, *_ = state.get_state()
     draws = iter(np.frombuffer(state.bytes(4 * 20_000), "<u4").tolist())
     found, wanted = np.arange(3000), list(range(3000))
-    position = portable.shuffle(found, key, position)
+    position = portable._megatron_min.shuffle(found, key, position)
     for i in range(2999, 0, -1):
         j = i + 1
         while j > i:
@@ -8663,15 +7871,85 @@ def test_shuffle_beyond_2_32_items(portable):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KERNELS[2:])
-def test_blends_without_vectors(c, portable, name):
-    for rng in cases(60):
-        ours = random_arguments(name, rng)
-        theirs = copied(ours)
-        getattr(portable, name)(*ours.values())
-        getattr(c, name).__wrapped__(**theirs)
-        for key, value in theirs.items():
-            same(ours[key], value, key)
+@pytest.mark.parametrize("name", BLENDS)
+def test_blends_without_vectors(portable, name):
+    for case in range(60):
+        fuzz_c(portable, name, np.random.default_rng([17, case]))
+
+
+def test_large_indices_in_python_are_said_once(mm, tmp_path, monkeypatch, recwarn):
+    """What is large is made small here: a million entries take seconds."""
+    prefixes = [mk(mm, tmp_path / name, [[1] * 20] * 30) for name in "ab"]
+    monkeypatch.setattr(mm, "_has_warned_of_python", False)
+    build(mm, [10, 0, 0], config(mm, (prefixes, [1, 1])))
+    assert [str(warning.message) for warning in recwarn] == []
+    monkeypatch.setattr(mm, "_MANY_ENTRIES", 59)
+    for size in (50, 200):  # the indices of each corpus have fewer entries than the blend at first
+        build(mm, [size, 0, 0], config(mm, (prefixes, [1, 1])))
+    said = [str(warning.message) for warning in recwarn]
+    assert len(said) == (mm.IMPLEMENTATION == "python")
+    assert all("in Python" in sentence for sentence in said)
+
+
+# -- what setup.py packs ---------------------------------------------------------------------------
+
+
+def run_setup(folder, *words, **variables):
+    """Run setup.py in a folder with these environment variables, and without a network."""
+    variables = {"MEGATRON_MIN_C": "", **variables}
+    run = [sys.executable, "-W", "ignore", "setup.py", "-q", *words]
+    subprocess.run(run, cwd=folder, env=os.environ | variables, check=True, capture_output=True)
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A folder with the files of the project."""
+    if not (HERE / "setup.py").exists():
+        pytest.skip("setup.py is not beside this file")
+    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
+    folder = tmp_path / "sources"
+    shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variables, tag",
+    [
+        pytest.param({"MEGATRON_MIN_C": "0"}, "py3-none-any", id="not wanted"),
+        pytest.param({"CC": "false"}, "py3-none-any", id="no compiler"),
+        pytest.param({"MEGATRON_MIN_C": "1"}, "cp311-abi3-", id="C"),
+    ],
+)
+def test_a_wheel_without_c_is_pure(sources, variables, tag):
+    if tag == "cp311-abi3-" and "c" not in IMPLEMENTATIONS:
+        pytest.skip("there is no C compiler")
+    run_setup(sources, "bdist_wheel", **variables)
+    [wheel] = (sources / "dist").iterdir()
+    assert tag in wheel.name
+    modules = {name.partition(".")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert ("_megatron_min" in modules) == (tag != "py3-none-any")
+
+
+@pytest.mark.slow
+def test_a_build_without_c_is_an_error_where_c_is_wanted(sources):
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run_setup(sources, "bdist_wheel", MEGATRON_MIN_C="1", CC="false")
+    assert b"'false'" in error.value.stderr
+
+
+@pytest.mark.slow
+def test_an_sdist_builds_and_passes_its_tests(sources, tmp_path):
+    run_setup(sources, "sdist", MEGATRON_MIN_C="0")
+    [archive] = (sources / "dist").iterdir()
+    shutil.unpack_archive(archive, tmp_path)
+    [folder] = tmp_path.glob("megatron_min-*")
+    switch = "1" if "c" in IMPLEMENTATIONS else "0"
+    run_setup(folder, "build_ext", "--inplace", MEGATRON_MIN_C=switch)
+    run = [sys.executable, "-m", "pytest", "-q", "-k", "wider or by_hand or switch"]
+    environment = os.environ | {"MEGATRON_MIN_C": switch}
+    ran = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
 
 
 # ==============================================================================
@@ -8688,25 +7966,23 @@ def test_null_tokenizer(one):
     assert one.NullTokenizer(7).unique_identifiers != tokenizer.unique_identifiers
 
 
-@pytest.mark.parametrize(
-    "name, word",
-    [
-        ("none", "unknown tokenizer"),
-        ("none.json", "no such file"),
-        ("null:", "number"),
-        ("null:x", "number"),
-        ("bytes:x:y", "bytes:x:y"),
-        ("no_such_module:x", "no_such_module"),
-        ("json:none", "none"),
-        ("os:path", "no tokenizer"),
-    ],
-)
-def test_wrong_tokenizer_is_one_sentence(one, tmp_path, capsys, name, word):
-    with pytest.raises((ValueError, OSError, ImportError, AttributeError)):
-        one.build_tokenizer(name)
+WRONG_TOKENIZERS = {  # what --tokenizer says, and a word of the sentence
+    "none": "unknown tokenizer",
+    "none.json": "no such file",
+    "null:": "number",
+    "null:x": "number",
+    "bytes:x:y": "bytes:x:y",
+    "no_such_module:x": "no_such_module",
+    "json:none": "none",
+    "os:path": "no tokenizer",
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TOKENIZERS)
+def test_wrong_tokenizer_is_one_sentence(one, tmp_path, capsys, name):
     path = jsonl(tmp_path / "a.jsonl", ["a"])
     code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", "--tokenizer", name)
-    assert code == 1 and one_sentence(err) and word in err
+    assert code == 1 and one_sentence(err) and WRONG_TOKENIZERS[name] in err
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
@@ -8745,29 +8021,21 @@ def hf(tmp_path):
     return path
 
 
-def test_hugging_face_tokenizer_by_hand(one, hf):
+def test_hugging_face_tokenizer(one, tmp_path, hf, capsys):
     tokenizer = one.build_tokenizer(hf)
     assert (tokenizer.vocab_size, tokenizer.eod) == (5, 3)
     assert tokenizer.tokenize("nein ja") == [2, 1]
     assert tokenizer.tokenize_batch(["nein ja", "", "was"]) == [[2, 1], [], [0]]
-    assert "nein" in tokenizer.detokenize([2, 1])
     other = one.build_tokenizer(hf, "</s>")
     assert other.eod == 4
     assert json.dumps(other.unique_identifiers) != json.dumps(tokenizer.unique_identifiers)
-    with pytest.raises(ValueError, match="<none>"):
-        one.build_tokenizer(hf, "<none>")
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_hugging_face_tokenizer_in_commands(one, tmp_path, hf, capsys, workers):
     path = jsonl(tmp_path / "a.jsonl", ["ja nein ja", "", "nein was"])
-    flags = ["--tokenizer", hf, "--eod-token", "</s>", "--append-eod", "--workers", workers]
+    flags = ["--tokenizer", hf, "--eod-token", "</s>", "--append-eod", "--workers", 2]
     code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *flags)
     assert code == 0, err
-    prefix = tmp_path / "o_text_document"
-    assert texts_of(one, prefix) == [[1, 2, 1, 4], [], [2, 0, 4]]
-    code, out, _ = command(one, capsys, "inspect", prefix, "--tokenizer", hf)
-    assert code == 0 and "ja nein ja" in out
+    assert texts_of(one, tmp_path / "o_text_document") == [[1, 2, 1, 4], [], [2, 0, 4]]
+    found = command(one, capsys, "inspect", tmp_path / "o_text_document", "--tokenizer", hf)
+    assert found[0] == 0 and "ja nein ja </s>" in found[1]
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -8800,9 +8068,16 @@ def test_only_a_file_has_special_tokens_to_add(one):
         one.build_tokenizer("bytes", add_special_tokens=True)
 
 
-def test_hugging_face_tokenizer_without_its_package(one, hf, monkeypatch):
+def test_a_tokenizer_json_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
+    with pytest.raises(ValueError, match="<none>"):
+        one.build_tokenizer(hf, "<none>")
+    for text in ("hello", '{"a": 1}'):
+        path = tmp_path / "no.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"no\.json: wanted a tokenizer\.json"):
+            one.build_tokenizer(str(path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
-    with pytest.raises(ImportError, match="megatron-min.tools"):
+    with pytest.raises(ImportError, match="pip install tokenizers"):
         one.build_tokenizer(hf)
 
 
@@ -8825,8 +8100,7 @@ def long_text(one, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("name, workers", [("a.jsonl", 1), ("a.jsonl.gz", 2), ("a.jsonl", 3)])
 def test_any_number_of_workers_equals_the_plain_loop(one, long_text, tmp_path, name, workers):
     path = long_text / name
     made = one.preprocess([path, str(path)], tmp_path / "o", append_eod=True, workers=workers)
@@ -8836,132 +8110,6 @@ def test_any_number_of_workers_equals_the_plain_loop(one, long_text, tmp_path, n
         "o_text_document.bin": wanted["plain.bin"],
         "o_text_document.idx": wanted["plain.idx"],
     }
-
-
-def test_each_key_becomes_a_pair(one, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"x": "a", "y": "b", "z": 3}\n{"y": "", "x": "c"}\n')
-    made = one.preprocess(path, tmp_path / "o", json_keys=["y", "x"])
-    assert list(made) == ["y", "x"]
-    assert texts_of(one, made["x"]) == [[97], [99]]
-    assert texts_of(one, made["y"]) == [[98], []]
-
-
-def test_files_and_globs_in_order(one, tmp_path):
-    """Arguments keep their order, and a glob is sorted.  Upstream: as the file system has them."""
-    for name in ("b2", "b1", "b10", "a", "[ab]*"):
-        jsonl(tmp_path / f"{name}.jsonl", [name])
-    inputs = [tmp_path / "b*.jsonl", tmp_path / "[ab]*.jsonl", f"{tmp_path}/a.jsonl"]
-    made = one.preprocess(inputs, tmp_path / "o")
-    found = [bytes(document).decode() for document in texts_of(one, made["text"])]
-    assert found == ["b1", "b10", "b2", "[ab]*", "a"], "a name that exists is no pattern"
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_standard_input(one, tmp_path, monkeypatch, workers):
-    text = b'{"text": "ab"}\n{"text": "c"}'
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-    path = jsonl(tmp_path / "a.jsonl", ["d"])
-    made = one.preprocess(["-", path], tmp_path / "o", workers=workers)
-    assert texts_of(one, made["text"]) == [[97, 98], [99], [100]]
-
-
-def test_standard_input_that_ends_within_a_line(one, tmp_path, monkeypatch):
-    """As when the program that writes into the pipe is killed."""
-    text = b'{"text": "ab"}\n{"text": "c'
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-    with pytest.raises(ValueError, match="^-: line 2: "):
-        one.preprocess("-", tmp_path / "o")
-    assert os.listdir(tmp_path) == []
-
-
-def test_nothing_of_an_earlier_run_is_left(one, tmp_path):
-    """Upstream: pieces of an earlier run with another input are used again."""
-    for texts in (["1", "2"], ["7"]):
-        made = one.preprocess(jsonl(tmp_path / "a.jsonl", texts), tmp_path / "o", workers=2)
-        assert texts_of(one, made["text"]) == [[ord(text)] for text in texts]
-    assert len(os.listdir(tmp_path)) == 3
-
-
-BAD_LINES = {  # a line, and a word of the reason
-    "bad-json": (b'{"text": "a"', "delimiter"),
-    "missing-key": (b'{"other": "a"}', "'text'"),
-    "blank": (b"", "'text'"),
-    "spaces": (b"   ", "'text'"),
-    "number": (b'{"text": 5}', "'text'"),
-    "number-among-sentences": (b'{"text": ["a", 5]}', "'text'"),
-    "null": (b'{"text": null}', "'text'"),
-    "list": (b'["text"]', "'text'"),
-    "bad-utf8": (b'{"text": "\xff"}', "utf-8"),
-    "half-a-surrogate": (b'{"text": "\\ud800"}', "utf-8"),
-    "nan": (b"NaN", "'text'"),
-    "deep": (b"[" * 100_000, "recursion"),
-}
-
-
-@pytest.mark.parametrize(
-    "case, workers", [*itertools.product(BAD_LINES, [1]), ("bad-json", 2), ("blank", 2)]
-)
-def test_a_bad_line_stops_with_file_line_and_reason(one, tmp_path, case, workers):
-    """Upstream: hangs, and leaves a .bin of no bytes."""
-    line, word = BAD_LINES[case]
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a"}\n{"text": "b"}\n' + line + b'\n{"text": "d"}\n')
-    with pytest.raises(ValueError, match=rf"a\.jsonl: line 3: .*{word}"):
-        one.preprocess(path, tmp_path / "o", workers=workers)
-    assert os.listdir(tmp_path) == ["a.jsonl"]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_bad_lines_are_skipped_and_counted(one, tmp_path, capsys, workers):
-    bad = [line for line, _ in BAD_LINES.values()]
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a"}\n' + b"\n".join(bad) + b'\n{"text": "d"}\n')
-    flags = ["--on-error", "skip", "--workers", workers]
-    code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *flags)
-    assert code == 0 and f"{len(bad)} bad lines" in err and "2 documents" in err
-    assert re.search(r"warning: .*left out; the first: .*a\.jsonl: line 2: ", err)
-    assert texts_of(one, tmp_path / "o_text_document") == [[97], [100]]
-
-
-def test_lines_are_never_left_out_without_a_word(one, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{"text": 5}\n')
-    with pytest.warns(UserWarning, match="1 bad lines were left out; the first: .* line 2: "):
-        one.preprocess(path, tmp_path / "o", on_error="skip")
-
-
-def test_a_full_disk_is_found_before_the_first_pair_has_its_name(one, tmp_path, monkeypatch):
-    """Else the pair of one key would be new, and that of the other one old."""
-    path = jsonl(tmp_path / "a.jsonl", ["a", "b"])
-    path = pathlib.Path(path)
-    path.write_text(path.read_text().replace("}", ', "more": "c"}'))
-    calls = []
-
-    def sync_until_the_disk_is_full(new_file):
-        calls.append(new_file.path)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, "no space left on device")
-
-    monkeypatch.setattr(one.NewFile, "sync", sync_until_the_disk_is_full)
-    with pytest.raises(OSError, match="no space left"):
-        one.preprocess(path, tmp_path / "o", json_keys=["text", "more"])
-    assert os.listdir(tmp_path) == ["a.jsonl"]
-
-
-def test_a_line_is_left_out_under_all_keys(one, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"x": "1", "y": "2"}\n{"x": "3", "y": "bad"}\n{"x": "5", "y": "6"}\n')
-    made = quiet(one.preprocess, path, tmp_path / "o", Tok(), json_keys=["x", "y"], on_error="skip")
-    assert texts_of(one, made["x"]) == [[1], [5]]
-    assert texts_of(one, made["y"]) == [[2], [6]]
-
-
-def test_line_numbers_go_on_after_the_first_block(one, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(('{"text": "' + "x" * 1000 + '"}\n') * 5000 + "oops\n")
-    with pytest.raises(ValueError, match=r"line 5001\b"):
-        one.preprocess(path, tmp_path / "o")
 
 
 class Batched(Tok):
@@ -8978,65 +8126,154 @@ class Forgetful(Tok):
         return [self.tokenize(text) for text in texts[:-1]]
 
 
-@pytest.mark.parametrize("kind", [Tok, Batched])
-def test_an_error_of_the_tokenizer_names_its_line(one, tmp_path, kind):
-    path = jsonl(tmp_path / "a.jsonl", ["1", "2 x", "3"])
-    with pytest.raises(ValueError, match=r"a\.jsonl: line 2: .*'x'"):
-        one.preprocess(path, tmp_path / "o", kind())
-    made = quiet(one.preprocess, path, tmp_path / "o", kind(), on_error="skip")
-    assert texts_of(one, made["text"]) == [[1], [3]]
+XY = {"json_keys": ["y", "x"]}
+SKIP = {"on_error": "skip", "tokenizer": Batched()}
+LARGE = {"tokenizer": Tok(vocab_size=70001)}
+DOCUMENTS = [  # the file, arguments, and the documents of the pair of each key
+    (b'{"x": "a", "y": "b", "z": 3}\n{"y": "", "x": "c"}\n', XY, [[[98], []], [[97], [99]]]),
+    (b'{"x": "1", "y": "2"}\n{"x": "3", "y": "n"}\n', XY | SKIP, [[[2]], [[1]]]),
+    (b'{"text": "1"}\n{"text": 5}\n{"text": "x"}\n{"text": "3"}', SKIP, [[[1], [3]]]),
+    (b'{"text": "ab"}\n{"text": "c"}', {}, [[[97, 98], [99]]]),
+    (b'{"text": "1 70000"}\n', LARGE, [[[1, 70000]]]),
+]
 
 
-def test_a_tokenizer_that_loses_texts_is_an_error(one, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", ["1", "2"])
-    with pytest.raises(ValueError, match="tokenize_batch"):
-        one.preprocess(path, tmp_path / "o", Forgetful())
+@pytest.mark.parametrize("content, arguments, wanted", DOCUMENTS)
+def test_documents_of_a_file(one, tmp_path, content, arguments, wanted):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    made = quiet(one.preprocess, path, tmp_path / "new" / "folder" / "o", **arguments)
+    assert list(made) == arguments.get("json_keys", ["text"])
+    assert [texts_of(one, prefix) for prefix in made.values()] == wanted
 
 
-def test_ids_that_do_not_fit_the_dtype_of_the_vocabulary(one, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", ["1", "70000"])
-    with pytest.raises(ValueError, match="line 2: .*70000"):
-        one.preprocess(path, tmp_path / "o", Tok(vocab_size=1000))
-    assert os.listdir(tmp_path) == ["a.jsonl"]
-    made = one.preprocess(path, tmp_path / "o", Tok(vocab_size=70001))
-    assert texts_of(one, made["text"]) == [[1], [70000]]
+def test_files_and_globs_in_order(one, tmp_path):
+    """Arguments keep their order, and a glob is sorted.  Upstream: as the file system has them."""
+    for name in ("b2", "b1", "b10", "a", "[ab]*"):
+        jsonl(tmp_path / f"{name}.jsonl", [name])
+    inputs = [tmp_path / "b*.jsonl", tmp_path / "[ab]*.jsonl", f"{tmp_path}/a.jsonl"]
+    made = one.preprocess(inputs, tmp_path / "o")
+    found = [bytes(document).decode() for document in texts_of(one, made["text"])]
+    assert found == ["b1", "b10", "b2", "[ab]*", "a"], "a name that exists is no pattern"
 
 
-@pytest.mark.parametrize(
-    "inputs, output, arguments, error, word",
-    [
-        (["none.jsonl"], "o", {}, OSError, "none.jsonl"),
-        (["*.none"], "o", {}, OSError, "none"),
-        (["."], "o", {}, OSError, "directory"),
-        (["a.jsonl"], "none/o", {}, OSError, "none"),
-        ([], "o", {}, ValueError, "input"),
-        (["a.jsonl"], "o", {"json_keys": []}, ValueError, "key"),
-        (["a.jsonl"], "o", {"workers": 0}, ValueError, "workers"),
-        (["a.jsonl"], "o", {"on_error": "maybe"}, ValueError, "on_error"),
-    ],
-)
-def test_wrong_arguments(one, tmp_path, monkeypatch, inputs, output, arguments, error, word):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_standard_input(one, tmp_path, monkeypatch, workers):
+    """Whole, and cut off within a line, as when the program that writes into the pipe is killed."""
+    text = b'{"text": "ab"}\n{"text": "c"}'
+    path = jsonl(tmp_path / "a.jsonl", ["d"])
+    for content in (text[:-2], text):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        if content != text:
+            with pytest.raises(ValueError, match="^-: line 2: "):
+                one.preprocess(["-", path], tmp_path / "o", workers=workers)
+            assert os.listdir(tmp_path) == ["a.jsonl"]
+    made = one.preprocess(["-", path], tmp_path / "o", workers=workers)
+    assert texts_of(one, made["text"]) == [[97, 98], [99], [100]]
+
+
+def test_nothing_of_an_earlier_run_is_left(one, tmp_path):
+    """Upstream: pieces of an earlier run with another input are used again."""
+    for texts in (["1", "2"], ["7"]):
+        made = one.preprocess(jsonl(tmp_path / "a.jsonl", texts), tmp_path / "o", workers=2)
+        assert texts_of(one, made["text"]) == [[ord(text)] for text in texts]
+    assert len(os.listdir(tmp_path)) == 3
+
+
+BAD_TEXTS = {  # a line, and a word of the reason
+    b'{"text": "a"': "delimiter",
+    b'{"other": "a"}': "'text'",
+    b'{"text": 5}': "'text'",
+    b'{"text": null}': "'text'",
+    b'{"text": ["a", 5]}': "'text'",
+    b'["text"]': "'text'",
+    b'{"text": "\xff"}': "utf-8",
+    b'{"text": "\\ud800"}': "utf-8",  # half a surrogate
+    b"NaN": "'text'",
+    b"[" * 100_000: "recursion",
+}
+GOOD = b'{"text": "1"}\n'
+REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
+    "tokenizer": (GOOD + b'{"text": "2 x"}\n', {"tokenizer": Tok()}, r"a\.jsonl: line 2: .*'x'"),
+    "batch": (GOOD + b'{"text": "2 x"}\n', {"tokenizer": Batched()}, r"a\.jsonl: line 2: .*'x'"),
+    "lost texts": (GOOD * 2, {"tokenizer": Forgetful()}, "tokenize_batch"),
+    "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
+    "after blocks": (b'{"text": "%s"}\n' % (b"x" * 1000) * 5000 + b"oops\n", {}, r"line 5001\b"),
+    "no file": (GOOD, {"input": "none.jsonl"}, "none.jsonl"),
+    "no file of a pattern": (GOOD, {"input": ["a.jsonl", "*.none"]}, r"\*\.none"),
+    "a folder": (GOOD, {"input": "."}, "folder: name its files"),
+    "no input": (GOOD, {"input": []}, "input"),
+    "an output in a file": (GOOD, {"output_prefix": "a.jsonl/b/o"}, r"a\.jsonl.* is a file"),
+    "no key": (GOOD, {"json_keys": []}, "key"),
+    "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
+    "on_error": (GOOD, {"on_error": "maybe"}, "stop or skip"),
+}
+for bad_line, word in BAD_TEXTS.items():
+    for num_workers in (1, 2):
+        content = GOOD * 2 + bad_line + b"\n" + GOOD
+        case = f"{bad_line[:20].decode('latin-1')} {num_workers}"
+        REFUSED[case] = (content, {"workers": num_workers}, rf"a\.jsonl: line 3: .*{word}")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatch, case):
+    """Upstream: hangs at a bad line, and leaves a .bin of no bytes."""
+    content, arguments, words = REFUSED[case]
     monkeypatch.chdir(tmp_path)
-    jsonl("a.jsonl", ["a"])
-    with pytest.raises(error, match=word):
-        one.preprocess(inputs, output, **arguments)
-    assert os.listdir(tmp_path) == ["a.jsonl"]
+    pathlib.Path("a.jsonl").write_bytes(content)
+    with pytest.raises((ValueError, OSError), match=words):
+        one.preprocess(**{"input": "a.jsonl", "output_prefix": "o"} | arguments)
+    assert os.listdir() == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_lines_are_skipped_and_counted(one, tmp_path, capsys, workers):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD + b"\n".join([*BAD_TEXTS, b" ", b""]) + b"\n" + GOOD)
+    flags = ["--on-error", "skip", "--workers", workers]
+    code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *flags)
+    assert code == 0 and "2 documents, 10 bad lines skipped, 2 blank lines skipped, " in err
+    assert re.search(r"warning: left out 10 bad lines; the first: .*a\.jsonl: line 2: ", err)
+    assert texts_of(one, tmp_path / "o_text_document") == [[49], [49]]
+
+
+def test_files_without_documents_are_said(one, tmp_path, recwarn):
+    for name, content in (("a", GOOD), ("b", b""), ("c", b"\n"), ("d", b"bad\n" * 1000)):
+        (tmp_path / f"{name}.jsonl").write_bytes(content)
+    one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", on_error="skip")
+    one.preprocess(tmp_path / "b.jsonl", tmp_path / "o")
+    said = [str(warning.message) for warning in recwarn]
+    assert "1,000 bad lines;" in said[0] and "d.jsonl: line 1: " in said[0]
+    assert re.search(r"no document .*b\.jsonl, .*c\.jsonl, .*d\.jsonl \(3 files\)", said[1])
+    assert re.search(r"no document .*b\.jsonl: the pairs are empty", said[2])
+    assert len(said) == 3
 
 
 @pytest.mark.parametrize("damage", ["cut off", "a byte changed", "no gzip"])
 def test_a_damaged_gzip_is_named(one, tmp_path, damage):
-    path = pathlib.Path(jsonl(tmp_path / "a.jsonl.gz", ["x" * 100] * 1000))
-    data = path.read_bytes()
+    whole = jsonl(tmp_path / "a.jsonl.gz", ["x" * 100] * 1000)
+    data = pathlib.Path(whole).read_bytes()
     if damage == "cut off":
         data = data[:-20]
     elif damage == "a byte changed":
         data = data[:-4] + bytes([data[-4] ^ 1]) + data[-3:]  # the size at the end does not fit
     else:
         data = b"text" + data
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"a\.jsonl\.gz"):
-        one.preprocess(path, tmp_path / "o")
-    assert os.listdir(tmp_path) == ["a.jsonl.gz"]
+    (tmp_path / "b.jsonl.gz").write_bytes(data)
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz: "):
+        one.preprocess([whole, tmp_path / "b.jsonl.gz"], tmp_path / "o")
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl.gz", "b.jsonl.gz"]
+
+
+def test_a_full_disk_is_found_before_the_first_pair_has_its_name(one, tmp_path, monkeypatch):
+    """Else the pair of one key would be new, and that of the other one old."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "more": "c"}\n')
+    full = mock.Mock(side_effect=[None, OSError(errno.ENOSPC, "no space left on device")])
+    monkeypatch.setattr(one.NewFile, "sync", full)
+    with pytest.raises(OSError, match="no space left"):
+        one.preprocess(path, tmp_path / "o", json_keys=["text", "more"])
+    assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 class Killer(Tok):
@@ -9068,117 +8305,451 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (4, 5), (60, 10)])
+@pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (2, 5), (60, 10)])
 def test_progress_in_the_middle_of_the_work(
     one, long_text, tmp_path, monkeypatch, capsys, seconds_a_block, fewest
 ):
-    """A line at most every ten seconds while blocks are written, and one at the end."""
+    """A line at most every five seconds while blocks are written, and one at the end."""
     clock = Clock(seconds_a_block)
     monkeypatch.setattr(time, "perf_counter", clock)
     one.preprocess(long_text / "twice.jsonl", tmp_path / "o", verbose=True)
     *middle, last = capsys.readouterr().err.strip().split("\n")
-    assert fewest <= len(middle) <= clock.now / 10
-    assert "408 documents" in last
+    assert fewest <= len(middle) <= clock.now / 5
+    assert re.match(r"408 documents, 8\.\d MB, [\d.]+ MB/s, (\d+ documents/s, )?done in ", last)
     documents = [int(line.split()[0]) for line in middle]
     assert documents == sorted(set(documents)), "each line tells something new"
-    left = [line.partition("ETA ")[2] for line in middle]
-    assert left == sorted(left, reverse=True) and "" not in left
+    left = [re.search(r" 8\.\d MB, .*, (.+) left$", line)[1] for line in middle]
+    assert left == sorted(left, reverse=True)
+    assert " 0 documents/s" not in last
 
 
-def test_no_progress_if_nobody_asks(one, long_text, tmp_path, monkeypatch, capsys):
+def test_progress_of_little_work(one, tmp_path, monkeypatch, capsys):
+    """No rate that says nothing; and no word at all if nobody asks."""
+    monkeypatch.setattr(time, "perf_counter", Clock(0.01))
+    path = jsonl(tmp_path / "a.jsonl.gz", ["a"])
+    one.preprocess(path, tmp_path / "o", verbose=True)
+    size = os.path.getsize(path)
+    assert capsys.readouterr().err == f"1 document, {size} bytes, done in 0:00:00\n"
     monkeypatch.setattr(time, "perf_counter", Clock(60))
-    one.preprocess(long_text / "a.jsonl", tmp_path / "o")
+    one.preprocess(path, tmp_path / "o")
     assert capsys.readouterr().err == ""
 
 
+def test_memory_of_a_long_line(one, tmp_path):
+    """A text of one line takes few times its size; as a list of ids it would be 26 times."""
+    size = 4_000_000
+    path = jsonl(tmp_path / "a.jsonl", ["x" * size])
+    tracemalloc.start()
+    one.preprocess(path, tmp_path / "o")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * size
+
+
 # ==============================================================================
-# 19. The command line
+# 19. Fine-tuning data
+# ==============================================================================
+
+
+class ChatTokenizer(Tok):
+    """A tokenizer with a template of its own, as upstream's for fine-tuning have."""
+
+    def tokenize_conversation(self, conversation, return_target, add_generation_prompt):
+        assert return_target and not add_generation_prompt
+        tokens = []
+        targets = []
+        for message in conversation:
+            numbers = self.tokenize(message["content"])
+            tokens += numbers
+            learned = message["role"] == "assistant"
+            targets += numbers if learned else [-100] * len(numbers)
+        return np.array(tokens), np.array(targets)
+
+
+def chat_config(one, path, **fields):
+    """A config for SFTDataset, with S = 8."""
+    fields = {"tokenizer": ChatTokenizer(pad=999)} | fields
+    return config(one, ([str(path)], None), **fields)
+
+
+def chat(one, path, n=None, rows=None, **fields):
+    """An SFTDataset of n samples over all (or the given) rows of a file."""
+    cfg = chat_config(one, path, **fields)
+    opened = one.SFTDataset.build_low_level_dataset(str(path), cfg)
+    rows = np.arange(len(opened), dtype=np.int32) if rows is None else np.array(rows, np.int32)
+    return one.SFTDataset(opened, str(path), rows, n, one.Split.train, cfg)
+
+
+def messages_of(text):
+    """ "s:1 2|a:3" -> the messages of a row; s, u and a are system, user and assistant."""
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    messages = []
+    for part in text.split("|"):
+        role, _, content = part.partition(":")
+        messages.append({"role": roles[role], "content": content})
+    return messages
+
+
+def write_rows(path, texts):
+    """A file of JSON lines with one row for each text of messages_of() -> its path."""
+    lines = [json.dumps({"messages": messages_of(text)}) + "\n" for text in texts]
+    path.write_text("".join(lines))
+    return path
+
+
+def random_rows(rng, count, longest):
+    """Texts for messages_of(), of one to five conversations each."""
+    texts = []
+    for _ in range(count):
+        parts = []
+        for _ in range(rng.integers(1, 6)):
+            for role in "sua"[rng.integers(0, 2) :]:
+                numbers = rng.integers(1, 50, rng.integers(1, longest))
+                parts.append(f"{role}:{' '.join(map(str, numbers))}")
+        texts.append("|".join(parts))
+    return texts
+
+
+def brute_chat_sample(texts, k, S, pad, eod, cp):
+    """Sample k by the rules of upstream, one after the other, on lists."""
+    messages = messages_of(texts[k % len(texts)])
+    conversations = []
+    for message in messages:
+        if message["role"] == "system" or not conversations:
+            conversations.append([])
+        conversations[-1].append(message)
+    fill = eod if pad is None else pad
+    tokens, targets, positions, filled, cu_seqlens = [], [], [], [], [0]
+    for conversation in conversations:
+        position = 0
+        for message in conversation:
+            for number in message["content"].split():
+                tokens.append(int(number))
+                targets.append(int(number) if message["role"] == "assistant" else -100)
+                positions.append(position)
+                filled.append(False)
+                position += 1
+        while cp > 1 and len(tokens) % (2 * cp):
+            tokens.append(fill)
+            targets.append(fill)
+            positions.append(position)
+            filled.append(True)
+            position += 1
+        cu_seqlens.append(len(tokens))
+        if len(tokens) >= S + 1:
+            tokens = tokens[:S] + [fill]
+            targets = targets[:S] + [fill]
+            positions = positions[: S + 1]
+            filled = filled[:S] + [True]
+            break
+    while len(tokens) < S + 1:
+        tokens.append(fill)
+        targets.append(fill)
+        positions.append(position)
+        filled.append(True)
+        position += 1
+    cu_seqlens[-1] = S
+    loss_mask = []
+    for label, is_filled in zip(targets[1:], filled[1:], strict=True):
+        is_padding = is_filled if pad is None else label == pad
+        loss_mask.append(0.0 if is_padding or label == -100 else 1.0)
+    longest = max(end - begin for begin, end in itertools.pairwise(cu_seqlens))
+    return {
+        "tokens": np.array(tokens[:-1]),
+        "labels": np.array(targets[1:]),
+        "loss_mask": np.array(loss_mask, np.float32),
+        "position_ids": np.array(positions[:-1]),
+        "cu_seqlens": np.array((cu_seqlens + [S] * (S + 1))[: S + 1], np.int32),
+        "max_seqlen": np.array(longest, np.int32),
+    }
+
+
+# S = 8, pad 99, eod 0; x is -100
+@pytest.mark.parametrize(
+    ("row", "cp", "tokens", "labels", "ends", "longest"),
+    [
+        ("u:1 2|a:3 4", 1, "1 2 3 4 99 99 99 99", "x 3 4 99 99 99 99 99", [0, 8], 8),
+        ("u:1|a:2|s:3|a:4", 1, "1 2 3 4 99 99 99 99", "2 x 4 99 99 99 99 99", [0, 2, 8], 6),
+        ("u:1|a:2|s:3|a:4", 2, "1 2 99 99 3 4 99 99", "2 99 99 x 4 99 99 99", [0, 4, 8], 4),
+        ("u:1|a:2 3 4 5 6 7 8", 1, "1 2 3 4 5 6 7 8", "2 3 4 5 6 7 8 99", [0, 8], 8),
+        ("u:1|a:2 3 4 5 6 7 8 9", 1, "1 2 3 4 5 6 7 8", "2 3 4 5 6 7 8 99", [0, 8], 8),
+        ("a:1 2 3 4 5|s:6|a:7 8 9|s:10", 1, "1 2 3 4 5 6 7 8", "2 3 4 5 x 7 8 99", [0, 5, 8], 5),
+    ],
+    ids=["fills up", "two conversations", "in pieces for cp", "just fits", "is cut", "drops"],
+)
+def test_samples_of_conversations_by_hand(one, tmp_path, row, cp, tokens, labels, ends, longest):
+    path = write_rows(tmp_path / "chat.jsonl", [row])
+    ds = chat(one, path, tokenizer=ChatTokenizer(pad=99), context_parallel_size=cp)
+    sample = ds[0]
+    keys = "tokens labels loss_mask position_ids cu_seqlens max_seqlen"
+    assert list(sample) == keys.split()
+    assert sample["tokens"].tolist() == [int(token) for token in tokens.split()]
+    assert sample["labels"].tolist() == [
+        int(label) for label in labels.replace("x", "-100").split()
+    ]
+    assert sample["cu_seqlens"].tolist() == (ends + [8] * 9)[:9]
+    assert sample["max_seqlen"].item() == longest
+
+
+@pytest.mark.parametrize("pad", [999, None, 7])
+def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
+    """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
+    for rng in cases(40):
+        texts = random_rows(rng, int(rng.integers(1, 6)), int(rng.integers(2, 12)))
+        S = int(2 ** rng.uniform(0, 5))
+        cp = int(rng.integers(1, 4))
+        path = write_rows(tmp_path / "chat.jsonl", texts)
+        tokenizer = ChatTokenizer(pad=pad)
+        fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
+        ds = chat(one, path, 2 * len(texts), **fields)
+        for k in range(len(ds)):
+            same_samples(ds[k], brute_chat_sample(texts, k, S, pad, 0, cp), (texts, k, S, cp))
+
+
+def test_the_plain_template(one, tmp_path):
+    """A tokenizer without tokenize_conversation learns the assistant's texts and their eods."""
+    rows = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": rows + rows[:1]}))
+    sample = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=40)[0]
+    text = b"user: hi\nassistant: yo"
+    begin = text.index(b"yo")
+    assert sample["tokens"].tolist() == [*text, 256, *b"user: hi\n"] + [256] * 8
+    learned = np.flatnonzero(sample["loss_mask"]).tolist()
+    assert learned == [begin - 1, begin, begin + 1]
+    assert sample["labels"][learned].tolist() == [*b"yo", 256]
+
+
+def test_padding_sample_has_no_loss(one, tmp_path):
+    ds = chat(one, write_rows(tmp_path / "chat.jsonl", ["a:1 2 3"]))
+    same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(8)})
+
+
+@pytest.mark.parametrize("rows", ["jsonl", "parquet"])
+def test_rows_are_found_wherever_they_lie(one, tmp_path, monkeypatch, rows):
+    """Lines of all lengths around the ends of blocks, empty lines, a last line without an end."""
+    monkeypatch.setattr(one.JsonlRows, "_BLOCK", 64)
+    for rng in cases(30):
+        texts = random_rows(rng, int(rng.integers(1, 9)), 30)
+        wanted = [messages_of(text) for text in texts]
+        if rows == "parquet":
+            pyarrow = pytest.importorskip("pyarrow")
+            parquet = pytest.importorskip("pyarrow.parquet")
+            path = tmp_path / "chat.parquet"
+            table = pyarrow.table({"id": range(len(wanted)), "messages": wanted})
+            parquet.write_table(table, path, row_group_size=int(rng.integers(1, 5)))
+            found = one.ParquetRows(path)
+        else:
+            path = tmp_path / "chat.jsonl"
+            empty = ["", "\n", "\r\n\n"]
+            content = str(rng.choice(empty))
+            for messages in wanted:
+                content += json.dumps({"messages": messages}) + "\n" + str(rng.choice(empty))
+            path.write_text(content.removesuffix("\n"))
+            found = one.JsonlRows(path)
+        assert [found[row] for row in range(len(found))] == wanted
+        copy_of_rows = pickle.loads(pickle.dumps(found))
+        for row in rng.permutation(len(found)).tolist():
+            assert copy_of_rows[row] == wanted[row]
+        assert copy_of_rows.identity() == found.identity()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{oops", "no JSON"),
+        ("[1, 2]", "messages"),
+        ('{"text": "a"}', "messages"),
+        ('{"messages": []}', "messages"),
+        ('{"messages": "hello"}', "messages"),
+        ('{"messages": ["hello"]}', "role"),
+        ('{"messages": [{"content": "1"}]}', "role"),
+        ('{"messages": [{"role": "user", "content": null}]}', "content"),
+        ('{"messages": [{"role": "user", "content": "one"}]}', "invalid literal"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line, words):
+    good = json.dumps({"messages": messages_of("u:1|a:2")})
+    path = tmp_path / "chat.jsonl"
+    path.write_text(f"{good}\n\n{line}\n{good}\n")
+    ds = chat(one, path, tokenizer=Tok())
+    assert len(ds) == 3
+    with pytest.raises(ValueError, match=rf"chat\.jsonl, line 3: .*{words}"):
+        ds[1]
+
+
+def test_a_line_too_short_for_a_row_is_not_lost(one, tmp_path):
+    """Only white space may stand between rows."""
+    row = json.dumps({"messages": messages_of("a:1")})
+    for place, content in enumerate([f"7\n{row}\n", f"{row}\n7\n"]):
+        path = tmp_path / f"chat{place}.jsonl"
+        path.write_text(content)
+        with pytest.raises(ValueError, match="no JSON"):
+            chat(one, path)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("chat.jsonl", {"create_attention_mask": True}, "create_attention_mask must be False"),
+        ("chat.jsonl", {"reset_position_ids": True}, "reset_position_ids must be False"),
+        ("chat.jsonl", {"n": 3, "rows": []}, "holds no rows for 3 samples"),
+        ("chat.jsonl.gz", {}, "decompress"),
+    ],
+)
+def test_what_fine_tuning_refuses(one, tmp_path, name, fields, words):
+    path = write_rows(tmp_path / name, ["a:1"])
+    with pytest.raises(ValueError, match=words):
+        chat(one, path, **fields)
+
+
+def test_a_tokenizer_with_fewer_targets_than_tokens_is_named(one, tmp_path):
+    tokenizer = ChatTokenizer()
+    tokenizer.tokenize_conversation = mock.Mock(return_value=([1, 2], [1]))
+    ds = chat(one, write_rows(tmp_path / "chat.jsonl", ["a:1"]), tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="line 1: the tokenizer gave 2 tokens and 1 targets"):
+        ds[0]
+
+
+def test_parquet_says_what_is_missing(one, tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "chat.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a"]}), path)
+    with pytest.raises(ValueError, match='column "messages", found text'):
+        one.ParquetRows(path)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ImportError, match=r'pyarrow \(extra "storage"\)'):
+        one.ParquetRows(path)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fine_tuning_sets_in_builder_blend_loader_and_resume(mm, tmp_path, workers):
+    """Split, blend and batches of fine-tuning sets, and a run that goes on where it stopped."""
+    rng = np.random.default_rng(0)
+    paths = []
+    for name in "ab":
+        texts = random_rows(rng, 20, 5)
+        paths.append(str(write_rows(tmp_path / f"{name}.jsonl", texts)))
+    cfg = config(mm, (paths, [1, 3]), split="8,1,1", tokenizer=ChatTokenizer(pad=999))
+    train, valid, test = build(mm, [24, 4, 0], cfg, mm.SFTDataset)
+    assert (len(train), len(valid), len(test)) == (24, 4, 0)
+    assert [len(part.indices) for part in (*train.datasets, *valid.datasets)] == [16, 16, 2, 2]
+    arguments = {"micro_batch_size": 4, "num_workers": workers, "dataloader_type": "cyclic"}
+    loader = mm.build_pretraining_data_loader(train, 0, **arguments)
+    batches = list(loader)
+    assert batches[0]["tokens"].shape == (4, 8)
+    assert batches[0]["cu_seqlens"].shape == (4, 9)
+
+    first = mm.build_pretraining_data_loader(train, 0, **arguments)
+    iterator = iter(first)
+    begun = [next(iterator) for _ in range(3)]
+    later = mm.build_pretraining_data_loader(train, 0, **arguments)
+    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for found, wanted in zip([*begun, *later], batches, strict=True):
+        same_samples(found, wanted)
+
+    write_rows(tmp_path / "a.jsonl", ["a:1"] * 20)  # another file under the same name
+    changed, _, _ = build(mm, [24, 4, 0], cfg, mm.SFTDataset)
+    other = mm.build_pretraining_data_loader(changed, 0, **arguments)
+    with pytest.raises(ValueError, match="does not fit"):
+        other.load_state_dict(first.state_dict())
+
+
+# ==============================================================================
+# 20. The command line
 # ==============================================================================
 
 
 def test_commands_by_hand(one, tmp_path, capsys):
     path = jsonl(tmp_path / "a.jsonl", ["aaaa", "bbb", "cccccc"])
+    code, out, _ = preprocess_command(one, capsys, path, tmp_path / "eod", "--append-eod")
+    assert code == 0 and "3 sequences, 3 documents, 16 tokens of uint16" in out
     code, out, _ = preprocess_command(one, capsys, path, tmp_path / "toy")
     prefix = f"{tmp_path}/toy_text_document"
     assert code == 0 and f"{prefix}: 3 sequences, 3 documents, 13 tokens of uint16" in out
-    code, out, _ = command(one, capsys, "inspect", prefix, "--tokens", 3)
-    assert code == 0 and "13 tokens of uint16" in out
-    assert "[97, 97, 97]\n" in out and "'aaa'" in out and "[3, 3, 4, 4, 5, 6, 6]" in out
-    code, out, _ = command(one, capsys, "verify", prefix, prefix)
-    assert code == 0 and out.count(prefix) == 2
-    flags = ["--input", prefix, prefix, "--output-prefix", tmp_path / "two"]
+    code, out, _ = command(one, capsys, "inspect", f"{prefix}.idx", "--tokens", 3)
+    assert code == 0 and "13 tokens of uint16" in out and "3 to 6 tokens" in out
+    assert "3, 4, 4, 5, 6\n" in out and "[97, 97, 97]\n" in out and "'aaa'" in out
+    code, out, _ = command(one, capsys, "verify", prefix, f"{prefix}.bin")
+    assert code == 0 and out.count(f"{prefix}:") == 2
+    flags = ["--input", prefix, f"{prefix}.bin", "--output-prefix", tmp_path / "new" / "two"]
     code, out, _ = command(one, capsys, "merge", *flags)
     assert code == 0 and "26 tokens" in out
-    assert len(one.IndexedDataset(tmp_path / "two", check=True)) == 6
-    code, out, _ = command(one, capsys, "--version")
-    assert code == 0 and one.__version__ in out and "python" in out
-
-
-def test_merge_of_a_multimodal_pair(one, tmp_path, capsys):
+    assert len(one.IndexedDataset(tmp_path / "new" / "two", check=True)) == 6
     with one.IndexedDatasetBuilder(f"{tmp_path}/p.bin", multimodal=True) as builder:
         builder.add_document([1, 2, 3], [2, 1], [0, 5])
     flags = ["--input", tmp_path / "p", "--output-prefix", tmp_path / "q", "--multimodal"]
-    code, _, err = command(one, capsys, "merge", *flags)
-    assert code == 0, err
+    assert command(one, capsys, "merge", *flags)[0] == 0
     assert one.IndexedDataset(tmp_path / "q", multimodal=True).sequence_modes.tolist() == [0, 5]
 
 
-@pytest.mark.parametrize(
-    "docs, first_tokens",
-    [([], None), ([[], [1, 2]], "[]"), ([[300] * 20], str([300] * 16))],
-    ids=["no-sequences", "empty-first-sequence", "ids-of-another-tokenizer"],
-)
-def test_inspect(one, tmp_path, capsys, docs, first_tokens):
+@pytest.mark.parametrize("switch, word", [("0", "MEGATRON_MIN_C=0"), ("", "reinstall")])
+def test_version_says_which_kernels_run_and_why(mm, monkeypatch, capsys, switch, word):
+    monkeypatch.setenv("MEGATRON_MIN_C", switch)
+    code, out, _ = command(mm, capsys, "--version")
+    assert code == 0 and mm.__version__ in out and f"kernels: {mm.IMPLEMENTATION}" in out
+    assert (word in out) == (mm.IMPLEMENTATION == "python")
+
+
+TEXT = list("aé".encode())
+INSPECTED = {  # documents, and what inspect says of them
+    "no sequences": ([], ["0 sequences, 0 documents, 0 tokens"]),
+    "one": ([[97]], ["1 sequence, 1 document, 1 token of"]),
+    "empty first sequence": ([[], [98, 99]], ["sequence 0: []\n", "decoded: ''"]),
+    "cut within a character": ([TEXT[:-1]], [r"decoded: 'a\\?"]),
+    "eod": ([[97, 256]], ["decoded: 'a'"]),
+    "ids of a larger vocabulary": ([[97] * 9, [97, 50_000]], ["not decoded: .*50,000"]),
+    "sixteen tokens": ([[97] * 20], [f"0: {[97] * 16}\n", "a" * 16]),
+    "no UTF-8": ([[200, 97, 98]], ["not decoded"]),
+    "small ids": ([[1, 2, 3]], ["not decoded"]),
+}
+
+
+@pytest.mark.parametrize("case", INSPECTED)
+def test_inspect(one, tmp_path, capsys, case):
+    docs, wanted = INSPECTED[case]
     code, out, _ = command(one, capsys, "inspect", mk(one, tmp_path / "p", docs))
-    assert code == 0 and f"{len(docs)} sequences" in out
-    if first_tokens is None:
-        assert out.count("\n") == 1
-    else:
-        assert f"sequence 0: {first_tokens}\n" in out
+    assert code == 0
+    for words in wanted:
+        assert words in out or re.search(words, out), out
 
 
-def test_inspect_reads_few_of_many_lengths(one, tmp_path, capsys):
+def test_inspect_of_many_lengths(one, tmp_path, capsys):
+    """The percentiles are of a part, which is said; the least and the most are of all lengths."""
+    lengths = np.ones(100_002, np.int32)
+    lengths[77_777] = 1234
+    lengths[99_999] = 0
     with one.IndexedDatasetBuilder(f"{tmp_path}/p.bin") as builder:
-        builder.add_sequences([7] * 100_001, [1] * 100_001, ends=[100_001])
+        builder.add_sequences(np.full(lengths.sum(), 7), lengths.tolist(), ends=[len(lengths)])
     code, out, _ = command(one, capsys, "inspect", tmp_path / "p")
-    assert code == 0 and "100,001 sequences" in out and "of 991 lengths" in out
-
-
-def test_verify_names_the_damaged_pair(one, tmp_path, capsys):
-    """Which damage is found is tested in section 1."""
-    whole = mk(one, tmp_path / "whole", [[1] * 3, [2] * 2])
-    damaged = mk(one, tmp_path / "damaged", [[1] * 3, [2] * 2])
-    index = pathlib.Path(f"{damaged}.idx")
-    data = bytearray(index.read_bytes())
-    data[34] += 1  # the first length
-    index.write_bytes(data)
-    code, out, err = command(one, capsys, "verify", whole, damaged)
-    assert code == 1 and one_sentence(err) and damaged in err
-    assert whole in out and damaged not in out
+    assert code == 0 and "100,002 sequences, 1 document, 101,234 tokens" in out
+    assert "0 to 1,234 tokens\n" in out and "of 50,001 lengths" in out
 
 
 def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
+    """And says what is drawn of each corpus, and which of them the tokenizer has not made."""
     a = mk(mm, tmp_path / "a", [[i] * 9 for i in range(40)])
-    b = mk(mm, tmp_path / "b", [[i] * 9 for i in range(25)])
+    b = mk(mm, tmp_path / "b", [[i] * 9 for i in range(25)] + [[50_000]])
     mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
     common = ["--sequence-length", 8, "--random-seed", 7, "--path-to-cache", mine]
-    flags = ["--blend", 3, a, 1, b, "--split", "9,1,0", "--sizes", 50, 5, 0]
+    flags = ["--blend", 3, f"{a}.bin", 1, b, "--split", "9,1,0", "--sizes", 50, 5, 0]
     code, out, err = command(mm, capsys, "build", *flags, *common)
-    assert code == 0 and "train: " in out and "test: none" in out, err
-    cfg = config(
-        mm,
-        ([a, b], [3, 1]),
-        split="9,1,0",
-        random_seed=7,
-        path_to_cache=theirs,
-        tokenizer=mm.ByteTokenizer(),
-    )
-    build(mm, [50, 5, 0], cfg)
+    assert code == 0 and "test: none" in out, err
+    assert f"{b} holds the id 50,000" in err and a not in err
+    train = out.partition("valid: ")[0]
+    assert re.search(r"train: 51 samples of 8 tokens, cache [0-9a-f]{32}\n", train)
+    assert f"  {a}: 38 samples drawn, 0.94 epochs of 324 tokens\n" in train
+    assert f"  {b}: 13 samples drawn, 0.50 epochs of 207 tokens\n" in train
+    tokenizer = mm.ByteTokenizer()
+    fields = {"split": "9,1,0", "random_seed": 7, "path_to_cache": theirs, "tokenizer": tokenizer}
+    build(mm, [50, 5, 0], config(mm, ([a, b], [3, 1]), **fields))
     assert files_of(mine) == files_of(theirs)
-    flags = ["--train-blend", a, "--valid-blend", a, b, "--sizes", "none", "none", 0]
+    flags = ["--train-blend", a, "--valid-blend", a, b, "--sizes", 1, "none", 0]
     flags += ["--multiple-validation-sets", "--full-validation"]
     code, out, err = command(mm, capsys, "build", *flags, *common)
     assert code == 0 and out.count("valid: ") == 2, err
+    assert f"  {a}: 1 sample drawn, 0.02 epochs of 360 tokens\n" in out
 
 
 def test_build_in_phases(mm, tmp_path, capsys):
@@ -9226,118 +8797,118 @@ def test_every_field_of_the_config_has_a_flag(one, tmp_path, capsys, monkeypatch
         else:
             wanted[field.name] = values[kind]
             argv += [flag, values[kind]]
-    given = []
-
-    def gather(**fields):
-        given.append(fields)
-        raise ValueError("this is as far as the test goes")
-
-    monkeypatch.setattr(one, "GPTDatasetConfig", gather)
+    gather = mock.Mock(side_effect=ValueError("this is as far as the test goes"))
+    monkeypatch.setattr(one.GPTDatasetConfig, "__init__", gather)
     code, _, err = command(one, capsys, *argv)
     assert code == 1 and "as far as" in err
-    assert wanted.items() <= given[0].items()
-    assert given[0].keys() - wanted == {"blend", "blend_per_split", "tokenizer"}
+    given = gather.call_args.kwargs
+    assert wanted.items() <= given.items()
+    assert given.keys() - wanted == {"blend", "blend_per_split", "tokenizer"}
+
+
+@pytest.mark.parametrize("name", ["preprocess", "merge", "inspect", "verify", "build", "demo"])
+def test_help_tells_every_default_and_an_example(one, capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "400")
+    code, out, _ = command(one, capsys, name, "--help")
+    assert code == 0
+    one_line_each = re.sub("\n {9,}", "  ", out)
+    options = [line for line in one_line_each.split("\n") if line.startswith("  --")]
+    for line in options:
+        assert re.search(r"  \w.* \((required|default: .+)\)$", line), line
+    _, _, example = out.partition("example:\n")
+    assert example.startswith(f"  megatron-min {name} ")
+    flags = re.findall(r"--[\w-]+", example)
+    assert all(f"  {flag}" in out.partition("example:")[0] for flag in flags)
+    assert (len(options) > 0) == (len(flags) > 0)
 
 
 COMMON = " --sequence-length 8 --random-seed 1 --sizes 1 1 1"
-WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), u (uint16); a word
-    "nothing": ("", "COMMAND"),
-    "no-such-command": ("fly", "fly"),
-    "preprocess-nothing": ("preprocess", "--input"),
-    "preprocess-input": ("preprocess --input none.jsonl --output-prefix o", "none.jsonl"),
-    "preprocess-output": ("preprocess --input a.jsonl --output-prefix none/o", "none"),
-    "preprocess-key": (
-        "preprocess --input a.jsonl --output-prefix o --json-keys other",
-        "a.jsonl: line 1: ",
-    ),
-    "preprocess-workers": (
-        "preprocess --input a.jsonl --output-prefix o --workers many",
-        "--workers",
-    ),
-    "preprocess-workers-0": ("preprocess --input a.jsonl --output-prefix o --workers 0", "workers"),
-    "preprocess-on-error": (
-        "preprocess --input a.jsonl --output-prefix o --on-error maybe",
-        "--on-error",
-    ),
-    "merge-none": ("merge --input none --output-prefix o", "none"),
-    "merge-dtypes": ("merge --input p u --output-prefix o", "uint16"),
-    "merge-into-input": ("merge --input p --output-prefix p", "output"),
-    "inspect-none": ("inspect none", "none"),
-    "inspect-text": ("inspect text", "text.idx"),
-    "verify-none": ("verify p none", "none"),
-    "build-nothing": ("build", "--sizes"),
-    "build-split": ("build --blend p --split 1,x" + COMMON, "1,x"),
-    "build-sizes": (
-        "build --blend p --split 1 --sequence-length 8 --random-seed 1 --sizes x 1 1",
-        "--sizes",
-    ),
-    "build-corpus": ("build --blend none --split 1" + COMMON, "none"),
-    "build-blend": ("build --blend 1 p 2 --split 1" + COMMON, "blend"),
-    "build-phase": ("build --blend p p --split 1 --phase 9 1 x" + COMMON, "--phase"),
-    "build-phases": ("build --blend p p --split 1 --phase 9 1" + COMMON, "phase 0"),
-    "build-empty-split": ("build --blend p --split 99,1,0" + COMMON, "99,1,0"),
+A_TO_O = "preprocess --input a.jsonl --output-prefix o "
+WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), u (uint16), a word
+    "": "COMMAND",
+    "fly": "fly",
+    "preprocess": "--input",
+    "preprocess --input none.jsonl --output-prefix o": "none.jsonl",
+    A_TO_O + "--json-keys other": "a.jsonl: line 1: ",
+    A_TO_O + "--workers many": "--workers",
+    A_TO_O + "--workers 0": "workers",
+    A_TO_O + "--on-error maybe": "choose from 'stop', 'skip'",
+    "merge --input none --output-prefix o": "none",
+    "merge --input boo --output-prefix o": "did you mean books_text_document?",
+    "merge --input p u --output-prefix o": "uint16",
+    "merge --input p --output-prefix p": "output",
+    "inspect none": "none.idx: no such file",
+    "inspect nowhere/p": "no folder nowhere",
+    "inspect text": "text.idx",
+    "inspect books": "did you mean books_text_document?",
+    "inspect book_text_documents.bin": "did you mean books_text_document?",
+    "inspect p --tokens -5": "-5",
+    "verify p none": "none",
+    "verify p damaged": "damaged.idx: sequence_pointers[1]",
+    "verify books": "did you mean books_text_document?",
+    "build": "--sizes",
+    "build --blend p --split 1,x" + COMMON: "1,x",
+    "build --blend p --split 1 --sequence-length 8 --random-seed 1 --sizes x 1 1": "--sizes",
+    "build --blend 1 p 1 books --split 1" + COMMON: "did you mean books_text_document?",
+    "build --blend 1 p 2 --split 1" + COMMON: "blend",
+    "build --blend p --split 99,1,0" + COMMON: "99,1,0",
+    "build --blend p p --split 1 --phase 9 1 x" + COMMON: "--phase",
+    "build --blend p p --split 1 --phase 9 1" + COMMON: "phase 0",
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_use_is_one_sentence(one, tmp_path, capsys, monkeypatch, case):
-    arguments, word = WRONG[case]
+@pytest.mark.parametrize("arguments", WRONG)
+def test_wrong_use_is_one_sentence(one, tmp_path, capsys, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["a"])
     mk(one, tmp_path / "p", [[1] * 20])
     mk(one, tmp_path / "u", [[1] * 20], np.uint16)
+    mk(one, tmp_path / "books_text_document", [[1] * 20])
+    mk(one, tmp_path / "damaged", [[1] * 3, [2] * 2])
+    index = bytearray(pathlib.Path("damaged.idx").read_bytes())
+    index[34] += 1  # the first length
+    pathlib.Path("damaged.idx").write_bytes(index)
     (tmp_path / "text.idx").write_text("these are no indices, but a text of some length")
     (tmp_path / "text.bin").write_text("x")
     before = set(os.listdir(tmp_path))
     code, _, err = command(one, capsys, *arguments.split())
-    assert code in (1, 2) and one_sentence(err) and word in err.split("\n")[-2], err
+    assert code in (1, 2) and one_sentence(err) and WRONG[arguments] in err.split("\n")[-2], err
     # "p" is the cache of a split that could be built before the one that could not
     assert set(os.listdir(tmp_path)) - before <= {"p"}
 
 
-@pytest.mark.parametrize(
-    "err, is_one",
-    [
-        ("", False),
-        ("megatron-min: \n", False),
-        ("megatron-min: none.idx: No such file\n", True),
-        ("warning: so and so\nmegatron-min: none.idx: No such file\n", True),
-        ("usage: megatron-min [-h]\n   COMMAND\nmegatron-min: error: no command was given\n", True),
-        ("Traceback (most recent call last):\n  ...\nValueError: a bad thing happened\n", False),
-        ("ValueError: a bad thing happened\n", False),
-        ("megatron-min: one sentence is here\nmegatron-min: and here is another\n", False),
-    ],
-)
-def test_the_helper_one_sentence(err, is_one):
-    assert one_sentence(err) == is_one
+def test_the_helper_one_sentence():
+    sentence = "megatron-min: none.idx: No such file\n"
+    for before in ("", "warning: so and so\n", "usage: megatron-min [-h]\n   COMMAND\n"):
+        assert one_sentence(before + sentence)
+    for before in (
+        "Traceback (most recent call last):\n  ...\n",
+        "megatron-min: and another one\n",
+    ):
+        assert not one_sentence(before + sentence)
+    for wrong in ("", "megatron-min: \n", "ValueError: a bad thing happened\n"):
+        assert not one_sentence(wrong)
 
 
-@pytest.mark.parametrize(
-    "error, sentence",
-    [
-        (ValueError("a  bad\nvalue"), "megatron-min: a bad value\n"),
-        (ValueError(), "megatron-min: ValueError\n"),
-        (ZeroDivisionError("by zero"), "megatron-min: ZeroDivisionError: by zero\n"),
-        (KeyError("x"), "megatron-min: KeyError: 'x'\n"),
-    ],
-)
-def test_an_error_is_one_line(one, tmp_path, capsys, monkeypatch, error, sentence):
-    monkeypatch.setattr(one, "merge", mock.Mock(side_effect=error))
-    argv = ["merge", "--input", "p", "--output-prefix", "q"]
-    code, _, err = command(one, capsys, *argv)
-    assert code == 1 and err == sentence
+ERRORS = [
+    (ValueError("a  bad\nvalue"), "megatron-min: a bad value\n"),
+    (ValueError(), "megatron-min: ValueError\n"),
+    (ZeroDivisionError("by zero"), "megatron-min: ZeroDivisionError: by zero\n"),
+    (KeyError("x"), "megatron-min: KeyError: 'x'\n"),
+]
 
 
-def test_a_warning_is_one_line(one, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("error, sentence", ERRORS)
+def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch, error, sentence):
     shown = warnings.showwarning
 
     def merge(*arguments):
         warnings.warn("this is odd", stacklevel=1)
-        raise ValueError("and this is wrong")
+        raise error
 
     monkeypatch.setattr(one, "merge", merge)
     code, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
-    assert code == 1 and err == "warning: this is odd\nmegatron-min: and this is wrong\n"
+    assert code == 1 and err == "warning: this is odd\n" + sentence
     assert warnings.showwarning is shown
 
 
@@ -9359,12 +8930,28 @@ def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, co
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "signalled", raising=False)
     path = jsonl(tmp_path / "a.jsonl", [name])
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
     flags = ["--tokenizer", "signalled:Signalled"]
     found, _, err = preprocess_command(one, capsys, path, "o", *flags)
+    signal.signal(signal.SIGINT, ctrl_c)
+    assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
     assert found == code and "Traceback" not in err
     assert {*os.listdir(tmp_path)} - {"__pycache__"} == {"a.jsonl", "signalled.py"}
-    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("kind, code", [(SystemExit, 143), (KeyboardInterrupt, 130)])
+def test_a_signal_while_a_pool_starts_a_thread(one, capsys, monkeypatch, kind, code):
+    """The pool then joins a thread that was not started, which is an error of its own."""
+
+    def merge_interrupted(*arguments):
+        try:
+            raise kind(143)
+        finally:
+            raise RuntimeError("cannot join thread before it is started")
+
+    monkeypatch.setattr(one, "merge", merge_interrupted)
+    assert command(one, capsys, "merge", "--input", "a", "--output-prefix", "b")[0] == code
 
 
 def test_a_command_in_a_thread(one, tmp_path, capsys):
@@ -9373,28 +8960,56 @@ def test_a_command_in_a_thread(one, tmp_path, capsys):
     handler = signal.getsignal(signal.SIGTERM)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         code, out, _ = pool.submit(command, one, capsys, "verify", prefix).result()
-    assert code == 0 and "1 documents" in out
+    assert code == 0 and "1 document" in out
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_demo(mm, tmp_path, capsys):
+def test_demo(mm, tmp_path, capsys, monkeypatch):
+    """It ends with what to do next, in a copy of the module too."""
+    monkeypatch.setattr(sys, "argv", ["./megatron_min.py"])
     code, out, err = command(mm, capsys, "demo", "--keep", tmp_path / "kept")
     assert code == 0, err
-    assert "600 samples of 256 tokens" in out and out.endswith("70 more steps, equal: True\n")
+    assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
+    assert out.split("\n")[-2].startswith("python ./megatron_min.py preprocess --input ")
     pairs = sorted(path.stem for path in (tmp_path / "kept").glob("*.idx"))
     assert pairs == ["demo_code_document", "demo_docs_document"]
 
 
-def test_a_real_process(tmp_path):
-    """Exit code, stderr, and no traceback."""
-    run = [sys.executable, HERE / "megatron_min.py", "verify", "none"]
-    wrong = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path)
-    assert wrong.returncode == 1 and one_sentence(wrong.stderr) and wrong.stdout == ""
+NO_NUMPY = "import sys; sys.modules['numpy'] = None\n"
+VERIFY = "import runpy, sys; sys.argv[1:] = ['verify', 'none']; runpy.run_path('megatron_min.py', "
+AS_PROGRAM = VERIFY + "run_name='__main__')"
+AS_MODULE = VERIFY + "run_name='megatron_min')"
+STARTS = [  # code, MEGATRON_MIN_C, and the last line that is printed
+    (AS_PROGRAM, "0", "megatron-min: none.idx: no such file"),
+    (NO_NUMPY + AS_PROGRAM, "0", "megatron_min needs the package numpy: pip install numpy"),
+    (NO_NUMPY + AS_MODULE, "0", "ModuleNotFoundError: megatron_min needs the package numpy"),
+    (AS_PROGRAM, "1", "MEGATRON_MIN_C=1 asks for the C kernels"),
+]
+
+
+@pytest.mark.parametrize("code, kernels, sentence", STARTS)
+def test_a_real_process(tmp_path, code, kernels, sentence):
+    """A copy of the module alone: exit code, and one sentence instead of a traceback."""
+    shutil.copy(HERE / "megatron_min.py", tmp_path)
+    run = [sys.executable, "-c", code]
+    env = os.environ | {"MEGATRON_MIN_C": kernels}
+    ran = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert ran.returncode == 1 and ran.stdout == ""
+    assert ran.stderr.strip().split("\n")[-1].startswith(sentence), ran.stderr
+    assert ("Traceback" in ran.stderr) == (AS_MODULE in code)
 
 
 # -- Long tests: real processes, signals, full disks -----------------------------------------------
 
 RUN = [sys.executable, str(HERE / "megatron_min.py")]
+
+
+@pytest.mark.slow
+def test_doctests_leave_nothing_in_the_temporary_folder(tmp_path):
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    run = [sys.executable, "-m", "doctest", str(HERE / "megatron_min.py")]
+    assert subprocess.run(run, env=env).returncode == 0
+    assert os.listdir(tmp_path) == []
 
 
 @linux
@@ -9467,8 +9082,13 @@ def signal_until_it_ends(process, number, to_all):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number, to_all, code",
-    [(signal.SIGKILL, False, -9), (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)],
-    ids=["killed", "ctrl-c", "sigterm"],
+    [
+        (signal.SIGKILL, False, -9),
+        (signal.SIGINT, True, 130),
+        (signal.SIGTERM, False, 143),
+        (signal.SIGTERM, True, 143),
+    ],
+    ids=["killed", "ctrl-c", "sigterm", "sigterm to all"],
 )
 def test_a_signal_ends_the_workers_too(one, tmp_path, number, to_all, code):
     """preprocess has two workers that wait for text; an older pair has the names of the output."""
@@ -9602,23 +9222,6 @@ def check_outputs(found, wanted, may_leave_temporary):
             assert pair in [(made[name], made[name_of_bin]) for made in wanted], name
 
 
-@pytest.mark.parametrize("kind, code", [(SystemExit, 143), (KeyboardInterrupt, 130)])
-def test_a_signal_while_a_pool_starts_a_thread_has_its_own_code(
-    one, tmp_path, capsys, monkeypatch, kind, code
-):
-    """The pool then joins a thread that was not started, which is an error of its own."""
-
-    def merge_interrupted(*arguments):
-        try:
-            raise kind(143)
-        finally:
-            raise RuntimeError("cannot join thread before it is started")
-
-    monkeypatch.setattr(one, "merge", merge_interrupted)
-    arguments = ["merge", "--input", "a", "--output-prefix", tmp_path / "b"]
-    assert command(one, capsys, *arguments)[0] == code
-
-
 # ==============================================================================
 # Parity with megatron-core 0.16.1
 # ==============================================================================
@@ -9676,7 +9279,7 @@ def convert_arguments(rng):
 def blend_list_arguments(rng):
     prefixes = [f"/p{i}" for i in range(rng.integers(1, 9))]
     if rng.random() < 0.4:
-        return [prefixes]
+        return [prefixes if rng.random() < 0.9 else None]
     weighted = []
     for prefix in prefixes:
         weighted += [str(round(rng.random(), 3)), prefix]
@@ -9779,10 +9382,6 @@ def test_function_equals_upstreams(mm, up, name):
         same_outcome(mine, theirs, note)
 
 
-def test_no_blend_is_no_blend_for_upstream_either(one, up):
-    assert one.get_blend_from_list(None) is up.get_blend_from_list(None) is None
-
-
 def fields_by_position(cls):
     """(name, default, may it be given?) of each field but those that are keyword-only."""
     found = []
@@ -9879,12 +9478,6 @@ def test_files_equal_upstreams(one, up, tmp_path, multimodal):
 # -- Datasets ----------------------------------------------------------------------------------
 
 
-def theirs_afresh(theirs):
-    """Keep upstream from masking the loss of one sample in all that follow it."""
-    theirs.masks_and_position_ids_are_cacheable = False
-    return theirs
-
-
 def same_dataset(ours, theirs, note=""):
     """Two GPTDatasets: their indices, with dtypes, and their names."""
     assert len(ours) == len(theirs), note
@@ -9894,6 +9487,7 @@ def same_dataset(ours, theirs, note=""):
 
 def same_items(ours, theirs, indices, note=""):
     """These samples of two datasets, alone and, of ours, as one batch."""
+    theirs.masks_and_position_ids_are_cacheable = False  # else one sample's masks are in the next
     wanted = [quiet(theirs.__getitem__, k) for k in indices]
     for k, sample in zip(indices, wanted, strict=True):
         found = quiet(ours.__getitem__, k)
@@ -9953,7 +9547,7 @@ def test_dataset_equals_upstreams(mm, up, tmp_path, split):
             continue
         same_dataset(ours, theirs, case)
         some = rng.integers(0, len(ours), 6).tolist() if len(ours) else []
-        same_items(ours, theirs_afresh(theirs), some, case)
+        same_items(ours, theirs, some, case)
         for k in some[:2]:
             found = ours._query_document_sample_shuffle_indices(k)
             same_outcome(found, theirs._query_document_sample_shuffle_indices(k), case)
@@ -9996,7 +9590,7 @@ def test_padding_equals_upstreams(mm, up, tmp_path, case):
             datasets.append(quiet(gpt, names, prefix, None, "valid", path_to_cache=cache, **given))
         ours, theirs = datasets
         assert len(ours) == len(theirs) == 2
-        same_items(ours, theirs_afresh(theirs), [0, 1], case)
+        same_items(ours, theirs, [0, 1], case)
 
 
 @pytest.mark.parametrize("n, length", [(50, 64), (None, 2000)])
@@ -10012,7 +9606,7 @@ def test_mock_dataset_equals_upstreams(mm, up, n, length, tokenizer):
     for ours, theirs in zip(*built, strict=True):
         same_dataset(ours, theirs)
         some = list(range(0, len(ours), max(1, len(ours) // 5)))
-        same_items(ours, theirs_afresh(theirs), some)
+        same_items(ours, theirs, some)
 
 
 # -- The builder and the cache -----------------------------------------------------------------
@@ -10212,7 +9806,7 @@ def test_a_legacy_tokenizer_serves_both(mm, up, tmp_path, allow):
     ours = gpt(mm, prefix, None, "valid", path_to_cache=str(tmp_path / "ours"), **fields)
     theirs = quiet(gpt, up, prefix, None, "valid", path_to_cache=str(tmp_path / "theirs"), **fields)
     same_dataset(ours, theirs)
-    same_items(ours, theirs_afresh(theirs), [0, 1])
+    same_items(ours, theirs, [0, 1])
     identifiers = json.loads(ours.unique_description)["tokenizer"]
     assert identifiers == json.loads(theirs.unique_description)["tokenizer"]
 
@@ -10267,7 +9861,7 @@ def test_a_multimodal_subclass_serves_both(mm, up):
         built.append(quiet(build, names, [9, 9, 9], cfg, cls))
     for ours, theirs in zip(*built, strict=True):
         same_dataset(ours, theirs)
-        same_items(ours, theirs_afresh(theirs), [0, 8])
+        same_items(ours, theirs, [0, 8])
 
 
 FAST_BUILDS = [
@@ -10353,7 +9947,7 @@ def test_a_fill_in_the_middle_subclass_serves_both(mm, up, tmp_path, extra):
         built.append(quiet(build, names, [0, 20, 0], cfg, fill_in_the_middle(names))[1])
     ours, theirs = built
     same_dataset(ours, theirs)
-    theirs_afresh(theirs)
+    theirs.masks_and_position_ids_are_cacheable = False
     wanted = [quiet(theirs.__getitem__, k) for k in range(len(theirs))]
     loader = mm.build_pretraining_data_loader(ours, 0, micro_batch_size=1)
     for k, batch in enumerate(loader):
@@ -10414,80 +10008,32 @@ def random_place(rng, data):
     return int(rng.integers(begin, min(len(data), begin + room) + 1))
 
 
-def flip_a_bit(rng, data, others):
+def damaged_bytes(rng, data, others):
+    """One of ten damages: other bytes, or None for a file that is gone."""
     at = random_place(rng, data)
     flipped = bytes(byte ^ 1 << int(rng.integers(8)) for byte in data[at : at + 1])
-    return data[:at] + flipped + data[at + 1 :]
-
-
-def forge_a_number(rng, data, others):
-    at = random_place(rng, data)
     number = struct.pack("<q", int(rng.choice(FORGED)))[: rng.choice([4, 8])]
-    return data[:at] + number + data[at + len(number) :]
-
-
-def forge_a_decimal(rng, data, others):
-    """In JSON, or in the header of an .npy, whose padding makes up for the length."""
-    at = random_place(rng, data)
-    forged = re.sub(rb"\d+", b"%d" % rng.choice(FORGED), data[at:], count=1)
-    longer = max(1, len(forged) - len(data[at:]))
-    return (data[:at] + forged).replace(b" " * longer, b"", 1)
-
-
-def cut_off_the_end(rng, data, others):
-    return data[: random_place(rng, data)]
-
-
-def drop_a_piece(rng, data, others):
-    at = random_place(rng, data)
-    return data[:at] + data[at + int(rng.integers(1, 40)) :]
-
-
-def piece_of_another(rng, others):
+    # a number in JSON, or in the header of an .npy, whose padding makes up for the length
+    decimal = re.sub(rb"\d+", b"%d" % rng.choice(FORGED), data[at:], count=1)
+    padding = b" " * max(1, len(decimal) - len(data[at:]))
     other = others[rng.integers(len(others))]
-    at = int(rng.integers(len(other) + 1)) * int(rng.integers(2))
-    return other[at : at + int(rng.integers(1, 40))]
-
-
-def append_a_piece(rng, data, others):
-    return data + piece_of_another(rng, others)
-
-
-def splice_in_a_piece(rng, data, others):
-    at = random_place(rng, data)
-    piece = piece_of_another(rng, others)
-    return data[:at] + piece + data[at + len(piece) :]
-
-
-def swap_for_another(rng, data, others):
-    return others[rng.integers(len(others))]
-
-
-def swap_for_code(rng, data, others):
-    """A pickle, and an .npy that holds one."""
-    if rng.random() < 0.5:
-        return pickle.dumps(RunsCode())
-    file = io.BytesIO()
-    np.lib.format.write_array(file, np.array([RunsCode()], object), allow_pickle=True)
-    return file.getvalue()
-
-
-def remove(rng, data, others):
-    return None
-
-
-DAMAGES = [
-    flip_a_bit,
-    forge_a_number,
-    forge_a_decimal,
-    cut_off_the_end,
-    drop_a_piece,
-    append_a_piece,
-    splice_in_a_piece,
-    swap_for_another,
-    swap_for_code,
-    remove,
-]
+    begin = int(rng.integers(len(other) + 1)) * int(rng.integers(2))
+    piece = other[begin : begin + int(rng.integers(1, 40))]
+    code = io.BytesIO()
+    np.lib.format.write_array(code, np.array([RunsCode()], object), allow_pickle=True)
+    damages = [
+        data[:at] + flipped + data[at + 1 :],
+        data[:at] + number + data[at + len(number) :],
+        (data[:at] + decimal).replace(padding, b"", 1),
+        data[:at],
+        data[:at] + data[at + int(rng.integers(1, 40)) :],
+        data + piece,
+        data[:at] + piece + data[at + len(piece) :],
+        other,
+        pickle.dumps(RunsCode()) if rng.random() < 0.5 else code.getvalue(),
+        None,
+    ]
+    return damages[rng.integers(len(damages))]
 
 
 def forge_entries(rng, index):
@@ -10521,7 +10067,7 @@ def damaged_files(rng, good):
         data = good[path]
         for _ in range(rng.choice([1, 1, 3])):
             if data is not None:
-                data = DAMAGES[rng.integers(len(DAMAGES))](rng, data, others)
+                data = damaged_bytes(rng, data, others)
         damaged[str(path)] = data
     return damaged
 
@@ -10876,9 +10422,8 @@ def hook(event, arguments):
     if event.startswith(("socket.", "subprocess.", "ctypes.dlopen", "pickle.find", "urllib.")):
         seen.append((event, str(arguments)[:100]))
     elif event == "open" and isinstance(arguments[0], str):
-        path, mode, flags = arguments
-        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            written.append(path)
+        if arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            written.append(arguments[0])
     elif event in ("os.rename", "os.remove", "os.mkdir"):
         written.append(os.fspath(arguments[0]))
 
@@ -10888,31 +10433,18 @@ import torch.utils.data, torch.distributed, numpy  # what these do is theirs
 sys.addaudithook(hook)
 import megatron_min as mm
 
-
-def yes():
-    return True
-
-
 for folder in sys.argv[1:]:
     os.chdir(folder)
     pairs = mm.preprocess("in.jsonl", "pair", append_eod=True)
     mm.merge([pairs["text"]] * 2, "both")
-    config = mm.GPTDatasetConfig(
-        1,
-        8,
-        blend=(["both", pairs["text"]], [1, 2]),
-        split="1,1,0",
-        tokenizer=mm.ByteTokenizer(),
-        path_to_cache="cache",
-        create_attention_mask=False,
-    )
+    fields = {"blend": (["both", pairs["text"]], [1, 2]), "split": "1,1,0"}
+    fields |= {"tokenizer": mm.ByteTokenizer(), "path_to_cache": "cache"}
+    config = mm.GPTDatasetConfig(1, 8, create_attention_mask=False, **fields)
     for _ in range(2):
-        builder = mm.BlendedMegatronDatasetBuilder(
-            mm.GPTDataset, [20, 4, 0], yes, config
-        )
-        train, valid, _ = builder.build()
-    loader = mm.build_pretraining_data_loader(train, 0, micro_batch_size=4)
-    assert len(list(loader)) == 5
+        sizes = [20, 4, 0]
+        builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config)
+        train = builder.build()[0]
+    assert len(list(mm.build_pretraining_data_loader(train, 0, micro_batch_size=4))) == 5
     mm.IndexedDataset("both").verify()
     written[:] = [os.path.realpath(path) for path in written]
 print(seen)
