@@ -929,10 +929,16 @@ class StorageHandler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
 
+class StorageServer(http.server.ThreadingHTTPServer):
+    """One thread for each connection."""
+
+    request_queue_size = 256  # a batch opens many at once; those over the limit wait for seconds
+
+
 def serve_folder(folder, pipe):
     """What the process of the server does."""
     StorageHandler.folder = folder
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), StorageHandler)
+    server = StorageServer(("127.0.0.1", 0), StorageHandler)
     pipe.send(f"http://127.0.0.1:{server.server_port}")
     server.serve_forever()
 

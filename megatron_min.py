@@ -2124,7 +2124,7 @@ class GPTDataset(MegatronDataset):
         corpus = self.dataset
         if not isinstance(corpus, IndexedDataset) or corpus.multimodal:
             return False
-        return type(corpus).get is IndexedDataset.get
+        return getattr(corpus.get, "__func__", None) is IndexedDataset.get
 
     def _join(self, idx, pieces, parts):
         """The tokens of the pieces of sample idx, laid end to end and filled up to S + x."""
@@ -5970,6 +5970,7 @@ _METHODS_IN_C = (
     "pieces",
     "_query_document_sample_shuffle_indices",
     "_read_pieces",
+    "_reads_many",
     "_join",
     "_make_sample",
     "_rows",

@@ -5658,11 +5658,17 @@ class FaultyHandler(QuietHandler):
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
 
+class StorageServer(http.server.ThreadingHTTPServer):
+    """One thread for each connection."""
+
+    daemon_threads = True
+    request_queue_size = 256  # a batch opens many at once; those over the limit wait for seconds
+
+
 @contextlib.contextmanager
 def serve(handler, **attributes):
     """A server in a thread -> the server, with its URL."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = StorageServer(("127.0.0.1", 0), handler)
     server.url = f"http://127.0.0.1:{server.server_port}"
     vars(server).update(attributes)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
