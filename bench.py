@@ -5,6 +5,7 @@
     python bench.py                 the rows that tell most, on one screen, in under a minute
     python bench.py --full          all rows, in a few minutes
     python bench.py --only blend    those of all rows whose case matches a regular expression
+    python bench.py --storage       samples from object storage: speed, requests, bytes
     python bench.py --json FILE     every single time too; "-" is stdout, the table goes to stderr
     python bench.py --billion       time and memory against size, up to a billion documents
     pytest bench.py                 the rows of the screen in pytest-benchmark, to compare and keep
@@ -24,6 +25,7 @@ import dataclasses
 import datetime
 import functools
 import gc
+import http.server
 import importlib.metadata
 import importlib.util
 import itertools
@@ -40,10 +42,12 @@ import statistics
 import struct
 import sys
 import tempfile
+import threading
 import time
 import tracemalloc
 import types
 import typing
+import urllib.request
 import warnings
 
 import numpy as np
@@ -833,6 +837,7 @@ def main():
     parser.add_argument("--full", action="store_true", help="all rows, in a few minutes")
     parser.add_argument("--only", metavar="REGEX", help="those of all rows whose case matches")
     parser.add_argument("--json", metavar="FILE", help="write every time as JSON; -: to stdout")
+    parser.add_argument("--storage", action="store_true", help="object storage, by itself")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs, at least (%(default)s)")
     parser.add_argument("--billion", action="store_true", help="time and memory against size")
     options = parser.parse_args()
@@ -843,15 +848,20 @@ def main():
     print(file=out)
     if options.billion:
         return print_scale()
+    if options.storage:
+        return int(not print_storage(out))
     cases = SCREEN
     if options.full or options.only:
         cases = [case for case in SCREEN + MORE if re.search(options.only or "", case.title)]
     rows = measure_all(cases, options.rounds, out)
+    is_right = not any(row["different"] for row in rows)
+    if options.full and not options.only:
+        is_right = print_storage(out) and is_right
     if options.json:
         text = json.dumps({**facts, "rows": rows}, indent=1)
         path = "/dev/stdout" if options.json == "-" else options.json
         pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
-    return int(any(row["different"] for row in rows))
+    return int(not is_right)
 
 
 def measure_all(cases, rounds, out):
@@ -935,7 +945,176 @@ def measure_scale(prefix, cache, epochs):
     return row
 
 
-# -- 7. The same under pytest-benchmark ------------------------------------------------------------
+# -- 7. Object storage -----------------------------------------------------------------------------
+# Samples from a server on this machine that speaks as much of S3 as it takes to read objects, and
+# counts requests and bytes.  It is a process of its own.  No network lies between, so what a
+# request costs elsewhere, tens of milliseconds, comes on top: look at the counts too.
+#
+# The corpus is larger than two of upstream's blocks, because upstream keeps the last block.
+
+
+class StorageCase(typing.NamedTuple):
+    """A row of the table of object storage."""
+
+    title: str
+    name: str  # of the competitor
+    n: int  # samples
+    block_bytes: int = 0
+    threads: int = 1
+
+
+STORAGE = [
+    StorageCase("upstream, blocks of 256 MiB", "upstream", 8, 256 << 20),
+    StorageCase("exact ranges", "Python", 400),
+    StorageCase("exact ranges", "Python", 400, threads=4),
+    StorageCase("blocks of 1 MiB", "Python", 200, 1 << 20),
+    StorageCase("blocks of 1 MiB", "Python", 200, 1 << 20, 4),
+    StorageCase("blocks of 256 MiB", "Python", 8, 256 << 20),
+]
+STORAGE_COLUMNS = {"reads": "<28", "threads": ">8", "samples/s": ">9", "requests a sample": ">17"}
+STORAGE_COLUMNS |= {"bytes a sample": ">14"}
+
+
+class StorageHandler(http.server.BaseHTTPRequestHandler):
+    """Answers GET and HEAD of /bucket/<file of the folder>, and /counts."""
+
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16
+    counts: typing.ClassVar = {"requests": 0, "bytes": 0}
+    lock = threading.Lock()
+    folder = None
+
+    def log_message(self, *details):
+        """Nothing."""
+
+    def do_GET(self):
+        """Send an object, or a range of it."""
+        if self.path == "/counts":
+            self.send_content(200, json.dumps(self.counts).encode())
+            return
+        path = os.path.join(self.folder, self.path.rpartition("/")[2])
+        content = memoryview(np.memmap(path, np.uint8, "r"))
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if wanted:
+            end = int(wanted[2]) + 1 if wanted[2] else len(content)
+            content = content[int(wanted[1]) : end]
+        with self.lock:
+            self.counts["requests"] += 1
+            if self.command == "GET":
+                self.counts["bytes"] += len(content)
+        self.send_content(206 if wanted else 200, content)
+
+    do_HEAD = do_GET
+
+    def send_content(self, status, content):
+        """Send an answer."""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", '"0"')
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+
+class StorageServer(http.server.ThreadingHTTPServer):
+    """One thread for each connection."""
+
+    request_queue_size = 256  # a batch opens many at once; those over the limit wait for seconds
+
+
+def serve_folder(folder, pipe):
+    """What the process of the server does."""
+    StorageHandler.folder = folder
+    server = StorageServer(("127.0.0.1", 0), StorageHandler)
+    pipe.send(f"http://127.0.0.1:{server.server_port}")
+    server.serve_forever()
+
+
+@functools.cache
+def storage_server(folder):
+    """The URL of a server of this folder, which ends with this process."""
+    mine, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    context.Process(target=serve_folder, args=(folder, theirs), daemon=True).start()
+    return mine.recv()
+
+
+def counts_of(url):
+    """Requests and bytes so far."""
+    with urllib.request.urlopen(f"{url}/counts") as answer:
+        return json.load(answer)
+
+
+def remote_dataset(case, prefix):
+    """One epoch of a pair on the server, as a GPTDataset."""
+    mm = load(case.name)
+    storage = mm.ObjectStorageConfig(os.path.join(home(), f"idx-{case.name}"), case.block_bytes)
+    low = mm.IndexedDataset(prefix, mmap=False, object_storage_config=storage)
+    plain = dict.fromkeys(FLAGS, False)
+    cache = os.path.join(home(), "cache")
+    config = mm.GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=2048,
+        blend_per_split=[([prefix], None), None, None],
+        path_to_cache=cache,
+        tokenizer=Tokenizer(),
+        **plain,
+    )
+    documents = np.arange(len(low), dtype=np.int32)
+    return mm.GPTDataset(low, prefix, documents, None, mm.Split.train, config)
+
+
+def read_batch(dataset, indices):
+    """As torch's DataLoader reads a batch."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices)
+    return [dataset[i] for i in indices]
+
+
+def measure_storage(case, prefix, url, wanted):
+    """The cells of a row; the samples must be those of the local pair."""
+    dataset = remote_dataset(case, prefix)
+    batches = [list(range(k, k + 8)) for k in range(0, case.n, 8)]
+    before = counts_of(url)
+    started = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(case.threads) as pool:
+        found = list(pool.map(read_batch, itertools.repeat(dataset), batches))
+    seconds = time.perf_counter() - started
+    after = counts_of(url)
+    tokens = [sample["tokens"] for samples in found for sample in samples]
+    if not is_same(tokens, [wanted[k]["tokens"] for k in range(case.n)]):
+        return [case.title, str(case.threads), "differs", "-", "-"]
+    requests = (after["requests"] - before["requests"]) / case.n
+    num_bytes = (after["bytes"] - before["bytes"]) / case.n
+    speed = format_number(case.n / seconds)
+    return [case.title, str(case.threads), speed, format_number(requests), f"{num_bytes:,.0f}"]
+
+
+def print_storage(out):
+    """Print the table -> whether all samples were right."""
+    if importlib.util.find_spec("s3fs") is None:
+        print("\nno rows of object storage: pip install s3fs", file=out)
+        return True
+    local = corpus(600_000)
+    url = storage_server(os.path.dirname(local))
+    os.environ |= {"AWS_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"}
+    os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench"}
+    wanted = remote_dataset(STORAGE[1], local)
+    print("\nSamples from object storage, S=2048, batches of 8, 600 MB\n", file=out)
+    print_head(STORAGE_COLUMNS, out)
+    is_right = True
+    for case in STORAGE:
+        lacks_boto = importlib.util.find_spec("boto3") is None
+        if case.name == "upstream" and (load(case.name) is None or lacks_boto):
+            continue
+        cells = measure_storage(case, f"s3://bucket/{os.path.basename(local)}", url, wanted)
+        is_right = is_right and "differs" not in cells
+        print_line(cells, STORAGE_COLUMNS, out)
+    return is_right
+
+
+# -- 8. The same under pytest-benchmark ------------------------------------------------------------
 
 
 def pytest_generate_tests(metafunc):

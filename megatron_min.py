@@ -48,7 +48,7 @@ Part I, the path of a token
 Part II, the workshop
     11. Whole files               how does a file appear whole, or not at all?
     12. The index cache           when may arrays made earlier be used again?
-    13. Token sources             how are tokens read from a mapping or from a file?
+    13. Token sources             how are tokens read from a mapping, a file, or object storage?
     14. Batches ahead             how is the next batch ready before it is asked for?
     15. One error for every rank  what do the others do when one rank fails?
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
@@ -73,6 +73,8 @@ import dataclasses
 import datetime
 import difflib
 import enum
+import errno
+import fcntl
 import fractions
 import functools
 import glob
@@ -152,12 +154,15 @@ __all__ = [
     "NewFile",
     "NullTokenizer",
     "NumMicroBatches",
+    "ObjectStorageConfig",
     "ParallelGroups",
     "ParquetRows",
     "Plan",
     "PlanRow",
     "PlannedDataset",
     "PretrainingDataLoader",
+    "RemoteFile",
+    "RemoteTokens",
     "RerunDataIterator",
     "SFTDataset",
     "SampleFinder",
@@ -188,6 +193,9 @@ __all__ = [
     "encode_document",
     "encode_jsonl",
     "explain",
+    "fetch_index",
+    "file_exists",
+    "file_stamp",
     "finalize_model_grads",
     "fingerprint",
     "fingerprint_of_past",
@@ -199,12 +207,15 @@ __all__ = [
     "get_blend_from_list",
     "get_idx_path",
     "get_train_valid_test_num_samples",
+    "hide_credentials",
     "import_extra",
+    "is_remote",
     "map_ahead",
     "map_file",
     "merge",
     "normalize",
     "on_every_rank",
+    "open_tokens",
     "pack_conversations",
     "parse_and_normalize_split",
     "plan",
@@ -447,16 +458,18 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self._check_open()
         source = get_bin_path(path_prefix)
         if os.path.realpath(source) == os.path.realpath(self._bin.path):
-            raise ValueError(f"{source} is both input and output: choose another output prefix")
+            raise ValueError(
+                f"{hide_credentials(source)} is both input and output: choose another output prefix"
+            )
         other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
         if other.dtype != self.dtype:
             raise ValueError(
-                f"{source} holds {other.dtype.__name__} tokens, wanted {self.dtype.__name__} as "
-                f"in {self._bin.path}"
+                f"{hide_credentials(source)} holds {other.dtype.__name__} tokens, "
+                f"wanted {self.dtype.__name__} as in {hide_credentials(self._bin.path)}"
             )
         before = len(self.sequence_lengths)
-        with open(source, "rb") as file:
-            shutil.copyfileobj(file, self._bin.file, 16 << 20)
+        for tokens in other.blocks_of_tokens():
+            self._bin.file.write(tokens)
         self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
         self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
         if self.multimodal:
@@ -470,8 +483,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self._check_open()
         if len(self.sequence_lengths) != self.document_indices[-1]:
             raise ValueError(
-                f"{self._bin.path}: no document ends after sequence {self.document_indices[-1]}: "
-                "call end_document() before finalize()"
+                f"{hide_credentials(self._bin.path)}: no document ends after sequence "
+                f"{self.document_indices[-1]}: call end_document() before finalize()"
             )
         n = len(self.sequence_lengths)
         m = len(self.document_indices)
@@ -496,7 +509,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def _check_open(self):
         """ValueError once the pair is finished."""
         if self._bin.file.closed:
-            raise ValueError(f"{self._bin.path} is finalized: nothing can be added")
+            name = hide_credentials(self._bin.path)
+            raise ValueError(f"{name} is finalized: nothing can be added")
 
     def __exit__(self, kind, error, traceback):
         try:
@@ -542,11 +556,12 @@ def _as_compact_array(values, typecode, name):
 class IndexedDataset(torch.utils.data.Dataset):
     """Read a .bin/.idx pair.  Upstream: IndexedDataset.
 
-    path_prefix            path of the pair without .bin and .idx
+    path_prefix            path of the pair without .bin and .idx; or its place on object storage,
+                           such as s3://bucket/corpus (section 13)
     multimodal             return (tokens, mode); the file must hold modes
     mmap                   True: arrays are views of the mapped file; False: each access reads the
                            file into a new array
-    object_storage_config  accepted as upstream's; local files do not need it
+    object_storage_config  ObjectStorageConfig; None: its defaults
     check                  True: check the whole .idx when it is opened, as verify() does;
                            False: only what takes O(1); None: the whole if it is below 64 MiB
     fast_cache_load        upstream's name: True is check=False, where check is None
@@ -587,10 +602,10 @@ class IndexedDataset(torch.utils.data.Dataset):
     def _open_index(self):
         """Map the .idx file, check its header and size, and find its arrays."""
         path = get_idx_path(self.path_prefix)
-        if not os.path.exists(path):
+        if not is_remote(path) and not os.path.exists(path):
             raise FileNotFoundError(_describe_missing_pair(self.path_prefix))
-        self._idx_stat = os.stat(path)
-        content = map_file(path)
+        self._idx_stamp = file_stamp(path)
+        content = map_file(fetch_index(path, self._idx_stamp, self.object_storage_config))
         self._idx_content = content
         if len(content) < _HEADER.size:
             raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", len(content))
@@ -631,7 +646,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         if len(self):
             size = int(self.sequence_lengths[-1]) * self._token_bytes
             end = int(self.sequence_pointers[-1]) + size
-        found = os.path.getsize(path)
+        found = file_stamp(path)["size"]
         if end % self._token_bytes:
             field = f"end of the last sequence ({self.dtype.__name__} tokens)"
             raise _format_error(idx_path, field, f"a multiple of {self._token_bytes}", end)
@@ -643,14 +658,11 @@ class IndexedDataset(torch.utils.data.Dataset):
                 f"{found}: the file is truncated, or belongs to another .idx",
             )
         self.num_tokens = end // self._token_bytes
-        if self.mmap:
-            self._tokens = MappedTokens(path, self.dtype)
-        else:
-            self._tokens = FileTokens(path, self.dtype)
+        self._tokens = open_tokens(path, self.dtype, self.mmap, self.object_storage_config)
         # Another process may replace the pair between the opening of the .idx and that of the .bin.
         # commit_pair() removes the old .idx before it touches the .bin: so if the .idx that was
         # opened is still there now, the .bin that was opened belongs to it.
-        if not _is_same_file(os.stat(idx_path), self._idx_stat):
+        if file_stamp(idx_path) != self._idx_stamp:
             raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
 
     def verify(self) -> None:
@@ -717,6 +729,22 @@ class IndexedDataset(torch.utils.data.Dataset):
             return tokens, self.sequence_modes[i]
         return tokens
 
+    def get_many(self, pieces: typing.Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (sequence, offset, length), without modes.
+
+        The equal of get() for each piece; those of object storage are fetched at the same time.
+        """
+        spans = []
+        for idx, offset, length in pieces:
+            i = _position(idx, len(self), self.path_prefix)
+            spans.append(self._span(i, offset, length))
+        return self._tokens.read_many(spans)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Are the tokens read from a mapping, where a read costs next to nothing?"""
+        return type(self._tokens) is MappedTokens
+
     def _span(self, i, offset, length):
         """Where a part of sequence i lies: (tokens of the .bin before the part, tokens of it)."""
         pointer = int(self.sequence_pointers[i])
@@ -731,9 +759,16 @@ class IndexedDataset(torch.utils.data.Dataset):
         length = size - offset if length is None else operator.index(length)
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(
-                f"{self.path_prefix}[{i}] has {size} tokens, wanted {offset} to {offset + length}"
+                f"{hide_credentials(self.path_prefix)}[{i}] has {size} tokens, "
+                f"wanted {offset} to {offset + length}"
             )
         return start + offset, length
+
+    def blocks_of_tokens(self) -> typing.Iterator[np.ndarray]:
+        """Yield all tokens of the .bin file, in order, in arrays of at most 16 MiB."""
+        size = (16 << 20) // self._token_bytes
+        for start in range(0, self.num_tokens, size):
+            yield self._tokens.read(start, min(size, self.num_tokens - start))
 
     def identity(self) -> dict:
         """Return what tells this .idx from one that was written later.
@@ -743,8 +778,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         first = self._idx_content[:65536].tobytes()
         last = self._idx_content[-65536:].tobytes()
         return {
-            "idx_size": self._idx_stat.st_size,
-            "idx_mtime_ns": self._idx_stat.st_mtime_ns,
+            "idx_size": self._idx_stamp["size"],
+            "idx_mtime_ns": self._idx_stamp["changed"],
             "idx_ends": _md5(first + last),
         }
 
@@ -765,13 +800,12 @@ class IndexedDataset(torch.utils.data.Dataset):
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return True if both files of the pair exist."""
-        idx_exists = os.path.exists(get_idx_path(path_prefix))
-        return idx_exists and os.path.exists(get_bin_path(path_prefix))
+        return file_exists(get_idx_path(path_prefix)) and file_exists(get_bin_path(path_prefix))
 
 
 def _format_error(path, field, wanted, got):
     """The error that names the four things a reader of the message needs."""
-    return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
+    return DatasetFormatError(hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
 
 
 def _describe_missing_pair(prefix):
@@ -790,17 +824,11 @@ def _describe_missing_pair(prefix):
     return f"{get_idx_path(prefix)}: no such file: wanted the path of a pair without .bin and .idx"
 
 
-def _is_same_file(stat, other):
-    """Do two results of os.stat() describe one unchanged file?"""
-    names = ("st_ino", "st_size", "st_mtime_ns")
-    return all(getattr(stat, name) == getattr(other, name) for name in names)
-
-
 def _position(idx, n, name):
     """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
     i = operator.index(idx)
     if not -n <= i < n:
-        raise IndexError(f"index {i} of {name}, which has {n} entries")
+        raise IndexError(f"index {i} of {hide_credentials(name)}, which has {n} entries")
     return i % n
 
 
@@ -1313,7 +1341,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     create_attention_mask    return the dense (1, S, S) mask, which says what may attend to what
     drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
     add_extra_token_to_sequence             x = 1: the last input token has a label too
-    object_storage_cache_path               accepted as upstream's; local files do not need it
+    object_storage_cache_path               local folder for copies of .idx files: section 13
     data_parallel_size, sequence_parallel_size, sequences_per_dataset, context_parallel_size
                              accepted as upstream's; nothing here depends on them
     hybrid_context_parallel  of upstream; True is refused
@@ -1857,7 +1885,11 @@ class GPTDataset(MegatronDataset):
       position_ids             int64 (S,)
       cu_seqlens, max_seqlen   int32 (S+1,) and (), only with inter_document_masking
     ds[None] is sample 0 without any loss: it fills up a batch.  Cost: that of build_sample_idx() to
-    build; for a sample, one read for each document that it touches.
+    build; for a sample, one read for each document that it touches.  On object storage the reads of
+    a batch are made at the same time.
+
+    The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
+    or, for a pair on object storage, one beside the copy of its .idx.
 
     A subclass may override the two methods _query_document_sample_shuffle_indices(), the tokens of
     a sample, and _build_document_sample_shuffle_indices(), the three arrays; both names are
@@ -1934,9 +1966,12 @@ class GPTDataset(MegatronDataset):
 
     def _warn_if_no_eod(self):
         """Resets find nothing in a corpus that was tokenized without --append-eod."""
-        last_tokens = []
+        pieces = []
         for i in self.indices[:16].tolist():
-            last_tokens.extend(self.dataset.get(i)[-1:].tolist())
+            length = int(self.dataset.sequence_lengths[i])
+            if length > 0:
+                pieces.append((i, length - 1, 1))
+        last_tokens = [tokens[0] for tokens in self._read_pieces(pieces)]
         if last_tokens and self._eod_token_id not in last_tokens:
             warnings.warn(
                 f"{_name(self)}: none of {len(last_tokens)} documents looked at ends in eod, so "
@@ -1950,9 +1985,17 @@ class GPTDataset(MegatronDataset):
         """The cache of the three arrays; no file is opened yet."""
         folder = self.config.path_to_cache
         if not folder and self.dataset_path is not None:
-            folder = f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices"
+            folder = f"{self._default_cache_folder()}/{type(self).__name__}_indices"
         name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
         return IndexCache(folder, name, self.index_names, self.unique_description, self.made_from())
+
+    def _default_cache_folder(self):
+        """Where caches go if the config names no folder: beside the pair, or else the .idx copy."""
+        prefix = self.dataset.path_prefix
+        if not is_remote(prefix):
+            return f"{prefix}/cache"
+        storage = self.dataset.object_storage_config
+        return ObjectStorageConfig().folder if storage is None else storage.folder
 
     def _open_indices(self):
         """Load the three arrays from the cache, or build them."""
@@ -2130,7 +2173,24 @@ class GPTDataset(MegatronDataset):
         returns fewer than S + x of them, padding follows.
         """
         pieces = self.pieces(idx)
-        parts = [self.dataset.get(i, offset, length) for i, offset, length in pieces]
+        token_ids = self._join(idx, pieces, self._read_pieces(pieces))
+        return token_ids, np.array([i for i, _, _ in pieces], np.int64)
+
+    def _read_pieces(self, pieces):
+        """The tokens of each piece, in one call where the corpus allows that."""
+        if self._reads_many():
+            return self.dataset.get_many(pieces)
+        return [self.dataset.get(i, offset, length) for i, offset, length in pieces]
+
+    def _reads_many(self):
+        """Is this a corpus whose get() is ours, and returns nothing but tokens?"""
+        corpus = self.dataset
+        if not isinstance(corpus, IndexedDataset) or corpus.multimodal:
+            return False
+        return getattr(corpus.get, "__func__", None) is IndexedDataset.get
+
+    def _join(self, idx, pieces, parts):
+        """The tokens of the pieces of sample idx, laid end to end and filled up to S + x."""
         token_ids = np.concatenate(parts, dtype=np.int64)
         wanted = sum(length for _, _, length in pieces)
         if len(token_ids) != wanted:  # a reader of the user's own may be wrong
@@ -2139,16 +2199,55 @@ class GPTDataset(MegatronDataset):
             )
         if (token_ids == self._pad_token_id).any():
             self._warn_of_real_pads()
-        return self._pad(idx, token_ids), np.array([i for i, _, _ in pieces], np.int64)
+        return self._pad(idx, token_ids)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         if idx is None:
             sample = self[0]
             sample["loss_mask"].zero_()
             return sample
+        token_ids, _ = self._query_document_sample_shuffle_indices(idx)
+        return self._make_sample(idx, token_ids)
+
+    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
+        """Return several samples; where the corpus is not mapped, all are read in one call.
+
+        A subclass that has its own __getitem__() or _query_document_sample_shuffle_indices() is
+        asked for one sample after the other.
+        """
+        if not self._reads_batches():
+            return super().__getitems__(indices)
+        pieces_of_samples = []
+        pieces_of_batch = []
+        for idx in indices:
+            pieces = self.pieces(0 if idx is None else idx)
+            pieces_of_samples.append(pieces)
+            pieces_of_batch.extend(pieces)
+        parts = iter(self.dataset.get_many(pieces_of_batch))
+        samples = []
+        for idx, pieces in zip(indices, pieces_of_samples, strict=True):
+            k = 0 if idx is None else idx
+            token_ids = self._join(k, pieces, [next(parts) for _ in pieces])
+            sample = self._make_sample(k, token_ids)
+            if idx is None:
+                sample["loss_mask"].zero_()
+            samples.append(sample)
+        return samples
+
+    def _reads_batches(self):
+        """Does it serve to read a whole batch at once, and are the samples those of this class?"""
+        cls = type(self)
+        query = GPTDataset._query_document_sample_shuffle_indices
+        if cls.__getitem__ is not GPTDataset.__getitem__:
+            return False
+        if cls._query_document_sample_shuffle_indices is not query:
+            return False
+        return self._reads_many() and not self.dataset.is_mapped
+
+    def _make_sample(self, idx, token_ids):
+        """The tensors of sample idx, which has these tokens."""
         config = self.config
         S = config.sequence_length
-        token_ids, _ = self._query_document_sample_shuffle_indices(idx)
         padded = self._pad(idx, token_ids)
         tokens = padded[:S].copy()
         labels = padded[1:].copy()
@@ -2240,7 +2339,8 @@ class GPTDataset(MegatronDataset):
         if dataset_path is None:
             raise ValueError("no blend is given: give one, or build MockGPTDataset")
         check = False if config.fast_cache_load else None
-        return IndexedDataset(dataset_path, mmap=config.mmap_bin_files, check=check)
+        storage = ObjectStorageConfig(config.object_storage_cache_path)
+        return IndexedDataset(dataset_path, False, config.mmap_bin_files, storage, check)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
@@ -2361,7 +2461,7 @@ def _describe_documents(indices):
 def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
     path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else str(path)
+    return type(dataset).__name__ if path is None else hide_credentials(str(path))
 
 
 def _attribute(tokenizer, name):
@@ -3077,7 +3177,8 @@ class BlendedMegatronDatasetBuilder:
         n = self.cls.numel_low_level_dataset(opened)
         if n >= 2**31:
             raise ValueError(
-                f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
+                f"{hide_credentials(prefix)}: {n} sequences, but int32 numbers only {2**31 - 1}: "
+                "split the corpus"
             )
         parts = []
         for split in Split:
@@ -4698,6 +4799,10 @@ def _finish_step(model, num_tokens):
 #   sync    the same                             the operating system has written it to the disk
 #   rename  corpus.bin                           in one step: a reader finds the old or the new one
 #
+# Object storage has no rename.  There the temporary file is a local one, in the folder TMPDIR, and
+# in the place of the rename it is uploaded as a whole: readers find the old object until the upload
+# is complete.
+#
 # After an error, or Ctrl-C, or SIGTERM in our commands, the temporary file is removed.  A process
 # that is killed (kill -9, no power, a second signal meanwhile) leaves it behind; it can be deleted
 # by hand.
@@ -4714,10 +4819,16 @@ class NewFile:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = os.fspath(path)
+        unique_name = f"{self.path}.{secrets.token_hex(8)}.tmp"
+        if is_remote(self.path):
+            file_exists(self.path)  # what is permanently wrong shows here, before the work is done
+            self.temporary = os.path.join(tempfile.gettempdir(), os.path.basename(unique_name))
+            self.file = open(self.temporary, "xb", buffering=1 << 20)
+            return
         folder = os.path.dirname(self.path)
         if folder and not os.path.isdir(folder):
             raise FileNotFoundError(f"{folder}: no such folder")
-        self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
+        self.temporary = unique_name
         self.file = open(self.temporary, "xb", buffering=1 << 20)
         with contextlib.suppress(FileNotFoundError):  # if there is nothing to replace
             shutil.copymode(self.path, self.temporary)  # readers of the old file keep their rights
@@ -4731,7 +4842,11 @@ class NewFile:
         """Give the file its name."""
         self.sync()
         self.file.close()
-        os.replace(self.temporary, self.path)
+        if is_remote(self.path):
+            RemoteFile(self.path).upload(self.temporary)
+            os.unlink(self.temporary)
+        else:
+            os.replace(self.temporary, self.path)
 
     def discard(self) -> None:
         """Remove the file; after commit() this does nothing."""
@@ -4754,7 +4869,10 @@ def commit_pair(tokens: NewFile, index: NewFile) -> None:
     """Give a .bin and its .idx their names; an old .idx never stands beside a new .bin."""
     tokens.sync()
     index.sync()
-    pathlib.Path(index.path).unlink(missing_ok=True)
+    if is_remote(index.path):
+        RemoteFile(index.path).remove()
+    else:
+        pathlib.Path(index.path).unlink(missing_ok=True)
     tokens.commit()
     index.commit()
 
@@ -4839,6 +4957,9 @@ class IndexCache:
         description: str,
         made_from: dict | None = None,
     ) -> None:
+        if folder and is_remote(folder):
+            name = hide_credentials(folder)
+            raise ValueError(f"path_to_cache must be a local folder, which is mapped, got {name}")
         self.folder = folder if folder else None
         self.stem = stem
         self.names = names
@@ -5041,10 +5162,52 @@ def _npy_header(values):
 # ==============================================================================
 # 13. Token sources
 # ==============================================================================
-# Question answered here: how are tokens read from a mapping or from a file?
+# Question answered here: how are tokens read from a mapping, a file, or object storage?
 #
 #   IndexedDataset  --read(first token, count)-->  MappedTokens   a view of the mapped .bin file
 #                                                  FileTokens     a new array, read with os.pread
+#                                                  RemoteTokens   a range of a remote object
+#
+# Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus, read
+# with the package fsspec, which comes with torch.  The .idx is copied to a local folder, once, and
+# mapped.  Of the .bin only what a sample needs is read, and the parts of a batch at the same time:
+#
+#   read_many([(0, 5), (900, 3)])   exact ranges   |#####|                            |###|
+#                                   blocks         |#####...............|.............###.|.....
+#
+# Blocks serve where neighbours are read soon after, as when a corpus is copied; shuffled samples
+# have no such neighbours.
+
+
+@dataclasses.dataclass
+class ObjectStorageConfig:
+    """How pairs on object storage are read.  Upstream: ObjectStorageConfig.
+
+    path_to_idx_cache   folder for copies of .idx files; None: megatron_min in the folder of the
+                        user's caches, $XDG_CACHE_HOME or ~/.cache
+    bin_chunk_nbytes    0: read just the bytes that are asked for; else read the .bin in blocks of
+                        so many bytes, and keep the last eight (upstream's default: 256 MiB)
+
+    Copies of .idx files are never removed: an object that changes leaves its old copy behind.
+    """
+
+    path_to_idx_cache: str | os.PathLike | None = None
+    bin_chunk_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bin_chunk_nbytes < 0:
+            raise ValueError(f"bin_chunk_nbytes must be >= 0, got {self.bin_chunk_nbytes}")
+        if is_remote(self.folder):
+            name = hide_credentials(self.folder)
+            raise ValueError(f"path_to_idx_cache must be a local folder, got {name}")
+
+    @property
+    def folder(self) -> str:
+        """The folder for copies of .idx files."""
+        if self.path_to_idx_cache is not None:
+            return os.fspath(self.path_to_idx_cache)
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return os.path.join(caches, "megatron_min")
 
 
 class TokenSource(abc.ABC):
@@ -5090,6 +5253,294 @@ class FileTokens(TokenSource):
                 raise _format_error(self.path, f"bytes at {begin}", size, len(content))
             content += got
         return np.frombuffer(content, self.dtype)
+
+
+class RemoteTokens(TokenSource):
+    """Reads ranges of an object, or blocks of which the last few are kept."""
+
+    _KEPT_BLOCKS = 8
+
+    def __init__(self, url: str, dtype: type, block_bytes: int = 0) -> None:
+        self.dtype = np.dtype(dtype)
+        self.block_bytes = block_bytes
+        self._file = RemoteFile(url)
+        self._size = self._file.stamp()["size"] if block_bytes else None
+        self._kept = {}  # {where a block begins: its bytes}, the oldest first
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return a new array; an error of the storage is an OSError that names the object."""
+        return self.read_many([(start, count)])[0]
+
+    def read_many(self, spans: typing.Iterable[tuple[int, int]]) -> list[np.ndarray]:
+        """Return new arrays, whose ranges are fetched at the same time."""
+        ranges = []
+        for start, count in spans:
+            begin = start * self.dtype.itemsize
+            ranges.append((begin, begin + count * self.dtype.itemsize))
+        if self.block_bytes:
+            contents = self._read_from_blocks(ranges)
+        else:
+            contents = self._file.read_ranges(ranges)
+        return [np.frombuffer(content, self.dtype) for content in contents]
+
+    def _read_from_blocks(self, ranges):
+        """The bytes of each range, cut out of whole blocks."""
+        blocks = self._kept.copy()  # a copy of this call's own, since threads may read, too
+        wanted = {}
+        for begin, end in ranges:
+            first = begin - begin % self.block_bytes
+            for block in range(first, end, self.block_bytes):
+                if block not in blocks:
+                    wanted[block] = min(block + self.block_bytes, self._size)
+        fetched = self._file.read_ranges(list(wanted.items()))
+        blocks.update(zip(wanted, fetched, strict=True))
+        self._kept = dict(list(blocks.items())[-self._KEPT_BLOCKS :])
+        contents = []
+        for begin, end in ranges:
+            first = begin - begin % self.block_bytes
+            parts = [blocks[block] for block in range(first, end, self.block_bytes)]
+            contents.append(b"".join(parts)[begin - first : end - first])
+        return contents
+
+
+def open_tokens(
+    path: str, dtype: type, mmap: bool = True, config: ObjectStorageConfig | None = None
+) -> TokenSource:
+    """Return the source of the tokens of a .bin file, which is mapped, open, or remote."""
+    if is_remote(path):
+        return RemoteTokens(path, dtype, 0 if config is None else config.bin_chunk_nbytes)
+    return MappedTokens(path, dtype) if mmap else FileTokens(path, dtype)
+
+
+def is_remote(path: str | os.PathLike) -> bool:
+    """Return True for a name such as s3://bucket/corpus, and False for a path.
+
+    >>> is_remote("s3://bucket/corpus.idx"), is_remote("data/corpus.idx")
+    (True, False)
+    """
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
+
+
+def file_stamp(path: str | os.PathLike) -> dict:
+    """Return what tells a file from one that is written later: its size, its last change, ..."""
+    if is_remote(path):
+        return RemoteFile(path).stamp()
+    stat = os.stat(path)
+    return {"size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
+
+
+def file_exists(path: str | os.PathLike) -> bool:
+    """Return True if there is such a file or object."""
+    if not is_remote(path):
+        return os.path.exists(path)
+    try:
+        RemoteFile(path).stamp()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def fetch_index(path: str, stamp: dict, config: ObjectStorageConfig | None = None) -> str:
+    """Return the path of a local copy of an .idx file; a local file is its own copy.
+
+    The name of the copy says which object it is of, and which state of it: so no two prefixes share
+    a copy, and an object that has changed is copied again.  Processes that start together wait for
+    the one that copies.
+    """
+    if not is_remote(path):
+        return path
+    folder = ObjectStorageConfig().folder if config is None else config.folder
+    copied = os.path.join(folder, f"{_md5(path)}-{stamp['changed']}.idx")
+    if os.path.exists(copied):
+        return copied
+    os.makedirs(folder, exist_ok=True)
+    with open(f"{copied}.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the end of this block, or of this process, unlocks
+        if not os.path.exists(copied):
+            with NewFile(copied) as file:
+                _copy_object(path, stamp, file)
+    return copied
+
+
+def _copy_object(url, stamp, file):
+    """Write an object to an open file; OSError if the object changed meanwhile."""
+    remote = RemoteFile(url)
+    for block in remote.blocks(stamp["size"]):
+        file.write(block)
+    if remote.stamp() != stamp:
+        raise OSError(f"{hide_credentials(url)} changed while it was copied: try again")
+
+
+class RemoteFile:
+    """An object on object storage, by its URL.
+
+    Faults that pass, such as timeouts, server errors and replies that are cut short, are tried
+    again after growing pauses; what is permanent, such as a missing object or a missing right, is
+    raised at once.  An error is an OSError that names the object; user names, passwords and the
+    queries of URLs are left out of its text.  Objects can be pickled, and used by threads and by
+    forked processes: only the URL is kept, and fsspec keeps one connection for each process.
+    """
+
+    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
+    _BLOCK = 64 << 20  # bytes that are asked for at once where a whole object is read
+
+    def __init__(self, url: str | os.PathLike) -> None:
+        self.url = os.fspath(url)
+
+    def stamp(self) -> dict:
+        """Return {"size": bytes, "changed": a digest of what the storage says of the object}."""
+        found = self._try(self._info)
+        if found.get("size") is None:
+            raise OSError(f"{hide_credentials(self.url)}: the server does not tell its size")
+        # the URL that a server redirects to may have a signature, which is a new one each time
+        found.pop("url", None)
+        return {"size": found["size"], "changed": _md5(json.dumps(found, default=str))}
+
+    def read_ranges(self, ranges: typing.Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the bytes from begin to end of each (begin, end), fetched at the same time."""
+        contents = {}
+        for begin, end in ranges:
+            if begin == end:
+                contents[begin, end] = b""
+        self._try(self._fetch_missing, ranges, contents)
+        return [contents[span] for span in ranges]
+
+    def blocks(self, size: int) -> typing.Iterator[bytes]:
+        """Yield the whole object, which has this size, block by block."""
+        for begin in range(0, size, self._BLOCK):
+            yield self.read_ranges([(begin, min(begin + self._BLOCK, size))])[0]
+
+    def upload(self, path: str) -> None:
+        """Write a local file as this object, as a whole."""
+        self._try(self._put, path)
+
+    def remove(self) -> None:
+        """Remove the object, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            self._try(self._remove)
+
+    def _open(self):
+        """fsspec's file system, and the path of the object in it; fsspec keeps file systems."""
+        import fsspec
+
+        return fsspec.core.url_to_fs(self.url)
+
+    def _info(self):
+        """All that the storage says of the object, which must not be an older answer."""
+        file_system, path = self._open()
+        file_system.invalidate_cache(path)
+        found = file_system.info(path)
+        if found.get("type") == "directory":
+            raise FileNotFoundError("this is a folder")
+        return dict(sorted(found.items()))
+
+    def _fetch_missing(self, ranges, contents):
+        """Fetch the ranges that contents lacks; what came is kept, and the first error raised."""
+        file_system, path = self._open()
+        missing = [span for span in dict.fromkeys(ranges) if span not in contents]
+        if not missing:
+            return
+        begins = [begin for begin, _ in missing]
+        ends = [end for _, end in missing]
+        paths = [path] * len(missing)
+        found = file_system.cat_ranges(paths, begins, ends, on_error="return")
+        errors = []
+        for (begin, end), content in zip(missing, found, strict=True):
+            if isinstance(content, BaseException):
+                errors.append(content)
+            elif len(content) > end - begin:  # such a server would send the whole object each time
+                raise ValueError("the server sends more than the range that it is asked for")
+            elif len(content) != end - begin:
+                errors.append(OSError(f"bytes {begin} to {end} came as {len(content)} bytes"))
+            else:
+                contents[begin, end] = content
+        if errors:
+            raise errors[0]
+
+    def _put(self, path):
+        """Write a local file as this object."""
+        file_system, remote_path = self._open()
+        file_system.put_file(path, remote_path)
+
+    def _remove(self):
+        """Remove the object."""
+        file_system, path = self._open()
+        file_system.rm_file(path)
+
+    def _try(self, operation, *arguments):
+        """Call operation until it succeeds, as often as there are pauses, and once more."""
+        for pause in (*self._PAUSES, None):
+            try:
+                return operation(*arguments)
+            except Exception as error:
+                fault = _find_fault(error)
+                if pause is None or _is_permanent(fault):
+                    # not "from error": the text of that error may hold credentials
+                    raise self._describe(fault) from None
+            time.sleep(pause)
+
+    def _describe(self, error):
+        """The error to raise for one of fsspec's or of the libraries that it calls."""
+        url = hide_credentials(self.url)
+        text = hide_credentials(f"{type(error).__name__}: {error}")
+        if isinstance(error, ImportError):
+            return ImportError(f'{url} needs a further package (extra "storage"): {text}')
+        if getattr(error, "status", None) in (401, 403):
+            return PermissionError(f"{url}: {text}")
+        for kind in (FileNotFoundError, PermissionError):
+            if isinstance(error, kind):
+                return kind(f"{url}: {text}")
+        return OSError(f"{url}: {text}")
+
+
+def _find_fault(error):
+    """The fault behind an error: fsspec calls whatever happens to an HTTP request "not found"."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or cause is None:
+        return error
+    is_of_http = type(cause).__module__.startswith("aiohttp")
+    if is_of_http and getattr(cause, "status", None) != 404:
+        return cause
+    return error
+
+
+def _is_permanent(error):
+    """Would a request fail again in the same way?
+
+    Each library has classes of its own for a connection that broke, so the rest counts as passing.
+    """
+    status = getattr(error, "status", None)  # of HTTP
+    if isinstance(status, int) and 400 <= status < 500:
+        return status not in (408, 429)  # a timeout, and too many requests
+    if "Credentials" in type(error).__name__:
+        return True
+    if getattr(error, "errno", None) in _PERMANENT_ERRNOS:
+        return True
+    return isinstance(error, _PERMANENT_ERRORS)
+
+
+_PERMANENT_ERRNOS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.EMSGSIZE)
+_PERMANENT_ERRORS = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ImportError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+)
+
+
+def hide_credentials(text: str | os.PathLike) -> str:
+    """Return a text without the user names and passwords, and without the queries, of its URLs.
+
+    >>> hide_credentials("https://me:secret@host/corpus?X-Amz-Signature=12ab: no such object")
+    'https://host/corpus no such object'
+    """
+    without_users = re.sub(r"://[^/\s]*@", "://", os.fspath(text))
+    return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", without_users)
 
 
 # ==============================================================================
@@ -5623,6 +6074,10 @@ _METHODS_IN_C = (
     "pieces",
     "_part",
     "_query_document_sample_shuffle_indices",
+    "_read_pieces",
+    "_reads_many",
+    "_join",
+    "_make_sample",
     "_rows",
     "_pad",
     "_loss_mask",
@@ -5638,7 +6093,7 @@ def _is_read_by_c(dataset):
     corpus = dataset.dataset
     if type(corpus) is not IndexedDataset or corpus.multimodal:
         return False
-    return type(corpus._tokens) is MappedTokens
+    return corpus.is_mapped
 
 
 def _has_methods_of_its_own(cls):
@@ -5754,7 +6209,7 @@ def _c_getitem(self, idx):
     return _c_sample(columns, 0)
 
 
-@functools.wraps(MegatronDataset.__getitems__)
+@functools.wraps(GPTDataset.__getitems__)
 def _c_getitems(self, indices):
     columns = _c_make_batch(self, indices)
     if columns is None:
@@ -6330,7 +6785,7 @@ def _find_inputs(inputs):
         if path == "-" or os.path.exists(path):
             paths.append(path)
             continue
-        if _is_url(path):
+        if is_remote(path):
             matches = _find_objects(path)
         else:
             matches = sorted(glob.glob(path, recursive=True))
@@ -6340,11 +6795,6 @@ def _find_inputs(inputs):
     if len(paths) == 0:
         raise ValueError("preprocess wants at least one input")
     return paths
-
-
-def _is_url(path):
-    """Whether this names an object on object storage or on a server, as s3://bucket/a.jsonl."""
-    return "://" in path
 
 
 def _file_system(url):
@@ -6374,7 +6824,7 @@ def _find_objects(url):
 
 def _size_of_input(path):
     """Return the size of an input in bytes, or None if there is no telling, as of a pipe."""
-    if _is_url(path):
+    if is_remote(path):
         file_system, name = _file_system(path)
         return file_system.size(name)
     if not os.path.isfile(path):
@@ -6384,7 +6834,7 @@ def _size_of_input(path):
 
 def _stamp_of_input(path):
     """Return a text that tells an input from one that is written later under the same name."""
-    if _is_url(path):
+    if is_remote(path):
         file_system, name = _file_system(path)
         return file_system.ukey(name)
     stat = os.stat(path)
@@ -6393,7 +6843,7 @@ def _stamp_of_input(path):
 
 def _open_input(path):
     """Open a file or an object, to read bytes."""
-    if not _is_url(path):
+    if not is_remote(path):
         return open(path, "rb")
     file_system, name = _file_system(path)
     return io.BufferedReader(file_system.open(name, "rb"), 1 << 20)
@@ -7624,7 +8074,8 @@ class PlannedDataset(GPTDataset):
         """Open the pair at dataset_path without a check of the whole .idx, or mock data."""
         if config.mock:
             return MockGPTDataset.build_low_level_dataset(dataset_path, config)
-        return IndexedDataset(dataset_path, mmap=config.mmap_bin_files, check=False)
+        storage = ObjectStorageConfig(config.object_storage_cache_path)
+        return IndexedDataset(dataset_path, False, config.mmap_bin_files, storage, check=False)
 
     def _open_indices(self):
         """Count the samples, instead of making the arrays."""
@@ -8298,7 +8749,7 @@ def _print_counts(label, dataset):
         _count(len(dataset.document_indices) - 1, "document"),
         f"{_count(dataset.num_tokens, 'token')} of {np.dtype(dataset.dtype)}",
     ]
-    print(f"{label}: {', '.join(words)}")
+    print(f"{hide_credentials(label)}: {', '.join(words)}")
 
 
 def _largest_id(dataset):
@@ -8595,7 +9046,7 @@ _CONFIG_FLAGS = [
     ("create_attention_mask", bool, "samples have the dense (1, S, S) mask"),
     ("drop_last_partial_validation_sequence", bool, "no: pad the short last sample of valid"),
     ("add_extra_token_to_sequence", bool, "the last input token has a label too"),
-    ("object_storage_cache_path", str, "accepted as upstream's"),
+    ("object_storage_cache_path", str, "folder for copies of .idx files"),
     ("inter_document_masking", bool, "samples have cu_seqlens and max_seqlen, and no mask"),
     ("stable_order", bool, "a longer dataset begins with the shorter one"),
 ]

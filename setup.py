@@ -139,8 +139,9 @@ setup(
         "test": ["pytest", "pytest-benchmark", "setuptools>=70.1", "tokenizers"],
         # of the commands: a tokenizer.json of Hugging Face, and --split-sentences
         "tools": ["nltk>=3.9", "tokenizers"],
-        # inputs: s3://, http:// and https:// (s3fs needs aiohttp), .parquet, .zst
+        # s3://, http:// and https:// (s3fs needs aiohttp), .parquet, .zst
         "storage": ["pyarrow", "s3fs", "zstandard"],
+        "test-storage": ["s3fs", "moto[server]"],  # an S3 server of the tests
         "parity": ["megatron-core==0.16.1"],  # to compare with, in the tests and in bench.py
     },
     ext_modules=ext_modules,

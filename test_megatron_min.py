@@ -28,11 +28,14 @@ import gc
 import glob
 import gzip
 import hashlib
+import http.client
+import http.server
 import importlib.metadata
 import importlib.util
 import io
 import itertools
 import json
+import logging
 import lzma
 import math
 import multiprocessing
@@ -45,6 +48,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tokenize
@@ -57,6 +61,7 @@ import weakref
 import zipfile
 import zlib
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -5576,6 +5581,910 @@ def test_an_open_file_is_closed_with_its_source(one, numbers):
     assert tokens.tolist() == [100, 101, 102]
 
 
+# -- Object storage ----------------------------------------------------------------------------
+
+SECRET = "s3cret"
+
+
+class QuietHandler(http.server.BaseHTTPRequestHandler):
+    """Answers that keep their connection, and no log."""
+
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # head and body in one packet
+
+    def log_message(self, *details):
+        """Nothing."""
+
+    def answer(self, status, headers=(), body=b"", num_bytes=None):
+        """Send an answer, of whose body only so many bytes arrive."""
+        self.send_response(status)
+        for name, value in dict(headers).items():
+            self.send_header(name, value)
+        if "Content-Length" not in dict(headers):
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:num_bytes])
+        if num_bytes is not None:
+            self.close_connection = True
+
+
+class RangeHandler(QuietHandler):
+    """Serves the files of a folder, whole or a range of them."""
+
+    def do_GET(self):
+        server = self.server
+        name = self.path.rpartition("/")[2]
+        server.requests.append((self.command, name, self.headers.get("Range")))
+        path = pathlib.Path(server.folder, name)
+        if server.status is not None or not path.is_file():
+            self.answer(server.status or 404)
+            return
+        content = path.read_bytes()
+        headers = {"ETag": hashlib.md5(content).hexdigest(), "Accept-Ranges": "bytes"}
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if wanted is None or server.ignores_ranges:
+            self.answer(200, headers, content)
+        else:
+            self.answer(206, headers, content[int(wanted[1]) : int(wanted[2]) + 1])
+
+    do_HEAD = do_GET
+
+
+class FaultyHandler(QuietHandler):
+    """Passes requests on; of five answers, one is an error, or slow, or cut short."""
+
+    def do_GET(self):
+        server = self.server
+        size = int(self.headers.get("Content-Length", 0))
+        sent = self.rfile.read(size)
+        with server.lock:
+            fault = server.random.choice([None, "error", "slow", "cut"], p=[0.8, 0.1, 0.02, 0.08])
+            server.faults[str(fault)] += 1
+        if fault == "error":
+            self.answer(503)
+            return
+        if fault == "slow":
+            time.sleep(0.02)
+        connection = http.client.HTTPConnection(*server.target)
+        connection.request(self.command, self.path, sent, dict(self.headers))
+        reply = connection.getresponse()
+        body = reply.read()
+        connection.close()
+        headers = {}
+        for name, value in reply.getheaders():
+            if name.lower() not in ("connection", "transfer-encoding", "server", "date"):
+                headers[name.title()] = value
+        num_bytes = len(body) // 2 if fault == "cut" and body else None
+        self.answer(reply.status, headers, body, num_bytes)
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+
+class StorageServer(http.server.ThreadingHTTPServer):
+    """One thread for each connection."""
+
+    daemon_threads = True
+    request_queue_size = 256  # a batch opens many at once; those over the limit wait for seconds
+
+
+@contextlib.contextmanager
+def serve(handler, **attributes):
+    """A server in a thread -> the server, with its URL."""
+    server = StorageServer(("127.0.0.1", 0), handler)
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    vars(server).update(attributes)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def forget_file_systems():
+    """fsspec keeps file systems, with the server that they were made for."""
+    for name in ("http", "s3"):
+        with contextlib.suppress(ImportError):
+            fsspec.get_filesystem_class(name).clear_instance_cache()
+
+
+def forget_s3fs(monkeypatch):
+    """Have fsspec import the package again, which an earlier test may have used."""
+    forget_file_systems()
+    classes = sys.modules["fsspec.registry"]._registry
+    monkeypatch.delitem(classes, "s3", raising=False)
+
+
+@pytest.fixture
+def new_file_systems():
+    """For tests that change the server, or the packages; to make new ones takes a second."""
+    yield
+    forget_file_systems()
+
+
+class Storage:
+    """A place on object storage, that tests put pairs to."""
+
+    def __init__(self, kind, root, folder):
+        self.kind = kind
+        self.root = root
+        self.folder = folder
+        self.server = None
+
+    def put(self, prefix):
+        """Copy a local pair -> the prefix of the copy."""
+        name = os.path.basename(prefix)
+        for extension in (".bin", ".idx"):
+            self.put_file(f"{prefix}{extension}", f"{name}{extension}")
+        return f"{self.root}/{name}"
+
+    def put_file(self, path, name):
+        """Copy one file."""
+        if self.kind == "http":
+            shutil.copy(path, self.folder / name)
+        else:
+            file_system, place = fsspec.core.url_to_fs(f"{self.root}/{name}")
+            file_system.put_file(str(path), place)
+
+    def files(self):
+        """{name: bytes} of all that is there."""
+        if self.kind == "http":
+            return files_of(self.folder)
+        file_system, place = fsspec.core.url_to_fs(self.root)
+        file_system.invalidate_cache()
+        found = file_system.find(place) if file_system.exists(place) else []
+        return {path.rpartition("/")[2]: file_system.cat_file(path) for path in found}
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """The URL of an S3 server."""
+    pytest.importorskip("s3fs", reason="pip install 'megatron-min[storage]'")
+    moto = pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def no_pauses(tmp_path, monkeypatch):
+    """Retries at once; copies of .idx files below tmp_path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    for implementation in IMPLEMENTATIONS:
+        with contextlib.suppress(pytest.skip.Exception):
+            remote_file = copy_of_module(implementation).RemoteFile
+            monkeypatch.setattr(remote_file, "_PAUSES", (0, 0, 0, 0))
+
+
+@pytest.fixture
+def bucket(no_pauses, tmp_path, monkeypatch):
+    """Object storage in this process, empty."""
+    file_system = fsspec.get_filesystem_class("memory")
+    monkeypatch.setattr(file_system, "store", {})
+    monkeypatch.setattr(file_system, "pseudo_dirs", [""])
+    return Storage("memory", "memory://bucket", tmp_path)
+
+
+@pytest.fixture
+def web(no_pauses, tmp_path):
+    """A web server that serves ranges, and writes nothing."""
+    pytest.importorskip("aiohttp")
+    folder = tmp_path / "web"
+    folder.mkdir()
+    facts = {"folder": folder, "requests": [], "status": None, "ignores_ranges": False}
+    with serve(RangeHandler, **facts) as server:
+        storage = Storage("http", f"{server.url}/bucket", folder)
+        storage.server = server
+        yield storage
+
+
+@pytest.fixture
+def s3(no_pauses, s3_server, tmp_path, monkeypatch):
+    """A bucket of its own on the S3 server."""
+    import s3fs
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # it pauses before its own retries
+    bucket = re.sub("[^a-z0-9]", "-", tmp_path.name.lower())
+    s3fs.S3FileSystem().mkdir(bucket)
+    return Storage("s3", f"s3://{bucket}/data", tmp_path)
+
+
+@pytest.fixture(params=["bucket", "web", "s3"])
+def storage(request):
+    """Each kind of object storage."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["bucket", "s3"])
+def writable(request):
+    """Each kind of object storage that pairs can be written to."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def some_pair(one, tmp_path):
+    """A local pair of 60 documents, some of them empty -> (prefix, documents)."""
+    rng = np.random.default_rng(7)
+    docs = [rng.integers(1, 900, n) for n in rng.integers(0, 30, 60)]
+    return mk(one, tmp_path / "local" / "pair", docs, np.uint16), docs
+
+
+# -- reading
+
+
+@pytest.mark.parametrize("block_bytes", [0, 500, 1 << 20])
+def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, block_bytes):
+    prefix, docs = some_pair
+    config = one.ObjectStorageConfig(bin_chunk_nbytes=block_bytes)
+    ds = one.IndexedDataset(storage.put(prefix), object_storage_config=config, check=True)
+    local = one.IndexedDataset(prefix)
+    assert lists(ds[:]) == lists(local[:]) == [doc.tolist() for doc in docs]
+    for i in (0, 17, -1):
+        for offset in range(0, len(docs[i]), 5):
+            same(ds.get(i, offset), local.get(i, offset))
+    assert ds.dtype is local.dtype
+    copied = b"".join(tokens.tobytes() for tokens in ds.blocks_of_tokens())
+    assert copied == pathlib.Path(f"{prefix}.bin").read_bytes()
+
+
+@pytest.mark.parametrize("start, count", [(0, 20), (0, 1), (19, 1), (7, 5), (0, 0), (20, 0)])
+@pytest.mark.parametrize("block_bytes", [0, 3, 16, 1000])
+def test_a_remote_source_reads_any_place(one, bucket, numbers, start, count, block_bytes):
+    bucket.put_file(numbers, "numbers.bin")
+    source = one.RemoteTokens("memory://bucket/numbers.bin", np.uint16, block_bytes)
+    wanted = np.arange(100 + start, 100 + start + count, dtype=np.uint16)
+    same(source.read(start, count), wanted)
+    found = source.read_many([(18, 2), (start, count), (5, 0), (18, 2)])
+    assert lists(found) == [[118, 119], wanted.tolist(), [], [118, 119]]
+    assert source.read_many([]) == []
+
+
+def test_exact_ranges_and_blocks(one, web, numbers):
+    """Exact ranges: the bytes that are asked for, each once.  Blocks: the last eight are kept."""
+    web.put_file(numbers, "numbers.bin")  # 40 bytes
+    requests = web.server.requests
+    exact = one.RemoteTokens(f"{web.root}/numbers.bin", np.uint16)
+    assert lists(exact.read_many([(2, 2), (9, 1), (2, 2)])) == [[102, 103], [109], [102, 103]]
+    assert sorted(place for _, _, place in requests) == ["bytes=18-19", "bytes=4-7"]
+    blocks = one.RemoteTokens(f"{web.root}/numbers.bin", np.uint16, 4)
+    requests.clear()
+    blocks.read(3, 2)
+    assert sorted(place for _, _, place in requests) == ["bytes=4-7", "bytes=8-11"]
+    requests.clear()
+    blocks.read(2, 4)  # the same blocks
+    assert requests == []
+    blocks.read(6, 14)  # seven more: the oldest goes
+    requests.clear()
+    assert blocks.read(4, 16).tolist() == list(range(104, 120))
+    assert requests == []
+    blocks.read(2, 1)
+    assert [place for _, _, place in requests] == ["bytes=4-7"]
+
+
+def test_the_last_block_is_as_long_as_the_rest(one, web, numbers):
+    web.put_file(numbers, "numbers.bin")
+    source = one.RemoteTokens(f"{web.root}/numbers.bin", np.uint16, 32)
+    assert source.read(15, 5).tolist() == [115, 116, 117, 118, 119]
+    assert sorted(place for _, _, place in web.server.requests if place) == [
+        "bytes=0-31",
+        "bytes=32-39",
+    ]
+
+
+class OwnTokens:
+    """A mixin with other tokens."""
+
+    def _query_document_sample_shuffle_indices(self, idx):
+        tokens, documents = super()._query_document_sample_shuffle_indices(idx)
+        return tokens + 1, documents
+
+
+class OwnSamples:
+    """A mixin with other samples."""
+
+    def __getitem__(self, idx):
+        return {**super().__getitem__(idx), "own": torch.ones(1)}
+
+
+@pytest.mark.parametrize("place", ["bucket", "file"])
+def test_a_batch_is_one_read(mm, bucket, some_pair, place):
+    """All pieces of a batch, also of padding, and of a blend for each of its datasets."""
+    prefix, _ = some_pair
+    fields = {"mmap_bin_files": False, "sequence_length": 16, "eod_mask_loss": True}
+    fields["tokenizer"] = Tok(eod=int(some_pair[1][3][-1]))
+    wanted = build(mm, [50, 0, 0], config(mm, ([prefix], None), **fields))[0]
+    other = bucket.put(prefix) if place == "bucket" else prefix
+    fields["object_storage_cache_path"] = str(bucket.folder / "idx")
+    ds = build(mm, [50, 0, 0], config(mm, ([other], None), **fields))[0]
+    source_class = type(ds.dataset._tokens)
+    indices = [3, None, 11, 0]
+    with mock.patch.object(
+        source_class, "read_many", autospec=True, side_effect=source_class.read_many
+    ) as read_many:
+        samples = ds.__getitems__(indices)
+        batch = ds.batch(indices)
+        ds[5]
+    assert read_many.call_count == 3
+    pieces = ds.pieces(3) + ds.pieces(0) + ds.pieces(11) + ds.pieces(0)
+    assert len(read_many.call_args_list[0].args[1]) == len(pieces)
+    for k, sample in zip(indices, samples, strict=True):
+        same_samples(sample, wanted[k])
+    same_samples(batch, wanted.batch(indices))
+    with pytest.raises(IndexError):
+        ds.__getitems__([0, len(ds)])
+
+
+def test_a_batch_of_a_remote_blend(mm, bucket, some_pair, tmp_path):
+    """One read for each corpus; one of them is local."""
+    prefix, docs = some_pair
+    second = mk(mm, tmp_path / "local" / "second", docs[::-1], np.uint16)
+    fields = {"path_to_cache": str(tmp_path / "cache")}
+    wanted = build(mm, [40, 0, 0], config(mm, ([prefix, second], [2, 3]), **fields))[0]
+    places = [bucket.put(prefix), second]
+    ds = build(mm, [40, 0, 0], config(mm, (places, [2, 3]), **fields))[0]
+    indices = [*range(12), None]
+    same_samples(ds.batch(indices), wanted.batch(indices))
+    source_class = mm.RemoteTokens
+    with mock.patch.object(
+        source_class, "read_many", autospec=True, side_effect=source_class.read_many
+    ) as read_many:
+        ds.batch(indices)
+    assert read_many.call_count == 1
+
+
+@pytest.mark.parametrize("mixin, key", [(OwnTokens, "tokens"), (OwnSamples, "own")])
+def test_batches_of_a_subclass_are_its_samples(mm, bucket, some_pair, mixin, key):
+    prefix, _ = some_pair
+    cls = type("Own", (mixin, mm.GPTDataset), {})
+    wanted = build(mm, [20, 0, 0], config(mm, ([prefix], None)), cls)[0]
+    ds = build(mm, [20, 0, 0], config(mm, ([bucket.put(prefix)], None)), cls)[0]
+    for k, sample in enumerate(ds.__getitems__(range(5))):
+        same_samples(sample, wanted[k])
+        same(sample[key], ds[k][key])
+
+
+def test_many_pieces_are_checked_as_one_is(one, bucket, some_pair):
+    prefix, docs = some_pair
+    ds = one.IndexedDataset(bucket.put(prefix))
+    found = ds.get_many([(-1, 0, 2), (3, 1, 1)])
+    assert lists(found) == [docs[-1][:2].tolist(), docs[3][1:2].tolist()]
+    for piece in ((60, 0, 1), (0, 0, len(docs[0]) + 1), (0, -1, 1)):
+        with pytest.raises(IndexError):
+            ds.get_many([(1, 0, 0), piece])
+
+
+# -- the builder and its caches
+
+
+def test_a_remote_blend_equals_the_local_one(mm, storage, some_pair, tmp_path):
+    """Samples and their order; nothing but index files lies in the two local folders."""
+    prefix, _ = some_pair
+    samples = {}
+    for name, place in (("local", prefix), ("remote", storage.put(prefix))):
+        fields = {"path_to_cache": str(tmp_path / name), "split": "70,30,0"}
+        fields["object_storage_cache_path"] = str(tmp_path / "idx")
+        cfg = config(mm, ([place, place], [1, 2]), **fields)
+        train, valid, _ = build(mm, [30, 10, 0], cfg)
+        samples[name] = [train.batch(range(30)), valid.batch(range(10))]
+    for found, wanted in zip(samples["remote"], samples["local"], strict=True):
+        same_samples(found, wanted)
+    assert {path.suffix for path in (tmp_path / "idx").iterdir()} == {".idx", ".lock"}
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("folder", [None, "idx"])
+def test_without_path_to_cache_indices_lie_beside_the_idx(one, bucket, some_pair, folder, tmp_path):
+    """A default beside the pair would be remote."""
+    prefix = bucket.put(some_pair[0])
+    path = None if folder is None else str(tmp_path / folder)
+    place = tmp_path / "home" / "megatron_min" if folder is None else tmp_path / folder
+    fields = {"object_storage_cache_path": path}
+    first = build(one, [9, 0, 0], config(one, ([prefix], None), **fields))[0]
+    names = os.listdir(place / "GPTDataset_indices")
+    assert f"{first.unique_description_hash}-GPTDataset-train-manifest.json" in names
+    with mock.patch.object(one, "build_sample_idx") as build_again:
+        build(one, [9, 0, 0], config(one, ([prefix], None), **fields))
+    assert not build_again.called
+    assert set(bucket.files()) == {"pair.bin", "pair.idx"}
+
+
+def test_caches_are_local_folders(one, bucket, some_pair):
+    prefix = bucket.put(some_pair[0])
+    with pytest.raises(ValueError, match="path_to_idx_cache .* local"):
+        one.ObjectStorageConfig(f"memory://me:{SECRET}@host/idx")
+    with pytest.raises(ValueError, match="path_to_cache .* local"):
+        build(one, [9, 0, 0], config(one, ([prefix], None), path_to_cache="memory://cache"))
+    with pytest.raises(ValueError, match="bin_chunk_nbytes"):
+        one.ObjectStorageConfig(bin_chunk_nbytes=-1)
+
+
+# -- copies of .idx files
+
+
+def copies_of(folder):
+    """The copies of .idx files in a folder."""
+    return sorted(pathlib.Path(folder).glob("*.idx"))
+
+
+def test_an_index_is_copied_once_for_each_state(one, storage, some_pair, tmp_path):
+    """Two prefixes have two copies, even of equal bytes; a new state has a copy of its own."""
+    prefix, docs = some_pair
+    settings = one.ObjectStorageConfig(tmp_path / "idx")
+    place = storage.put(prefix)
+    for _ in range(2):
+        one.IndexedDataset(place, object_storage_config=settings)
+    (first,) = copies_of(tmp_path / "idx")
+    assert first.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
+    if storage.kind == "http":
+        gets = [name for method, name, _ in storage.server.requests if method == "GET"]
+        assert gets.count("pair.idx") == 1
+        one.IndexedDataset(f"{storage.root}/elsewhere/pair", object_storage_config=settings)
+        assert len(copies_of(tmp_path / "idx")) == 2
+    swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
+    changed = storage.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
+    assert changed == place
+    ds = one.IndexedDataset(place, object_storage_config=settings)
+    assert lists(ds[:2]) == [docs[1].tolist(), docs[0].tolist()]
+
+
+def open_remote(one, place, folder, barrier=None):
+    """Open a pair, together with others -> its lengths."""
+    if barrier is not None:
+        barrier.wait()
+    settings = one.ObjectStorageConfig(folder)
+    return one.IndexedDataset(place, object_storage_config=settings).sequence_lengths.tolist()
+
+
+def open_in_process(place, folder, barrier, results):
+    """What a forked process does."""
+    results.put(open_remote(copy_of_module("python"), place, folder, barrier))
+
+
+@linux
+@pytest.mark.parametrize("by", ["threads", "processes"])
+def test_those_that_start_together_share_one_download(one, web, some_pair, tmp_path, by):
+    prefix, docs = some_pair
+    place = web.put(prefix)
+    folder = tmp_path / "idx"
+    if by == "threads":
+        barrier = threading.Barrier(4)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(open_remote, one, place, folder, barrier) for _ in range(4)]
+            found = [call.result() for call in calls]
+    else:
+        barrier = FORK.Barrier(4)
+        results = FORK.Queue()
+        arguments = (place, folder, barrier, results)
+        processes = [FORK.Process(target=open_in_process, args=arguments) for _ in range(4)]
+        for process in processes:
+            process.start()
+        found = [results.get(timeout=60) for _ in processes]
+        for process in processes:
+            process.join()
+    assert found == [[len(doc) for doc in docs]] * 4
+    gets = [name for method, name, _ in web.server.requests if method == "GET"]
+    assert gets.count("pair.idx") == 1
+    assert len(copies_of(folder)) == 1
+
+
+def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path, monkeypatch):
+    """No copy stays; the next opening finds the new one."""
+    place = bucket.put(some_pair[0])
+    settings = one.ObjectStorageConfig(tmp_path / "idx")
+    blocks = one.RemoteFile.blocks
+
+    def blocks_then_change(self, size):
+        yield from blocks(self, size)
+        bucket.put_file(f"{some_pair[0]}.idx", "pair.idx")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.RemoteFile, "blocks", blocks_then_change)
+        with pytest.raises(OSError, match="pair.idx changed"):
+            one.IndexedDataset(place, object_storage_config=settings)
+    assert copies_of(tmp_path / "idx") == []
+    one.IndexedDataset(place, object_storage_config=settings)
+
+
+def test_a_copy_in_a_folder_that_cannot_be_written(one, bucket, some_pair, tmp_path, monkeypatch):
+    """A copy that exists needs no lock."""
+    place = bucket.put(some_pair[0])
+    settings = one.ObjectStorageConfig(tmp_path / "idx")
+    one.IndexedDataset(place, object_storage_config=settings)
+    monkeypatch.setattr(one.fcntl, "flock", None)
+    one.IndexedDataset(place, object_storage_config=settings)
+
+
+# -- pickles, forks, threads, worker processes
+
+
+def read_remote(ds, k):
+    """What another process does with a dataset."""
+    return ds[k]["tokens"].tolist()
+
+
+@linux
+def test_remote_datasets_in_other_threads_and_processes(one, web, some_pair, tmp_path):
+    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
+    fields["object_storage_cache_path"] = str(tmp_path / "idx")
+    ds = build(one, [24, 0, 0], config(one, ([web.put(some_pair[0])], None), **fields))[0]
+    wanted = [ds[k]["tokens"].tolist() for k in range(24)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(read_remote, [ds] * 24, range(24))) == wanted
+    with concurrent.futures.ProcessPoolExecutor(2, FORK) as pool:
+        assert list(pool.map(read_remote, [ds] * 24, range(24))) == wanted
+    assert read_remote(pickle.loads(pickle.dumps(ds)), 5) == wanted[5]
+    loader = one.build_pretraining_data_loader(ds, 0, micro_batch_size=4, num_workers=2)
+    found = [row for batch in loader for row in batch["tokens"].tolist()]
+    assert found[:24] == wanted
+
+
+@pytest.mark.slow
+def test_a_spawned_process_opens_a_remote_pair(one, s3, some_pair):
+    place = s3.put(some_pair[0])
+    code = (
+        "import sys, pickle, megatron_min as mm\n"
+        "ds = pickle.loads(pickle.dumps(mm.IndexedDataset(sys.argv[1])))\n"
+        "print(ds[1].tolist())"
+    )
+    finished = python(code, place)
+    assert finished.stdout.strip() == str(some_pair[1][1].tolist()), finished.stderr
+
+
+# -- faults
+
+
+def read_with_faults(one, place, docs, settings):
+    """Open and read, often: each result right, or a clear error -> (numbers of both)."""
+    right = 0
+    errors = 0
+    for k in range(15):
+        try:
+            ds = one.IndexedDataset(place, object_storage_config=settings)
+            pieces = [(i, 0, len(docs[i])) for i in range(k, k + 8)]
+            found = ds.get_many(pieces)
+        except OSError as error:
+            assert place in str(error)
+            errors += 1
+            continue
+        assert lists(found) == [docs[i].tolist() for i in range(k, k + 8)]
+        right += 1
+    return right, errors
+
+
+@pytest.mark.parametrize("block_bytes", [0, 100])
+@pytest.mark.parametrize("kind", ["web", pytest.param("s3", marks=pytest.mark.slow)])
+def test_a_server_with_faults(
+    one, some_pair, tmp_path, monkeypatch, request, new_file_systems, kind, block_bytes
+):
+    """A fifth of the answers are errors, slow, or cut short: a proxy between us and the server."""
+    storage = request.getfixturevalue(kind)
+    prefix, docs = some_pair
+    place = storage.put(prefix)
+    url = storage.server.url if kind == "web" else os.environ["AWS_ENDPOINT_URL"]
+    host, _, port = url.removeprefix("http://").partition(":")
+    facts = {"target": (host, int(port)), "lock": threading.Lock(), "faults": collections.Counter()}
+    settings = one.ObjectStorageConfig(tmp_path / "idx", block_bytes)
+    with serve(FaultyHandler, random=np.random.default_rng(5), **facts) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        forget_file_systems()
+        place = place.replace(url, proxy.url)
+        right, errors = read_with_faults(one, place, docs, settings)
+    assert right > 3 * errors
+    assert proxy.faults["error"] > 2
+    assert proxy.faults["cut"] > 1
+
+
+def test_memory_with_faults(one, bucket, some_pair, tmp_path, monkeypatch):
+    """The same, where the file system itself fails."""
+    prefix, docs = some_pair
+    place = bucket.put(prefix)
+    file_system = fsspec.get_filesystem_class("memory")
+    rng = np.random.default_rng(6)
+    faults = collections.Counter()
+    cat_file = file_system.cat_file
+    info = file_system.info
+
+    def faulty_cat_file(self, path, start=None, end=None):
+        content = cat_file(self, path, start, end)
+        fault = rng.choice(["none", "error", "cut"], p=[0.8, 0.1, 0.1])
+        faults[fault] += 1
+        if fault == "error":
+            raise TimeoutError("slow")
+        return content[: len(content) // 2] if fault == "cut" else content
+
+    def faulty_info(self, path, **options):
+        if rng.random() < 0.2:
+            raise ConnectionResetError("reset")
+        return info(self, path, **options)
+
+    monkeypatch.setattr(file_system, "cat_file", faulty_cat_file)
+    monkeypatch.setattr(file_system, "info", faulty_info)
+    right, errors = read_with_faults(one, place, docs, one.ObjectStorageConfig(tmp_path / "idx"))
+    assert right > 9 * errors
+    assert min(faults.values()) > 2
+
+
+def test_only_what_failed_is_asked_for_again(one, web, numbers, monkeypatch):
+    """With growing pauses, and in the end an error that names the object."""
+    web.put_file(numbers, "numbers.bin")
+    source = one.RemoteTokens(f"{web.root}/numbers.bin", np.uint16)
+    pauses = []
+    monkeypatch.setattr(one.RemoteFile, "_PAUSES", (1, 2, 3))
+    monkeypatch.setattr(one.time, "sleep", pauses.append)
+    web.server.status = 503
+    with pytest.raises(OSError, match=r"numbers\.bin: .*503"):
+        source.read(2, 2)
+    assert pauses == [1, 2, 3]
+    assert len(web.server.requests) == 4
+    web.server.status = None
+    answers = []
+    cat_file = fsspec.get_filesystem_class("http")._cat_file
+
+    async def first_is_short(self, url, start=None, end=None):
+        is_first = len(answers) == 0
+        answers.append((start, end))
+        content = await cat_file(self, url, start, end)
+        return content[1:] if is_first else content
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("http"), "_cat_file", first_is_short)
+    assert lists(source.read_many([(0, 1), (5, 2)])) == [[100], [105, 106]]
+    assert answers == [(0, 2), (10, 14), (0, 2)]
+
+
+@pytest.mark.parametrize(
+    "status, error",
+    [
+        (404, FileNotFoundError),
+        (401, PermissionError),
+        (403, PermissionError),
+        (400, OSError),
+        (416, OSError),
+    ],
+)
+def test_permanent_errors_are_raised_at_once(one, web, numbers, monkeypatch, status, error):
+    web.put_file(numbers, "numbers.bin")
+    source = one.RemoteTokens(f"{web.root}/numbers.bin", np.uint16)
+    monkeypatch.setattr(one.RemoteFile, "_PAUSES", (1, 1))
+    monkeypatch.setattr(one.time, "sleep", None)
+    web.server.status = status
+    with pytest.raises(error, match=r"numbers\.bin"):
+        source.read(2, 2)
+    assert len(web.server.requests) == 1
+    with pytest.raises(error, match=r"pair\.idx"):
+        one.IndexedDataset(f"{web.root}/pair")
+
+
+def test_a_server_without_ranges(one, web, numbers, monkeypatch):
+    """It would send the whole object for each range: refused at the first answer."""
+    web.put_file(numbers, "numbers.bin")
+    web.server.ignores_ranges = True
+    monkeypatch.setattr(one.time, "sleep", None)
+    source = one.RemoteTokens(f"{web.root}/numbers.bin", np.uint16)
+    with pytest.raises(OSError, match=r"numbers\.bin.* range"):
+        source.read(2, 2)
+    assert len(web.server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["s3://no-such-bucket/pair", "s3://{bucket}/missing", "s3://{bucket}"]
+)
+def test_what_is_missing_on_s3(one, s3, monkeypatch, name):
+    monkeypatch.setattr(one.time, "sleep", None)
+    place = name.format(bucket=s3.root.removeprefix("s3://"))
+    with pytest.raises(FileNotFoundError, match=re.escape(place)):
+        one.IndexedDataset(place)
+    assert not one.IndexedDataset.exists(place)
+
+
+class Status(Exception):
+    """As of the libraries for HTTP."""
+
+    def __init__(self, status):
+        self.status = status
+
+
+class NoCredentialsError(Exception):
+    """As of botocore."""
+
+
+@pytest.mark.parametrize(
+    "error, is_permanent",
+    [
+        (Status(404), True),
+        (Status(403), True),
+        (Status(408), False),
+        (Status(429), False),
+        (Status(500), False),
+        (Status(503), False),
+        (NoCredentialsError(), True),
+        (TimeoutError(), False),
+        (ConnectionResetError(), False),
+        (EOFError(), False),
+        (OSError(errno.EBUSY, "slow down"), False),
+        (OSError(errno.EIO, "internal"), False),
+        (OSError(errno.EINVAL, "no such range"), True),
+        (OSError(errno.EPERM, "no such method"), True),
+        (FileNotFoundError(), True),
+        (PermissionError(), True),
+        (ImportError(), True),
+        (ValueError(), True),
+    ],
+    ids=str,
+)
+def test_which_errors_are_permanent(one, error, is_permanent):
+    assert one._is_permanent(error) == is_permanent
+
+
+def test_a_missing_package_for_a_storage_is_named(one, monkeypatch, new_file_systems):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    forget_s3fs(monkeypatch)
+    with pytest.raises(ImportError, match=r's3://bucket/pair.idx needs .*"storage"'):
+        one.IndexedDataset("s3://bucket/pair")
+    with pytest.raises(ImportError, match="storage"):
+        one.NewFile("s3://bucket/new.bin")
+    with pytest.raises(OSError, match=r"nonsense://bucket/pair.idx"):
+        one.IndexedDataset("nonsense://bucket/pair")
+
+
+# -- credentials
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("s3://bucket/corpus", "s3://bucket/corpus"),
+        ("data/a@b?c", "data/a@b?c"),
+        ("https://host/a@b", "https://host/a@b"),
+        ("https://me@host/a", "https://host/a"),
+        ("https://me:pass@word@host/a", "https://host/a"),
+        ("of https://me:pw@a/x?y=1 and 'http://you:pw@b/z?w=2'", "of https://a/x and 'http://b/z'"),
+        (pathlib.Path("a/b"), "a/b"),
+    ],
+)
+def test_credentials_are_left_out(one, text, wanted):
+    assert one.hide_credentials(text) == wanted
+
+
+@pytest.mark.parametrize(
+    "fault", ["missing", "forbidden", "unavailable", "torn", "outside", "refused"]
+)
+@pytest.mark.parametrize("secret", ["user", "query"])
+def test_no_message_shows_a_credential(one, web, some_pair, secret, fault, capsys):
+    """Not even those of the errors that led to an error, as Python prints them."""
+    web.put(some_pair[0])
+    place = web.root.replace("://", f"://me:{SECRET}@")
+    url = f"{place}/pair"
+    if secret == "query":
+        url = f"{web.root}/x?X-Amz-Signature={SECRET}&to=/pair"
+    if fault == "missing":
+        url += "2"
+    if fault == "torn":
+        os.truncate(web.folder / "pair.bin", 10)
+    web.server.status = {"forbidden": 403, "unavailable": 503}.get(fault)
+    if fault == "refused":
+        url = url.replace(web.server.url.rpartition(":")[2], "9")
+    with pytest.raises((OSError, ValueError, IndexError)) as caught:
+        ds = one.IndexedDataset(url)
+        if fault == "outside":
+            ds[100]
+    text = "".join(traceback.format_exception(caught.value))
+    assert SECRET not in "".join(line for line in text.splitlines() if "Error" in line)
+    assert SECRET not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert "127.0.0.1" in str(caught.value)
+    code, out, err = command(one, capsys, "verify", url)
+    assert SECRET not in out + err
+    assert code == (0 if fault == "outside" else 1)
+
+
+# -- writing
+
+
+def test_a_pair_is_written_to_object_storage(one, writable, some_pair, tmp_path, monkeypatch):
+    """Equal to the local one; nothing stays in the folder of temporary files."""
+    prefix, docs = some_pair
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    place = f"{writable.root}/pair"
+    with one.IndexedDatasetBuilder(f"{place}.bin", np.uint16) as builder:
+        for doc in docs:
+            builder.add_document(doc, [len(doc)])
+        assert writable.files() == {}
+    local = files_of(os.path.dirname(prefix))
+    assert writable.files() == local
+    one.merge([place, place], f"{writable.root}/twice")
+    one.merge([prefix, prefix], tmp_path / "local" / "twice")
+    assert writable.files() == files_of(tmp_path / "local")
+    with pytest.raises(ZeroDivisionError), one.IndexedDatasetBuilder(f"{place}.bin") as builder:
+        builder.add_item([1])
+        raise ZeroDivisionError
+    with pytest.raises(ValueError, match="both input and output"):
+        one.merge([place], place)
+    assert writable.files() == files_of(tmp_path / "local")
+    assert os.listdir(temporary) == []
+
+
+@pytest.mark.parametrize("before", [None, b"old"])
+def test_an_upload_that_fails(one, writable, tmp_path, monkeypatch, before):
+    """The old object stays, or none is there; the local file goes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place = f"{writable.root}/object"
+    if before is not None:
+        with one.NewFile(place) as file:
+            file.write(before)
+    file_system, _ = fsspec.core.url_to_fs(place)
+    put = mock.Mock(side_effect=ConnectionResetError(f"of https://me:{SECRET}@host/"))
+    with mock.patch.object(file_system, "put_file", put):
+        with pytest.raises(OSError, match="object: ConnectionResetError") as caught:
+            with one.NewFile(place) as file:
+                file.write(b"new")
+    assert SECRET not in str(caught.value)
+    assert put.call_count == 5
+    assert writable.files() == ({} if before is None else {"object": before})
+    assert list(tmp_path.glob("*.tmp")) == []
+
+
+def test_an_old_index_never_stands_beside_new_tokens(one, bucket, some_pair, monkeypatch):
+    place = bucket.put(some_pair[0])
+    put = one.RemoteFile._put
+    names = []
+
+    def put_and_look(self, path):
+        names.append((self.url.rpartition("/")[2], sorted(bucket.files())))
+        put(self, path)
+
+    monkeypatch.setattr(one.RemoteFile, "_put", put_and_look)
+    with one.IndexedDatasetBuilder(f"{place}.bin", np.uint16) as builder:
+        builder.add_document([1, 2], [2])
+    assert names == [("pair.bin", ["pair.bin"]), ("pair.idx", ["pair.bin"])]
+    assert one.IndexedDataset(place)[0].tolist() == [1, 2]
+
+
+def test_commands_on_object_storage(one, writable, tmp_path, capsys, monkeypatch):
+    """preprocess, merge, inspect, verify and build take such prefixes."""
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "aaaa"}\n{"text": "bbb"}\n' * 40)
+    root = writable.root
+    place = f"{root}/corpus_text_document"
+    local = tmp_path / "local"
+    local.mkdir()
+    numbers = "80 sequences, 80 documents, 280 tokens of uint16"
+    config = ["--random-seed", "1", "--sequence-length", "8", "--split", "1"]
+    cache = ["--path-to-cache", tmp_path / "cache"]
+    rows = [
+        (
+            ["preprocess", "--input", text, "--output-prefix", f"{root}/corpus", "--no-verbose"],
+            numbers,
+        ),
+        (["inspect", place], "sequence 0: [97, 97, 97, 97]"),
+        (["verify", place], f"whole: {place}: {numbers}"),
+        (["merge", "--input", place, place, "--output-prefix", f"{root}/twice"], "160 sequences"),
+        (["build", "--blend", place, "--sizes", "9", "0", "0", *config, *cache], "samples of 8"),
+        (["build", "--blend", place, "--sizes", "9", "0", "0", *config], "samples of 8"),
+    ]
+    for arguments, wanted in rows:
+        code, out, err = command(one, capsys, *arguments)
+        assert (code, wanted in out) == (0, True), (arguments, out, err)
+    assert preprocess_command(one, capsys, text, local / "corpus")[0] == 0
+    found = writable.files()
+    for name, content in files_of(local).items():
+        assert found[name] == content
+    code, _, err = command(one, capsys, "verify", f"{root}/nothing")
+    assert code == 1
+    assert one_sentence(err)
+
+
 # ==============================================================================
 # 14. Batches ahead
 # ==============================================================================
@@ -7626,6 +8535,7 @@ def test_a_missing_package_is_named(one, tmp_path, monkeypatch, package, path, a
         if name.partition(".")[0] == package:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    forget_s3fs(monkeypatch)
     monkeypatch.chdir(tmp_path)
     if "://" not in path:
         pathlib.Path(path).write_bytes(GOOD)
