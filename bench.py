@@ -452,17 +452,99 @@ def merge(mm, clock, n):
     return written_files()
 
 
-def preprocess(mm, clock, n):
-    """preprocess in one process, into bytes, of pieces of one of Python's modules."""
-    code = pathlib.Path(argparse.__file__).read_text(encoding="utf-8")
+@functools.cache
+def json_lines(n):
+    """Write n pieces of Python's own library, of 2 kB each, as JSON lines -> the path."""
+    modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]
+    code = "".join(path.read_text("utf-8", "replace") for path in modules)
     pieces = [code[i : i + 2000] for i in range(0, len(code), 2000)]
-    folder = fresh_folder()
-    with open(f"{folder}/text.jsonl", "w", encoding="utf-8") as file:
+    path = os.path.join(home(), f"text-{n}.jsonl")
+    with open(path, "w", encoding="utf-8") as file:
         for text in itertools.islice(itertools.cycle(pieces), n):
             file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def preprocess(mm, clock, n):
+    """preprocess in one process, into bytes."""
+    path = json_lines(n)
+    output = os.path.join(fresh_folder(), "pair")
     with clock:
-        mm.preprocess(f"{folder}/text.jsonl", f"{folder}/pair", append_eod=True)
+        mm.preprocess(path, output, append_eod=True)
     return written_files()
+
+
+@functools.cache
+def trained_tokenizer():
+    """Train a byte-level BPE of 8,000 ids with the package tokenizers -> its tokenizer.json."""
+    import tokenizers
+
+    # Read when the library first uses several threads, which must not be before a worker is forked.
+    os.environ["RAYON_NUM_THREADS"] = "2"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    texts = [json.loads(line)["text"] for line in open(json_lines(500), encoding="utf-8")]
+    special = ["<|endoftext|>"]
+    tokenizer.train_from_iterator(texts, 8000, special_tokens=special, show_progress=False)
+    path = os.path.join(home(), "tokenizer.json")
+    tokenizer.save(path)
+    return path
+
+
+def preprocess_trained(mm, clock, n, workers):
+    """preprocess with a tokenizer.json -> the number of tokens; upstream: the library alone."""
+    path = json_lines(n)
+    tokenizer_path = trained_tokenizer()
+    if mm.__name__ == "upstream":
+        return library_alone(clock, n, workers)
+    tokenizer = mm.HuggingFaceTokenizer(tokenizer_path)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    output = os.path.join(fresh_folder(), "pair")
+    with clock:
+        prefixes = mm.preprocess(path, output, tokenizer, workers=workers)
+    return mm.IndexedDataset(prefixes["text"]).num_tokens
+
+
+def library_alone(clock, n, workers):
+    """The package tokenizers on the same file, in threads of its own -> the number of tokens."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(trained_tokenizer())
+    os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers == 1 else "true"
+    num_tokens = 0
+    with clock, open(json_lines(n), "rb") as file:
+        texts = [json.loads(line)["text"] for line in file]
+        for first in range(0, n, 500):
+            for encoding in tokenizer.encode_batch_fast(texts[first : first + 500]):
+                num_tokens += len(encoding.ids)
+    return num_tokens
+
+
+def chat(mm, clock, n):
+    """SFTDataset: n conversations of a turn each, tokenized as bytes, S=2048."""
+    path = os.path.join(home(), f"chat-{n}.jsonl")
+    if not os.path.exists(path):
+        with open(path, "w", encoding="utf-8") as file, open(json_lines(n), "rb") as texts:
+            for line in texts:
+                text = json.loads(line)["text"]
+                question = {"role": "user", "content": text[:1000]}
+                answer = {"role": "assistant", "content": text[1000:]}
+                file.write(json.dumps({"messages": [question, answer]}) + "\n")
+    config = mm.GPTDatasetConfig(
+        SEED,
+        2048,
+        blend=([path], None),
+        split="1",
+        tokenizer=mm.ByteTokenizer(),
+        create_attention_mask=False,
+    )
+    sizes = [n, 0, 0]
+    dataset = mm.BlendedMegatronDatasetBuilder(mm.SFTDataset, sizes, is_built_here, config).build()[
+        0
+    ]
+    with clock:
+        samples = [dataset[i] for i in range(n)]
+    return [sample["labels"].numpy() for sample in samples]
 
 
 def first_batch(mm, clock, n):
@@ -622,6 +704,9 @@ MORE = [  # with --full
     Case("add_item, lists", add_documents, 20_000, "documents", ("Python",), ITEM_LISTS),
     Case("merge two pairs *", merge, 100_000, "documents", NO_C),
     Case("preprocess, bytes", preprocess, 10_000, "pages of 2 kB", ("Python",)),
+    Case("preprocess, BPE (library) *", preprocess_trained, 1000, "pages", NO_C, {"workers": 1}),
+    Case("the same, 2 workers *", preprocess_trained, 1000, "pages", NO_C, {"workers": 2}),
+    Case("SFTDataset, S=2048", chat, 1000, "samples", ("Python",)),
     Case("import to first batch", first_batch, 100_000, "documents", NO_C),
     Case("cp batch, S=8192", cp_batch, 200, "batches", NO_C, {"S": 8192}, ranks=2),
     Case("DDP, upstream: torch's *", ddp_steps, 16, "steps", NO_C, ranks=2),

@@ -54,7 +54,7 @@ Part II, the workshop
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
 Part III, the tools
     17. Tokenizers                which tokenizers can a command use?
-    18. Preprocessing             how is a big corpus tokenized, on all cores?
+    18. Preprocessing             how is a big corpus tokenized, on all cores and many machines?
     19. Fine-tuning data          how does a conversation become a sample, at access?
     20. The command line          how is all this run from a shell?
 """
@@ -73,8 +73,8 @@ import difflib
 import enum
 import functools
 import glob
-import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -95,6 +95,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import typing
 import warnings
 import weakref
@@ -163,6 +164,7 @@ __all__ = [
     "build_stable_orders",
     "build_tokenizer",
     "causal_mask",
+    "check_all_shards",
     "check_data_consistency",
     "check_position",
     "commit_pair",
@@ -185,6 +187,7 @@ __all__ = [
     "get_blend_from_list",
     "get_idx_path",
     "get_train_valid_test_num_samples",
+    "import_extra",
     "map_ahead",
     "map_file",
     "merge",
@@ -197,6 +200,7 @@ __all__ = [
     "preprocess",
     "releases_the_gil",
     "save_position",
+    "shard_of_launcher",
     "shuffle",
     "split_conversations",
     "split_range",
@@ -5778,14 +5782,7 @@ class HuggingFaceTokenizer:
     ) -> None:
         if not os.path.isfile(path):
             raise FileNotFoundError(f"{path}: no such file")
-        try:
-            import tokenizers
-        except ModuleNotFoundError as error:
-            if error.name != "tokenizers":  # something that the package needs
-                raise
-            raise ImportError(
-                f"{path} needs the package tokenizers: pip install tokenizers"
-            ) from None
+        tokenizers = import_extra("tokenizers", "tools", path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the package raises nothing more special
@@ -5828,6 +5825,28 @@ class HuggingFaceTokenizer:
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return the text of some ids, special tokens included."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def import_extra(module: str, extra: str, user: str) -> types.ModuleType:
+    """Import a module of an optional package, and return it.
+
+    extra    the extra of megatron-min that installs the package
+    user     what needs the module, such as a file
+    Raises   ImportError, a sentence that names user, package and extra, if it is not installed
+
+    >>> import_extra("json.decoder", "tools", "corpus.jsonl").__name__
+    'json.decoder'
+    """
+    package = module.partition(".")[0]
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:  # something that the package needs
+            raise
+        raise ImportError(
+            f'{user} needs the package {package}: pip install {package}, or "megatron-min[{extra}]"'
+        ) from None
+    return importlib.import_module(module)
 
 
 def build_tokenizer(
@@ -5878,7 +5897,7 @@ def _tokenizer_of_module(name):
 # ==============================================================================
 # 18. Preprocessing
 # ==============================================================================
-# Question answered here: how is a big corpus tokenized, on all cores?
+# Question answered here: how is a big corpus tokenized, on all cores and on many machines?
 #
 #   this process             worker processes                    this process
 #
@@ -5892,12 +5911,27 @@ def _tokenizer_of_module(name):
 # of workers: they are those of encode_jsonl() in section 2, one pair for each JSON key.  Only a few
 # blocks are read ahead of the one that is written next, so memory does not grow with the corpus.
 #
+# Many machines share the work as shards: n jobs, of which job i reads its share of the bytes of all
+# inputs, laid end to end, and no others.  A line belongs to the shard in which it begins:
+#
+#   inputs        a.jsonl                       b.jsonl         c.jsonl.gz
+#   lines         |------|---------|------------|----|----------|==================|
+#   bytes         |           shard 0/3         :        shard 1/3        :       shard 2/3       |
+#
+# A compressed file cannot be entered in its middle: it belongs to the shard in which it begins, and
+# so does each row group of a Parquet file.  The shards cut the documents in order, so the pairs of
+# the shards, merged in order, are the files of one job, byte for byte.
+#
+#   books_text_document_00001_of_00003.bin, .idx     the pair of shard 1/3
+#   books_00001_of_00003.json                        what it was made from: see _is_made()
+#
 # A tokenizer may have one more method than section 2 asks for: tokenize_batch(texts) returns a list
 # of ids for each text.  It is used where it exists, because a library can be faster on many texts.
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages between the processes;
 # larger ones delay the end after Ctrl-C, because a worker ends between two blocks.
 _BLOCK_BYTES = 1 << 18
+_BLOCK_ROWS = 128  # the same for Parquet, which tells no bytes
 _PROGRESS_SECONDS = 5.0  # the least time between two lines of progress
 
 
@@ -5908,7 +5942,9 @@ def preprocess(
     *,
     append_eod: bool = False,
     json_keys: str | list[str] | tuple[str, ...] = ("text",),
+    split_sentences: bool = False,
     workers: int = 1,
+    shard: tuple[int, int] = (0, 1),
     on_error: str = "stop",
     verbose: bool = False,
 ) -> dict[str, str]:
@@ -5916,19 +5952,26 @@ def preprocess(
 
     Blank lines are no documents.  A warning names the files from which no document came.
 
-    input         files and globs of .jsonl or .jsonl.gz, read in this order, the files of a glob
-                  in sorted order; "-" is standard input
+    input         files and globs, read in this order, the files of a glob in sorted order: JSON
+                  lines, compressed if the name ends in .gz, .bz2, .xz or .zst, and .parquet, whose
+                  columns are the keys; URLs such as s3://bucket/*.jsonl; "-" is standard input
     tokenizer     an object as described in section 2; default ByteTokenizer()
     output_prefix a folder in it that is missing is made
     append_eod    put tokenizer.eod after each document that has tokens
     json_keys     each key of these becomes a pair of its own
+    split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
+                  _sentence instead of _document
     workers       how many processes tokenize; the files are the same for any number
+    shard         (i, n), 0 <= i < n: read the i-th of n parts of the inputs, and add its number to
+                  the names, as in _00001_of_00016.  A shard that is there, made from the same
+                  inputs in the same way, is not made anew.
     on_error      "stop": the first bad line is an error; "skip": bad lines are left out, and a
                   warning at the end gives their number and what was wrong with the first one
     verbose       print progress to stderr, at most every five seconds, and once at the end
     Returns       {key: path prefix of its pair}
-    Raises        ValueError that names file, line and reason; OSError.  Then no pair appears; if
-                  the error comes while several pairs get their names, each is whole or not there.
+    Raises        ValueError that names file, line and reason; OSError; ImportError that names a
+                  missing package.  Then no pair appears; if the error comes while several pairs
+                  get their names, each is whole or not there.
     Upstream      tools/preprocess_data.py; the files are equal byte for byte
 
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -5942,38 +5985,38 @@ def preprocess(
         raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
     if workers < 1:
         raise ValueError(f"workers must be >= 1, got {workers}")
-    paths = _find_inputs(input)
-    prefixes = _output_prefixes(output_prefix, json_keys)
+    if not 0 <= shard[0] < shard[1]:
+        raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {shard[0]}/{shard[1]}")
     if tokenizer is None:
         tokenizer = ByteTokenizer()
+    paths = _find_inputs(input)
+    prefixes = _output_prefixes(output_prefix, json_keys, split_sentences, shard)
     encoder = _BlockEncoder(tokenizer, list(prefixes), append_eod, on_error == "skip")
-    progress = _Progress(paths, verbose)
+    if split_sentences:
+        encoder.sentence_splitter = _load_sentence_splitter()
+    parts = _cut_inputs(paths, shard)
     _make_folder_of(output_prefix)
-    with contextlib.ExitStack() as stack:
-        builders = {}
-        for key, prefix in prefixes.items():
-            builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
-            builders[key] = stack.enter_context(builder)
-        encoded_blocks = _encode_blocks(encoder, _read_blocks(paths), workers)
-        # Closed even where an exception ends the loop, so that workers never outlive the job.
-        stack.enter_context(contextlib.closing(encoded_blocks))
-        for encoded in encoded_blocks:
-            for key, column in encoded.columns.items():
-                builders[key].add_sequences(column.tokens, column.lengths, ends=column.ends)
-            progress.update(encoded)
-        for builder in builders.values():
-            builder.sync()  # a full disk shows here, before the first pair has its name
-    progress.finish()
+    if shard[1] == 1:
+        _write_pairs(parts, encoder, prefixes, workers, verbose)
+        return prefixes
+    record_path = f"{os.fspath(output_prefix)}{_shard_name(shard)}.json"
+    description = _describe_shard(paths, encoder, shard)
+    if _is_made(record_path, description, prefixes):
+        _print_progress([f"shard {shard[0]}/{shard[1]} is there already: {record_path}"], verbose)
+    else:
+        _write_pairs(parts, encoder, prefixes, workers, verbose)
+        _record_shard(record_path, description, prefixes)
     return prefixes
 
 
-def _output_prefixes(output_prefix, json_keys):
+def _output_prefixes(output_prefix, json_keys, split_sentences, shard):
     """Return {key: path prefix of its pair}."""
     if isinstance(json_keys, str):
         json_keys = [json_keys]
+    level = "sentence" if split_sentences else "document"
     prefixes = {}
     for key in json_keys:
-        prefixes[key] = f"{os.fspath(output_prefix)}_{key}_document"
+        prefixes[key] = f"{os.fspath(output_prefix)}_{key}_{level}{_shard_name(shard)}"
     if len(prefixes) == 0:
         raise ValueError("preprocess wants at least one JSON key")
     return prefixes
@@ -5992,21 +6035,189 @@ def _make_folder_of(path):
         ) from None
 
 
-# -- Reading -----------------------------------------------------------------------------------
+def _write_pairs(parts, encoder, prefixes, workers, verbose):
+    """Encode all parts of the inputs, and write the pair of each key."""
+    progress = _Progress(parts, verbose)
+    with contextlib.ExitStack() as stack:
+        builders = {}
+        for key, prefix in prefixes.items():
+            builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
+            builders[key] = stack.enter_context(builder)
+        blocks = _read_blocks(parts, encoder.json_keys)
+        encoded_blocks = _encode_blocks(encoder, blocks, workers)
+        # Closed even where an exception ends the loop, so that workers never outlive the job.
+        stack.enter_context(contextlib.closing(encoded_blocks))
+        for encoded in encoded_blocks:
+            for key, column in encoded.columns.items():
+                builders[key].add_sequences(column.tokens, column.lengths, ends=column.ends)
+            progress.update(encoded)
+        for builder in builders.values():
+            builder.sync()  # a full disk shows here, before the first pair has its name
+    progress.finish()
+
+
+# -- Shards ------------------------------------------------------------------------------------
+
+
+def _shard_name(shard):
+    """What a shard adds to the names of its files; the names sort as the shards do."""
+    index, count = shard
+    if count == 1:
+        return ""
+    return f"_{index:05}_of_{count:05}"
+
+
+def shard_of_launcher() -> tuple[int, int]:
+    """Return the shard (i, n) that this process is to make of n, as its launcher says.
+
+    torchrun sets RANK and WORLD_SIZE, Slurm's srun SLURM_PROCID and SLURM_NTASKS; without any of
+    them this process makes the whole, (0, 1).
+    """
+    for rank, world_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if rank in os.environ and world_size in os.environ:
+            return int(os.environ[rank]), int(os.environ[world_size])
+    return 0, 1
 
 
 @dataclasses.dataclass
-class _Block:
-    """Some lines of a file, which one worker encodes."""
+class _Part:
+    """The part of an input from one byte up to another: what begins there is read by this job."""
 
     path: str
-    first_line: int  # the number of lines[0] in its file, counted from 1
-    lines: list[bytes]
-    num_bytes: int  # how much of the file on disk these lines take; less than their length in a .gz
+    size: int | None  # of the whole input, in bytes; None: not known
+    begin: int
+    end: float  # math.inf: the end of the input, wherever that is
+
+    def is_whole(self):
+        """Whether no other shard reads from this input."""
+        return self.begin == 0 and (self.end == math.inf or self.end == self.size)
+
+
+def _cut_inputs(paths, shard):
+    """Return the _Parts of the inputs that a shard reads: an equal share of all their bytes."""
+    index, count = shard
+    sizes = [_size_of_input(path) for path in paths]
+    if count == 1:
+        return [_Part(path, size, 0, math.inf) for path, size in zip(paths, sizes, strict=True)]
+    if None in sizes:
+        path = paths[sizes.index(None)]
+        raise ValueError(
+            f"{path}: its size is not known, so it cannot be cut into shards: write it to a file "
+            "first, or make the pair in one job (--shard 0/1)"
+        )
+    first = sum(sizes) * index // count
+    last = sum(sizes) * (index + 1) // count
+    parts = []
+    start = 0  # where the input begins, if all inputs are laid end to end
+    for path, size in zip(paths, sizes, strict=True):
+        begin = max(first - start, 0)
+        end = max(min(last - start, size), 0)
+        # An empty file has no byte that a shard could have: shard 0 says that it is empty.
+        if begin < end or (size == 0 and index == 0):
+            parts.append(_Part(path, size, begin, end))
+        start += size
+    return parts
+
+
+def _describe_shard(paths, encoder, shard):
+    """All that the files of a shard depend on, as far as can be told without reading the inputs."""
+    return {
+        "version": __version__,
+        "shard": shard,
+        "inputs": [[path, _stamp_of_input(path)] for path in paths],
+        "options": encoder.describe(),
+    }
+
+
+def _is_made(record_path, description, prefixes):
+    """Whether an earlier job has made this shard whole, from the same inputs, in the same way.
+
+    The last thing that a job writes is a record: the description, and the identity of each pair.
+    Inputs count as the same if their names, sizes and times of change are.
+    """
+    try:
+        with open(record_path, encoding="utf-8") as file:
+            return file.read() == _shard_record(description, prefixes)
+    except (OSError, ValueError):  # the record or a pair is missing, or no such file
+        return False
+
+
+def _record_shard(record_path, description, prefixes):
+    """Write down what the pairs of a shard were made from."""
+    with NewFile(record_path) as file:
+        file.write(_shard_record(description, prefixes).encode())
+
+
+def _shard_record(description, prefixes):
+    """The text of the record of a shard."""
+    pairs = {}
+    for key, prefix in prefixes.items():
+        pairs[key] = IndexedDataset(prefix, check=False).identity()
+    return json.dumps(description | {"pairs": pairs}, indent=1, default=str)
+
+
+def check_all_shards(prefixes: typing.Sequence[str | os.PathLike]) -> None:
+    """Check that prefixes which are to be merged have all shards of a corpus, in order, or none.
+
+    Raises   ValueError that names the first shard that is missing or at another place
+
+    >>> check_all_shards(["a_text_document_00000_of_00002", "a_text_document_00001_of_00002"])
+    >>> check_all_shards(["a_text_document_00001_of_00002"])
+    Traceback (most recent call last):
+    ValueError: wanted a_text_document_00000_of_00002 in the place of a_text_document_00001_of_00002
+    """
+    wanted = None  # the shard that must come next; None: anything may come
+    for prefix in prefixes:
+        prefix = os.fspath(prefix)
+        name = re.fullmatch(r"(.*)_(\d{5})_of_(\d{5})", prefix)
+        if wanted is None and name is not None:
+            wanted = f"{name[1]}_{0:05}_of_{name[3]}"
+        if wanted is not None and prefix != wanted:
+            raise ValueError(f"wanted {wanted} in the place of {prefix}")
+        if name is not None:
+            wanted = f"{name[1]}_{int(name[2]) + 1:05}_of_{name[3]}"
+            if int(name[2]) + 1 == int(name[3]):
+                wanted = None  # the last shard of this corpus
+    if wanted is not None:
+        raise ValueError(f"wanted {wanted} too, after {prefix}: merge all shards, or none")
+
+
+def _merge_shards_of_ranks(prefixes, shard):
+    """Under torchrun: merge the shards of all ranks, on rank 0; return the prefixes of the whole.
+
+    The other ranks get an empty list.  A rank that fails does not come here: torchrun ends the job.
+    """
+    _wait_for_ranks()
+    index, count = shard
+    if index != 0:
+        return []
+    wholes = []
+    for prefix in prefixes:
+        whole = prefix.removesuffix(_shard_name(shard))
+        merge([whole + _shard_name((i, count)) for i in range(count)], whole)
+        wholes.append(whole)
+    return wholes
+
+
+def _wait_for_ranks():
+    """Under torchrun: wait until all ranks have come here."""
+    # Python would handle a signal only after the wait, which is not in Python, and torchrun would
+    # have to kill this process.  No file is open now: a signal may simply end it.
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    # A rank with long documents may need days more than another.
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(days=365))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+# -- Inputs ------------------------------------------------------------------------------------
 
 
 def _find_inputs(inputs):
-    """Return the paths of all files that are meant; "-" stays."""
+    """Return the paths and URLs of all files that are meant; "-" stays."""
     if isinstance(inputs, (str, os.PathLike)):
         inputs = [inputs]
     paths = []
@@ -6018,7 +6229,10 @@ def _find_inputs(inputs):
         if path == "-" or os.path.exists(path):
             paths.append(path)
             continue
-        matches = sorted(glob.glob(path, recursive=True))
+        if _is_url(path):
+            matches = _find_objects(path)
+        else:
+            matches = sorted(glob.glob(path, recursive=True))
         if len(matches) == 0:
             raise FileNotFoundError(f"{path}: no such file, and as a pattern it matches none")
         paths.extend(matches)
@@ -6027,48 +6241,249 @@ def _find_inputs(inputs):
     return paths
 
 
-def _total_bytes(paths):
-    """Return the size of all files, or None if there is no telling, as with standard input."""
-    total = 0
-    for path in paths:
-        if path == "-":
-            return None
-        total += os.path.getsize(path)
-    return total
+def _is_url(path):
+    """Whether this names an object on object storage or on a server, as s3://bucket/a.jsonl."""
+    return "://" in path
 
 
-def _read_blocks(paths):
-    """Yield the lines of all files as _Blocks."""
-    for path in paths:
-        if path == "-":
-            yield from _read_blocks_of_file(path, sys.stdin.buffer)
-        else:
-            with open(path, "rb") as file:
-                yield from _read_blocks_of_file(path, file)
+def _file_system(url):
+    """Return (the file system of fsspec that a URL means, the name of the object in it)."""
+    import fsspec  # it comes with torch
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise ImportError(
+            f"{url} needs one more package: {error} (for s3, http and https: pip install "
+            '"megatron-min[storage]")'
+        ) from None
 
 
-def _read_blocks_of_file(path, file):
-    """Yield the lines of one open file as _Blocks; a .gz is decompressed on the way."""
-    is_gzip = path.endswith(".gz")
-    text_file = file
-    if is_gzip:
-        text_file = gzip.GzipFile(fileobj=file)
+def _find_objects(url):
+    """Return the URLs that a URL or a pattern of URLs means, sorted."""
+    file_system, name = _file_system(url)
+    if file_system.isfile(name):
+        return [url]
+    if not re.search(r"[*?\[]", name):
+        return []
+    found = file_system.glob(name, detail=True)
+    objects = [match for match, info in found.items() if info["type"] != "directory"]
+    return [file_system.unstrip_protocol(match) for match in sorted(objects)]
+
+
+def _size_of_input(path):
+    """Return the size of an input in bytes, or None if there is no telling, as of a pipe."""
+    if _is_url(path):
+        file_system, name = _file_system(path)
+        return file_system.size(name)
+    if not os.path.isfile(path):
+        return None
+    return os.path.getsize(path)
+
+
+def _stamp_of_input(path):
+    """Return a text that tells an input from one that is written later under the same name."""
+    if _is_url(path):
+        file_system, name = _file_system(path)
+        return file_system.ukey(name)
+    stat = os.stat(path)
+    return f"{stat.st_size} bytes, changed at {stat.st_mtime_ns}"
+
+
+def _open_input(path):
+    """Open a file or an object, to read bytes."""
+    if not _is_url(path):
+        return open(path, "rb")
+    file_system, name = _file_system(path)
+    return io.BufferedReader(file_system.open(name, "rb"), 1 << 20)
+
+
+# -- Reading -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Block:
+    """Some lines of an input, which one worker encodes."""
+
+    path: str
+    first_line: int  # the number of lines[0], counted from 1
+    lines: list[bytes]
+    num_bytes: int  # how much of the file on disk this is; less than the lines have in a .gz
+    origin: str = ""  # where the numbers begin, if this is not where the input begins
+    unit: str = "line"  # what the numbers count
+
+    def place(self, index):
+        """Where a line is, in words."""
+        return f"{self.path}: {self.unit} {self.first_line + index}{self.origin}"
+
+
+def _read_blocks(parts, json_keys):
+    """Yield the lines of all parts as _Blocks."""
+    for part in parts:
+        if part.path == "-":
+            yield from _read_lines(part, sys.stdin.buffer)
+            continue
+        with _open_input(part.path) as file:
+            if part.path.endswith(".parquet"):
+                yield from _read_parquet(part, file, json_keys)
+                continue
+            text_file = _decompress(part.path, file)
+            if text_file is None:
+                yield from _read_lines(part, file)
+            elif part.begin == 0:
+                yield from _read_compressed(part, file, text_file)
+
+
+def _take_lines(file, num_bytes):
+    """Read lines until they have so many bytes, or more; fewer at the end of the file."""
+    lines = []
+    while num_bytes > 0:
+        line = file.readline()
+        if len(line) == 0:
+            break
+        lines.append(line)
+        num_bytes -= len(line)
+    return lines
+
+
+def _read_lines(part, file):
+    """Yield the lines that begin in a part of an open file as _Blocks."""
+    position = part.begin
+    origin = ""
+    if position > 0:
+        # The line in which the byte before lies belongs to the shard before this one.
+        file.seek(position - 1)
+        position += len(file.readline()) - 1
+        origin = f" from byte {position:,} on"
+    first_line = 1
+    while position < part.end:
+        lines = _take_lines(file, min(_BLOCK_BYTES, part.end - position))
+        if len(lines) == 0:
+            return
+        num_bytes = sum(len(line) for line in lines)
+        yield _Block(part.path, first_line, lines, num_bytes, origin)
+        first_line += len(lines)
+        position += num_bytes
+
+
+def _decompress(path, file):
+    """Return the open file decompressed, as its name says, or None if it is not compressed."""
+    import fsspec  # it comes with torch
+
+    if path.endswith(".zst"):
+        return io.BufferedReader(_ZstdText(path, file), 1 << 20)
+    compression = fsspec.utils.infer_compression(path)
+    if compression is None:
+        return None
+    return fsspec.compression.compr[compression](file, mode="r")
+
+
+def _read_compressed(part, file, text_file):
+    """Yield the lines of text_file, which decompresses a file, as _Blocks."""
     first_line = 1
     position = 0
     while True:
         try:
-            lines = text_file.readlines(_BLOCK_BYTES)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path}: damaged, or cut off: {error}") from None
+            lines = _take_lines(text_file, _BLOCK_BYTES)
+        except Exception as error:  # each format has errors of its own
+            raise ValueError(f"{part.path}: damaged, or cut off: {error}") from None
         if len(lines) == 0:
             return
-        if is_gzip:
-            num_bytes = file.tell() - position
-        else:
-            num_bytes = sum(len(line) for line in lines)
-        yield _Block(path, first_line, lines, num_bytes)
+        yield _Block(part.path, first_line, lines, file.tell() - position)
         first_line += len(lines)
-        position += num_bytes
+        position = file.tell()
+
+
+class _ZstdText(io.RawIOBase):
+    """What a .zst file holds.
+
+    It may be made of several files, laid end to end: the package's own reader would end at the end
+    of the first one, and would not notice that a file is cut off.
+    """
+
+    def __init__(self, path, file):
+        zstandard = import_extra("zstandard", "storage", path)
+        # Files that "zstd --long" has made need memory for up to 2 GiB.
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        self._file = file
+        self._frame = None  # what decompresses the frame that is being read; None: between two
+        self._compressed = b""  # was read, and is not decompressed yet
+        self._text = memoryview(b"")  # was decompressed, and is not given to the caller yet
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        """Fill the buffer, or a part of it; return how many bytes came, 0 at the end."""
+        while len(self._text) == 0:
+            if len(self._compressed) == 0:
+                self._compressed = self._file.read(1 << 16)
+            if len(self._compressed) == 0:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle of a frame")
+                return 0
+            self._decompress_more()
+        count = min(len(buffer), len(self._text))
+        buffer[:count] = self._text[:count]
+        self._text = self._text[count:]
+        return count
+
+    def _decompress_more(self):
+        """Decompress what was read, up to the end of the frame."""
+        if self._frame is None:
+            self._frame = self._decompressor.decompressobj()
+        self._text = memoryview(self._frame.decompress(self._compressed))
+        self._compressed = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = None
+
+
+def _read_parquet(part, file, json_keys):
+    """Yield the rows of the row groups that begin in a part of a Parquet file, as _Blocks.
+
+    A row becomes a line of JSON, so that all that follows is the same as for JSON lines.
+    """
+    parquet = import_extra("pyarrow.parquet", "storage", part.path)
+    try:
+        table = parquet.ParquetFile(file)
+    except Exception as error:  # of pyarrow; some are no more special
+        raise ValueError(f"{part.path}: damaged, or no Parquet file: {error}") from None
+    for key in json_keys:
+        if key not in table.schema_arrow.names:
+            names = ", ".join(table.schema_arrow.names)
+            raise ValueError(f"{part.path}: wanted a column {key!r}, got {names}")
+    first_row = 1
+    for group in range(table.num_row_groups):
+        num_rows = table.metadata.row_group(group).num_rows
+        # Groups have no simple place in a file: they count as if all had the same size.
+        if part.begin <= part.size * group // table.num_row_groups < part.end:
+            yield from _read_row_group(part, table, group, first_row, json_keys)
+        first_row += num_rows
+
+
+def _read_row_group(part, table, group, first_row, json_keys):
+    """Yield the rows of a row group as _Blocks."""
+    batches = table.iter_batches(_BLOCK_ROWS, row_groups=[group], columns=json_keys)
+    bytes_a_row = part.size / max(table.metadata.num_rows, 1)
+    while True:
+        try:
+            batch = next(batches, None)
+            if batch is None:
+                return
+            rows = batch.to_pylist()
+        except Exception as error:  # of pyarrow; some are no more special
+            raise ValueError(f"{part.path}: row group {group}: damaged: {error}") from None
+        lines = []
+        for row in rows:
+            lines.append(json.dumps(row, ensure_ascii=False, default=_no_text).encode())
+        num_bytes = round(len(lines) * bytes_a_row)
+        yield _Block(part.path, first_row, lines, num_bytes, unit="row")
+        first_row += len(lines)
+
+
+def _no_text(value):
+    """What stands in JSON for a value of a Parquet file that is no text, such as bytes."""
+    return None
 
 
 # -- Encoding ----------------------------------------------------------------------------------
@@ -6079,7 +6494,7 @@ class _Column:
     """The documents of a block under one JSON key, as IndexedDatasetBuilder.add_sequences wants."""
 
     tokens: np.ndarray  # of all documents, laid end to end
-    lengths: list[int]  # in tokens, of each sentence that has tokens; most texts are one sentence
+    lengths: list[int]  # in tokens, of each sequence that has tokens; most texts are one
     ends: list[int]  # how many of the lengths belong to this document and those before it
 
 
@@ -6103,16 +6518,31 @@ class _BlockEncoder:
     {"text": "aaaa"}         a a a a $ b b b $      5         1   one sequence so far
     {"text": ""}             ($ is eod)                       1   no sequence more
     {"text": ["b", "bb"]}                           1, 3      3   three sequences
+
+    sentence_splitter   None: a text is one sequence; else its tokenize() cuts a text into the
+                        sentences that become sequences; the eod goes after the last one
     """
 
     def __init__(self, tokenizer, json_keys, append_eod, skip_errors):
         self.tokenizer = tokenizer
         self.json_keys = json_keys
         self.skip_errors = skip_errors
+        self.sentence_splitter = None
         self.dtype = DType.optimal_dtype(tokenizer.vocab_size)
         self.eod = _as_tokens([], self.dtype)
         if append_eod:
             self.eod = _as_tokens([tokenizer.eod], self.dtype)
+
+    def describe(self):
+        """All that the tokens of a block depend on, but the block."""
+        return {
+            "tokenizer": self.tokenizer.unique_identifiers,
+            "vocab_size": self.tokenizer.vocab_size,
+            "eod": self.eod.tolist(),
+            "json_keys": self.json_keys,
+            "skip_errors": self.skip_errors,
+            "sentences": type(self.sentence_splitter).__name__,
+        }
 
     def encode(self, block):
         """Return a _Block as an _EncodedBlock; ValueError at the first bad line, or skip them."""
@@ -6137,7 +6567,7 @@ class _BlockEncoder:
         )
 
     def _tokenize_lines(self, lines):
-        """Return {key: for each line, the tokens of each sentence}."""
+        """Return {key: for each line, the tokens of each sequence}."""
         rows = [self._parse(line) for line in lines]
         documents = {}
         for key in self.json_keys:
@@ -6145,14 +6575,17 @@ class _BlockEncoder:
         return documents
 
     def _tokenize_texts(self, texts):
-        """Return, for each text, the tokens of each of its sentences."""
-        sentences = []
+        """Return, for each text or list of sentences, the tokens of each of its sequences."""
+        sentences = []  # of all texts
+        counts = []  # how many of them each text has
         for text in texts:
-            sentences.extend(_sentences(text))
+            parts = self._split(text)
+            sentences.extend(parts)
+            counts.append(len(parts))
         ids_of_sentences = iter(self._tokenize(sentences))
         documents = []
-        for text in texts:
-            ids = itertools.islice(ids_of_sentences, len(_sentences(text)))
+        for count in counts:
+            ids = itertools.islice(ids_of_sentences, count)
             documents.append([_as_tokens(tokens, self.dtype) for tokens in ids])
         return documents
 
@@ -6160,13 +6593,13 @@ class _BlockEncoder:
         """Return (_tokenize_lines() of the good lines, [what is wrong with each bad line])."""
         documents = {key: [] for key in self.json_keys}
         faults = []
-        for number, line in enumerate(block.lines, block.first_line):
+        for index, line in enumerate(block.lines):
             if line.isspace():
                 continue
             try:
                 document = self._tokenize_lines([line])
             except Exception as error:
-                fault = f"{block.path}: line {number}: {_one_line(error)}"
+                fault = f"{block.place(index)}: {_one_line(error)}"
                 if not self.skip_errors:
                     advice = "--on-error skip leaves such lines out"
                     raise ValueError(f"{fault} ({advice})") from error
@@ -6184,6 +6617,16 @@ class _BlockEncoder:
                 raise ValueError(f"wanted a JSON object with text under {key!r}, got {line[:60]!r}")
         return row
 
+    def _split(self, text):
+        """Return the texts that become the sequences of a document."""
+        sentences = _sentences(text)
+        if self.sentence_splitter is None:
+            return sentences
+        parts = []
+        for sentence in sentences:
+            parts.extend(self.sentence_splitter.tokenize(sentence))
+        return parts
+
     def _tokenize(self, texts):
         """Return the ids of each text, whatever the text is a part of."""
         if not hasattr(self.tokenizer, "tokenize_batch"):
@@ -6194,21 +6637,33 @@ class _BlockEncoder:
         return batch
 
     def _lay_end_to_end(self, documents):
-        """Return the tokens of each document as a _Column, with eods."""
+        """Return documents, each a list of the tokens of its sequences, as a _Column, with eods."""
         pieces = [_as_tokens([], self.dtype)]  # so that there is something to concatenate
         lengths = []
         ends = []
-        for sentences in documents:
-            before = len(lengths)
-            for tokens in sentences:
-                if len(tokens) > 0:
-                    pieces.append(tokens)
-                    lengths.append(len(tokens))
-            if len(lengths) > before:
+        for sequences in documents:
+            sequences = [tokens for tokens in sequences if len(tokens) > 0]
+            if len(sequences) > 0:
+                pieces.extend(sequences)
                 pieces.append(self.eod)
+                lengths.extend([len(tokens) for tokens in sequences])
                 lengths[-1] += len(self.eod)
             ends.append(len(lengths))
         return _Column(np.concatenate(pieces), lengths, ends)
+
+
+def _load_sentence_splitter():
+    """Return nltk's Punkt for English; without its model, an untrained one, and a warning."""
+    punkt = import_extra("nltk.tokenize.punkt", "tools", "--split-sentences")
+    try:
+        return punkt.PunktTokenizer("english")
+    except LookupError:
+        warnings.warn(
+            "nltk has no model of English sentences here, so those of its untrained Punkt are "
+            'taken, which end after "Dr." too: python -m nltk.downloader punkt_tab',
+            stacklevel=3,
+        )
+        return punkt.PunktSentenceTokenizer()
 
 
 def _is_text(value):
@@ -6293,10 +6748,11 @@ def _encode_in_worker(block):
 class _Progress:
     """Print to stderr how far the job is: sometimes in the middle of the work, once at its end."""
 
-    def __init__(self, paths, verbose):
-        self.total_bytes = _total_bytes(paths)  # None: not known
+    def __init__(self, parts, verbose):
+        self.total_bytes = _bytes_of_parts(parts)  # None: not known
         self.verbose = verbose
-        self.documents_of_file = dict.fromkeys(paths, 0)
+        self.documents_of_file = {part.path: 0 for part in parts}
+        self.whole_files = {part.path for part in parts if part.is_whole()}
         self.num_blank = 0
         self.num_skipped = 0
         self.first_fault = None
@@ -6316,24 +6772,27 @@ class _Progress:
         if self.verbose and now - self.printed >= _PROGRESS_SECONDS:
             self.printed = now
             seconds = now - self.started
-            self._print([*self._counts(), *self._rates(seconds), *self._time_left(seconds)])
+            words = [*self._counts(), *self._rates(seconds), *self._time_left(seconds)]
+            _print_progress(words, self.verbose)
 
     def finish(self):
         """Print the last line, and warn of lines and files that gave no document."""
         seconds = time.perf_counter() - self.started
-        if self.verbose:
-            done = f"done in {datetime.timedelta(seconds=round(seconds))}"
-            self._print([*self._counts(), *self._rates(seconds), done])
+        done = f"done in {datetime.timedelta(seconds=round(seconds))}"
+        _print_progress([*self._counts(), *self._rates(seconds), done], self.verbose)
         if self.num_skipped:
             warnings.warn(
                 f"left out {_count(self.num_skipped, 'bad line')}; the first: {self.first_fault}",
-                stacklevel=3,
+                stacklevel=4,
             )
         self._warn_of_empty_files()
 
     def _warn_of_empty_files(self):
         """Warn of files that are empty, or of which every line was skipped."""
-        empty = [path for path, number in self.documents_of_file.items() if number == 0]
+        empty = []
+        for path, number in self.documents_of_file.items():
+            if number == 0 and path in self.whole_files:
+                empty.append(path)
         if not empty:
             return
         names = ", ".join(empty[:3])
@@ -6342,7 +6801,7 @@ class _Progress:
         sentence = f"no document came from {names} ({_count(len(empty), 'file')})"
         if len(empty) == len(self.documents_of_file):
             sentence = f"no document came from {names}: the pairs are empty"
-        warnings.warn(sentence, stacklevel=4)
+        warnings.warn(sentence, stacklevel=5)
 
     def _counts(self):
         """What was done, in words."""
@@ -6374,10 +6833,23 @@ class _Progress:
         left = datetime.timedelta(seconds=round(seconds * bytes_left / self.num_bytes))
         return [f"{left} left"]
 
-    def _print(self, words):
-        """Print one line."""
-        with contextlib.suppress(OSError):  # that nobody reads the progress is no reason to stop
-            print(", ".join(words), file=sys.stderr, flush=True)
+
+def _bytes_of_parts(parts):
+    """Return how many bytes the parts of the inputs have, or None if there is no telling."""
+    total = 0
+    for part in parts:
+        if part.size is None:
+            return None
+        total += min(part.end, part.size) - part.begin
+    return total
+
+
+def _print_progress(words, verbose):
+    """Print one line to stderr, if it is wanted."""
+    if not verbose:
+        return
+    with contextlib.suppress(OSError):  # that nobody reads the progress is no reason to stop
+        print(", ".join(words), file=sys.stderr, flush=True)
 
 
 def _count(number, noun):
@@ -6770,13 +7242,8 @@ class ParquetRows:
 
     def _open(self):
         """Open the file, and see in its footer where the row groups begin."""
-        try:
-            import pyarrow.parquet
-        except ModuleNotFoundError:
-            raise ImportError(
-                f'{self.path} needs the package pyarrow (extra "storage"): pip install pyarrow'
-            ) from None
-        self._file = pyarrow.parquet.ParquetFile(self.path)
+        parquet = import_extra("pyarrow.parquet", "storage", self.path)
+        self._file = parquet.ParquetFile(self.path)
         names = self._file.schema_arrow.names
         if "messages" not in names:
             raise ValueError(f'{self.path}: wanted a column "messages", found {", ".join(names)}')
@@ -7058,35 +7525,72 @@ def _add_preprocess(commands):
         commands,
         "preprocess",
         _run_preprocess,
-        "JSON lines, plain or gzip, to .bin/.idx pairs",
+        "JSON lines, also compressed, and Parquet to .bin/.idx pairs",
         "--input 'books/*.jsonl.gz' --output-prefix books --append-eod --workers 8",
     )
-    inputs = 'files and globs of .jsonl or .jsonl.gz, read in this order; "-" is stdin'
+    inputs = (
+        "files, globs and URLs, read in this order: JSON lines (also .gz, .bz2, .xz, .zst) and "
+        '.parquet; "-" is stdin'
+    )
     _add_option(parser, "--input", inputs, nargs="+", required=True)
     _add_option(parser, "--output-prefix", "the pairs are named PREFIX_KEY_document", required=True)
     _add_tokenizer_options(parser)
+    _add_switch(parser, "--split-sentences", "a sentence is a sequence; in PREFIX_KEY_sentence")
     _add_switch(parser, "--append-eod", "put an eod after each document that has tokens")
     _add_option(parser, "--json-keys", "each key becomes a pair", default=["text"], nargs="+")
     workers = "processes; the files are the same for any number"
     _add_option(parser, "--workers", workers, default=1, type=_whole_number)
+    shard = "i/n: make the i-th of n parts, from 0 on; merge makes one pair of them"
+    launcher = "of torchrun or Slurm, else the whole, 0/1"
+    _add_option(parser, "--shard", shard, shown=launcher, type=_parse_shard)
     on_error = "at a bad line: stop, or skip: leave it out, and count it"
     _add_option(parser, "--on-error", on_error, default="stop", choices=["stop", "skip"])
     _add_switch(parser, "--verbose", "show progress on stderr", default=True)
 
 
+def _parse_shard(text):
+    """The type of --shard: "3/16" -> (3, 16)."""
+    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
+    if numbers is None:
+        raise argparse.ArgumentTypeError(f"wanted i/n, such as 0/16, got {text}")
+    return int(numbers[1]), int(numbers[2])
+
+
 def _run_preprocess(options):
+    shard = options.shard
+    if shard is None:
+        shard = shard_of_launcher()
     prefixes = preprocess(
         options.input,
         options.output_prefix,
         _tokenizer_of(options),
         append_eod=options.append_eod,
         json_keys=options.json_keys,
+        split_sentences=options.split_sentences,
         workers=options.workers,
+        shard=shard,
         on_error=options.on_error,
         verbose=options.verbose,
     )
-    for prefix in prefixes.values():
+    made = list(prefixes.values())
+    for prefix in made:
         _print_counts(prefix, IndexedDataset(prefix))
+    if shard[1] == 1:
+        return
+    if options.shard is None and torch.distributed.is_torchelastic_launched():
+        for prefix in _merge_shards_of_ranks(made, shard):
+            _print_counts(prefix, IndexedDataset(prefix))
+    else:
+        _print_how_to_merge(made, shard)
+
+
+def _print_how_to_merge(prefixes, shard):
+    """Print the commands that make one pair of the shards of each key."""
+    print(f"this is shard {shard[0]}/{shard[1]}; when all {shard[1]} are made:")
+    for prefix in prefixes:
+        whole = prefix.removesuffix(_shard_name(shard))
+        shards = f"{whole}_*_of_{shard[1]:05}.idx"
+        print(f"{_program_name()} merge --input {shards} --output-prefix {whole}")
 
 
 # -- merge, inspect, verify --------------------------------------------------------------------
@@ -7107,6 +7611,7 @@ def _add_merge(commands):
 
 
 def _run_merge(options):
+    check_all_shards(options.input)
     _make_folder_of(options.output_prefix)
     merge(options.input, options.output_prefix, options.multimodal)
     _print_counts(options.output_prefix, IndexedDataset(options.output_prefix))

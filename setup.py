@@ -137,7 +137,10 @@ setup(
     install_requires=["numpy>=1.26", "torch>=2.8"],  # the oldest that were tried
     extras_require={
         "test": ["pytest", "pytest-benchmark", "setuptools>=70.1", "tokenizers"],
-        "tools": ["tokenizers"],  # of the commands: a tokenizer.json of Hugging Face
+        # of the commands: a tokenizer.json of Hugging Face, and --split-sentences
+        "tools": ["nltk>=3.9", "tokenizers"],
+        # inputs: s3://, http:// and https:// (s3fs needs aiohttp), .parquet, .zst
+        "storage": ["pyarrow", "s3fs", "zstandard"],
         "parity": ["megatron-core==0.16.1"],  # to compare with, in the tests and in bench.py
     },
     ext_modules=ext_modules,

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: MIT
 """Write README's table of upstream's names: where is ours, in which section and line?
 
-    python .ci/names.py            write the table between its two markers in README.md
-    python .ci/names.py --check    only see whether it is that of megatron_min.py; exit with 1 if not
+python .ci/names.py            write the table between its two markers in README.md
+python .ci/names.py --check    only see whether it is that of megatron_min.py; exit with 1 if not
 """
 
 import argparse
