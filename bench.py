@@ -296,7 +296,9 @@ def two_ranks():
     store = f"file://{home()}/store"
     pools = []
     for rank in range(2):
-        pools.append(concurrent.futures.ProcessPoolExecutor(1, context, join_job, (store, rank)))
+        pool = concurrent.futures.ProcessPoolExecutor(1, context, join_job, (store, rank))
+        atexit.register(pool.shutdown)
+        pools.append(pool)
     return pools
 
 
@@ -380,7 +382,8 @@ def build_epochs(mm, clock, n, epochs, **options):
     """The builder, for several epochs, n documents in all."""
     prefix = corpus(n // epochs, hole=True)
     cache = fresh_folder()
-    num_tokens = int(mm.IndexedDataset(prefix).sequence_lengths.sum(dtype=np.int64))
+    low = mm.IndexedDataset(prefix)  # upstream's lengths do not outlive it
+    num_tokens = int(low.sequence_lengths.sum(dtype=np.int64))
     num_samples = num_tokens * epochs // 2048 - 1
     with clock:
         dataset = build_dataset(mm, [prefix], 2048, cache, num_samples, **options)

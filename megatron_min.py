@@ -56,13 +56,15 @@ Part III, the tools
     17. Tokenizers                which tokenizers can a command use?
     18. Preprocessing             how is a big corpus tokenized, on all cores and many machines?
     19. Fine-tuning data          how does a conversation become a sample, at access?
-    20. The command line          how is all this run from a shell?
+    20. Audit                     which documents made this batch, and what will this blend do?
+    21. The command line          how is all this run from a shell?
 """
 
 import abc
 import argparse
 import array
 import atexit
+import bisect
 import collections
 import collections.abc
 import concurrent.futures
@@ -71,6 +73,7 @@ import dataclasses
 import datetime
 import difflib
 import enum
+import fractions
 import functools
 import glob
 import hashlib
@@ -93,8 +96,10 @@ import signal
 import struct
 import sys
 import tempfile
+import textwrap
 import threading
 import time
+import tomllib
 import types
 import typing
 import warnings
@@ -127,6 +132,7 @@ __all__ = [
     "DatasetFormatError",
     "DistributedDataParallel",
     "EpochPlan",
+    "ExplainedSample",
     "FileTokens",
     "GPTDataset",
     "GPTDatasetConfig",
@@ -148,9 +154,14 @@ __all__ = [
     "NumMicroBatches",
     "ParallelGroups",
     "ParquetRows",
+    "Plan",
+    "PlanRow",
+    "PlannedDataset",
     "PretrainingDataLoader",
     "RerunDataIterator",
     "SFTDataset",
+    "SampleFinder",
+    "Span",
     "Split",
     "TokenSource",
     "__version__",
@@ -176,6 +187,7 @@ __all__ = [
     "encode_conversation",
     "encode_document",
     "encode_jsonl",
+    "explain",
     "finalize_model_grads",
     "fingerprint",
     "fingerprint_of_past",
@@ -195,6 +207,7 @@ __all__ = [
     "on_every_rank",
     "pack_conversations",
     "parse_and_normalize_split",
+    "plan",
     "plan_epochs",
     "positions_from",
     "preprocess",
@@ -205,6 +218,8 @@ __all__ = [
     "split_conversations",
     "split_range",
     "toy_corpus",
+    "trace_sample",
+    "verify_cache",
 ]
 
 log = logging.getLogger("megatron_min")
@@ -1659,8 +1674,12 @@ def build_shuffle_index(
 
 def _number_samples(total_size):
     """0 .. total_size - 1, as uint32 or int64."""
-    dtype = np.uint32 if total_size < 2**32 - 2 else np.int64
-    return np.arange(total_size, dtype=dtype)
+    return np.arange(total_size, dtype=_shuffle_index_dtype(total_size))
+
+
+def _shuffle_index_dtype(total_size):
+    """The dtype that upstream has for numbers of samples below total_size."""
+    return np.uint32 if total_size < 2**32 - 2 else np.int64
 
 
 def build_stable_orders(
@@ -1831,6 +1850,16 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         """Return several samples as one: {key: tensor (B, ...)}."""
         return torch.utils.data.default_collate(self.__getitems__(indices))
 
+    def trace(self, k: int) -> list["Span"]:
+        """Return which tokens of which documents sample k is made of, if a subclass can tell."""
+        raise NotImplementedError(f"{type(self).__name__} cannot tell what sample {k} is made of")
+
+    def find(self, path_prefix: typing.Any, sequence: int | None = None) -> list[int]:
+        """Return the samples that hold a token of a sequence, if a subclass can tell."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot tell which samples hold {sequence}"
+        )
+
     @property
     def is_stable(self) -> bool:
         """Does a dataset that is built like this one, for more samples, begin with this one?"""
@@ -1901,6 +1930,7 @@ class GPTDataset(MegatronDataset):
             self._warn_if_no_eod()
         self.unique_identifiers.update(self._key_corrections())
         self._describe()
+        self._finder = None  # made by the first find()
         self._cache = self._make_cache()
         own = type(self)._build_document_sample_shuffle_indices
         if own is GPTDataset._build_document_sample_shuffle_indices:
@@ -1972,14 +2002,8 @@ class GPTDataset(MegatronDataset):
         if isinstance(self.dataset, IndexedDataset):
             self.dataset.verify()
         S = config.sequence_length
-        drop_last = not self._keep_partial
         tokens_per_epoch = self.tokens_per_epoch()
-        if self.num_samples and not tokens_per_epoch:
-            raise ValueError(
-                f"{_name(self)}: {self.index_split.name} of split {config.split!r} holds no tokens "
-                f"for {self.num_samples} samples: enlarge it"
-            )
-        plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
+        plan = self._plan_epochs(tokens_per_epoch)
         _warn_if_python_is_slow(plan.num_samples + plan.num_epochs * len(self.indices))
         if config.stable_order:
             edges = count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
@@ -1993,10 +2017,21 @@ class GPTDataset(MegatronDataset):
             S,
             plan.num_epochs,
             tokens_per_epoch,
-            drop_last,
+            not self._keep_partial,
             self._extra,
         )
         return [document_index, sample_index, shuffle_index]
+
+    def _plan_epochs(self, tokens_per_epoch):
+        """How often this dataset goes over its documents, and how many samples that gives."""
+        if self.num_samples and not tokens_per_epoch:
+            raise ValueError(
+                f"{_name(self)}: {self.index_split.name} of split {self.config.split!r} holds no "
+                f"tokens for {self.num_samples} samples: enlarge it"
+            )
+        S = self.config.sequence_length
+        drop_last = not self._keep_partial
+        return plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
 
     def _draw_orders(self, plan):
         """One random generator draws the order of documents, then the order of samples."""
@@ -2058,19 +2093,43 @@ class GPTDataset(MegatronDataset):
         """
         k = _position(k, len(self), f"the samples of {_name(self)}")
         j = int(self.shuffle_index[k])
-        (first_d, first_offset), (last_d, last_offset) = self._rows(k, j)
+        rows = self._rows(k, j)
+        (first_d, _), (last_d, _) = rows
         pieces = []
         for d in range(first_d, last_d + 1):
             i = int(self.document_index[d])
             if not 0 <= i < len(self.dataset):
                 raise self._damaged(k, f"document_index[{d}] is {i}")
-            begin = first_offset if d == first_d else 0
-            if d < last_d:
-                end = int(self.dataset.sequence_lengths[i])
-            else:
-                end = last_offset + self._extra  # with x = 1 the next sample's first token too
+            begin, end = self._part(rows, d, i)
             pieces.append((i, begin, end - begin))
         return pieces
+
+    def _part(self, rows, d, i):
+        """Which tokens of sequence i, the d-th of the stream, are in the sample with these rows."""
+        (first_d, first_offset), (last_d, last_offset) = rows
+        begin = first_offset if d == first_d else 0
+        if d < last_d:
+            return begin, int(self.dataset.sequence_lengths[i])
+        return begin, last_offset + self._extra  # with x = 1 the next sample's first token too
+
+    def trace(self, k: int) -> list["Span"]:
+        """Return which tokens of which documents sample k is made of, in order (section 20)."""
+        return trace_sample(self, k)
+
+    def find(self, path_prefix: str | os.PathLike | int, sequence: int | None = None) -> list[int]:
+        """Return the samples that hold at least one token of a sequence of the pair, in order.
+
+        find(sequence) and find(path_prefix, sequence) are the same; the prefix must be that of the
+        pair, else ValueError.  IndexError if the pair has no such sequence.  The first call inverts
+        the orders (section 20); each further one takes a few binary searches for each epoch.
+        """
+        if sequence is None:
+            sequence = path_prefix
+        elif os.fspath(path_prefix) != self.dataset_path:
+            raise ValueError(f"{path_prefix} is not the pair of this dataset, {self.dataset_path}")
+        if self._finder is None:
+            self._finder = SampleFinder(self)
+        return self._finder.find(sequence)
 
     def _rows(self, k, j):
         """Rows j and j + 1 of sample_index; IndexError where they are not the ends of a sample."""
@@ -2259,8 +2318,12 @@ class GPTDataset(MegatronDataset):
         return found
 
     def __getstate__(self):
-        """Leave the numbers of the documents out of a pickle where first and end say them all."""
+        """Leave out of a pickle what can be made anew.
+
+        That is the finder, and the numbers of the documents where first and end say them all.
+        """
         state = self.__dict__.copy()
+        state["_finder"] = None
         _, _, digest = self._documents
         if digest is None:
             state["indices"] = None
@@ -2629,6 +2692,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         else:
             raise ValueError("phases stand for weights and size: these must be None")
         self.config = config
+        self._places = {}  # of the samples of each dataset, made by find()
         self.split = self.datasets[0].index_split
         self._open_indices()
         if not self._cache.is_trusted:
@@ -2764,6 +2828,42 @@ class BlendedDataset(torch.utils.data.Dataset):
             return 0, None
         i = _position(idx, len(self), "the samples of a blend")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
+
+    def trace(self, idx: int) -> list["Span"]:
+        """Return which tokens of which documents sample idx is made of, in order (section 20)."""
+        d, k = self._place(operator.index(idx))
+        return self.datasets[d].trace(k)
+
+    def find(self, path_prefix: str | os.PathLike, sequence: int) -> list[int]:
+        """Return the samples that hold at least one token of a sequence of a pair, in order.
+
+        ValueError if the blend has no such pair.  The first call for a pair inverts the orders of
+        its dataset, and notes the places of its samples, 8 bytes for each.
+        """
+        prefix = os.fspath(path_prefix)
+        prefixes = [dataset.dataset_path for dataset in self.datasets]
+        if prefix not in prefixes:
+            raise ValueError(
+                f"{prefix} is not in the blend, which has {', '.join(map(str, prefixes))}"
+            )
+        found = []
+        for d, dataset in enumerate(self.datasets):
+            if prefixes[d] == prefix:
+                places = self._places_of(d)
+                samples = dataset.find(prefix, sequence)
+                # a dataset may be built for more samples than the blend takes of it
+                found += [int(places[k]) for k in samples if k < len(places)]
+        return sorted(found)
+
+    def _places_of(self, d):
+        """Where the samples 0, 1, 2, ... of dataset d are in the blend: they come in this order."""
+        if d not in self._places:
+            self._places[d] = np.flatnonzero(self.dataset_index == d)
+        return self._places[d]
+
+    def __getstate__(self):
+        """Leave the places out of a pickle: find() makes them anew."""
+        return self.__dict__ | {"_places": {}}
 
     def __getitem__(self, idx: int | None) -> dict:
         d, k = self._place(idx)
@@ -5615,6 +5715,7 @@ _METHODS_IN_C = (
     "__getitem__",
     "__getitems__",
     "pieces",
+    "_part",
     "_query_document_sample_shuffle_indices",
     "_rows",
     "_pad",
@@ -7383,7 +7484,687 @@ class ParquetRows:
 
 
 # ==============================================================================
-# 20. The command line
+# 20. Audit
+# ==============================================================================
+# Question answered here: which documents made this batch, and what will this blend do?
+#
+#   trace(k)              a sample          ->  its spans: which tokens of which documents it holds
+#   find(sequence)        a sequence        ->  the samples that hold tokens of it
+#   explain(step)         a training step   ->  the samples of all ranks, and the spans of each
+#   plan(config, sizes)   a config          ->  what the builder would build
+#   verify_cache(path)    files of a cache  ->  whether they are what was written
+#
+# The first three follow from the orders of section 4, and read no token.  find() goes the way of
+# GPTDataset.pieces() backwards, so it needs two orders the other way round, which are made once:
+#
+#   k --shuffle_index--> j --sample_index--> positions d .. d' --document_index--> sequences
+#   k <--its inverse---- j <--binary search-- positions d  <--the sorted places--- sequence
+#
+# plan() runs the builder of section 7 with datasets that have a length and no arrays.  So it reads
+# the lengths of the documents alone, and has the builder's own blends, phases and errors.
+
+
+class Span(typing.NamedTuple):
+    """A run of tokens of one sequence in one sample.  Offsets and lengths are in tokens."""
+
+    path_prefix: str | None  # the pair; None for mock data
+    sequence: int  # the number of the sequence in the pair
+    document: int  # the document of the pair that the sequence belongs to
+    offset: int  # where the run begins in the sequence
+    length: int  # how many tokens it has
+    byte_offset: int | None  # where it begins in the .bin file, in bytes; None without a file
+    sample_offset: int  # where it begins in the sample
+
+
+def trace_sample(dataset: GPTDataset, k: int) -> list[Span]:
+    """Return the spans of sample k, in order: its S + x tokens, or fewer if it is padded.
+
+    A subclass that changes tokens when it reads them is traced to the tokens before the change.
+    Cost: that of dataset.pieces(k), and a binary search for each span; no token is read.
+
+    >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
+    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> sizes = [3, 0, 0]
+    >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
+    >>> train, valid, test = builder.build()
+    >>> for span in train.trace(0):                     # b b b c c: all of bbb, and two c
+    ...     print(span.sequence, span.offset, span.length, span.byte_offset, span.sample_offset)
+    1 0 3 4 0
+    2 0 2 7 3
+    >>> train.find(2)                                   # the samples that hold tokens of cccccc
+    [0, 1]
+    """
+    spans = []
+    sample_offset = 0
+    for sequence, offset, length in dataset.pieces(k):
+        if length > 0:
+            document, byte_offset = _place_in_pair(dataset.dataset, sequence, offset)
+            place = sequence, document, offset, length, byte_offset, sample_offset
+            spans.append(Span(dataset.dataset_path, *place))
+            sample_offset += length
+    return spans
+
+
+def _place_in_pair(pair, sequence, offset):
+    """The document of a sequence, and the byte of the .bin at which its token offset is.
+
+    A reader of the user's own, as that of mock data, has neither: there a sequence is a document.
+    """
+    if not isinstance(pair, IndexedDataset):
+        return sequence, None
+    # A document without sequences begins where the next one begins: the last one has the sequence.
+    document = int(np.searchsorted(pair.document_indices, sequence, side="right")) - 1
+    token_bytes = DType.size(pair.dtype)
+    return document, int(pair.sequence_pointers[sequence]) + offset * token_bytes
+
+
+class SampleFinder:
+    """Finds the samples of a dataset that hold tokens of a sequence; GPTDataset.find() has one.
+
+    Cost: to make, a sort of document_index and an inversion of shuffle_index (10 million documents:
+    a third of a second), 8 bytes for each document of all epochs and 4 or 8 for each sample.  To
+    find, a few binary searches for each epoch, and the samples that are found.
+    """
+
+    def __init__(self, dataset: GPTDataset) -> None:
+        self._dataset = dataset
+        # One number for each entry of document_index, sequence * size + position.  In their order
+        # all places of a sequence are side by side.  Numbers sort faster than places by a key.
+        self._size = len(dataset.document_index)
+        if self._size > 2**32:
+            raise ValueError(f"find() knows up to 2**32 places of documents, not {self._size}")
+        self._places = dataset.document_index.astype(np.int64)
+        self._places *= self._size
+        self._places += np.arange(self._size)
+        self._places.sort()
+        # where each sample of the stream is in the shuffled order
+        shuffle_index = dataset.shuffle_index
+        self._numbers = np.empty_like(shuffle_index)
+        self._numbers[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
+
+    def find(self, sequence: int) -> list[int]:
+        """Return the samples that hold a token of this sequence of the pair, in order."""
+        i = _position(sequence, len(self._dataset.dataset), f"{_name(self._dataset)}, its pair")
+        begin, end = np.searchsorted(self._places, [i * self._size, (i + 1) * self._size])
+        found = set()
+        for place in self._places[begin:end].tolist():
+            for j in self._samples_at(place - i * self._size, i):
+                found.add(int(self._numbers[j]))
+        # a subclass may have a smaller len()
+        return sorted(k for k in found if k < len(self._dataset))
+
+    def _samples_at(self, d, i):
+        """Yield the samples of the stream that hold a token of its d-th document, sequence i."""
+        sample_index = self._dataset.sample_index
+        starts = sample_index[:, 0]  # the documents in which samples start; they never go back
+        num_samples = len(sample_index) - 1
+        # the last sample that starts before d ends there or later
+        first = max(0, bisect.bisect_left(starts, d) - 1)
+        end = min(bisect.bisect_right(starts, d), num_samples)
+        for j in range(first, end):
+            part_begin, part_end = self._dataset._part(sample_index[j : j + 2].tolist(), d, i)
+            if part_begin < part_end:
+                yield j
+
+
+class ExplainedSample(typing.NamedTuple):
+    """A sample of a global batch; see explain()."""
+
+    data_parallel_rank: int
+    micro_batch: int  # counted from 0 in the step
+    sample: int | None  # of the dataset; None is padding
+    spans: list[Span]  # none for padding
+
+
+def explain(
+    dataset: typing.Any,
+    step: int,
+    *,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int = 1,
+    consumed_samples: int = 0,
+    dataloader_type: str = "single",
+    data_sharding: bool = True,
+    full_validation: bool = False,
+    drop_last: bool = True,
+    seed: int = 0,
+) -> list[ExplainedSample]:
+    """Return what the loaders of all data-parallel ranks give in one step of training.
+
+    step               0 is the first step after consumed_samples
+    global_batch_size  samples in a step, of all ranks: a whole number of rounds (section 8)
+    consumed_samples   samples that were consumed before step 0, also by steps of another size
+    the others         as for build_pretraining_data_loader()
+    Returns            one entry for each sample, rank by rank, each rank's in the order of reading;
+                       fewer than global_batch_size where the order ends in this step
+    Raises             ValueError if the run has no such step
+    Cost               O(global_batch_size) spans; "cyclic" draws, for each rank, the order of an
+                       epoch.  No token is read.
+
+    >>> dataset = BlendedMegatronDatasetBuilder(
+    ...     GPTDataset, [6, 0, 0], lambda: True,
+    ...     GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
+    ...                      tokenizer=ByteTokenizer(), create_attention_mask=False)).build()[0]
+    >>> layout = dict(global_batch_size=2, micro_batch_size=1, data_parallel_size=2)
+    >>> for rank, micro_batch, sample, spans in explain(dataset, 1, **layout):
+    ...     print(rank, micro_batch, sample, [(span.sequence, span.length) for span in spans])
+    0 0 2 [(2, 3), (0, 2)]
+    1 0 3 [(1, 1), (2, 4)]
+    """
+    if step < 0 or data_parallel_size < 1:
+        raise ValueError(
+            f"wanted step >= 0 and data_parallel_size >= 1, got {step} and {data_parallel_size}"
+        )
+    begin = consumed_samples + step * global_batch_size
+    if dataloader_type == "single" and not 0 <= begin < len(dataset):
+        raise ValueError(f"step {step} begins at sample {begin} of {len(dataset)}: no such step")
+    explained = []
+    for rank in range(data_parallel_size):
+        loader = build_pretraining_data_loader(
+            dataset,
+            begin,
+            micro_batch_size=micro_batch_size,
+            data_parallel_rank=rank,
+            data_parallel_size=data_parallel_size,
+            dataloader_type=dataloader_type,
+            data_sharding=data_sharding,
+            full_validation=full_validation,
+            drop_last=drop_last,
+            seed=seed,
+        )
+        explained += _explain_rank(dataset, rank, _sampler_of(loader), global_batch_size)
+    if len(explained) == 0:
+        raise ValueError(f"step {step} begins at sample {begin}: what is left fills no round")
+    return explained
+
+
+def _sampler_of(loader):
+    """The sampler of a loader of section 14; ValueError for an external one."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(sampler, _Sampler):
+        raise ValueError("only steps of the samplers single, cyclic and full_validation are known")
+    return sampler
+
+
+def _explain_rank(dataset, rank, sampler, global_batch_size):
+    """What one rank reads in a step that begins where its sampler stands."""
+    num_micro_batches, rest = divmod(global_batch_size, sampler.samples_per_round)
+    if rest or global_batch_size < 1:
+        raise ValueError(
+            f"global_batch_size: wanted a multiple of the round of {sampler.samples_per_round} "
+            f"samples, got {global_batch_size}"
+        )
+    batches = sampler
+    if sampler.kind == "cyclic":
+        batches = cyclic_iter(sampler)  # the step may go on in the next epoch
+    explained = []
+    for micro_batch, samples in enumerate(itertools.islice(batches, num_micro_batches)):
+        for k in samples:
+            spans = [] if k is None else dataset.trace(k)
+            explained.append(ExplainedSample(rank, micro_batch, k, spans))
+    return explained
+
+
+# -- plan() ------------------------------------------------------------------------------------
+
+
+class PlannedDataset(GPTDataset):
+    """A GPTDataset that has a length, and no arrays: plan() has the builder build these.
+
+    epoch_tokens   T
+    epoch_plan     EpochPlan
+    """
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> typing.Any:
+        """Open the pair at dataset_path without a check of the whole .idx, or mock data."""
+        if config.mock:
+            return MockGPTDataset.build_low_level_dataset(dataset_path, config)
+        return IndexedDataset(dataset_path, mmap=config.mmap_bin_files, check=False)
+
+    def _open_indices(self):
+        """Count the samples, instead of making the arrays."""
+        self.epoch_tokens = self.tokens_per_epoch()
+        self.epoch_plan = self._plan_epochs(self.epoch_tokens)
+
+    def _warn_if_no_eod(self):
+        """Read no tokens: what the tokenizer lacks is noted by plan()."""
+
+    def __len__(self) -> int:
+        return self.epoch_plan.num_samples
+
+    def most_repeats(self, samples_drawn: int) -> int:
+        """Return how many epochs the first samples_drawn samples are from.
+
+        So often does a run read a document at most.
+        """
+        if samples_drawn == 0:
+            return 0
+        epochs = self.epoch_plan
+        if self.config.stable_order:
+            S = self.config.sequence_length
+            ends = count_samples_of_epochs(epochs, self.epoch_tokens, S, self._extra)
+            return bisect.bisect_left(ends, samples_drawn)
+        if epochs.separate_final_epoch and samples_drawn <= epochs.samples_before_final_epoch:
+            return epochs.num_epochs - 1
+        return epochs.num_epochs
+
+    def tokens_cut(self) -> int:
+        """Return how many tokens at the end of the stream are in no sample."""
+        tokens = self.epoch_plan.num_epochs * self.epoch_tokens
+        if len(self) == 0:
+            return tokens
+        return max(0, tokens - len(self) * self.config.sequence_length - self._extra)
+
+    def cache_bytes(self) -> int:
+        """Return the size of the three arrays of the dataset, as files."""
+        num_places = self.epoch_plan.num_epochs * len(self.indices)
+        row_bytes = 2 * np.dtype(_sample_index_dtype(range(num_places))).itemsize
+        number_bytes = np.dtype(_shuffle_index_dtype(len(self))).itemsize
+        arrays = 4 * num_places + row_bytes * (len(self) + 1) + number_bytes * len(self)
+        return arrays + 3 * _NPY_HEADER_BYTES
+
+    def samples_to_a_new_order(self) -> int | None:
+        """Return by how many samples more, or fewer (< 0), all samples come in another order.
+
+        That is the nearest number of samples that has other epochs, or for which the last epoch is
+        shuffled by itself and was not, or the other way round (see plan_epochs()).  None if the
+        order does not depend on the number of samples.
+        """
+        n = self.num_samples
+        if n is None or n == 0 or self.config.stable_order:
+            return None
+        S = self.config.sequence_length
+        epochs = self.epoch_plan
+        # the order changes between each of these numbers of samples and the next number
+        edges = [count_samples(epochs.num_epochs * self.epoch_tokens, S, True, self._extra)]
+        if epochs.num_epochs > 1:
+            samples_per_epoch = (self.epoch_tokens - self._extra) // S
+            before = epochs.samples_before_final_epoch
+            edges += [before, before + int(0.80 * samples_per_epoch) - 1]
+        changes = [edge + 1 - n if n <= edge else edge - n for edge in edges]
+        return min(changes, key=abs)
+
+
+_NPY_HEADER_BYTES = 128  # of a .npy file of a 1-D or 2-D array
+
+
+class PlanRow(typing.NamedTuple):
+    """What plan() says of one corpus in one split."""
+
+    split: str
+    path_prefix: str | None
+    documents: int  # sequences of this split
+    tokens: int  # in these
+    samples_requested: int | None  # what the builder is to build; None: one epoch
+    samples_built: int  # what it builds: whole epochs, and what a blend needs
+    samples_drawn: int  # what a run of the wanted size reads
+    epochs: fractions.Fraction  # S * samples_drawn / tokens
+    weight_asked: float  # share of the samples of the split; 1 for a corpus alone
+    weight_achieved: fractions.Fraction  # samples_drawn of the samples of the split
+    most_repeats: int  # how often a document is read at most
+    tokens_cut: int  # tokens at the end of the last epoch that fill no sample
+    steps_per_epoch: fractions.Fraction | None  # of train: steps in which the corpus is read once
+
+
+class Plan(list):
+    """A list of PlanRow, one for each corpus of each split.
+
+    notes              sentences on what may surprise
+    cache_bytes        the size of all index arrays, as files, and in memory where they are mapped
+    global_batch_size  as given to plan()
+    """
+
+    def __init__(
+        self,
+        rows: list[PlanRow],
+        notes: list[str],
+        cache_bytes: int,
+        global_batch_size: int | None,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(rows)
+        self.notes = notes
+        self.cache_bytes = cache_bytes
+        self.global_batch_size = global_batch_size
+        self._config = config
+
+    def steps(self, num_epochs: int) -> int:
+        """Return in how many whole steps a run reads so many epochs of all corpora of train.
+
+        One step more would begin another epoch.  Where the weights of a blend repeat some corpora
+        more than others, see steps_per_epoch of each row instead.
+        """
+        if self.global_batch_size is None:
+            raise ValueError("steps() needs the global_batch_size of plan()")
+        S = self._config.sequence_length
+        x = self._config.add_extra_token_to_sequence
+        samples = 0
+        for row in self:
+            if row.split == Split.train.name:
+                samples += count_samples(num_epochs * row.tokens, S, True, x)
+        return samples // self.global_batch_size
+
+
+def plan(
+    config: GPTDatasetConfig,
+    sizes: typing.Sequence[int | None],
+    global_batch_size: int | None = None,
+) -> Plan:
+    """Return what a BlendedMegatronDatasetBuilder of GPTDatasets would build, and a run would read.
+
+    sizes              samples wanted of train, valid and test; None: one epoch, as for the builder
+    global_batch_size  samples in a step, for the numbers of steps
+    Raises             what the builder raises
+    Cost               opens each pair and reads the lengths of its documents; the blends are made,
+                       10 bytes for each sample of them.  No token is read, and nothing is written.
+
+    >>> prefix = toy_corpus()                                   # 3 documents, 13 tokens
+    >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
+    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> planned = plan(config, [6, 0, 0], global_batch_size=2)
+    >>> row = planned[0]
+    >>> row.samples_built, row.epochs, row.most_repeats, row.steps_per_epoch
+    (6, Fraction(24, 13), 2, Fraction(13, 8))
+    >>> planned.steps(1), planned.steps(2)          # 3 and 6 samples
+    (1, 3)
+    """
+    if global_batch_size is not None and global_batch_size < 1:
+        raise ValueError(f"global_batch_size must be >= 1, got {global_batch_size}")
+    config = dataclasses.replace(config, path_to_cache=None)
+    builder = _PlanningBuilder(PlannedDataset, sizes, _is_built_here, config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        built = builder._build_splits()  # on this rank alone
+    notes = [str(warning.message) for warning in caught]
+    rows = []
+    parts = []
+    cache_bytes = 0
+    for split, datasets in zip(Split, built, strict=True):
+        if not isinstance(datasets, list):
+            datasets = [datasets]
+        for dataset in datasets:
+            if dataset is not None:
+                shares = _shares(dataset)
+                cache_bytes += _cache_bytes(dataset)
+                parts += [part for part, _, _ in shares]
+                rows += _plan_rows(split, shares, global_batch_size)
+    notes += _notes_of_config(config)
+    for row, part in zip(rows, parts, strict=True):
+        notes += _notes_of_row(row, part)
+    notes += builder.notes
+    notes += _notes_of_splits(config, rows, parts, global_batch_size)
+    notes = list(dict.fromkeys(notes))  # each sentence once
+    return Plan(rows, notes, cache_bytes, global_batch_size, config)
+
+
+class _PlanningBuilder(BlendedMegatronDatasetBuilder):
+    """The builder, which notes where a blend has a corpus built again, larger."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.notes = []
+
+    def _blend_exactly(self, parts, weights, size, phases=None):
+        first_parts = list(parts)
+        blend = super()._blend_exactly(parts, weights, size, phases)
+        for first, part in zip(first_parts, parts, strict=True):
+            if part is not first:
+                self.notes.append(
+                    f"{part.index_split.name} of {_name(part)}: the blend takes "
+                    f"{part.num_samples:,} samples, and weight and surplus give {len(first):,}: "
+                    "the corpus is built again, larger (Megatron-LM fails in the middle of the run)"
+                )
+            if part not in blend.datasets:
+                self.notes.append(
+                    f"{part.index_split.name} of {_name(part)}: its {part.epoch_tokens:,} tokens "
+                    "are too few for one sample: it is left out of the blend"
+                )
+        return blend
+
+
+def _shares(dataset):
+    """[(part, samples drawn of it, share asked for), ...] of a blend, or of a dataset alone."""
+    if not isinstance(dataset, BlendedDataset):
+        drawn = len(dataset) if dataset.num_samples is None else dataset.num_samples
+        return [(dataset, drawn, 1.0)]
+    taken = dataset.samples_taken().tolist()
+    if dataset.phases is None:
+        weights = normalize(dataset.weights)
+    else:
+        weights = np.zeros(len(taken))
+        for samples, weights_of_phase in dataset.phases:
+            weights += np.multiply(weights_of_phase, samples / max(1, dataset.size))
+        weights = weights.tolist()
+    return list(zip(dataset.datasets, taken, weights, strict=True))
+
+
+def _cache_bytes(dataset):
+    """The size of the arrays of a dataset, or of a blend and its parts."""
+    if not isinstance(dataset, BlendedDataset):
+        return dataset.cache_bytes()
+    arrays = dataset.dataset_index.nbytes + dataset.dataset_sample_index.nbytes
+    of_parts = sum(part.cache_bytes() for part in dataset.datasets)
+    return arrays + 2 * _NPY_HEADER_BYTES + of_parts
+
+
+def _plan_rows(split, shares, global_batch_size):
+    """The rows of one dataset: of the parts of a blend, or of the dataset itself."""
+    all_drawn = sum(drawn for _, drawn, _ in shares)
+    rows = []
+    for part, drawn, weight_asked in shares:
+        epochs = fractions.Fraction(0)
+        achieved = fractions.Fraction(0)
+        steps_per_epoch = None
+        if drawn:
+            tokens_drawn = drawn * part.config.sequence_length
+            epochs = fractions.Fraction(tokens_drawn, part.epoch_tokens)
+            achieved = fractions.Fraction(drawn, all_drawn)
+            if global_batch_size is not None and split is Split.train:
+                steps_per_epoch = fractions.Fraction(all_drawn, global_batch_size) / epochs
+        rows.append(
+            PlanRow(
+                split=split.name,
+                path_prefix=part.dataset_path,
+                documents=len(part.indices),
+                tokens=part.epoch_tokens,
+                samples_requested=part.num_samples,
+                samples_built=len(part),
+                samples_drawn=drawn,
+                epochs=epochs,
+                weight_asked=weight_asked,
+                weight_achieved=achieved,
+                most_repeats=part.most_repeats(drawn),
+                tokens_cut=part.tokens_cut(),
+                steps_per_epoch=steps_per_epoch,
+            )
+        )
+    return rows
+
+
+_MANY_EPOCHS = 4  # repeating data more often than this is known to teach a model less and less
+_NEAR = 0.01  # by this share more or fewer samples a run may well be planned anew
+_MUCH = 0.05  # from this share on, a difference is worth a note
+
+
+def _notes_of_config(config):
+    """Sentences on settings that find nothing, or too much, in the data."""
+    notes = []
+    tokenizer = config.tokenizer
+    wants_eod = config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss
+    if wants_eod and _attribute(tokenizer, "eod") is None:
+        notes.append(
+            "reset_position_ids, reset_attention_mask and eod_mask_loss look for eod, and the "
+            "tokenizer has none: they find nothing"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the builder's warnings are noted already
+        pad = _pad_token_id(config)
+    if pad >= 0:
+        notes.append(
+            f"padding has the id {pad}: real tokens of this id become 0, and have no loss; "
+            "see that the corpus has none"
+        )
+    return notes
+
+
+def _notes_of_row(row, part):
+    """Sentences on one corpus of one split."""
+    name = f"{row.split} of {_name(part)}"
+    notes = []
+    if row.samples_built == 0 and row.samples_requested != 0:
+        notes.append(f"{name}: its {row.tokens:,} tokens are too few for one sample")
+    elif row.samples_drawn and row.tokens_cut > _MUCH * row.tokens:
+        share = row.tokens_cut / row.tokens
+        notes.append(
+            f"{name}: {row.tokens_cut:,} tokens at the end of its stream fill no sample, "
+            f"{share:.1%} of an epoch"
+        )
+    if row.epochs > _MANY_EPOCHS:
+        notes.append(
+            f"{name}: read {float(row.epochs):.1f} times: more than {_MANY_EPOCHS} times is "
+            "worth less and less"
+        )
+    change = part.samples_to_a_new_order()
+    if change is not None and abs(change) <= max(1, _NEAR * part.num_samples):
+        notes.append(
+            f"{name}: for {part.num_samples + change:,} samples instead of {part.num_samples:,} "
+            "all of its samples would be shuffled anew, from the first one on: set stable_order if "
+            "the run may become longer or shorter"
+        )
+    difference = abs(float(row.weight_achieved) - row.weight_asked)
+    if difference > _MUCH * row.weight_asked:
+        notes.append(
+            f"{name}: a weight of {row.weight_asked:.4g} cannot be met with so few samples: "
+            f"{row.samples_drawn:,} are drawn, {float(row.weight_achieved):.4g} of all"
+        )
+    return notes
+
+
+def _epochs_of_pile(part):
+    """How many epochs are shuffled together, the last one left out where it is by itself."""
+    return part.epoch_plan.num_epochs - int(part.epoch_plan.separate_final_epoch)
+
+
+def _notes_of_splits(config, rows, parts, global_batch_size):
+    """Sentences on several corpora of a split together."""
+    notes = []
+    same_order = {}
+    piles = {}
+    samples_of_train = 0
+    for row, part in zip(rows, parts, strict=True):
+        if row.split == Split.train.name:
+            samples_of_train += row.samples_drawn
+        if row.documents < 2 or row.samples_drawn == 0:
+            continue
+        key = row.split, row.documents
+        if not config.stable_order:
+            key += part.epoch_plan.num_epochs, part.epoch_plan.separate_final_epoch
+            if _epochs_of_pile(part) > 1:
+                piles.setdefault(row.split, []).append(_name(part))
+        same_order.setdefault(key, []).append(_name(part))
+    for split, names in piles.items():
+        notes.append(
+            f"{split}: several epochs of {_list_names(names)} are shuffled as one pile: some "
+            "documents come several times before others come once (stable_order shuffles each "
+            "epoch by itself)"
+        )
+    for (split, documents, *_), names in same_order.items():
+        if len(names) > 1:
+            notes.append(
+                f"{split}: {_list_names(names)} have {documents:,} documents each, so with one "
+                "seed these come in the same order in each of them"
+            )
+    if global_batch_size is not None and samples_of_train % global_batch_size:
+        notes.append(
+            f"train: the last {samples_of_train % global_batch_size:,} samples of "
+            f"{samples_of_train:,} fill no step of {global_batch_size:,}"
+        )
+    return notes
+
+
+def _list_names(names):
+    """The first names of a list, and how many more there are."""
+    text = ", ".join(names[:4])
+    return text if len(names) <= 4 else f"{text} and {len(names) - 4} more"
+
+
+# -- verify_cache() ----------------------------------------------------------------------------
+
+_CACHE_FILE = r"([0-9a-f]{32}-\w+-(?:train|valid|test))-(\w+\.(?:npy|json|txt))"
+
+
+def verify_cache(path: str | os.PathLike) -> dict[str, dict[str, tuple]]:
+    """Check all index caches of a folder, or the one that a file belongs to.
+
+    Each needs a manifest, arrays of the sizes and CRCs in the manifest and of shapes that fit each
+    other, and a description that fits the name of the files.  Whether the corpus is still the one
+    that the arrays were made from is checked where a dataset opens its cache.
+
+    Returns   {what the names of its files begin with: {array: shape}} of each cache
+    Raises    DatasetFormatError that names the file; FileNotFoundError if there is no cache
+    Cost      all files are read once, at about a GiB in a second
+    """
+    path = pathlib.Path(path)
+    files = list(path.glob("*"))
+    folder = path
+    if path.is_file():
+        files = [path]
+        folder = path.parent
+    stems = set()
+    for file in files:
+        match = re.fullmatch(_CACHE_FILE, file.name)
+        if match is not None:
+            stems.add(match[1])
+    if not stems:
+        raise FileNotFoundError(f"{path}: no index cache, and no file of one")
+    return {stem: _verify_files_of_cache(folder, stem) for stem in sorted(stems)}
+
+
+def _verify_files_of_cache(folder, stem):
+    """The shapes of the arrays of one cache, or the DatasetFormatError that says what is wrong."""
+    manifest_path = folder / f"{stem}-manifest.json"
+    if not manifest_path.exists():
+        raise DatasetFormatError(
+            f"{manifest_path}: no such file: the cache is upstream's, or its making was cut off; "
+            "it will be built anew"
+        )
+    try:
+        description_path = folder / f"{stem}-description.txt"
+        if not stem.startswith(_md5(description_path.read_bytes())):
+            raise DatasetFormatError(f"{description_path}: not the text that the name stands for")
+        noted_files = json.loads(manifest_path.read_text("utf-8"))["files"]
+        shapes = {}
+        for name, noted in noted_files.items():
+            array_path = folder / f"{stem}-{name}.npy"
+            found = _describe_file(array_path)
+            if found != noted:
+                raise _format_error(array_path, "size and CRC", noted, found)
+            shapes[name] = _map_npy(array_path).shape
+        _check_shapes(folder / stem, shapes)
+    except DatasetFormatError:
+        raise
+    except _FAULTS as error:
+        raise DatasetFormatError(f"{folder / stem}: {type(error).__name__}: {error}") from error
+    return shapes
+
+
+def _check_shapes(name, shapes):
+    """The arrays of a dataset, or of a blend, have the shapes of section 5, or of section 6."""
+    if "shuffle_index" in shapes:
+        (num_samples,) = shapes["shuffle_index"]
+        fits = shapes["sample_index"] == (num_samples + 1, 2)
+        fits = fits and len(shapes["document_index"]) == 1
+    else:
+        (num_samples,) = shapes["dataset_index"]
+        fits = shapes["dataset_sample_index"] == (num_samples,)
+    if not fits:
+        raise DatasetFormatError(f"{name}: the shapes of its arrays do not fit: {shapes}")
+
+
+# ==============================================================================
+# 21. The command line
 # ==============================================================================
 # Question answered here: how is all this run from a shell?
 #
@@ -7393,7 +8174,12 @@ class ParquetRows:
 #   megatron-min verify     all
 #   megatron-min build      --blend 70 books 30 wiki --split 98,1,1 --sizes 1000000 1000 1000
 #                           --sequence-length 2048 --random-seed 1234 --path-to-cache cache
+#   megatron-min plan       --config run.toml --global-batch-size 512
+#   megatron-min trace      --config run.toml --step 31000 --global-batch-size 512 --decode
+#   megatron-min find       --config run.toml --path-prefix books --sequence 12
 #   megatron-min demo
+#
+# plan, trace, find and build read the same options, from the command line or from a TOML file.
 #
 #   how a command ends                              exit code
 #   well                                            0
@@ -7433,6 +8219,9 @@ def _make_parser():
     _add_inspect(commands)
     _add_verify(commands)
     _add_build(commands)
+    _add_plan(commands)
+    _add_trace(commands)
+    _add_find(commands)
     _add_demo(commands)
     return parser
 
@@ -7561,9 +8350,9 @@ def _default_in_words(value):
 
 
 def _add_tokenizer_options(parser):
-    """Add the options that _tokenizer_of() reads."""
+    """Add the options that _tokenizer_of() reads; None stands for their defaults."""
     kinds = "bytes, null:VOCAB, a tokenizer.json or module:attribute"
-    _add_option(parser, "--tokenizer", kinds, default="bytes")
+    _add_option(parser, "--tokenizer", kinds, shown="bytes")
     _add_option(
         parser,
         "--eod-token",
@@ -7571,12 +8360,17 @@ def _add_tokenizer_options(parser):
         shown="<|endoftext|>, or else </s>",
     )
     special = "let a tokenizer.json add its own special tokens, such as BOS, to each text"
-    _add_switch(parser, "--add-special-tokens", special)
+    _add_switch(parser, "--add-special-tokens", special, default=None, shown=False)
 
 
 def _tokenizer_of(options):
     """The tokenizer that the options name."""
-    return build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
+    name = "bytes" if options.tokenizer is None else options.tokenizer
+    return build_tokenizer(name, options.eod_token, bool(options.add_special_tokens))
+
+
+def _add_json_flag(parser):
+    _add_switch(parser, "--json", "print JSON, for other programs")
 
 
 def _whole_number(text):
@@ -7612,6 +8406,45 @@ def _largest_id(dataset):
         if count > 0:
             largest = max(largest, int(dataset.get(i, 0, count).max()))
     return largest
+
+
+def _bar(share):
+    """Return a share of 1 as a bar of at most 50 signs; what is not 0 has one."""
+    return "#" * math.ceil(share * 50)
+
+
+def _print_table(titles, rows, alignment):
+    """Print rows of texts under their titles; alignment is l or r for each column."""
+    widths = []
+    for column, title in enumerate(titles):
+        widths.append(max([len(title), *(len(row[column]) for row in rows)]))
+    for row in [titles, *rows]:
+        cells = []
+        for cell, width, side in zip(row, widths, alignment, strict=True):
+            cells.append(cell.ljust(width) if side == "l" else cell.rjust(width))
+        print("  ".join(cells).rstrip())
+
+
+def _shorten(path, width=32):
+    """Return the end of a path that is too long for a column."""
+    text = str(path)
+    return text if len(text) <= width else "..." + text[3 - width :]
+
+
+def _short_count(number):
+    """Return a number in 9 places or fewer: 1,234,567 or 12,345.7M; "-" for None."""
+    if number is None:
+        return "-"
+    if number < 10**7:
+        return f"{number:,}"
+    if number < 10**11:
+        return f"{number / 10**6:,.1f}M"
+    return f"{number / 10**9:,.0f}G"
+
+
+def _print_json(value):
+    """Print a value for other programs; a Fraction becomes a text such as "24/13"."""
+    print(json.dumps(value, indent=2, default=str))
 
 
 # -- preprocess --------------------------------------------------------------------------------
@@ -7747,6 +8580,19 @@ def _print_lengths(lengths):
         note = f", of {len(sample):,} lengths from all over the pair"
     numbers = ", ".join(f"{number:,}" for number in percentiles)
     print(f"1%, 25%, median, 75%, 99%{note}: {numbers}")
+    _print_histogram(sample)
+
+
+def _print_histogram(lengths):
+    """Print a bar for each power of two: how many sequences have up to so many tokens."""
+    counts = collections.Counter(int(length).bit_length() for length in lengths)
+    rows = []
+    for bits in range(min(counts), max(counts) + 1):
+        lowest = (1 << bits) >> 1  # 0 bits: the length 0
+        highest = (1 << bits) - 1
+        share = counts[bits] / len(lengths)
+        rows.append([f"{lowest:,}", f"{highest:,}", f"{share:.1%}", _bar(share)])
+    _print_table(["from", "to", "share", "of these lengths"], rows, "rrrl")
 
 
 def _print_first_tokens(dataset, count, tokenizer):
@@ -7778,20 +8624,48 @@ def _add_verify(commands):
         commands,
         "verify",
         _run_verify,
-        "check every entry of an .idx, and that the .bin fits it",
-        "books_text_document wiki_text_document",
+        "check every entry of a pair, or every file of an index cache",
+        "books_text_document cache --json",
     )
     parser.add_argument(
-        "prefix", nargs="+", type=_pair_prefix, help="path of a pair, without .bin and .idx"
+        "path",
+        nargs="+",
+        type=_pair_prefix,
+        help="a pair, without .bin and .idx; or a cache folder, or a file of one",
     )
+    _add_json_flag(parser)
 
 
 def _run_verify(options):
-    for prefix in options.prefix:
-        _print_counts(f"whole: {prefix}", IndexedDataset(prefix, check=True))
+    checked = []
+    for path in options.path:
+        if IndexedDataset.exists(path) or not os.path.exists(path):
+            dataset = IndexedDataset(path, check=True)
+            checked.append(_count_pair(path, dataset))
+            if not options.json:
+                _print_counts(f"whole: {path}", dataset)
+            continue
+        for stem, shapes in verify_cache(path).items():
+            checked.append({"path": path, "cache": stem, "shapes": shapes})
+            if not options.json:
+                print(f"whole: {stem}")
+                for name, shape in shapes.items():
+                    print(f"       {name}: {' x '.join(f'{size:,}' for size in shape)}")
+    if options.json:
+        _print_json(checked)
 
 
-# -- build -------------------------------------------------------------------------------------
+def _count_pair(path, dataset):
+    """What verify says of a pair, for JSON."""
+    return {
+        "path": path,
+        "sequences": len(dataset),
+        "documents": len(dataset.document_indices) - 1,
+        "tokens": dataset.num_tokens,
+    }
+
+
+# -- the options of a run, for build, plan, trace and find ------------------------------------
 
 # The fields of GPTDatasetConfig that can be written in a shell; tokenizer and blend have flags of
 # their own.  A field becomes the flag of its name; bool stands for the two flags --x and --no-x.
@@ -7824,18 +8698,33 @@ _CONFIG_FLAGS = [
 ]
 
 
-def _add_build(commands):
-    parser = _add_command(
-        commands,
-        "build",
-        _run_build,
-        "make the index caches of a blend, for jobs that have the same tokenizer",
-        "--blend 70 books_text_document 30 wiki_text_document --split 98,1,1 \\\n"
-        "    --sizes 1000000 1000 1000 --sequence-length 2048 --random-seed 1234 \\\n"
-        "    --tokenizer tokenizer.json --path-to-cache cache",
-    )
+# How a job reads its samples.
+_LAYOUT_FLAGS = [
+    ("global_batch_size", int, "samples in a step, of all ranks together"),
+    ("micro_batch_size", int, "samples that one rank reads at once"),
+    ("data_parallel_size", int, "data-parallel ranks"),
+    ("consumed_samples", int, "samples that were consumed before step 0"),
+    ("dataloader_type", str, "single or cyclic"),
+    ("data_sharding", bool, "of cyclic: each rank shuffles a part of its own"),
+    ("drop_last", bool, "of single: leave out the samples that fill no round"),
+    ("seed", int, "of cyclic"),
+]
+
+# What a file of --config may hold, and of which type: the fields of the config, and these.
+_RUN_OPTIONS = {name: kind for name, kind, _ in _CONFIG_FLAGS + _LAYOUT_FLAGS}
+_RUN_OPTIONS |= {"blend": list, "blend_per_split": list, "blend_phases": list, "sizes": list}
+_RUN_OPTIONS |= {"tokenizer": str, "eod_token": str, "add_special_tokens": bool}
+
+
+def _add_run_options(parser):
+    """Add the options that say which data a run reads, and in which order.
+
+    All of them are None where they are not given: then they may be in the file of --config.
+    """
+    config = "a TOML file with options by their names; those of the command line come first"
+    _add_option(parser, "--config", config, metavar="FILE")
     sizes = "samples of train, of valid and of test; none means one epoch"
-    _add_option(parser, "--sizes", sizes, nargs="+", required=True)
+    _add_option(parser, "--sizes", sizes, nargs="+", shown="none none none; build needs it")
     blend = "path prefixes, or a weight before each: 70 books 30 wiki"
     _add_option(parser, "--blend", blend, nargs="+", type=_pair_prefix)
     for split in Split:
@@ -7851,30 +8740,178 @@ def _add_build(commands):
         metavar=("SAMPLES", "WEIGHT"),
     )
     _add_tokenizer_options(parser)
-    fields = {field.name: field for field in dataclasses.fields(GPTDatasetConfig)}
-    for name, kind, text in _CONFIG_FLAGS:
+    defaults = {field.name: field.default for field in dataclasses.fields(GPTDatasetConfig)}
+    defaults["random_seed"] = "no default"
+    defaults["sequence_length"] = "no default"
+    _add_fields(parser, _CONFIG_FLAGS, defaults)
+
+
+def _add_layout_options(parser):
+    """Add the options that say how a job reads its samples."""
+    defaults = {"global_batch_size": None, "micro_batch_size": 1, "data_parallel_size": 1}
+    defaults |= {"consumed_samples": 0, "dataloader_type": "single", "data_sharding": True}
+    defaults |= {"drop_last": True, "seed": 0}
+    _add_fields(parser, _LAYOUT_FLAGS, defaults)
+
+
+def _add_fields(parser, fields, defaults):
+    """Add an option for each (name, type, help); bool stands for two flags, --x and --no-x."""
+    for name, kind, text in fields:
         flag = "--" + name.replace("_", "-")
-        default = fields[name].default
-        required = name in ("random_seed", "sequence_length")
         if kind is bool:
-            _add_switch(parser, flag, text, default=None, shown=bool(default))
+            _add_switch(parser, flag, text, default=None, shown=bool(defaults[name]))
         else:
-            _add_option(parser, flag, text, shown=default, type=kind, required=required)
+            _add_option(parser, flag, text, shown=defaults[name], type=kind)
 
 
-def _run_build(options):
-    sizes = [_parse_size(text) for text in options.sizes]
-    blends = [options.train_blend, options.valid_blend, options.test_blend]
-    config = GPTDatasetConfig(
-        blend=get_blend_from_list(options.blend),
-        blend_per_split=[get_blend_from_list(blend) for blend in blends],
+def _add_prefixes(parser):
+    """Add the short way to name the corpora of a command, and the split it looks at."""
+    parser.add_argument("prefix", nargs="*", type=_pair_prefix, help="the same as --blend")
+    names = [split.name for split in Split]
+    _add_option(parser, "--index-split", "the split to look at", default="train", choices=names)
+
+
+def _read_run_options(options):
+    """Fill the options that were not given with those of the file of --config."""
+    if getattr(options, "prefix", None):
+        if options.blend is not None:
+            raise ValueError("name the corpora once: as PREFIX or with --blend")
+        options.blend = options.prefix
+    if options.config is not None:
+        for name, value in _read_toml(options.config).items():
+            if getattr(options, name, None) is None:
+                setattr(options, name, value)
+    for name in ("random_seed", "sequence_length"):
+        if getattr(options, name) is None:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} is needed, here or as {name} in a file of --config")
+
+
+def _read_toml(path):
+    """Return the options of a file; ValueError that names one which is none, or of a wrong type."""
+    with open(path, "rb") as file:
+        try:
+            values = tomllib.load(file)
+        except ValueError as error:  # no TOML, or no UTF-8
+            raise ValueError(f"{path}: {error}") from None
+    for name, value in values.items():
+        if name not in _RUN_OPTIONS:
+            raise ValueError(f"{path}: {name} is no option: wanted {', '.join(_RUN_OPTIONS)}")
+        kind = _RUN_OPTIONS[name]
+        if type(value) is not kind and (kind is not float or type(value) is not int):
+            raise ValueError(f"{path}: {name}: wanted {kind.__name__}, got {value!r}")
+    return values
+
+
+def _make_config(options):
+    """Return the GPTDatasetConfig of the options."""
+    return GPTDatasetConfig(
+        blend=_parse_blend(options.blend),
+        blend_per_split=_parse_blend_per_split(options),
         blend_phases=_parse_phases(options.blend_phases),
         tokenizer=_tokenizer_of(options),
         **_given_fields(options),
     )
+
+
+def _parse_blend(blend):
+    """["70", "books", ...], or [["books", ...], [70, ...]] as the field of the config has it."""
+    if blend and isinstance(blend[0], list):
+        prefixes, *weights = blend
+        return prefixes, weights[0] if weights else None
+    return get_blend_from_list(blend)
+
+
+def _parse_blend_per_split(options):
+    """The blends of train, of valid and of test; a file may have the field of the config."""
+    blends = [_parse_blend(options.train_blend)]
+    blends.append(_parse_blend(options.valid_blend))
+    blends.append(_parse_blend(options.test_blend))
+    of_file = getattr(options, "blend_per_split", None)
+    if of_file is None or any(blends):
+        return blends
+    return [_parse_blend(blend) if blend else None for blend in of_file]
+
+
+def _parse_sizes(sizes):
+    """["100", "none", ...] -> [100, None, ...]; no sizes are one epoch of each split."""
+    if sizes is None:
+        return [None] * len(Split)
+    return [_parse_size(str(size)) for size in sizes]
+
+
+def _parse_size(text):
+    """Return a number of samples, or None for one epoch."""
+    if text == "none":
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"--sizes: wanted a number of samples, or none for one epoch, got {text}")
+    return int(text)
+
+
+def _parse_phases(phases):
+    """[["500", "70", "30"], ...] -> [(500, [70.0, 30.0]), ...]; None for None."""
+    if phases is None:
+        return None
+    parsed = []
+    for samples, *weights in phases:
+        if len(weights) == 1 and isinstance(weights[0], list):
+            weights = weights[0]  # a file has (samples, weights), as the config
+        samples = str(samples)
+        weights = [str(weight) for weight in weights]
+        values = [_number(weight) for weight in weights]
+        if not samples.isdecimal() or None in values:
+            given = " ".join([samples, *weights])
+            raise ValueError(f"--phase: wanted a number of samples, and weights, got {given}")
+        parsed.append((int(samples), values))
+    return parsed
+
+
+def _given_fields(options):
+    """Return the fields of the config that were given; the others keep their defaults."""
+    fields = {}
+    for name, _, _ in _CONFIG_FLAGS:
+        value = getattr(options, name)
+        if value is not None:
+            fields[name] = value
+    return fields
+
+
+def _build_datasets(options, config):
+    """Build train, valid and test, as a job with these options would."""
+    cls = MockGPTDataset if config.mock else GPTDataset
+    sizes = _parse_sizes(options.sizes)
+    return BlendedMegatronDatasetBuilder(cls, sizes, _is_built_here, config).build()
+
+
+def _is_built_here():
+    """Say to the builder that this process, the only one, builds the datasets."""
+    return True
+
+
+# -- build -------------------------------------------------------------------------------------
+
+
+def _add_build(commands):
+    parser = _add_command(
+        commands,
+        "build",
+        _run_build,
+        "make the index caches of a blend, for jobs that have the same tokenizer",
+        "--blend 70 books_text_document 30 wiki_text_document --split 98,1,1 \\\n"
+        "    --sizes 1000000 1000 1000 --sequence-length 2048 --random-seed 1234 \\\n"
+        "    --tokenizer tokenizer.json --path-to-cache cache",
+    )
+    _add_run_options(parser)
+
+
+def _run_build(options):
+    _read_run_options(options)
+    if options.sizes is None:
+        raise ValueError("--sizes is needed, here or as sizes in a file of --config")
+    config = _make_config(options)
     _warn_of_foreign_ids(config)
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, _is_built_here, config)
-    for split, built in zip(Split, builder.build(), strict=True):
+    for split, built in zip(Split, _build_datasets(options, config), strict=True):
         if not isinstance(built, list):  # it is a list with --multiple-validation-sets
             built = [built]
         for dataset in built:
@@ -7900,44 +8937,6 @@ def _warn_of_foreign_ids(config):
                 "tokenizer with --tokenizer",
                 stacklevel=2,
             )
-
-
-def _parse_size(text):
-    """Return a number of samples, or None for one epoch."""
-    if text == "none":
-        return None
-    if not text.isdecimal():
-        raise ValueError(f"--sizes: wanted a number of samples, or none for one epoch, got {text}")
-    return int(text)
-
-
-def _parse_phases(phases):
-    """[["500", "70", "30"], ...] -> [(500, [70.0, 30.0]), ...]; None for None."""
-    if phases is None:
-        return None
-    parsed = []
-    for samples, *weights in phases:
-        values = [_number(weight) for weight in weights]
-        if not samples.isdecimal() or None in values:
-            given = " ".join([samples, *weights])
-            raise ValueError(f"--phase: wanted a number of samples, and weights, got {given}")
-        parsed.append((int(samples), values))
-    return parsed
-
-
-def _given_fields(options):
-    """Return the fields of the config that were given; the others keep their defaults."""
-    fields = {}
-    for name, _, _ in _CONFIG_FLAGS:
-        value = getattr(options, name)
-        if value is not None:
-            fields[name] = value
-    return fields
-
-
-def _is_built_here():
-    """Say to the builder that this process, the only one, builds the datasets."""
-    return True
 
 
 def _print_dataset(split, dataset, config):
@@ -7971,6 +8970,290 @@ def _print_drawn(dataset, num_samples, config):
     )
 
 
+# -- plan --------------------------------------------------------------------------------------
+
+
+def _add_plan(commands):
+    parser = _add_command(
+        commands,
+        "plan",
+        _run_plan,
+        "what a run will read of each corpus, before it starts",
+        "--config run.toml --global-batch-size 512",
+    )
+    _add_run_options(parser)
+    _add_layout_options(parser)
+    _add_json_flag(parser)
+
+
+def _run_plan(options):
+    _read_run_options(options)
+    config = _make_config(options)
+    planned = plan(config, _parse_sizes(options.sizes), options.global_batch_size)
+    if options.json:
+        rows = [row._asdict() for row in planned]
+        whole = {"rows": rows, "notes": planned.notes, "cache_bytes": planned.cache_bytes}
+        if planned.global_batch_size is not None:
+            whole["steps_of_one_epoch"] = planned.steps(1)
+        _print_json(whole)
+        return
+    _print_samples_of_plan(planned)
+    _print_epochs_of_plan(planned)
+    _print_shares_of_plan(planned)
+    if planned.global_batch_size is not None:
+        print(
+            f"\n1 epoch of all corpora of train: {planned.steps(1):,} whole steps of "
+            f"{planned.global_batch_size:,} samples; 2 epochs: {planned.steps(2):,}"
+        )
+    print(f"\nindex arrays: {planned.cache_bytes / 2**20:,.1f} MiB, on disk and mapped to memory")
+    for note in planned.notes:
+        print(textwrap.fill(note, 100, initial_indent="note: ", subsequent_indent="      "))
+
+
+def _print_samples_of_plan(planned):
+    """Print what each corpus holds, and how many samples are built and drawn of it."""
+    rows = []
+    for row in planned:
+        counts = [row.documents, row.tokens, row.samples_requested]
+        counts += [row.samples_built, row.samples_drawn]
+        cells = [_short_count(count) for count in counts]
+        rows.append([row.split, _shorten(row.path_prefix), *cells])
+    titles = ["split", "corpus", "documents", "tokens", "requested", "built", "drawn"]
+    _print_table(titles, rows, "llrrrrr")
+
+
+def _print_epochs_of_plan(planned):
+    """Print how often each corpus is read."""
+    rows = []
+    for row in planned:
+        steps = "-"
+        if row.steps_per_epoch is not None:
+            steps = f"{float(row.steps_per_epoch):,.1f}"
+        cells = [f"{float(row.epochs):,.2f}", f"{row.most_repeats:,}"]
+        cells += [_short_count(row.tokens_cut), steps]
+        rows.append([row.split, _shorten(row.path_prefix), *cells])
+    titles = ["split", "corpus", "epochs", "repeats, at most", "tokens cut", "steps in 1 epoch"]
+    print()
+    _print_table(titles, rows, "llrrrr")
+
+
+def _print_shares_of_plan(planned):
+    """Print the shares of a blend, as they are asked for and as they are achieved."""
+    rows = []
+    for row in planned:
+        achieved = float(row.weight_achieved)
+        shares = (row.split, _shorten(row.path_prefix, 24), "asked", row.weight_asked)
+        for split, name, label, share in (shares, ("", "", "drawn", achieved)):
+            rows.append([split, name, label, f"{share:.2%}", _bar(share)])
+    print()
+    _print_table(["split", "corpus", "share", "", ""], rows, "lllrl")
+
+
+# -- trace and find ----------------------------------------------------------------------------
+
+
+def _add_trace(commands):
+    parser = _add_command(
+        commands,
+        "trace",
+        _run_trace,
+        "which documents a sample, or a training step, is made of",
+        "--config run.toml --step 31 --global-batch-size 512 --draw",
+    )
+    _add_prefixes(parser)
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    _add_option(wanted, "--sample", "numbers of samples", type=int, nargs="+")
+    _add_option(wanted, "--step", "number of a step; needs --global-batch-size", type=int)
+    _add_switch(parser, "--decode", "print the text, too")
+    _add_switch(parser, "--draw", "draw each sample as a bar")
+    _add_run_options(parser)
+    _add_layout_options(parser)
+    _add_json_flag(parser)
+
+
+def _run_trace(options):
+    config, dataset = _dataset_to_audit(options)
+    if options.step is None:
+        explained = [ExplainedSample(None, None, k, dataset.trace(k)) for k in options.sample]
+    else:
+        explained = explain(dataset, options.step, **_layout_of(options, config))
+    pairs = _pairs_of(dataset)
+    if options.json:
+        entries = []
+        for sample in explained:
+            spans = [_describe_span(span, pairs, config, options) for span in sample.spans]
+            entries.append(sample._asdict() | {"spans": spans})
+        _print_json(entries)
+        return
+    for sample in explained:
+        _print_sample(sample, options)
+        if sample.spans:
+            if options.draw:
+                _draw_sample(sample.spans, pairs, _attribute(config.tokenizer, "eod"))
+            rows = [_describe_span(span, pairs, config, options) for span in sample.spans]
+            _print_spans(rows)
+
+
+def _dataset_to_audit(options):
+    """Return the config of the options, and the dataset of one split."""
+    _read_run_options(options)
+    config = _make_config(options)
+    split = Split[options.index_split]
+    dataset = _build_datasets(options, config)[split.value]
+    if dataset is None:
+        raise ValueError(f"there is no {split.name}: --split and the blends leave it out")
+    if isinstance(dataset, list):
+        raise ValueError(f"{split.name} is {len(dataset)} datasets: name one corpus as PREFIX")
+    return config, dataset
+
+
+def _layout_of(options, config):
+    """Return the arguments of explain() that were given."""
+    if options.global_batch_size is None:
+        raise ValueError("--step needs --global-batch-size")
+    layout = {"micro_batch_size": 1}
+    for name, _, _ in _LAYOUT_FLAGS:
+        value = getattr(options, name)
+        if value is not None:
+            layout[name] = value
+    if options.index_split == Split.valid.name and config.full_validation:
+        layout["full_validation"] = True
+    return layout
+
+
+def _pairs_of(dataset):
+    """Return the data of each corpus: {path prefix: IndexedDataset}."""
+    parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    return {part.dataset_path: part.dataset for part in parts}
+
+
+def _tokens_of(span, pairs):
+    """Return the tokens of a span."""
+    return pairs[span.path_prefix].get(span.sequence, span.offset, span.length)
+
+
+def _describe_span(span, pairs, config, options):
+    """Return the fields of a span, with its text if that is wanted."""
+    described = span._asdict()
+    if options.decode:
+        tokens = _tokens_of(span, pairs).tolist()
+        described["text"] = config.tokenizer.detokenize(tokens)
+    return described
+
+
+def _print_sample(sample, options):
+    """Print the line above the spans of a sample."""
+    tokens = sum(span.length for span in sample.spans)
+    name = "padding" if sample.sample is None else f"sample {sample.sample:,}"
+    if sample.micro_batch is not None:
+        name = f"rank {sample.data_parallel_rank}, micro-batch {sample.micro_batch}: {name}"
+    print(f"{name} of {options.index_split}: {tokens:,} tokens, {len(sample.spans)} spans")
+
+
+# the letters of the spans in a drawing, again from A on after Z
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def _draw_sample(spans, pairs, eod):
+    """Print a sample as a bar: a letter for each span, $ where an eod is."""
+    tokens = np.concatenate([_tokens_of(span, pairs) for span in spans])
+    begins = [span.sample_offset for span in spans]
+    width = min(len(tokens), 96)
+    signs = []
+    for column in range(width):
+        begin = column * len(tokens) // width
+        end = (column + 1) * len(tokens) // width
+        number = bisect.bisect_right(begins, begin) - 1  # the span of the first token
+        sign = _LETTERS[number % len(_LETTERS)]
+        if eod is not None and eod in tokens[begin:end]:
+            sign = "$"
+        signs.append(sign)
+    print(f"  |{''.join(signs)}|")
+    print(f"  a sign is {len(tokens) / width:.3g} tokens; $ has an eod among them")
+
+
+def _print_spans(rows):
+    """Print a table of spans, with the letters of _draw_sample() in front."""
+    titles = ["", "at", "tokens", "corpus", "sequence", "document", "offset", "byte"]
+    alignment = "lrrlrrrr"
+    has_text = "text" in rows[0]
+    if has_text:
+        titles.append("text")
+        alignment += "l"
+    table = []
+    for number, row in enumerate(rows):
+        counts = [row["sequence"], row["document"], row["offset"], row["byte_offset"]]
+        cells = [f"  {_LETTERS[number % len(_LETTERS)]}"]
+        cells += [f"{row['sample_offset']:,}", f"{row['length']:,}"]
+        cells.append(_shorten(row["path_prefix"], 16 if has_text else 32))
+        cells += [_short_count(count) for count in counts]
+        if has_text:
+            cells.append(_quote(row["text"], 16))
+        table.append(cells)
+    _print_table(titles, table, alignment)
+
+
+def _quote(text, width):
+    """Return the begin of a text on one line, in quotes."""
+    quoted = repr(text)
+    return quoted if len(quoted) <= width else quoted[: width - 3] + "..."
+
+
+def _add_find(commands):
+    parser = _add_command(
+        commands,
+        "find",
+        _run_find,
+        "which samples, or steps, hold tokens of a sequence",
+        "--config run.toml --path-prefix books_text_document --sequence 12",
+    )
+    _add_prefixes(parser)
+    _add_option(parser, "--sequence", "its number in its pair", type=int, required=True)
+    path_prefix = "its pair, where the blend has several"
+    _add_option(parser, "--path-prefix", path_prefix, type=_pair_prefix)
+    _add_run_options(parser)
+    _add_layout_options(parser)
+    _add_json_flag(parser)
+
+
+def _run_find(options):
+    _, dataset = _dataset_to_audit(options)
+    prefixes = list(_pairs_of(dataset))
+    prefix = options.path_prefix
+    if prefix is None:
+        if len(prefixes) > 1:
+            raise ValueError(f"--path-prefix is needed, one of {', '.join(prefixes)}")
+        prefix = prefixes[0]
+    entries = []
+    for k in dataset.find(prefix, options.sequence):
+        tokens = 0
+        for span in dataset.trace(k):
+            if (span.path_prefix, span.sequence) == (prefix, options.sequence):
+                tokens += span.length
+        entries.append({"sample": k, "tokens": tokens, "step": _step_of(k, options)})
+    if options.json:
+        _print_json(entries)
+        return
+    name = f"sequence {options.sequence:,} of {prefix}"
+    print(f"{name}: tokens of it are in {len(entries):,} samples of {options.index_split}")
+    rows = []
+    for entry in entries:
+        rows.append([_short_count(entry[key]) for key in ("sample", "tokens", "step")])
+    if rows:
+        _print_table(["sample", "tokens of it", "step"], rows, "rrr")
+
+
+def _step_of(k, options):
+    """Return the step that reads sample k, where samples are read in order; else None."""
+    is_in_order = options.dataloader_type in (None, "single")
+    if options.global_batch_size is None or not is_in_order:
+        return None
+    consumed = 0 if options.consumed_samples is None else options.consumed_samples
+    if k < consumed:
+        return None  # before step 0
+    return (k - consumed) // options.global_batch_size
+
+
 # -- demo --------------------------------------------------------------------------------------
 
 
@@ -7978,21 +9261,26 @@ def _add_demo(commands):
     text = "real text to blended, resumable batches, in a few seconds"
     parser = _add_command(commands, "demo", _run_demo, text, "--keep demo")
     _add_option(parser, "--keep", "a folder to work in, whose files stay", shown="a temporary one")
+    texts = "take three documents through all steps instead, and print each array"
+    _add_option(parser, "--explain", texts, nargs=3, metavar="TEXT")
 
 
 def _run_demo(options):
     if options.keep:
         os.makedirs(options.keep, exist_ok=True)
-        _run_demo_in(options.keep)
+        _run_demo_in(options.keep, options.explain)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            _run_demo_in(folder)
+            _run_demo_in(folder, options.explain)
     print("Next, your own text, a JSON object with a text on each line of a file:")
     print(f"{_program_name()} preprocess --input corpus.jsonl --output-prefix corpus --append-eod")
 
 
-def _run_demo_in(folder):
-    """Take Python's own source through all steps, from text to a resumed run."""
+def _run_demo_in(folder, texts):
+    """Take texts, or Python's own source, through all steps."""
+    if texts is not None:
+        _explain_texts(texts, folder)
+        return
     text_path = _write_demo_text(folder)
     prefixes = _make_demo_pairs(folder, text_path)
     train = _build_demo_blend(prefixes)
@@ -8084,6 +9372,86 @@ def _global_batches(loaders):
     """Yield the tokens that all ranks read in each step, (8, S)."""
     for batches in zip(*loaders, strict=True):
         yield torch.cat([batch["tokens"] for batch in batches])
+
+
+_SHORT = 4  # S of demo --explain
+
+
+def _explain_texts(texts, folder):
+    """Print each array on the way from three texts to the batches of two ranks."""
+    tokenizer = ByteTokenizer()
+    prefix = os.path.join(folder, "explained")
+    print("1. Text to tokens: a byte is a token, and 256 is eod")
+    with IndexedDatasetBuilder(get_bin_path(prefix), np.uint16) as builder:
+        for text in texts:
+            tokens = []
+            for sequence in encode_document(text, tokenizer, append_eod=True):
+                tokens += sequence
+            _print_array(_quote(text, 17), tokens)
+            builder.add_document(tokens, [len(tokens)])
+    pair = IndexedDataset(prefix)
+    _explain_pair(pair)
+    train = _explain_orders(prefix, tokenizer)
+    _explain_samples(train)
+    _explain_batches(train)
+
+
+def _print_array(name, values):
+    """Print an array under its name, on lines of at most 100 columns."""
+    text = f"   {name:17s} {values}"
+    print(textwrap.fill(text, 100, subsequent_indent=" " * 21))
+
+
+def _explain_pair(pair):
+    """Print the arrays of the two files."""
+    print(f"2. The pair: {pair.num_tokens} tokens of {np.dtype(pair.dtype)} in the .bin file")
+    for name in ("sequence_lengths", "sequence_pointers", "document_indices"):
+        _print_array(name, getattr(pair, name).tolist())
+
+
+def _explain_orders(prefix, tokenizer):
+    """Print the three index arrays of one epoch; return the dataset."""
+    config = GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=_SHORT,
+        blend=([prefix], None),
+        split="1",
+        tokenizer=tokenizer,
+        create_attention_mask=False,
+    )
+    sizes = [None, None, None]
+    train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, _is_built_here, config).build()
+    T = train.tokens_per_epoch()
+    print(f"3. Three orders: ({T} - 1) // {_SHORT} = {len(train)} samples of {_SHORT} tokens")
+    _print_array("document_index", train.document_index.tolist())
+    _print_array("sample_index", train.sample_index.tolist())
+    _print_array("shuffle_index", train.shuffle_index.tolist())
+    return train
+
+
+def _explain_samples(train):
+    """Print the pieces, inputs and labels of each sample."""
+    print("4. Samples: pieces (sequence, offset, length), then what the model reads and predicts")
+    for k in range(len(train)):
+        sample = train[k]
+        _print_array(f"sample {k}", train.pieces(k))
+        print(f"      tokens {sample['tokens'].tolist()}   labels {sample['labels'].tolist()}")
+
+
+def _explain_batches(train):
+    """Print the first batch of two ranks."""
+    print("5. The first batch of two ranks, one sample each")
+    if len(train) == 0:
+        print(f"   none: the texts have less than {_SHORT + 1} tokens")
+        return
+    layout = {"global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 2}
+    for rank, _, k, spans in explain(train, 0, drop_last=False, **layout):
+        if k is None:
+            print(f"   rank {rank}: padding, without loss")
+            continue
+        tokens = train[k]["tokens"].tolist()
+        sequences = [span.sequence for span in spans]
+        print(f"   rank {rank}: sample {k} = {tokens}, from documents {sequences}")
 
 
 if __name__ == "__main__":

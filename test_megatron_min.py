@@ -22,6 +22,7 @@ import dataclasses
 import datetime
 import doctest
 import errno
+import fractions
 import functools
 import gc
 import glob
@@ -8227,7 +8228,617 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(mm, tmp_path, worke
 
 
 # ==============================================================================
-# 20. The command line
+# 20. Audit
+# ==============================================================================
+
+
+def mk_sentences(mm, prefix, rng):
+    """A pair whose documents have 0 to 3 sequences, some of which are empty -> its prefix."""
+    with mm.IndexedDatasetBuilder(f"{prefix}.bin", np.uint16) as builder:
+        for _ in range(rng.integers(3, 12)):
+            lengths = rng.integers(0, 9, rng.integers(0, 4)).tolist()
+            builder.add_document(rng.integers(0, 50, sum(lengths)), lengths)
+        builder.add_document([7] * 20, [20])
+    return str(prefix)
+
+
+def random_gpt(mm, folder, rng):
+    """A GPTDataset of a random shape over a part of the sequences of such a pair."""
+    prefix = mk_sentences(mm, folder / f"pair{rng.integers(10**9)}", rng)
+    first = int(rng.integers(0, 2))
+    documents = np.arange(first, len(mm.IndexedDataset(prefix)), dtype=np.int32)
+    fields = {
+        "sequence_length": int(rng.integers(1, 12)),
+        "add_extra_token_to_sequence": bool(rng.integers(2)),
+        "drop_last_partial_validation_sequence": bool(rng.integers(2)),
+        "stable_order": bool(rng.integers(2)),
+    }
+    n = [None, 5, 40][rng.integers(3)]
+    return gpt(mm, prefix, n, ["train", "valid"][rng.integers(2)], documents, **fields)
+
+
+def document_of(pair, sequence):
+    """The document that a sequence belongs to, by looking at all documents."""
+    bounds = pair.document_indices.tolist()
+    [document] = [m for m in range(len(bounds) - 1) if bounds[m] <= sequence < bounds[m + 1]]
+    return document
+
+
+def check_spans(ds, k):
+    """The spans of a sample are its tokens, one after the other, and are where they say."""
+    tokens, _ = ds._query_document_sample_shuffle_indices(k)
+    in_file = np.fromfile(f"{ds.dataset_path}.bin", np.uint16)
+    parts = [[]]
+    at = 0
+    for span in ds.trace(k):
+        assert span.path_prefix == ds.dataset_path and span.length > 0
+        assert span.sample_offset == at
+        at += span.length
+        assert span.document == document_of(ds.dataset, span.sequence)
+        parts.append(ds.dataset.get(span.sequence, span.offset, span.length))
+        first = span.byte_offset // 2
+        assert span.byte_offset % 2 == 0
+        np.testing.assert_array_equal(in_file[first : first + span.length], parts[-1])
+    np.testing.assert_array_equal(np.concatenate(parts), tokens[:at])
+    assert set(tokens[at:].tolist()) <= {ds._pad_token_id}
+
+
+def samples_with(ds, prefix, sequence):
+    """What find() should give, by tracing all samples."""
+    found = []
+    for k in range(len(ds)):
+        places = {(span.path_prefix, span.sequence) for span in ds.trace(k)}
+        if (prefix, sequence) in places:
+            found.append(k)
+    return found
+
+
+def test_trace_and_find_of_random_datasets(mm, tmp_path):
+    for rng in cases(25):
+        ds = random_gpt(mm, tmp_path, rng)
+        for k in range(len(ds)):
+            check_spans(ds, k)
+        for sequence in range(len(ds.dataset)):
+            wanted = samples_with(ds, ds.dataset_path, sequence)
+            assert ds.find(sequence) == ds.find(ds.dataset_path, sequence) == wanted
+
+
+def blend_of_kind(mm, prefixes, kind):
+    """A training set of each kind of blend."""
+    fields = {}
+    weights = [5, 3, 0]
+    size = 60
+    if kind == "exhaustive":
+        weights = size = None
+    if kind == "phases":
+        fields["blend_phases"] = [(10, [1, 1, 0]), (25, [0, 1, 3]), (5, [1, 1, 1])]
+        size = None
+    cfg = config(mm, (prefixes, weights), stable_order=kind == "phases", **fields)
+    return build(mm, [size, 0, 0], cfg)[0]
+
+
+@pytest.mark.parametrize("kind", ["weights", "exhaustive", "phases"])
+def test_trace_and_find_of_blends(mm, tmp_path, kind):
+    """Also of a pair that is in the blend twice."""
+    rng = np.random.default_rng(1)
+    prefixes = [mk_sentences(mm, tmp_path / name, rng) for name in "ab"]
+    prefixes.append(prefixes[0])
+    blend = blend_of_kind(mm, prefixes, kind)
+    for i in range(len(blend)):
+        d, k = blend._place(i)
+        assert blend.trace(i) == blend.datasets[d].trace(k) != []
+    assert blend.trace(-1) == blend.trace(len(blend) - 1)
+    for prefix in set(prefixes):
+        for sequence in range(len(mm.IndexedDataset(prefix))):
+            assert blend.find(prefix, sequence) == samples_with(blend, prefix, sequence)
+    assert any(blend.find(prefixes[0], i) for i in range(4))
+
+
+def test_find_makes_its_arrays_once_and_pickles_none(mm, tmp_path):
+    prefix = mk(mm, tmp_path / "p", [[1] * 9] * 500)
+    cfg = config(mm, ([prefix, prefix], [1, 1]), path_to_cache=str(tmp_path / "cache"))
+    blend = build(mm, [300, 0, 0], cfg)[0]
+    dataset = blend.datasets[0]
+    before = len(pickle.dumps(blend))
+    sequence = blend.trace(0)[0].sequence
+    found = blend.find(prefix, sequence)
+    finder, places = dataset._finder, blend._places[0]
+    assert 0 in found and blend.find(prefix, sequence) == found
+    assert dataset._finder is finder and blend._places[0] is places
+    pickled = pickle.dumps(blend)
+    assert len(pickled) == before
+    assert pickle.loads(pickled).find(prefix, sequence) == found
+    assert blend._places[0] is places  # the blend itself keeps what it has
+
+
+def test_find_in_a_subclass_with_fewer_samples(mm, tmp_path):
+    class Shorter(mm.GPTDataset):
+        def __len__(self):
+            return 3
+
+    prefix = mk(mm, tmp_path / "p", [[1] * 9] * 20)
+    ds = build(mm, [15, 0, 0], config(mm, ([prefix], None)), Shorter)[0]
+    found = [k for sequence in range(20) for k in ds.find(sequence)]
+    assert set(found) == {0, 1, 2}
+
+
+def test_what_cannot_be_traced_or_found(mm, tmp_path):
+    a = mk(mm, tmp_path / "a", [[1] * 9] * 9)
+    ds = gpt(mm, a, 5, documents=np.arange(4, dtype=np.int32))
+    blend = build(mm, [5, 0, 0], config(mm, ([a, a], [1, 1])))[0]
+    assert ds.find(8) == []  # of another split
+    with pytest.raises(ValueError, match="other is not the pair"):
+        ds.find("other", 1)
+    with pytest.raises(ValueError, match=f"other is not in the blend.*{re.escape(a)}"):
+        blend.find("other", 1)
+    for call, arguments in ((ds.find, [9]), (ds.trace, [len(ds)]), (blend.trace, [len(blend)])):
+        with pytest.raises(IndexError):
+            call(*arguments)
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    chat = build(mm, [2, 0, 0], config(mm, ([str(path)], None), sequence_length=16), mm.SFTDataset)
+    with pytest.raises(NotImplementedError, match="SFTDataset"):
+        chat[0].trace(0)
+    with pytest.raises(NotImplementedError, match="SFTDataset"):
+        chat[0].find(0)
+
+
+def test_mock_data_have_no_file(mm):
+    ds = build(mm, [5, 0, 0], config(mm, tokenizer=Tok()), mm.MockGPTDataset)[0]
+    [*_, last] = ds.trace(0)
+    assert last.path_prefix is None and last.byte_offset is None and last.document == last.sequence
+    assert 0 in ds.find(last.sequence)
+
+
+class Counted:
+    """A dataset whose sample k is k, traced to [k]; padding is -1."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, k):
+        return -1 if k is None else k
+
+    def trace(self, k):
+        return [k]
+
+
+def steps_of_loaders(mm, dataset, steps, global_batch_size, dp, cyclic, **fields):
+    """[[(rank, micro-batch, sample), ...] of each step], as the loaders of all ranks give them."""
+    batches = []
+    for rank in range(dp):
+        loader = mm.build_pretraining_data_loader(
+            dataset, data_parallel_rank=rank, data_parallel_size=dp, **fields
+        )
+        batches.append(mm.cyclic_iter(loader) if cyclic else iter(loader))
+    of_rank = fields["micro_batch_size"]
+    if fields.get("full_validation"):
+        of_rank = 1
+    found = []
+    for _ in range(steps):
+        rows = []
+        for rank in range(dp):
+            count = global_batch_size // (dp * of_rank)
+            for micro_batch, samples in enumerate(itertools.islice(batches[rank], count)):
+                rows += [(rank, micro_batch, k) for k in samples.tolist()]
+        found.append(rows)
+    return found
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+@pytest.mark.parametrize(
+    "consumed, fields",
+    [
+        (0, {}),
+        (6, {}),
+        (0, {"drop_last": False}),
+        (5, {"drop_last": False}),
+        (0, {"full_validation": True}),
+        (0, {"dataloader_type": "cyclic", "seed": 3}),
+        (12, {"dataloader_type": "cyclic"}),
+        (12, {"dataloader_type": "cyclic", "data_sharding": False, "seed": 1}),
+        (60, {"dataloader_type": "cyclic", "data_sharding": False}),
+    ],
+)
+def test_explain_equals_the_loaders(one, dp, consumed, fields):
+    """Of a run of 5 steps of 12 samples over 43 samples; "cyclic" goes on in the next epoch."""
+    dataset = Counted(43)
+    fields = {"micro_batch_size": 2, **fields}
+    cyclic = fields.get("dataloader_type") == "cyclic"
+    steps = 5 if cyclic else (43 - consumed) // 12
+    steps += fields.get("drop_last", True) is False or bool(fields.get("full_validation"))
+    arguments = dataset, steps, 12, dp, cyclic
+    wanted = steps_of_loaders(one, *arguments, consumed_samples=consumed, **fields)
+    for step in range(steps):
+        layout = {"global_batch_size": 12, "data_parallel_size": dp}
+        explained = one.explain(dataset, step, consumed_samples=consumed, **layout, **fields)
+        found = []
+        for rank, micro_batch, k, spans in explained:
+            assert spans == ([] if k is None else [k])
+            found.append((rank, micro_batch, -1 if k is None else k))
+        assert found == wanted[step] != []
+
+
+def test_explain_a_step_of_phases(mm, tmp_path):
+    """The spans are the tokens that the ranks read, after a resume."""
+    prefixes = [mk(mm, tmp_path / name, random_docs(np.random.default_rng(5))) for name in "ab"]
+    phases = [(13, [1, 2]), (20, [1, 0])]
+    cfg = config(mm, (prefixes, None), blend_phases=phases, stable_order=True)
+    train = build(mm, [None, 0, 0], cfg)[0]
+    pairs = {prefix: mm.IndexedDataset(prefix) for prefix in prefixes}
+    loaders = []
+    for rank in range(2):
+        place = {"data_parallel_rank": rank, "data_parallel_size": 2}
+        first = mm.build_pretraining_data_loader(train, 0, micro_batch_size=2, **place)
+        batches = iter(first)
+        next(batches), next(batches)
+        loader = mm.build_pretraining_data_loader(train, 0, micro_batch_size=1, **place)
+        loader.load_state_dict(first.state_dict())
+        loaders.append(iter(loader))
+    layout = {"global_batch_size": 4, "micro_batch_size": 1, "data_parallel_size": 2}
+    for step in range(3):
+        explained = mm.explain(train, step, consumed_samples=8, **layout)
+        assert len(explained) == 4
+        for rank, _, _, spans in explained:
+            batch = next(loaders[rank])
+            text = np.concatenate([pairs[s[0]].get(s.sequence, s.offset, s.length) for s in spans])
+            assert batch["labels"][0].tolist() == text[1:].tolist()
+
+
+@pytest.mark.parametrize(
+    "step, fields, word",
+    [
+        (-1, {}, "step"),
+        (2, {}, "no such step"),
+        (1, {"consumed_samples": 2}, "fills no round"),
+        (0, {"global_batch_size": 6}, "multiple of the round"),
+        (0, {"global_batch_size": 0}, "multiple of the round"),
+        (0, {"data_parallel_size": 0}, "data_parallel_size"),
+        (0, {"dataloader_type": "external"}, "samplers"),
+        (0, {"dataloader_type": "cyclic", "consumed_samples": 3}, "multiple of the round"),
+    ],
+)
+def test_what_explain_refuses(one, step, fields, word):
+    layout = {"global_batch_size": 8, "micro_batch_size": 2, "data_parallel_size": 2}
+    with pytest.raises(ValueError, match=word):
+        one.explain(Counted(12), step, **layout | fields)
+
+
+# -- plan --------------------------------------------------------------------------------------
+
+
+def random_plan(rng, prefixes):
+    """Random (fields of a config, sizes) for blends of these pairs."""
+    names = rng.choice(prefixes, rng.integers(1, 4)).tolist()
+    weights = rng.integers(1, 9, len(names)).tolist()
+    fields = {
+        "sequence_length": int(rng.integers(2, 9)),
+        "add_extra_token_to_sequence": bool(rng.integers(2)),
+        "drop_last_partial_validation_sequence": bool(rng.integers(2)),
+        "stable_order": bool(rng.integers(2)),
+        "mid_level_dataset_surplus": float(rng.choice([0, 0.005, 0.2])),
+    }
+    sizes = rng.integers(1, 90, 3).tolist()
+    match rng.integers(4):
+        case 0:  # one epoch of each corpus
+            fields |= {"blend": (names, None), "split": "7,2,1"}
+            sizes = [None, 0, 4]
+        case 1:
+            fields |= {"blend": (names, weights), "split": "7,2,1"}
+        case 2:
+            fields |= {"blend": (names, None), "split": "1,0,0", "stable_order": True}
+            phases = [(30, [1] * len(names)), (9, weights)]
+            fields["blend_phases"] = phases
+            sizes = [None, 0, 0]
+        case 3:
+            fields["blend_per_split"] = [(names, weights), (names, None), None]
+            fields |= {"multiple_validation_sets": True, "full_validation": True}
+            sizes[1] = None
+    return fields, sizes
+
+
+def parts_of(built):
+    """[(split, dataset, samples drawn of it, samples of the split), ...] of what was built."""
+    parts = []
+    for split, found in zip(("train", "valid", "test"), built, strict=True):
+        for ds in found if isinstance(found, list) else [found]:
+            if hasattr(ds, "datasets"):
+                taken = np.bincount(ds.dataset_index, minlength=len(ds.datasets)).tolist()
+                parts += [(split, *pair, len(ds)) for pair in zip(ds.datasets, taken, strict=True)]
+            elif ds is not None:
+                drawn = len(ds) if ds.num_samples is None else ds.num_samples
+                parts.append((split, ds, drawn, drawn))
+    return parts
+
+
+def returned_or_refused(function, *arguments):
+    """(what a function returns, None), or (None, the sentence of its ValueError)."""
+    try:
+        return quiet(function, *arguments), None
+    except ValueError as error:
+        return None, str(error)
+
+
+def blends_of(built):
+    """The blends among what was built."""
+    return [ds for ds in built if hasattr(ds, "datasets")]
+
+
+def epochs_read(ds, drawn):
+    """How many epochs the first samples have tokens of, looking at all of their pieces."""
+    last = -1
+    for k in range(drawn):
+        first = int(ds.sample_index[int(ds.shuffle_index[k]), 0])
+        for d, (_, _, length) in enumerate(ds.pieces(k), first):
+            if length:
+                last = max(last, d // len(ds.indices))
+    return last + 1
+
+
+def test_plan_equals_what_is_built_and_drawn(mm, tmp_path):
+    prefixes = []
+    for i, rng in zip(range(4), cases(4), strict=False):
+        docs = random_docs(rng, 30, 20) + [[1] * 40] * (10 + i)
+        prefixes.append(mk(mm, tmp_path / f"p{i}", docs))
+    for number, rng in enumerate(cases(40)):
+        fields, sizes = random_plan(rng, prefixes)
+        cache = str(tmp_path / f"cache{number}")
+        cfg = config(mm, **fields, path_to_cache=cache)
+        planned, error = returned_or_refused(mm.plan, cfg, sizes, 4)
+        assert not os.path.exists(cache)
+        built, wanted_error = returned_or_refused(build, mm, sizes, cfg)
+        assert error == wanted_error
+        if error is not None:
+            continue
+        parts = parts_of(built)
+        assert len(parts) == len(planned)
+        for row, (split, ds, drawn, of_all) in zip(planned, parts, strict=True):
+            tokens = int(ds.dataset.sequence_lengths[ds.indices].sum())
+            epochs = fractions.Fraction(drawn * ds.config.sequence_length, tokens)
+            found = (row.split, row.path_prefix, row.documents, row.tokens, row.samples_built)
+            assert found == (split, ds.dataset_path, len(ds.indices), tokens, len(ds))
+            assert (row.samples_requested, row.samples_drawn) == (ds.num_samples, drawn)
+            assert row.epochs == epochs
+            if drawn:
+                assert row.weight_achieved == fractions.Fraction(drawn, of_all)
+                if split == "train":
+                    assert row.steps_per_epoch * epochs * 4 == of_all
+            assert epochs_read(ds, drawn) <= row.most_repeats <= math.ceil(len(stream(ds)) / tokens)
+            if ds.config.stable_order or drawn == len(ds):
+                assert epochs_read(ds, drawn) == row.most_repeats
+            in_use = len(ds) * ds.config.sequence_length + ds._extra if len(ds) else 0
+            assert row.tokens_cut == max(0, len(stream(ds)) - in_use)
+        caches = [ds._cache for _, ds, _, _ in parts] + [ds._cache for ds in blends_of(built)]
+        files = [cache.path(f"{name}.npy") for cache in caches for name in cache.names]
+        assert planned.cache_bytes == sum(os.path.getsize(file) for file in files)
+
+
+@pytest.mark.parametrize(
+    "n, stable, repeats",
+    [
+        (3, False, [0, 1, 1, 1]),
+        (4, False, [0, 1, 1, 1, 2, 2, 2]),  # the second epoch comes by itself
+        (6, False, [0, 2, 2, 2, 2, 2, 2]),  # both epochs are one pile
+        (9, True, [0, 1, 1, 1, 2, 2, 2, 3, 3, 3]),
+    ],
+)
+def test_most_repeats_by_hand(mm, toy, n, stable, repeats):
+    """Each epoch of the toy corpus has three samples of four tokens."""
+    cfg = config(mm, ([toy], None), sequence_length=4, stable_order=stable)
+    arguments = mm.IndexedDataset(toy), toy, np.arange(3, dtype=np.int32), n
+    ds = mm.PlannedDataset(*arguments, mm.Split.train, cfg)
+    assert [ds.most_repeats(drawn) for drawn in range(len(ds) + 1)] == repeats
+
+
+def test_plan_of_phases_by_hand(one, tmp_path):
+    prefixes = [mk(one, tmp_path / name, [[1] * 9] * 20) for name in "ab"]
+    cfg = config(one, (prefixes, None), blend_phases=[(30, [1, 1]), (10, [0, 4])])
+    a, b = quiet(one.plan, cfg, [None, 0, 0])
+    assert (a.samples_drawn, a.weight_asked, a.weight_achieved) == (15, 15 / 40, 15 / 40)
+    assert (b.samples_drawn, b.weight_asked, b.weight_achieved) == (25, 25 / 40, 25 / 40)
+
+
+def test_plan_reads_no_tokens_and_writes_nothing(one, tmp_path, monkeypatch):
+    prefixes = [mk(one, tmp_path / name, [[1] * 9] * 30) for name in "ab"]
+    monkeypatch.setattr(one.MappedTokens, "read", mock.Mock(side_effect=AssertionError))
+    before = files_of(tmp_path)
+    cfg = config(one, (prefixes, [1, 2]), reset_position_ids=True)
+    assert len(quiet(one.plan, cfg, [60, 0, 0])) == 2
+    assert files_of(tmp_path) == before
+
+
+def test_plan_of_mock_data(one):
+    planned = one.plan(config(one, tokenizer=Tok()), [10, 0, 0])
+    assert [row.path_prefix for row in planned] == [None] * 3
+    mock_data = build(one, [10, 0, 0], config(one, tokenizer=Tok()), one.MockGPTDataset)
+    assert [row.samples_built for row in planned] == [len(ds) for ds in mock_data]
+
+
+# What a note says: (documents of 9 tokens in each corpus, weights, size, fields, a word of it).
+NOTES = {
+    "order": ([100], None, 112, {}, "for 113 samples instead of 112"),
+    "order-fewer": ([100], None, 113, {}, "for 112 samples instead of 113"),
+    "epochs": ([100, 20], [1, 1], 400, {}, "times is"),
+    "tail": ([2], None, 1, {}, "fill no sample"),
+    "no-sample": ([1], None, None, {"sequence_length": 64}, "too few for one sample"),
+    "pad": ([100], None, 60, {"tokenizer": Tok(pad=9)}, "padding has the id 9"),
+    "ambiguous": ([100, 90], [1, 1], 60, {"tokenizer": Tok(pad=0)}, "tokenizer's eod"),
+    "no-eod": (
+        [100],
+        None,
+        60,
+        {"tokenizer": Tok(eod=None), "reset_position_ids": True},
+        "the tokenizer has none",
+    ),
+    "weight": ([100, 100], [0.999, 0.001], 60, {}, "0.001 cannot be met"),
+    "cap": ([100, 100], None, 999, {}, "the run will end early"),
+    "same-order": ([100, 100], [1, 1], 100, {}, "in the same order"),
+    "same-order-stable": ([100, 100], [1, 9], 300, {"stable_order": True}, "in the same order"),
+    "pile": ([100], None, 300, {}, "one pile"),
+    "steps": ([100], None, 50, {}, "the last 2 samples of 50 fill no step of 4"),
+}
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_notes_of_a_plan(one, tmp_path, case):
+    counts, weights, size, fields, word = NOTES[case]
+    prefixes = []
+    for i, count in enumerate(counts):
+        prefixes.append(mk(one, tmp_path / f"p{i}", [[1] * 9] * count))
+    cfg = config(one, (prefixes, weights), **fields)
+    notes = quiet(one.plan, cfg, [size, 0, 0], 4).notes
+    assert [note for note in notes if word in note], notes
+    assert len(set(notes)) == len(notes)
+
+
+@pytest.mark.parametrize("eod", [0, None])
+def test_a_quiet_plan(one, tmp_path, eod):
+    """Half an epoch of one corpus in whole steps, without resets: there is nothing to say."""
+    prefix = mk(one, tmp_path / "p", [[1] * 9] * 1000)
+    cfg = config(one, ([prefix], None), tokenizer=Tok(eod=eod))
+    assert one.plan(cfg, [400, 0, 0], 4).notes == []
+
+
+def test_plan_notes_a_corpus_that_is_built_again(one, tmp_path):
+    """One of a thousand blends without a surplus takes more of a corpus than its share."""
+    prefixes = [mk(one, tmp_path / f"p{d}", [[1] * 9] * 3) for d in range(5)]
+    for rng in cases(200):
+        weights = rng.dirichlet([1] * 5)
+        cfg = config(one, (prefixes, weights.tolist()), mid_level_dataset_surplus=0)
+        planned = quiet(one.plan, cfg, [100, 0, 0])
+        asked = [math.ceil(100 * weight) for weight in one.normalize(weights)]
+        is_larger = [row.samples_requested > n for row, n in zip(planned, asked, strict=True)]
+        noted = [note for note in planned.notes if "built again" in note]
+        assert len(noted) == sum(is_larger)
+        if noted:
+            return
+    raise AssertionError("no such blend")
+
+
+def test_samples_to_a_new_order_by_hand(mm):
+    """Compare with plan_epochs() of all numbers of samples."""
+    for rng in cases(100):
+        T, S, n = (int(rng.integers(low, high)) for low, high in ((9, 99), (1, 9), (1, 99)))
+        ds = mm.PlannedDataset.__new__(mm.PlannedDataset)
+        ds.config = config(mm, sequence_length=S)
+        ds.num_samples, ds.epoch_tokens, ds._extra = n, T, 1
+        ds.epoch_plan = mm.plan_epochs(T, n, S)
+        changes = []
+        for other in range(1, n + 200):
+            plan = mm.plan_epochs(T, other, S)
+            key = plan.num_epochs, plan.separate_final_epoch
+            if key != (ds.epoch_plan.num_epochs, ds.epoch_plan.separate_final_epoch):
+                changes.append(other - n)
+        assert abs(ds.samples_to_a_new_order()) == min(abs(change) for change in changes)
+        assert ds.samples_to_a_new_order() in changes
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 5])
+def test_steps_of_whole_epochs(one, tmp_path, epochs):
+    """One step more would need another epoch."""
+    prefix = mk(one, tmp_path / "p", [[1] * 9] * 74)
+    planned = one.plan(config(one, ([prefix], None), split="1,1,0"), [50, 20, 0], 4)
+    assert [row.documents for row in planned] == [37, 37]
+    assert planned[1].steps_per_epoch is None
+    steps = planned.steps(epochs)
+    assert one.plan_epochs(9 * 37, steps * 4, 8).num_epochs == epochs
+    assert one.plan_epochs(9 * 37, steps * 4 + 4, 8).num_epochs == epochs + 1
+    with pytest.raises(ValueError, match="global_batch_size"):
+        one.plan(config(one, ([prefix], None)), [50, 0, 0]).steps(1)
+    with pytest.raises(ValueError, match="global_batch_size"):
+        one.plan(config(one, ([prefix], None)), [50, 0, 0], 0)
+
+
+# -- verify_cache ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blend_cache(one, tmp_path):
+    """The folder of the cache of a blend."""
+    prefixes = [mk(one, tmp_path / name, [[1] * 9] * 30) for name in "ab"]
+    folder = tmp_path / "cache"
+    build(one, [60, 0, 0], config(one, (prefixes, [1, 2]), path_to_cache=str(folder)))
+    return folder
+
+
+def test_verify_cache(one, blend_cache):
+    shapes = one.verify_cache(blend_cache)
+    assert len(shapes) == 3
+    for stem, arrays in shapes.items():
+        for name, shape in arrays.items():
+            file = blend_cache / f"{stem}-{name}.npy"
+            assert np.load(file).shape == shape
+            assert one.verify_cache(file) == {stem: arrays}
+    with pytest.raises(FileNotFoundError, match="no index cache"):
+        one.verify_cache(blend_cache.parent)
+
+
+def cut_file(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_last_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def save_one_entry_less(path):
+    """The array is one shorter, and the manifest vouches for the file."""
+    name = path.name.rpartition("-")[2].removesuffix(".npy")
+    np.save(path, np.load(path)[:-1])
+    manifest_path = path.with_name(path.name.replace(f"{name}.npy", "manifest.json"))
+    manifest = json.loads(manifest_path.read_text())
+    content = path.read_bytes()
+    manifest["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
+    manifest_path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "file, damage, word",
+    [
+        ("*GPTDataset*-manifest.json", os.unlink, "manifest.json: no such file"),
+        ("*GPTDataset*-manifest.json", cut_file, "JSONDecodeError"),
+        ("*GPTDataset*-description.txt", cut_file, "not the text"),
+        ("*GPTDataset*-description.txt", os.unlink, "description"),
+        ("*-shuffle_index.npy", flip_last_bit, "CRC"),
+        ("*-sample_index.npy", cut_file, "size"),
+        ("*-document_index.npy", os.unlink, "document_index"),
+        ("*-sample_index.npy", save_one_entry_less, "shapes"),
+        ("*-dataset_index.npy", save_one_entry_less, "shapes"),
+    ],
+)
+def test_verify_cache_names_the_fault(one, blend_cache, file, damage, word):
+    path = next(blend_cache.glob(file))
+    damage(path)
+    stem = path.name.rpartition("-")[0]
+    with pytest.raises(one.DatasetFormatError, match=word) as caught:
+        one.verify_cache(blend_cache)
+    assert stem in str(caught.value)
+
+
+@pytest.mark.slow
+def test_find_among_ten_million_documents(mm, tmp_path):
+    """The first find() sorts; each further one searches."""
+    with mm.IndexedDatasetBuilder(f"{tmp_path}/p.bin", np.uint8) as builder:
+        count = 10_000_000
+        builder.add_sequences(np.zeros(count, np.uint8), np.ones(count, np.int32), ends=[count])
+    ds = gpt(mm, str(tmp_path / "p"), sequence_length=2)
+    begin = time.process_time()
+    ds.find(7)
+    first = time.process_time() - begin
+    begin = time.process_time()
+    for sequence in range(100):
+        [*found] = ds.find(sequence)
+        assert all(sequence in {span.sequence for span in ds.trace(k)} for k in found)
+    assert first < 5 and (time.process_time() - begin) / 100 < first / 100
+
+
+# ==============================================================================
+# 21. The command line
 # ==============================================================================
 
 
@@ -8241,6 +8852,8 @@ def test_commands_by_hand(one, tmp_path, capsys):
     code, out, _ = command(one, capsys, "inspect", f"{prefix}.idx", "--tokens", 3)
     assert code == 0 and "13 tokens of uint16" in out and "3 to 6 tokens" in out
     assert "3, 4, 4, 5, 6\n" in out and "[97, 97, 97]\n" in out and "'aaa'" in out
+    bars = re.findall(r"^ +(\d+) +(\d+) +([\d.]+%)", out, re.M)
+    assert bars == [("2", "3", "33.3%"), ("4", "7", "66.7%")]
     code, out, _ = command(one, capsys, "verify", prefix, f"{prefix}.bin")
     assert code == 0 and out.count(f"{prefix}:") == 2
     flags = ["--input", prefix, f"{prefix}.bin", "--output-prefix", tmp_path / "new" / "two"]
@@ -8376,7 +8989,9 @@ def test_every_field_of_the_config_has_a_flag(one, tmp_path, capsys, monkeypatch
     assert given.keys() - wanted == {"blend", "blend_per_split", "tokenizer"}
 
 
-@pytest.mark.parametrize("name", ["preprocess", "merge", "inspect", "verify", "build", "demo"])
+@pytest.mark.parametrize(
+    "name", ["preprocess", "merge", "inspect", "verify", "build", "plan", "trace", "find", "demo"]
+)
 def test_help_tells_every_default_and_an_example(one, capsys, monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "400")
     code, out, _ = command(one, capsys, name, "--help")
@@ -8390,6 +9005,244 @@ def test_help_tells_every_default_and_an_example(one, capsys, monkeypatch, name)
     flags = re.findall(r"--[\w-]+", example)
     assert all(f"  {flag}" in out.partition("example:")[0] for flag in flags)
     assert (len(options) > 0) == (len(flags) > 0)
+
+
+# -- plan, trace and find ----------------------------------------------------------------------
+
+RUN_TOML = """\
+random_seed = 7
+sequence_length = 8
+blend = [["a", "b"], [70, 30]]
+split = "8,1,1"
+sizes = [60, 4, 0]
+eod_mask_loss = false
+mid_level_dataset_surplus = 1
+global_batch_size = 4
+"""
+
+
+@pytest.fixture
+def run_folder(one, tmp_path, monkeypatch):
+    """The current folder: the pairs a and b, of ASCII letters and eods, and run.toml."""
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("a", 90), ("b", 40)):
+        letters = [[97 + i % 26] * (1 + i % 20) + [256] for i in range(count)]
+        mk(one, tmp_path / name, [[ord(name), *text] for text in letters], np.uint16)
+    (tmp_path / "run.toml").write_text(RUN_TOML)
+    return tmp_path
+
+
+def run_dataset(mm):
+    """What run.toml stands for."""
+    cfg = config(
+        mm,
+        (["a", "b"], [70, 30]),
+        random_seed=7,
+        split="8,1,1",
+        tokenizer=mm.ByteTokenizer(),
+        mid_level_dataset_surplus=1,
+        create_attention_mask=True,
+    )
+    return cfg, build(mm, [60, 4, 0], cfg)[0]
+
+
+def json_of(mm, capsys, *argv):
+    """The JSON that a command prints."""
+    code, out, err = command(mm, capsys, *argv, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_plan_trace_and_find_print_what_the_functions_return(one, run_folder, capsys):
+    cfg, train = run_dataset(one)
+    planned = quiet(one.plan, cfg, [60, 4, 0], 4)
+    found = json_of(one, capsys, "plan", "--config", "run.toml")
+    assert found["notes"] == planned.notes and found["cache_bytes"] == planned.cache_bytes
+    assert found["steps_of_one_epoch"] == planned.steps(1)
+    wanted = [{k: v if v is None else str(v) for k, v in row._asdict().items()} for row in planned]
+    for row, wanted_row in zip(found["rows"], wanted, strict=True):
+        assert {k: v if v is None else str(v) for k, v in row.items()} == wanted_row
+
+    for sample in json_of(one, capsys, "trace", "--config", "run.toml", "--sample", 3, 5):
+        assert [one.Span(**span) for span in sample["spans"]] == train.trace(sample["sample"])
+    layout = ["--data-parallel-size", 2, "--dataloader-type", "cyclic", "--seed", 3]
+    layout += ["--consumed-samples", 8, "--no-data-sharding"]
+    found = json_of(one, capsys, "trace", "--config", "run.toml", "--step", 2, *layout, "--decode")
+    fields = {"data_parallel_size": 2, "dataloader_type": "cyclic", "seed": 3}
+    fields |= {"consumed_samples": 8, "data_sharding": False, "global_batch_size": 4}
+    explained = one.explain(train, 2, micro_batch_size=1, **fields)
+    assert [list(sample.values())[:3] for sample in found] == [list(row[:3]) for row in explained]
+    for sample in found:
+        for span in sample["spans"]:
+            text = span.pop("text")
+            one.Span(**span)
+            tokens = one.IndexedDataset(span["path_prefix"])[span["sequence"]].tolist()
+            tokens = tokens[span["offset"] :][: span["length"]]
+            assert text == one.ByteTokenizer().detokenize(tokens)
+
+    argv = ["find", "--config", "run.toml", "--path-prefix", "b", "--sequence", 9]
+    found = json_of(one, capsys, *argv)
+    assert [entry["sample"] for entry in found] == train.find("b", 9) != []
+    for entry in found:
+        assert entry["step"] == entry["sample"] // 4
+        lengths = {span[:2]: span.length for span in train.trace(entry["sample"])}
+        assert entry["tokens"] == lengths["b", 9]
+    k = found[0]["sample"]
+    for consumed, step in ((k + 1, None), (k, 0), (k - 4, 1)):
+        assert consumed >= 0
+        found = json_of(one, capsys, *argv, "--consumed-samples", consumed)
+        assert found[0]["step"] == step
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("plan --config run.toml", ["train  a ", "70.00%  ####", "note: ", "MiB", "whole steps"]),
+        ("trace --config run.toml --sample 1", ["sample 1 of train: 9 tokens"]),
+        ("trace --config run.toml --step 3 --draw", ["rank 0, micro-batch 3", "|A", "$", "  B  "]),
+        ("trace --config run.toml --sample 1 --decode --index-split valid", ["of valid", "text"]),
+        ("find --config run.toml --path-prefix a --sequence 9", ["sequence 9 of a", "tokens of"]),
+        ("inspect a", ["from  to", "#"]),
+        ("demo --explain aaaa bbb cccccc", ["document_index", "rank 1: sample 1"]),
+        (f"demo --explain {'a' * 90} b {'c' * 200}", ["256]", "sample_index"]),
+        ("demo --explain a b c", ["rank 1: padding"]),
+    ],
+)
+def test_what_commands_print_fits_100_columns(one, run_folder, capsys, argv, words):
+    code, out, err = command(one, capsys, *argv.split())
+    assert code == 0, err
+    assert max(len(line) for line in out.split("\n")) <= 100
+    for word in words:
+        assert word in out
+
+
+def test_tables_of_large_numbers_fit_100_columns(one, capsys):
+    row = one.PlanRow(
+        split="train",
+        path_prefix="/a/very/long/path" * 9,
+        documents=10**12,
+        tokens=10**15 - 1,
+        samples_requested=None,
+        samples_built=10**9,
+        samples_drawn=10**9,
+        epochs=fractions.Fraction(9999),
+        weight_asked=1.0,
+        weight_achieved=fractions.Fraction(1),
+        most_repeats=9999,
+        tokens_cut=10**7,
+        steps_per_epoch=fractions.Fraction(10**6),
+    )
+    for show in (one._print_samples_of_plan, one._print_epochs_of_plan, one._print_shares_of_plan):
+        show([row])
+    span = one.Span(row.path_prefix, 10**9, 10**9, 10**6, 99_999, 10**13, 99_999)._asdict()
+    one._print_spans([span])
+    one._print_spans([span | {"text": "\n" * 99}])
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.split("\n")) <= 100
+    assert "'\\n\\n" in out
+    assert "1,000G" in out and "10.0M" in out and "...path/a/very" in out.replace("/long/", "/")
+
+
+@pytest.mark.parametrize(
+    "number, text",
+    [(None, "-"), (0, "0"), (9_999_999, "9,999,999"), (12_345_678, "12.3M"), (10**11, "100G")],
+)
+def test_short_counts(one, number, text):
+    assert one._short_count(number) == text
+
+
+def test_a_drawing_by_hand(one, run_folder, capsys):
+    """A sign for each of nine tokens: b's, then eod, then a's; and a wide one."""
+    mk(one, run_folder / "hand", [[98, 98, 98, 256], [97] * 200], np.uint16)
+    argv = ["trace", "hand", "--split", "1", "--random-seed", 7, "--sample", 0, "--draw"]
+    _, out, _ = command(one, capsys, *argv, "--sequence-length", 8)
+    [drawn] = re.findall(r"^  \|(.+)\|$", out, re.M)
+    assert len(drawn) == 9 and set(drawn) <= set("AB$")
+    ds = run_hand(one)
+    signs = ""
+    for letter, span in zip("AB", ds.trace(0), strict=False):
+        for token in ds.dataset.get(span.sequence, span.offset, span.length).tolist():
+            signs += "$" if token == 256 else letter
+    assert drawn == signs
+    _, out, _ = command(one, capsys, *argv, "--sequence-length", 199)
+    [drawn] = re.findall(r"^  \|(.+)\|$", out, re.M)
+    assert len(drawn) == 96 and drawn.count("$") == 1 and {"A", "B"} <= set(drawn)
+
+
+def test_find_counts_a_sequence_that_comes_twice_in_a_sample(one, run_folder, capsys):
+    mk(one, run_folder / "hand", [[98, 98, 98, 256], [97] * 20], np.uint16)
+    argv = ["find", "hand", "--split", "1", "--random-seed", 7, "--sequence", 0, "--sizes", 3, 0, 0]
+    entries = json_of(one, capsys, *argv, "--sequence-length", 60)
+    assert len(entries) > 1
+    cfg = config(one, (["hand"], None), random_seed=7, sequence_length=60)
+    ds = build(one, [3, 0, 0], cfg)[0]
+    for entry in entries:
+        tokens, _ = ds._query_document_sample_shuffle_indices(entry["sample"])
+        assert entry["tokens"] == np.isin(tokens, [98, 256]).sum()
+    assert max(entry["tokens"] for entry in entries) > 4
+
+
+def run_hand(mm):
+    """The training set of the pair "hand"."""
+    cfg = config(mm, (["hand"], None), random_seed=7, tokenizer=mm.ByteTokenizer())
+    return build(mm, [None] * 3, cfg)[0]
+
+
+def test_options_of_the_command_line_come_before_those_of_the_file(one, run_folder, capsys):
+    argv = ["plan", "--config", "run.toml"]
+    rows = json_of(one, capsys, *argv)["rows"]
+    assert {row["split"] for row in rows} == {"train", "valid", "test"}
+    assert rows[0]["samples_drawn"] + rows[1]["samples_drawn"] == 60
+    argv += ["--blend", "b", "--split", "1", "--sizes", 30, 0, 0]
+    [row] = json_of(one, capsys, *argv)["rows"]
+    assert (row["path_prefix"], row["samples_drawn"]) == ("b", 30)
+    [row] = json_of(one, capsys, *argv, "--stable-order", "--phase", 35, 1)["rows"]
+    assert row["samples_drawn"] == 35
+
+
+@pytest.mark.parametrize(
+    "lines, flags",
+    [
+        ('blend = [70, "a", 30, "b"]\nsplit = "1"\nsizes = [9, 0, 0]', "--blend 70 a 30 b"),
+        ('blend = ["a", "b"]\nsplit = "1"\nsizes = [9, "none", "none"]', "--blend a b"),
+        ('blend = [["a", "b"]]\nsplit = "1"\nsizes = [9, "none", "none"]', "--blend a b"),
+        (
+            'blend = ["a", "b"]\nsplit = "1"\nsizes = ["none", 0, 0]\nstable_order = true\n'
+            "blend_phases = [[7, [1, 2]], [5, [1.5, 0]]]",
+            "--blend a b --phase 7 1 2 --phase 5 1.5 0 --stable-order",
+        ),
+        (
+            'blend_per_split = [[["a", "b"], [1, 2]], ["b"], []]\nsizes = [9, 5, 0]',
+            "--train-blend 1 a 2 b --valid-blend b",
+        ),
+        ('tokenizer = "null:300"\nblend = ["a"]\nsplit = "1"\nsizes = [9, 0, 0]', "--blend a"),
+    ],
+)
+def test_a_file_means_what_the_flags_mean(one, run_folder, capsys, lines, flags):
+    text = "random_seed = 1\nsequence_length = 8\n"
+    (run_folder / "file.toml").write_text(text + lines)
+    sizes = re.search(r"sizes = \[(.*)\]", lines)[1].replace('"', "").replace(",", "")
+    argv = [*flags.split(), "--sizes", *sizes.split(), "--random-seed", 1, "--sequence-length", 8]
+    if "blend_per_split" not in lines:
+        argv += ["--split", "1"]
+    if "null" in lines:
+        argv += ["--tokenizer", "null:300"]
+    for name in ("plan", "build"):
+        by_file = command(one, capsys, name, "--config", "file.toml")
+        assert by_file[0] == 0 and by_file == command(one, capsys, name, *argv), by_file
+
+
+def test_verify_of_caches(one, run_folder, capsys):
+    code, _, err = command(one, capsys, "build", "--config", "run.toml", "--path-to-cache", "c")
+    assert code == 0, err
+    code, out, _ = command(one, capsys, "verify", "a", "c")
+    assert code == 0 and "whole: a: 90 sequences" in out and "dataset_index: 60\n" in out
+    pair, *caches = json_of(one, capsys, "verify", "a", "c")
+    assert pair["sequences"] == 90 and len(caches) == len(list(pathlib.Path("c").glob("*.json")))
+    damaged = next(pathlib.Path("c").glob("*-shuffle_index.npy"))
+    flip_last_bit(damaged)
+    code, _, err = command(one, capsys, "verify", "a", "c")
+    assert code == 1 and one_sentence(err) and damaged.name in err
 
 
 COMMON = " --sequence-length 8 --random-seed 1 --sizes 1 1 1"
@@ -8419,7 +9272,7 @@ WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), 
     "verify p none": "none",
     "verify p damaged": "damaged.idx: sequence_pointers[1]",
     "verify books": "did you mean books_text_document?",
-    "build": "--sizes",
+    "build": "--random-seed",
     "build --blend p --split 1,x" + COMMON: "1,x",
     "build --blend p --split 1 --sequence-length 8 --random-seed 1 --sizes x 1 1": "--sizes",
     "build --blend 1 p 1 books --split 1" + COMMON: "did you mean books_text_document?",
@@ -8427,6 +9280,28 @@ WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), 
     "build --blend p --split 99,1,0" + COMMON: "99,1,0",
     "build --blend p p --split 1 --phase 9 1 x" + COMMON: "--phase",
     "build --blend p p --split 1 --phase 9 1" + COMMON: "phase 0",
+    "build --blend p --split 1 --sequence-length 8 --random-seed 1": "--sizes",
+    "build --blend p --split 1 --sizes 1 1 1 --sequence-length 8": "--random-seed",
+    "plan --config none.toml": "none.toml",
+    "plan --config a.jsonl": "a.jsonl",
+    "plan --config key.toml": "key.toml: sizs",
+    "build --config type.toml": "type.toml: random_seed: wanted int",
+    "plan --blend none --split 1" + COMMON: "none",
+    "plan --blend p --split 1 --global-batch-size 0" + COMMON: "global_batch_size",
+    "trace p --split 1" + COMMON: "--sample",
+    "trace p --split 1 --sample 1 --step 1" + COMMON: "--step",
+    "trace p --blend p --split 1 --sample 1" + COMMON: "--blend",
+    "trace p --split 1 --sample 99" + COMMON: "99",
+    "trace p --split 1 --step 1" + COMMON: "--global-batch-size",
+    "trace p --split 1 --step 99 --global-batch-size 1" + COMMON: "no such step",
+    "trace p --split 1 --sample 0 --index-split valid" + COMMON: "no valid",
+    "trace --train-blend p --valid-blend p q --multiple-validation-sets --index-split valid "
+    "--sample 0" + COMMON: "2 datasets",
+    "find p --split 1" + COMMON: "--sequence",
+    "find p --split 1 --sequence 9" + COMMON: "index 9",
+    "find p q --split 1 --sequence 0" + COMMON: "--path-prefix",
+    "find p --split 1 --sequence 0 --path-prefix o" + COMMON: "o is not",
+    "verify folder": "no index cache",
 }
 
 
@@ -8443,11 +9318,16 @@ def test_wrong_use_is_one_sentence(one, tmp_path, capsys, monkeypatch, arguments
     pathlib.Path("damaged.idx").write_bytes(index)
     (tmp_path / "text.idx").write_text("these are no indices, but a text of some length")
     (tmp_path / "text.bin").write_text("x")
+    mk(one, tmp_path / "q", [[1] * 20])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "key.toml").write_text("sizs = [1, 1, 1]")
+    (tmp_path / "type.toml").write_text('random_seed = "1"')
     before = set(os.listdir(tmp_path))
     code, _, err = command(one, capsys, *arguments.split())
     assert code in (1, 2) and one_sentence(err) and WRONG[arguments] in err.split("\n")[-2], err
-    # "p" is the cache of a split that could be built before the one that could not
-    assert set(os.listdir(tmp_path)) - before <= {"p"}
+    # "p" and "q" are caches: of a split that could be built before the one that could not, or of
+    # a dataset that was built before it was looked at
+    assert set(os.listdir(tmp_path)) - before <= {"p", "q"}
 
 
 def test_the_helper_one_sentence():
