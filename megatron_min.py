@@ -2673,6 +2673,14 @@ class BlendedDataset(torch.utils.data.Dataset):
     bytes for each sample, and the time of build_blending_indices() where no cache has the arrays.
     BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a run.  Where
     fast_cache_load trusts a cache, the samples are not counted, so that no file is read.
+
+    >>> config = GPTDatasetConfig(1234, 4, split="1", tokenizer=ByteTokenizer())
+    >>> corpus = IndexedDataset(toy_corpus())
+    >>> documents = np.arange(3, dtype=np.int32)
+    >>> part = GPTDataset(corpus, corpus.path_prefix, documents, 3, Split.train, config)
+    >>> blend = BlendedDataset([part, part], [1, 3], 4, config)
+    >>> blend.dataset_index.tolist(), blend.dataset_sample_index.tolist()
+    ([1, 0, 1, 1], [0, 0, 1, 2])
     """
 
     index_names = ("dataset_index", "dataset_sample_index")
@@ -3453,6 +3461,9 @@ def fingerprint(dataset: typing.Any) -> dict:
 
     The dict is JSON-able.  A dataset that is not one of ours is known by its class and length.
     Cost: a digest of the ends of each .idx, and no token is read.
+
+    >>> fingerprint(range(3))
+    {'class': 'range', 'num_samples': 3}
     """
     found = {"class": type(dataset).__name__, "num_samples": len(dataset)}
     if isinstance(dataset, BlendedDataset):
@@ -3567,6 +3578,7 @@ def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int)
 def check_position(state: dict, dataset: typing.Any, sampler: _Sampler, strict: bool = True) -> int:
     """Return the consumed samples of a saved position; ValueError names what does not fit here.
 
+    state is what save_position() returned, at a place where a pass of the sampler can start.
     With stable_order the dataset may have more samples, fewer, or other phases, if the samples that
     were consumed are the same.
     strict=False lets a run go on with other data or in another order.
@@ -3651,7 +3663,7 @@ def _with_thousands(value):
 
 
 def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
-    """Yield the items of an iterable again and again, pass after pass.
+    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
 
     One pass may be empty, as in a run that is resumed at the end of an epoch.  Two empty passes in
     a row are a ValueError instead of a loop without end.
@@ -4021,6 +4033,8 @@ def get_batch(
 ) -> dict[str, typing.Any]:
     """The next micro-batch of this rank: get_batch_on_this_tp_rank(), then the cut for its cp rank.
 
+    Upstream: get_batch, in pretrain_gpt.py.
+
     options  those of get_batch_on_this_tp_rank(); use_per_sequence_balancing is that of
              get_batch_on_this_cp_rank().  A batch that cannot be cut is an error on every tp rank,
              because they all cut the same batch.
@@ -4360,6 +4374,8 @@ def _take_chunks(value, dim, chunks_of_rows):
 class Bucket:
     """Parameters whose gradients are sent together, by one collective.
 
+    Upstream: _ParamAndGradBucket.
+
     params   the parameters
     data     their gradients: a slice of the buffer, in the order of params
     waiting  the parameters whose gradient of this step has not come yet
@@ -4393,6 +4409,13 @@ class DistributedDataParallel(torch.nn.Module):
 
     A step is zero_grad_buffer(); forward and backward of each micro-batch, all but the last under
     no_sync(); finish_grad_sync(); the optimizer.
+
+    >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    >>> model.zero_grad_buffer()
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> model.finish_grad_sync()
+    >>> model.grad_buffers[0].tolist(), model.module.weight.grad.tolist()
+    ([3.0, 4.0], [[3.0, 4.0]])
     """
 
     def __init__(
@@ -5208,6 +5231,13 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                    processes; 0: batches are made in this thread
     arguments      of DataLoader; where any but pin_memory is given, such as collate_fn or
                    prefetch_factor, DataLoader makes the batches of our own datasets too
+
+    >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
+    >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
+    >>> again = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
+    >>> again.load_state_dict(state)
+    >>> list(again)
+    [tensor([2, 3]), tensor([4, 5])]
     """
 
     def __init__(
@@ -5746,6 +5776,9 @@ def releases_the_gil(dataset: typing.Any) -> bool:
     """Return True if C makes the batches of this dataset, so that threads can make them ahead.
 
     That is so for GPTDataset and its blends, where no subclass overrides how a sample is made.
+
+    >>> releases_the_gil(range(3))
+    False
     """
     if IMPLEMENTATION != "c":
         return False
