@@ -9429,6 +9429,7 @@ def test_demo(mm, tmp_path, capsys, monkeypatch):
 
 
 NO_NUMPY = "import sys; sys.modules['numpy'] = None\n"
+NO_C = "import sys; sys.modules['_megatron_min'] = None\n"
 VERIFY = "import runpy, sys; sys.argv[1:] = ['verify', 'none']; runpy.run_path('megatron_min.py', "
 AS_PROGRAM = VERIFY + "run_name='__main__')"
 AS_MODULE = VERIFY + "run_name='megatron_min')"
@@ -9436,7 +9437,7 @@ STARTS = [  # code, MEGATRON_MIN_C, and the last line that is printed
     (AS_PROGRAM, "0", "megatron-min: none.idx: no such file"),
     (NO_NUMPY + AS_PROGRAM, "0", "megatron_min needs the package numpy: pip install numpy"),
     (NO_NUMPY + AS_MODULE, "0", "ModuleNotFoundError: megatron_min needs the package numpy"),
-    (AS_PROGRAM, "1", "MEGATRON_MIN_C=1 asks for the C kernels"),
+    (NO_C + AS_PROGRAM, "1", "MEGATRON_MIN_C=1 asks for the C kernels"),
 ]
 
 
