@@ -8814,6 +8814,11 @@ def _read_run_options(options):
         for name, value in _read_toml(options.config).items():
             if getattr(options, name, None) is None:
                 setattr(options, name, value)
+    if getattr(options, "prefix", None) and options.split is None:
+        warnings.warn(
+            "without --split all documents count as train, as with --split 1", stacklevel=2
+        )
+        options.split = "1"
     for name in ("random_seed", "sequence_length"):
         if getattr(options, name) is None:
             flag = "--" + name.replace("_", "-")
@@ -9180,7 +9185,8 @@ def _print_sample(sample, options):
     name = "padding" if sample.sample is None else f"sample {sample.sample:,}"
     if sample.micro_batch is not None:
         name = f"rank {sample.data_parallel_rank}, micro-batch {sample.micro_batch}: {name}"
-    print(f"{name} of {options.index_split}: {tokens:,} tokens, {len(sample.spans)} spans")
+    counts = f"{_count(tokens, 'token')}, {_count(len(sample.spans), 'span')}"
+    print(f"{name} of {options.index_split}: {counts}")
 
 
 # the letters of the spans in a drawing, again from A on after Z
@@ -9202,28 +9208,29 @@ def _draw_sample(spans, pairs, eod):
             sign = "$"
         signs.append(sign)
     print(f"  |{''.join(signs)}|")
-    print(f"  a sign is {len(tokens) / width:.3g} tokens; $ has an eod among them")
+    if len(tokens) == width:
+        print("  a sign is a token; $ is an eod")
+    else:
+        print(f"  a sign is {len(tokens) / width:.3g} tokens; $ has an eod among them")
 
 
 def _print_spans(rows):
-    """Print a table of spans, with the letters of _draw_sample() in front."""
+    """Print a table of spans, with the letters of _draw_sample() in front, and then their texts."""
     titles = ["", "at", "tokens", "corpus", "sequence", "document", "offset", "byte"]
-    alignment = "lrrlrrrr"
-    has_text = "text" in rows[0]
-    if has_text:
-        titles.append("text")
-        alignment += "l"
     table = []
+    texts = []
     for number, row in enumerate(rows):
+        letter = _LETTERS[number % len(_LETTERS)]
         counts = [row["sequence"], row["document"], row["offset"], row["byte_offset"]]
-        cells = [f"  {_LETTERS[number % len(_LETTERS)]}"]
-        cells += [f"{row['sample_offset']:,}", f"{row['length']:,}"]
-        cells.append(_shorten(row["path_prefix"], 16 if has_text else 32))
+        cells = [f"  {letter}", f"{row['sample_offset']:,}", f"{row['length']:,}"]
+        cells.append(_shorten(row["path_prefix"], 32))
         cells += [_short_count(count) for count in counts]
-        if has_text:
-            cells.append(_quote(row["text"], 16))
         table.append(cells)
-    _print_table(titles, table, alignment)
+        if "text" in row:
+            texts.append(f"  {letter}  {_quote(row['text'], 90)}")
+    _print_table(titles, table, "lrrlrrrr")
+    for text in texts:
+        print(text)
 
 
 def _quote(text, width):
@@ -9268,7 +9275,8 @@ def _run_find(options):
         _print_json(entries)
         return
     name = f"sequence {options.sequence:,} of {prefix}"
-    print(f"{name}: tokens of it are in {len(entries):,} samples of {options.index_split}")
+    samples = _count(len(entries), "sample")
+    print(f"{name}: tokens of it are in {samples} of {options.index_split}")
     rows = []
     for entry in entries:
         rows.append([_short_count(entry[key]) for key in ("sample", "tokens", "step")])

@@ -9094,13 +9094,23 @@ def test_plan_trace_and_find_print_what_the_functions_return(one, run_folder, ca
         assert found[0]["step"] == step
 
 
+def test_a_prefix_without_a_split_is_all_of_train(one, run_folder, capsys):
+    """It is said, since the samples of a run with another split are others."""
+    argv = ["trace", "a", "--sequence-length", 8, "--random-seed", 7, "--sample", 2]
+    code, with_split, err = command(one, capsys, *argv, "--split", "1")
+    assert code == 0 and err == ""
+    code, out, err = command(one, capsys, *argv)
+    assert code == 0 and out == with_split
+    assert "without --split" in err
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [
         ("plan --config run.toml", ["train  a ", "70.00%  ####", "note: ", "MiB", "whole steps"]),
         ("trace --config run.toml --sample 1", ["sample 1 of train: 9 tokens"]),
         ("trace --config run.toml --step 3 --draw", ["rank 0, micro-batch 3", "|A", "$", "  B  "]),
-        ("trace --config run.toml --sample 1 --decode --index-split valid", ["of valid", "text"]),
+        ("trace --config run.toml --sample 1 --decode --index-split valid", ["of valid", "A  '"]),
         ("find --config run.toml --path-prefix a --sequence 9", ["sequence 9 of a", "tokens of"]),
         ("inspect a", ["from  to", "#"]),
         ("demo --explain aaaa bbb cccccc", ["document_index", "rank 1: sample 1"]),
