@@ -344,12 +344,12 @@ class DType(enum.Enum):
 
 
 def get_idx_path(path_prefix: str | os.PathLike) -> str:
-    """Return the path of the index file: "corpus" -> "corpus.idx"."""
+    """Return the path of the index file: "corpus" -> "corpus.idx".  Upstream: get_idx_path."""
     return f"{os.fspath(path_prefix)}.idx"
 
 
 def get_bin_path(path_prefix: str | os.PathLike) -> str:
-    """Return the path of the token file: "corpus" -> "corpus.bin"."""
+    """Return the path of the token file: "corpus" -> "corpus.bin".  Upstream: get_bin_path."""
     return f"{os.fspath(path_prefix)}.bin"
 
 
@@ -363,8 +363,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
     if an exception ends it, without any file.  Without a with block, call finalize() yourself.
     Wrong input is a ValueError, or a TypeError where a number is no integer, before anything of it
-    is written.  Memory: 4 bytes for each sequence
-    and 8 for each document; finalize() takes 16 more for each sequence.
+    is written.  Memory: 4 bytes for each sequence and 8 for each document; finalize() takes 16 more
+    for each sequence.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -454,7 +454,10 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.document_indices.append(len(self.sequence_lengths))
 
     def add_index(self, path_prefix: str | os.PathLike) -> None:
-        """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered."""
+        """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
+
+        ValueError if the pair has another dtype, or is the one that is being written.
+        """
         self._check_open()
         source = get_bin_path(path_prefix)
         if os.path.realpath(source) == os.path.realpath(self._bin.path):
@@ -721,7 +724,12 @@ class IndexedDataset(torch.utils.data.Dataset):
         return sequences
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> typing.Any:
-        """Return length tokens of sequence idx from offset on (default: to its end), 1-D."""
+        """Return length tokens of sequence idx from offset on (default: to its end).
+
+        Returns   a 1-D array of the dtype of the file; with modes (tokens, mode)
+        Raises    IndexError for a place outside of the sequence
+        Cost      O(1), or one read where the file is not mapped
+        """
         i = _position(idx, len(self), self.path_prefix)
         first, count = self._span(i, offset, length)
         tokens = self._tokens.read(first, count)
@@ -799,7 +807,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
-        """Return True if both files of the pair exist."""
+        """Return True if both files of the pair exist.  Upstream: the same name."""
         return file_exists(get_idx_path(path_prefix)) and file_exists(get_bin_path(path_prefix))
 
 
@@ -863,6 +871,9 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 
     folder   where the pair is written; None: a new temporary folder, which is removed when the
              program ends
+
+    >>> [bytes(document).decode() for document in IndexedDataset(toy_corpus())]
+    ['aaaa', 'bbb', 'cccccc']
     """
     if folder is None:
         folder = tempfile.mkdtemp()
@@ -1035,7 +1046,7 @@ class Split(enum.Enum):
 
 
 def normalize(weights: typing.Sequence[float]) -> list[float]:
-    """Divide weights by their sum, in float64.
+    """Divide weights by their sum, in float64.  Upstream: normalize.
 
     >>> normalize([30, 70])
     [0.3, 0.7]
@@ -1049,7 +1060,8 @@ def parse_and_normalize_split(split: str) -> list[float]:
 
     The shares stand between commas, semicolons, slashes or spaces, with or without brackets around
     all of them.  Wanted are one to three numbers, none negative, not all 0; missing shares are 0.
-    Anything else is a ValueError (upstream drops signs, exponents and empty fields).
+    Anything else is a ValueError (upstream drops signs, exponents and empty fields).  Upstream:
+    parse_and_normalize_split.
 
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
@@ -1113,7 +1125,8 @@ def get_blend_from_list(
     """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
 
     None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
-    looks like a number would be taken for a weight: write ./2023 for a folder 2023.
+    looks like a number would be taken for a weight: write ./2023 for a folder 2023.  Upstream:
+    get_blend_from_list.
 
     >>> get_blend_from_list(["30", "p1", "70", "p2"])
     (['p1', 'p2'], [30.0, 70.0])
@@ -1439,6 +1452,10 @@ def count_samples(
 ) -> int:
     """Count the samples in a stream of so many tokens, in exact integers.
 
+    sequence_length              S, inputs of a sample
+    drop_last_partial_sequence   False: tokens that fill no whole sample make a short one
+    add_extra_token_to_sequence  True: a sample needs one token more than S, which it shares
+
     >>> count_samples(13, 4), count_samples(14, 4, drop_last_partial_sequence=False)
     (3, 4)
     """
@@ -1450,7 +1467,13 @@ def count_samples(
 
 
 class EpochPlan(typing.NamedTuple):
-    """How often a dataset goes over its documents; see plan_epochs()."""
+    """How often a dataset goes over its documents; see plan_epochs().
+
+    num_epochs                  E
+    num_samples                 N, the samples of all E epochs: as many as were wanted, or more
+    separate_final_epoch        is the last epoch shuffled by itself?
+    samples_before_final_epoch  samples of the first E - 1 epochs; 0 if E is 1
+    """
 
     num_epochs: int  # E
     num_samples: int  # N, all that these epochs hold: at least as many as were wanted
@@ -1475,7 +1498,8 @@ def plan_epochs(
     are wanted (80 % rounded down to whole samples, as upstream has it), that epoch is shuffled by
     itself and comes last.
 
-    ValueError for samples of a split without tokens (upstream never returns).
+    ValueError for samples of a split without tokens (upstream never returns).  Cost: O(1).
+    Upstream: GPTDataset._get_num_epochs.
 
     >>> plan = plan_epochs(13, 4, 4)                # 13 tokens hold 3 samples of 4 + 1 tokens
     >>> plan.num_epochs, plan.num_samples, plan.separate_final_epoch
@@ -1511,6 +1535,7 @@ def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
 
     This is a function of its own so that section 16 can put a faster one with the same result in
     its place.  For i = n-1 down to 1, items i and j change places, where j is uniform in 0 .. i.
+    Cost: O(n); no copy of the array is made.
 
     >>> items = np.arange(6, dtype=np.int32)
     >>> shuffle(items, np.random.RandomState(1234)); items.tolist()
@@ -2415,7 +2440,7 @@ def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarra
     """Return the mask of one sample, bool (1, S, S): True where row i may not attend to column j.
 
     A token attends to itself and to what comes before it in its own document; starts are the places
-    where documents begin.
+    where documents begin.  Cost: S * S bytes.  Upstream: part of _get_ltor_masks_and_position_ids.
 
     >>> causal_mask([0, 2], 4)[0].astype(int)          # two documents of two tokens
     array([[0, 1, 1, 1],
@@ -2433,6 +2458,9 @@ def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarra
 
 def positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
     """Return the position of each token in its document, int64 (S,).
+
+    starts are the places where documents begin.  Upstream: part of
+    _get_ltor_masks_and_position_ids.
 
     >>> positions_from([0, 2], 5).tolist()
     [0, 1, 0, 1, 2]
@@ -2502,7 +2530,12 @@ def _pad_token_id(config):
 
 
 class MockGPTLowLevelDataset:
-    """Sequence i is 1, 2, ..., length - 1 (mod vocabulary), then eod.  Upstream: the same name."""
+    """Sequence i is 1, 2, ..., length - 1 (mod vocabulary), then eod.  Upstream: the same name.
+
+    >>> sequence = MockGPTLowLevelDataset(ByteTokenizer())[0]
+    >>> sequence[:3].tolist(), sequence[-1].item()
+    ([1, 2, 3], 256)
+    """
 
     def __init__(self, tokenizer: typing.Any) -> None:
         self.tokenizer = tokenizer
@@ -2736,9 +2769,18 @@ class BlendedDataset(torch.utils.data.Dataset):
     After that ds.phases is such a list, with normalized weights, for a blend of one phase too; it
     is None where the weights are counts.  ds.weights is None where phases have weights.
 
-    ds[i] is {"dataset_id": int16, **the sample}; ds[None] fills up a batch, without loss.
+    ds[i] is {"dataset_id": int16, **the sample}; ds[None] fills up a batch, without loss.  Cost: 10
+    bytes for each sample, and the time of build_blending_indices() where no cache has the arrays.
     BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a run.  Where
     fast_cache_load trusts a cache, the samples are not counted, so that no file is read.
+
+    >>> config = GPTDatasetConfig(1234, 4, split="1", tokenizer=ByteTokenizer())
+    >>> corpus = IndexedDataset(toy_corpus())
+    >>> documents = np.arange(3, dtype=np.int32)
+    >>> part = GPTDataset(corpus, corpus.path_prefix, documents, 3, Split.train, config)
+    >>> blend = BlendedDataset([part, part], [1, 3], 4, config)
+    >>> blend.dataset_index.tolist(), blend.dataset_sample_index.tolist()
+    ([1, 0, 1, 1], [0, 0, 1, 2])
     """
 
     index_names = ("dataset_index", "dataset_sample_index")
@@ -3391,6 +3433,9 @@ class MegatronFullValidationSampler(MegatronPretrainingSampler):
     """One sample for each rank in each round, to the last sample, then None.
 
     micro_batch_size is accepted, and not used.
+
+    >>> list(MegatronFullValidationSampler(3, data_parallel_rank=1, data_parallel_size=2))
+    [[1], [None]]
     """
 
     kind = "full_validation"
@@ -3513,7 +3558,14 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
 
 def fingerprint(dataset: typing.Any) -> dict:
-    """Return what a resumed run must find again: the data, however its path is called."""
+    """Return what a resumed run must find again: the data, however its path is called.
+
+    The dict is JSON-able.  A dataset that is not one of ours is known by its class and length.
+    Cost: a digest of the ends of each .idx, and no token is read.
+
+    >>> fingerprint(range(3))
+    {'class': 'range', 'num_samples': 3}
+    """
     found = {"class": type(dataset).__name__, "num_samples": len(dataset)}
     if isinstance(dataset, BlendedDataset):
         # split, seed and sequence length are those of the first dataset: all datasets share them
@@ -3607,7 +3659,13 @@ def _phases_of_past(phases, consumed_samples):
 
 
 def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int) -> dict:
-    """Return a small JSON-able dict: how far, in which order, of which data."""
+    """Return a small JSON-able dict: how far, in which order, of which data.
+
+    >>> sampler = MegatronPretrainingSampler(8, 0, 2, 0, 1)
+    >>> state = save_position(range(8), sampler, 4)
+    >>> check_position(state, range(8), sampler)
+    4
+    """
     past = consumed_samples if sampler.is_in_order else len(dataset)
     return {
         "version": 3,
@@ -3621,6 +3679,7 @@ def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int)
 def check_position(state: dict, dataset: typing.Any, sampler: _Sampler, strict: bool = True) -> int:
     """Return the consumed samples of a saved position; ValueError names what does not fit here.
 
+    state is what save_position() returned, at a place where a pass of the sampler can start.
     With stable_order the dataset may have more samples, fewer, or other phases, if the samples that
     were consumed are the same.
     strict=False lets a run go on with other data or in another order.
@@ -3705,7 +3764,7 @@ def _with_thousands(value):
 
 
 def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
-    """Yield the items of an iterable again and again, pass after pass.
+    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
 
     One pass may be empty, as in a run that is resumed at the end of an epoch.  Two empty passes in
     a row are a ValueError instead of a loop without end.
@@ -4075,6 +4134,8 @@ def get_batch(
 ) -> dict[str, typing.Any]:
     """The next micro-batch of this rank: get_batch_on_this_tp_rank(), then the cut for its cp rank.
 
+    Upstream: get_batch, in pretrain_gpt.py.
+
     options  those of get_batch_on_this_tp_rank(); use_per_sequence_balancing is that of
              get_batch_on_this_cp_rank().  A batch that cannot be cut is an error on every tp rank,
              because they all cut the same batch.
@@ -4414,6 +4475,8 @@ def _take_chunks(value, dim, chunks_of_rows):
 class Bucket:
     """Parameters whose gradients are sent together, by one collective.
 
+    Upstream: _ParamAndGradBucket.
+
     params   the parameters
     data     their gradients: a slice of the buffer, in the order of params
     waiting  the parameters whose gradient of this step has not come yet
@@ -4447,6 +4510,13 @@ class DistributedDataParallel(torch.nn.Module):
 
     A step is zero_grad_buffer(); forward and backward of each micro-batch, all but the last under
     no_sync(); finish_grad_sync(); the optimizer.
+
+    >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    >>> model.zero_grad_buffer()
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> model.finish_grad_sync()
+    >>> model.grad_buffers[0].tolist(), model.module.weight.grad.tolist()
+    ([3.0, 4.0], [[3.0, 4.0]])
     """
 
     def __init__(
@@ -4688,6 +4758,13 @@ def finalize_model_grads(
                 ranks, are multiplied by ranks / tokens of all ranks, and so become the gradients of
                 the mean loss of a token.  None: the gradients stay as they are.
     groups      count the tokens of the dp-cp ranks of this layout; None: those of each part's group
+    Cost        finish_grad_sync() of each part, and an all_reduce of one number
+
+    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a weight for each token
+    >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
+    >>> finalize_model_grads([model], num_tokens=4)
+    >>> model.module.weight.grad[97:99, 0].tolist()                    # a share of the four tokens
+    [0.75, 0.25]
     """
     for part in model:
         part.finish_grad_sync()
@@ -4815,6 +4892,15 @@ class NewFile:
     temporary  its name until commit()
 
     In a with block the file is committed at the end, or removed if an exception ends the block.
+    OSError if the folder is missing, or the disk is full.
+
+    >>> path = os.path.join(tempfile.mkdtemp(), "notes")
+    >>> with NewFile(path) as file:
+    ...     _ = file.write(b"aaaa")
+    ...     os.path.exists(path)
+    False
+    >>> os.path.getsize(path)
+    4
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -4866,7 +4952,10 @@ class NewFile:
 
 
 def commit_pair(tokens: NewFile, index: NewFile) -> None:
-    """Give a .bin and its .idx their names; an old .idx never stands beside a new .bin."""
+    """Give a .bin and its .idx their names; an old .idx never stands beside a new .bin.
+
+    The disk has both files, whole, before one gets its name; OSError if it is full.
+    """
     tokens.sync()
     index.sync()
     if is_remote(index.path):
@@ -4878,7 +4967,14 @@ def commit_pair(tokens: NewFile, index: NewFile) -> None:
 
 
 def map_file(path: str | os.PathLike) -> np.ndarray:
-    """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive."""
+    """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive.
+
+    Returns uint8 (size of the file,); OSError if there is no such file.  Cost: O(1), whatever the
+    size: a page is read when one of its bytes is used for the first time.
+
+    >>> map_file(get_bin_path(toy_corpus()))[:5].tobytes()
+    b'aaaab'
+    """
     if os.path.getsize(path) == 0:
         return np.empty(0, np.uint8)  # an empty file cannot be mapped
     return np.asarray(np.memmap(path, np.uint8, "r"))
@@ -4920,7 +5016,14 @@ _FAULTS = (
 
 
 def describe(identifiers: dict) -> str:
-    """Return the text that upstream writes for these identifiers."""
+    """Return the text that upstream writes for these identifiers.
+
+    >>> print(describe({"class": "GPTDataset", "random_seed": 1234}))
+    {
+        "class": "GPTDataset",
+        "random_seed": 1234
+    }
+    """
     return json.dumps(identifiers, indent=4, default=_identifiers_of)
 
 
@@ -4947,6 +5050,15 @@ class IndexCache:
 
     cache[name] is an array, mapped from its file where there is one.  A pickle of a cache whose
     arrays are saved has the paths alone, and maps the files again; else it has the arrays.
+
+    >>> def two_orders():
+    ...     return [np.array([2, 0, 1]), np.array([0, 1])]
+    >>> folder = tempfile.mkdtemp()
+    >>> for build in two_orders, None:                      # the second time nothing is built
+    ...     cache = IndexCache(folder, "toy", ["documents", "samples"], describe({}))
+    ...     cache.load_or_build(build)
+    >>> cache["documents"].tolist(), os.path.basename(cache.path("documents.npy"))
+    ([2, 0, 1], 'toy-documents.npy')
     """
 
     def __init__(
@@ -5570,6 +5682,13 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                    processes; 0: batches are made in this thread
     arguments      of DataLoader; where any but pin_memory is given, such as collate_fn or
                    prefetch_factor, DataLoader makes the batches of our own datasets too
+
+    >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
+    >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
+    >>> again = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
+    >>> again.load_state_dict(state)
+    >>> list(again)
+    [tensor([2, 3]), tensor([4, 5])]
     """
 
     def __init__(
@@ -5649,7 +5768,12 @@ def map_ahead(
 ) -> typing.Iterator:
     """Yield function(item) for each item, in order, made in a pool at most limit items ahead.
 
-    So memory stays small however many items there are.  The pool ends with the iterator.
+    So memory stays small however many items there are.  The pool ends with the iterator.  An error
+    of function comes in the place of its result.
+
+    >>> pool = concurrent.futures.ThreadPoolExecutor(2)
+    >>> list(map_ahead(pool, 2, len, ["aaaa", "bbb", "cccccc"]))
+    [4, 3, 6]
     """
     pending = collections.deque()
     try:
@@ -6104,7 +6228,13 @@ def _has_methods_of_its_own(cls):
 
 
 def releases_the_gil(dataset: typing.Any) -> bool:
-    """Return True if C makes the batches of this dataset, so that threads can make them ahead."""
+    """Return True if C makes the batches of this dataset, so that threads can make them ahead.
+
+    That is so for GPTDataset and its blends, where no subclass overrides how a sample is made.
+
+    >>> releases_the_gil(range(3))
+    False
+    """
     if IMPLEMENTATION != "c":
         return False
     if isinstance(dataset, BlendedDataset):

@@ -32,6 +32,7 @@ import http.client
 import http.server
 import importlib.metadata
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -39,6 +40,7 @@ import logging
 import lzma
 import math
 import multiprocessing
+import operator
 import os
 import pathlib
 import pickle
@@ -11856,16 +11858,107 @@ def test_a_job_touches_nothing_but_what_was_named(tmp_path):
 
 
 # ==============================================================================
-# README's scripts
+# README's course, tables and scripts
 # ==============================================================================
 
 
-def readme_script(words):
-    """The block of Python in README that has these words; the suite may stand without README."""
+@pytest.fixture(scope="session")
+def readme():
+    """README's text; the suite may stand without README."""
     path = HERE / "README.md"
     if not path.exists():
         pytest.skip("README.md is not beside this file")
-    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_course_takes_20_minutes_and_each_stage_has_an_exercise(readme):
+    """200 words a minute, without code; each answer is computed by a doctest."""
+    course = readme.partition("\n## The course")[2].partition("\n### Glossary")[0]
+    words = re.sub(r"^```.*?^```", "", course, flags=re.DOTALL | re.MULTILINE).split()
+    assert len(words) < 20 * 200
+    stages = course.split("\n### Stage ")[1:]
+    assert len(stages) == 11
+    for stage in stages:
+        before, _, answer = stage.partition("<summary>Answer</summary>")
+        assert "\n>>> " in before and "**Exercise.**" in before, stage
+        assert "\n>>> " in answer and answer.endswith("</details>\n"), stage
+
+
+def test_readmes_links_lead_somewhere(readme):
+    """A heading's anchor is its words in small letters, joined by hyphens."""
+    anchors = set()
+    for heading in re.findall(r"^##+ (.+)$", readme, re.MULTILINE):
+        anchors.add(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"))
+    links = re.findall(r"\]\(\s*#([^)]+)\)", readme)
+    assert links and set(links) <= anchors
+
+
+def test_readme_has_every_field_of_the_config_and_every_command(readme, one, capsys):
+    table = readme.partition("\n### Fields of the config")[2].partition("\n### ")[0]
+    found = re.findall(r"^\| `(\w+)`( \*)? \| (?:`(.+?)`)? *\|", table, re.MULTILINE)
+    wanted = []
+    for name, parameter in inspect.signature(one.GPTDatasetConfig).parameters.items():
+        star = " *" if parameter.kind is parameter.KEYWORD_ONLY else ""
+        has_default = parameter.default is not parameter.empty
+        wanted.append((name, star, repr(parameter.default) if has_default else ""))
+    assert sorted(found) == sorted(wanted)
+    table = readme.partition("\n### Commands")[2].partition("\n### ")[0]
+    commands = set(re.findall(r"^\| `megatron-min (\w+)", table, re.MULTILINE))
+    _, out, _ = command(one, capsys, "--help")
+    assert commands == set(re.findall(r"^    (\w+)", out, re.MULTILINE))
+
+
+@pytest.fixture(scope="session")
+def table_writer():
+    """.ci/names.py as a module."""
+    path = HERE / ".ci" / "names.py"
+    if not path.exists():
+        pytest.skip(".ci is not beside this file")
+    spec = importlib.util.spec_from_file_location("names_of_upstream", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readmes_table_of_names_is_of_this_module(readme, source, table_writer):
+    stale = "run python .ci/names.py, which writes the table anew"
+    assert table_writer.with_table(readme, source) == readme, stale
+    lines = source.split("\n")
+    rows = re.findall(r"\| `([\w.]+)` \| (\d+) \| \[(\d+)\]\(megatron_min.py#L(\d+)\)", readme)
+    assert len(rows) > 60
+    for ours, _, line, anchor in rows:
+        assert line == anchor
+        assert re.match(rf" *(def|class) {ours.split('.')[-1]}\b", lines[int(line) - 1]), ours
+
+
+def public_names_defined_in(module):
+    """Of classes and functions, those that this module defines itself."""
+    names = set()
+    for name, value in vars(module).items():
+        is_definition = inspect.isclass(value) or inspect.isroutine(value)
+        if is_definition and value.__module__ == module.__name__ and name[0] != "_":
+            names.add(name)
+    return names
+
+
+def test_readmes_table_has_upstreams_names(up, table_writer):
+    """Each name exists upstream; of the modules of GPT data, every public name is there."""
+    listed = collections.defaultdict(set)
+    for module, name, _, _ in table_writer.read_names():
+        listed[module].add(name)
+    for module, names in listed.items():
+        if not module.startswith("megatron.core"):  # scripts that are not in the package
+            continue
+        found = importlib.import_module(module)
+        for name in names:
+            operator.attrgetter(name)(found)
+        if module.startswith("megatron.core.datasets."):
+            assert public_names_defined_in(found) <= names, module
+
+
+def readme_script(readme, words):
+    """The block of Python in README that has these words."""
+    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
     (script,) = [block for block in blocks if words in block]
     return script
 
@@ -11888,7 +11981,7 @@ ARGS_OF_PRETRAINING = {  # names of upstream's arguments
 
 
 @pytest.mark.parametrize("consumed", [0, 8])
-def test_the_data_path_of_pretrain_gpt(mm, up, tmp_path, group, monkeypatch, consumed):
+def test_the_data_path_of_pretrain_gpt(mm, up, readme, tmp_path, group, monkeypatch, consumed):
     """Its batches are upstream's samples in order, also where a run goes on."""
     rng = np.random.default_rng(3)
     prefixes = []
@@ -11902,7 +11995,7 @@ def test_the_data_path_of_pretrain_gpt(mm, up, tmp_path, group, monkeypatch, con
     )
     monkeypatch.setitem(sys.modules, "megatron_min", mm)
     names = {}
-    exec(readme_script("From pretrain_gpt.py"), names)
+    exec(readme_script(readme, "From pretrain_gpt.py"), names)
     groups = mm.ParallelGroups()
     iterators = names["build_data_iterators"](args, Tok(), groups, consumed)
 
@@ -11949,8 +12042,8 @@ def losses_of_training(folder, num_ranks, *layout):
 
 
 @pytest.mark.slow
-def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, tmp_path):
-    script = readme_script("python train.py PREFIX")
+def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_path):
+    script = readme_script(readme, "python train.py PREFIX")
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
