@@ -4894,13 +4894,15 @@ class NewFile:
     In a with block the file is committed at the end, or removed if an exception ends the block.
     OSError if the folder is missing, or the disk is full.
 
-    >>> path = os.path.join(tempfile.mkdtemp(), "notes")
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> path = os.path.join(folder.name, "notes")
     >>> with NewFile(path) as file:
     ...     _ = file.write(b"aaaa")
     ...     os.path.exists(path)
     False
     >>> os.path.getsize(path)
     4
+    >>> folder.cleanup()
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -5053,12 +5055,13 @@ class IndexCache:
 
     >>> def two_orders():
     ...     return [np.array([2, 0, 1]), np.array([0, 1])]
-    >>> folder = tempfile.mkdtemp()
+    >>> folder = tempfile.TemporaryDirectory()
     >>> for build in two_orders, None:                      # the second time nothing is built
-    ...     cache = IndexCache(folder, "toy", ["documents", "samples"], describe({}))
+    ...     cache = IndexCache(folder.name, "toy", ["documents", "samples"], describe({}))
     ...     cache.load_or_build(build)
     >>> cache["documents"].tolist(), os.path.basename(cache.path("documents.npy"))
     ([2, 0, 1], 'toy-documents.npy')
+    >>> folder.cleanup()
     """
 
     def __init__(
@@ -7603,7 +7606,8 @@ class SFTDataset(MegatronDataset):
     of 2 * cp tokens, so that section 9 can cut it for the ranks.  eod_mask_loss changes nothing:
     the targets say what is learned.
 
-    >>> path = os.path.join(tempfile.mkdtemp(), "chat.jsonl")
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> path = os.path.join(folder.name, "chat.jsonl")
     >>> messages = [{"role": "u", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     >>> with open(path, "w") as file:
     ...     _ = file.write(json.dumps({"messages": messages}))
@@ -7615,6 +7619,7 @@ class SFTDataset(MegatronDataset):
     'u: 2+2\\nassistant: 4'
     >>> ds[0]["labels"][ds[0]["loss_mask"] == 1].tolist()         # what is learned: 4 and eod
     [52, 256]
+    >>> folder.cleanup()
     """
 
     def __init__(
