@@ -5534,6 +5534,10 @@ class RemoteFile:
         with contextlib.suppress(FileNotFoundError):
             self._try(self._remove)
 
+    def file_system(self) -> tuple[typing.Any, str]:
+        """Return fsspec's file system, and the path of the object in it."""
+        return self._try(self._open)
+
     def _open(self):
         """fsspec's file system, and the path of the object in it; fsspec keeps file systems."""
         import fsspec
@@ -5599,7 +5603,10 @@ class RemoteFile:
         url = hide_credentials(self.url)
         text = hide_credentials(f"{type(error).__name__}: {error}")
         if isinstance(error, ImportError):
-            return ImportError(f'{url} needs a further package (extra "storage"): {text}')
+            return ImportError(
+                f"{url} needs a further package: {error} (for s3, http and https: "
+                'pip install "megatron-min[storage]")'
+            )
         if getattr(error, "status", None) in (401, 403):
             return PermissionError(f"{url}: {text}")
         for kind in (FileNotFoundError, PermissionError):
@@ -6791,8 +6798,8 @@ def _cut_inputs(paths, shard):
     if None in sizes:
         path = paths[sizes.index(None)]
         raise ValueError(
-            f"{path}: its size is not known, so it cannot be cut into shards: write it to a file "
-            "first, or make the pair in one job (--shard 0/1)"
+            f"{hide_credentials(path)}: its size is not known, so it cannot be cut into shards: "
+            "write it to a file first, or make the pair in one job (--shard 0/1)"
         )
     first = sum(sizes) * index // count
     last = sum(sizes) * (index + 1) // count
@@ -6813,7 +6820,7 @@ def _describe_shard(paths, encoder, shard):
     return {
         "version": __version__,
         "shard": shard,
-        "inputs": [[path, _stamp_of_input(path)] for path in paths],
+        "inputs": [[hide_credentials(path), _stamp_of_input(path)] for path in paths],
         "options": encoder.describe(),
     }
 
@@ -6923,31 +6930,19 @@ def _find_inputs(inputs):
         else:
             matches = sorted(glob.glob(path, recursive=True))
         if len(matches) == 0:
-            raise FileNotFoundError(f"{path}: no such file, and as a pattern it matches none")
+            name = hide_credentials(path)
+            raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
         paths.extend(matches)
     if len(paths) == 0:
         raise ValueError("preprocess wants at least one input")
     return paths
 
 
-def _file_system(url):
-    """Return (the file system of fsspec that a URL means, the name of the object in it)."""
-    import fsspec  # it comes with torch
-
-    try:
-        return fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        raise ImportError(
-            f"{url} needs one more package: {error} (for s3, http and https: pip install "
-            '"megatron-min[storage]")'
-        ) from None
-
-
 def _find_objects(url):
     """Return the URLs that a URL or a pattern of URLs means, sorted."""
-    file_system, name = _file_system(url)
-    if file_system.isfile(name):
+    if file_exists(url):
         return [url]
+    file_system, name = RemoteFile(url).file_system()
     if not re.search(r"[*?\[]", name):
         return []
     found = file_system.glob(name, detail=True)
@@ -6957,28 +6952,22 @@ def _find_objects(url):
 
 def _size_of_input(path):
     """Return the size of an input in bytes, or None if there is no telling, as of a pipe."""
-    if is_remote(path):
-        file_system, name = _file_system(path)
-        return file_system.size(name)
-    if not os.path.isfile(path):
+    if not is_remote(path) and not os.path.isfile(path):
         return None
-    return os.path.getsize(path)
+    return file_stamp(path)["size"]
 
 
 def _stamp_of_input(path):
     """Return a text that tells an input from one that is written later under the same name."""
-    if is_remote(path):
-        file_system, name = _file_system(path)
-        return file_system.ukey(name)
-    stat = os.stat(path)
-    return f"{stat.st_size} bytes, changed at {stat.st_mtime_ns}"
+    stamp = file_stamp(path)
+    return f"{stamp['size']} bytes, changed at {stamp['changed']}"
 
 
 def _open_input(path):
     """Open a file or an object, to read bytes."""
     if not is_remote(path):
         return open(path, "rb")
-    file_system, name = _file_system(path)
+    file_system, name = RemoteFile(path).file_system()
     return io.BufferedReader(file_system.open(name, "rb"), 1 << 20)
 
 
@@ -6998,7 +6987,7 @@ class _Block:
 
     def place(self, index):
         """Where a line is, in words."""
-        return f"{self.path}: {self.unit} {self.first_line + index}{self.origin}"
+        return f"{hide_credentials(self.path)}: {self.unit} {self.first_line + index}{self.origin}"
 
 
 def _read_blocks(parts, json_keys):
@@ -7070,7 +7059,9 @@ def _read_compressed(part, file, text_file):
         try:
             lines = _take_lines(text_file, _BLOCK_BYTES)
         except Exception as error:  # each format has errors of its own
-            raise ValueError(f"{part.path}: damaged, or cut off: {error}") from None
+            raise ValueError(
+                f"{hide_credentials(part.path)}: damaged, or cut off: {error}"
+            ) from None
         if len(lines) == 0:
             return
         yield _Block(part.path, first_line, lines, file.tell() - position)
@@ -8763,7 +8754,7 @@ def _one_line(error):
     words = str(error).split()
     if len(words) == 0:
         return type(error).__name__
-    message = " ".join(words)
+    message = hide_credentials(" ".join(words))
     if isinstance(error, (ValueError, IndexError, OSError, ImportError)):
         return message
     return f"{type(error).__name__}: {message}"

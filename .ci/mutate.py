@@ -847,7 +847,10 @@ FAULTS = {
         ("if part.begin <= part.size * group", "if 0 <= part.size * group"),
         ("// table.num_row_groups < part.end:", "// table.num_row_groups <= part.end:"),
         ("    if _is_made(record_path, description, prefixes):\n", "    if False:\n"),
-        ('"inputs": [[path, _stamp_of_input(path)] for path in paths],', '"inputs": paths,'),
+        (
+            '"inputs": [[hide_credentials(path), _stamp_of_input(path)] for path in paths],',
+            '"inputs": paths,',
+        ),
         ('        "options": encoder.describe(),\n', ""),
         ('json.dumps(description | {"pairs": pairs}, ', "json.dumps(description, "),
         ("except (OSError, ValueError):  # the record", "except ValueError:  # the record"),
