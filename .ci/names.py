@@ -50,8 +50,8 @@ megatron.core.datasets.object_storage_utils:
     S3Config = ObjectStorageConfig (object storage)
     S3Client (a type for annotations)
     get_index_cache_path = fetch_index (object storage)
-    parse_s3_path (object storage)
-    get_object_storage_access (object storage)
+    parse_s3_path (fsspec does this)
+    get_object_storage_access (fsspec does this)
 megatron.core.datasets.utils:
     Split
     normalize
