@@ -97,6 +97,11 @@ def copy_of_module(implementation):
     return module
 
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what it puts into the background so, and the commands under test would be, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_fsync():
     """Waiting for the disk would be most of the run time; one test looks at the calls."""
