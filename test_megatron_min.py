@@ -8907,7 +8907,11 @@ def brute_chat_sample(texts, k, S, pad, eod, cp):
             conversations.append([])
         conversations[-1].append(message)
     fill = eod if pad is None else pad
-    tokens, targets, positions, filled, cu_seqlens = [], [], [], [], [0]
+    tokens = []
+    targets = []
+    positions = []
+    filled = []
+    cu_seqlens = [0]
     for conversation in conversations:
         position = 0
         for message in conversation:
@@ -9391,7 +9395,8 @@ def test_explain_a_step_of_phases(mm, tmp_path):
         place = {"data_parallel_rank": rank, "data_parallel_size": 2}
         first = mm.build_pretraining_data_loader(train, 0, micro_batch_size=2, **place)
         batches = iter(first)
-        next(batches), next(batches)
+        for _ in range(2):
+            next(batches)
         loader = mm.build_pretraining_data_loader(train, 0, micro_batch_size=1, **place)
         loader.load_state_dict(first.state_dict())
         loaders.append(iter(loader))
@@ -9461,7 +9466,8 @@ def parts_of(built):
     """[(split, dataset, samples drawn of it, samples of the split), ...] of what was built."""
     parts = []
     for split, found in zip(("train", "valid", "test"), built, strict=True):
-        for ds in found if isinstance(found, list) else [found]:
+        datasets = found if isinstance(found, list) else [found]
+        for ds in datasets:
             if hasattr(ds, "datasets"):
                 taken = np.bincount(ds.dataset_index, minlength=len(ds.datasets)).tolist()
                 parts += [(split, *pair, len(ds)) for pair in zip(ds.datasets, taken, strict=True)]
@@ -9641,7 +9647,9 @@ def test_samples_to_a_new_order_by_hand(mm):
         T, S, n = (int(rng.integers(low, high)) for low, high in ((9, 99), (1, 9), (1, 99)))
         ds = mm.PlannedDataset.__new__(mm.PlannedDataset)
         ds.config = config(mm, sequence_length=S)
-        ds.num_samples, ds.epoch_tokens, ds._extra = n, T, 1
+        ds.num_samples = n
+        ds.epoch_tokens = T
+        ds._extra = 1
         ds.epoch_plan = mm.plan_epochs(T, n, S)
         changes = []
         for other in range(1, n + 200):
