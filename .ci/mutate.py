@@ -110,7 +110,16 @@ FAULTS = {
         ("return file_exists(get_idx_path(path_prefix)) and", "return"),
         ("if not -n <= i < n:", "if not -n <= i <= n:"),
         ("self.multimodal, self.mmap\n", "self.multimodal, True\n"),
-        ("self.document_indices.append(len(self.sequence_lengths))", "pass"),
+        (
+            "self._check_open()\n        self.document_indices.append(len(self.sequence_lengths))",
+            "self._check_open()",
+        ),
+        (
+            "lengths, modes)\n        self.document_indices.append(len(self.sequence_lengths))",
+            "lengths, modes)",
+        ),
+        ("if converted.astype(tokens.dtype).tobytes() == tokens.tobytes():", "if True:"),
+        ("tokens.itemsize > converted.itemsize", "True"),
         ("if in_order != sorted(in_order):", "if False:"),
         ("if isinstance(prefixes, (str, os.PathLike)):", "if isinstance(prefixes, str):"),
         ("if not prefixes:", "if False:"),
