@@ -1118,7 +1118,7 @@ def convert_split_vector_to_split_matrix(
 
     With two vectors, both cut the same corpus, and each entry is what the two cuts of that split
     have in common: from the later begin to the earlier end.  Upstream has this; the builder of
-    section 7 does not use it.
+    section 7 does not use it.  ValueError if the vectors differ in length.
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
@@ -1127,6 +1127,8 @@ def convert_split_vector_to_split_matrix(
     edges_b = edges_a
     if vector_b is not None:
         edges_b = list(itertools.accumulate(vector_b, initial=0))
+    if len(edges_a) != len(edges_b):
+        raise ValueError(f"wanted two split vectors of one length, got {vector_a} and {vector_b}")
     matrix = []
     for k in range(len(edges_a) - 1):
         begin = max(edges_a[k], edges_b[k])
@@ -1161,6 +1163,8 @@ def get_blend_from_list(
     """
     if blend is None:
         return None
+    if isinstance(blend, str) or not isinstance(blend, collections.abc.Iterable):
+        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
     entries = [str(entry).strip() for entry in blend]
     is_number = [_number(entry) is not None for entry in entries]
     if entries and not any(is_number):
@@ -1174,26 +1178,30 @@ def get_blend_from_list(
     return entries[1::2], [float(weight) for weight in entries[0::2]]
 
 
-def _read_weights(weights):
-    """Weights as a list, in which numbers that are text, as in a file of JSON, are numbers."""
-    numbers_read = []
-    for weight in weights:
-        number = _number(weight.strip()) if isinstance(weight, str) else weight
-        numbers_read.append(weight if number is None else number)
-    return numbers_read
+def _read_weights(weights, names):
+    """The weights as a list of Python's numbers; ValueError that says which weight is wrong.
 
-
-def _check_weights(weights, names):
-    """ValueError that names the dataset whose weight is not a finite number >= 0."""
+    Wanted is a finite number >= 0 for each name.  It may be a text, as in a file of JSON.
+    """
+    if isinstance(weights, str) or not hasattr(weights, "__len__"):
+        raise ValueError(f"wanted a list of weights, got {weights!r}")
     if len(weights) != len(names):
         raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
+    numbers_read = []
     for weight, name in zip(weights, names, strict=True):
-        # float(weight) would fail for a very large integer: compare with the largest float instead
-        if not isinstance(weight, numbers.Real) or not 0 <= weight <= sys.float_info.max:
+        number = weight
+        if isinstance(weight, str):
+            number = _number(weight.strip())
+        elif isinstance(weight, np.generic):
+            number = weight.item()
+        # float(number) would fail for a very large integer: compare with the largest float instead
+        if not isinstance(number, numbers.Real) or not 0 <= number <= sys.float_info.max:
             raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
-    total = sum(float(weight) for weight in weights)
+        numbers_read.append(number)
+    total = sum(float(number) for number in numbers_read)
     if not 0 < total < math.inf:
-        raise ValueError(f"weights {list(weights)}: wanted a finite sum > 0")
+        raise ValueError(f"weights {numbers_read}: wanted a finite sum > 0")
+    return numbers_read
 
 
 def _drop_zero_weights(datasets, weights, names):
@@ -1222,7 +1230,7 @@ def _as_phases(phases, names):
         if not isinstance(samples, numbers.Integral) or samples < 1:
             raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples!r}")
         try:
-            _check_weights(weights, names)
+            weights = _read_weights(weights, names)
         except ValueError as error:
             raise ValueError(f"phase {number}: {error}") from None
         checked.append((int(samples), _normalize_used(weights)))
@@ -1256,8 +1264,8 @@ class BlendedMegatronDatasetConfig:
                                 in the folder <prefix>/cache, and those of a blend are not kept
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
     tokenizer                   an object as in section 2: its eod and its pad are used
-    mid_level_dataset_surplus   in a blend with weights, each corpus is built for this share of
-                                samples more than its weight asks for: 0.005 is half a percent
+    mid_level_dataset_surplus   the share of extra samples that each corpus of a blend with weights
+                                is built for: 0.005 is half a percent
     allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
                                 token has the same id; if False, padding is -1 in this case
     fast_cache_load             trust a cache that exists, without any check
@@ -1265,7 +1273,8 @@ class BlendedMegatronDatasetConfig:
     blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
                                 blend that follow each other, instead of its weights (section 6);
                                 use stable_order with it, so that phases that are added later leave
-                                the order of the corpora as it is
+                                the order of the corpora as it is.  A corpus that is new in a later
+                                phase goes to the end of blend, with weight 0 in the phases before
 
     Without blend and blend_per_split the data are mock data, see MockGPTDataset.
     """
@@ -1294,11 +1303,10 @@ class BlendedMegatronDatasetConfig:
         self._check_whole_number("sequence_length", 1)
         self._check_whole_number("num_dataset_builder_threads", 1)
         surplus = self.mid_level_dataset_surplus
-        if not surplus >= 0:  # nan is not
-            raise ValueError(f"mid_level_dataset_surplus must be >= 0, got {surplus}")
-        if self.blend_per_split is not None and any(self.blend_per_split):
-            self._check_blend_per_split()
-        else:
+        if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
+            raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
+        self.blend_per_split = self._read_blend_per_split()
+        if self.blend_per_split is None:
             self._set_split()
             self.blend = self._read_blend(self.blend)
         if self.blend_phases is not None:
@@ -1313,9 +1321,13 @@ class BlendedMegatronDatasetConfig:
             )
         setattr(self, name, int(value))
 
-    def _check_blend_per_split(self):
-        """Each split has corpora of its own: there is nothing to cut."""
-        if self.blend is not None or self.split is not None:
+    def _read_blend_per_split(self):
+        """The blend of each split, checked; None if no split has one of its own."""
+        if not isinstance(self.blend_per_split, (list, tuple, types.NoneType)):
+            raise ValueError(f"blend_per_split wants a list, got {self.blend_per_split!r}")
+        if not self.blend_per_split or not any(self.blend_per_split):
+            return None
+        if self.blend is not None or self.split is not None:  # there is nothing to cut
             raise ValueError(
                 "blend_per_split wants blend and split to be None, "
                 f"got {self.blend} and {self.split}"
@@ -1324,7 +1336,7 @@ class BlendedMegatronDatasetConfig:
             raise ValueError(
                 f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
             )
-        self.blend_per_split = [self._read_blend(blend) for blend in self.blend_per_split]
+        return [self._read_blend(blend) for blend in self.blend_per_split]
 
     def _set_split(self):
         """Derive mock, split and split_matrix from the blend and the split."""
@@ -1342,18 +1354,18 @@ class BlendedMegatronDatasetConfig:
         """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
         if blend is None:
             return None
-        if len(blend) != 2 or isinstance(blend[0], str) or not _are_paths(blend[0]):
+        is_pair = isinstance(blend, (list, tuple)) and len(blend) == 2
+        if not is_pair or not _are_paths(blend[0]):
             raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
         prefixes, weights = blend
         if weights is not None:
-            weights = _read_weights(weights)
-            _check_weights(weights, prefixes)
+            weights = _read_weights(weights, prefixes)
         return prefixes, weights
 
     def _check_phases(self):
         """blend_phases mixes the corpora of the training blend."""
         blend = self.blend
-        if self.blend_per_split is not None and any(self.blend_per_split):
+        if self.blend_per_split is not None:
             blend = self.blend_per_split[Split.train.value]
         if blend is None:
             raise ValueError(
@@ -1366,8 +1378,10 @@ class BlendedMegatronDatasetConfig:
 
 
 def _are_paths(prefixes):
-    """Is this at least one path, and nothing else?"""
-    return len(prefixes) > 0 and all(isinstance(path, (str, os.PathLike)) for path in prefixes)
+    """Is this a list of at least one path, and of nothing else?"""
+    if isinstance(prefixes, str) or not hasattr(prefixes, "__len__") or len(prefixes) == 0:
+        return False
+    return all(isinstance(path, (str, os.PathLike)) for path in prefixes)
 
 
 @dataclasses.dataclass
@@ -1493,18 +1507,12 @@ def count_samples(
 
 
 class EpochPlan(typing.NamedTuple):
-    """How often a dataset goes over its documents; see plan_epochs().
-
-    num_epochs                  E
-    num_samples                 N, the samples of all E epochs: as many as were wanted, or more
-    separate_final_epoch        is the last epoch shuffled by itself?
-    samples_before_final_epoch  samples of the first E - 1 epochs; 0 if E is 1
-    """
+    """How often a dataset goes over its documents; see plan_epochs()."""
 
     num_epochs: int  # E
     num_samples: int  # N, all that these epochs hold: at least as many as were wanted
     separate_final_epoch: bool  # is the last epoch shuffled by itself?
-    samples_before_final_epoch: int  # samples that end before the last epoch begins
+    samples_before_final_epoch: int  # samples that end before the last epoch begins; 0 if E is 1
 
 
 def plan_epochs(
@@ -1578,7 +1586,7 @@ def build_document_index(
 ) -> np.ndarray:
     """Repeat the documents for each epoch and shuffle them, the last epoch by itself if asked.
 
-    documents   int32 (D,)   numbers of the split's documents
+    documents   int32 (D,)   numbers of the split's documents; ValueError if one is 2**31 or more
     Returns     int32 (E*D,)
     Upstream    _build_document_index.  Epochs that are shuffled together are one pile: a document
                 may come twice before another one comes once.
@@ -1586,7 +1594,7 @@ def build_document_index(
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
     """
-    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
+    document_index = _repeat_documents(documents, num_epochs)
     if not separate_final_epoch:
         shuffle(document_index, random_state)
         return document_index
@@ -1594,6 +1602,14 @@ def build_document_index(
     shuffle(document_index[:edge], random_state)
     shuffle(document_index[edge:], random_state)
     return document_index
+
+
+def _repeat_documents(documents, num_epochs):
+    """The documents once for each epoch, int32; ValueError for a number that does not fit."""
+    documents = np.asarray(documents)
+    if len(documents) and documents.max() >= 2**31:
+        raise ValueError(f"document {documents.max()}: document_index is int32, below 2**31")
+    return np.tile(np.asarray(documents, np.int32), num_epochs)
 
 
 def build_sample_idx(
@@ -1637,7 +1653,7 @@ def build_sample_idx(
     """
     S = sequence_length
     x = int(add_extra_token_to_sequence)
-    num_samples, tokens_needed = _check_stream(
+    num_samples, tokens_needed = _measure_stream(
         sizes, document_indices, S, num_epochs, tokens_per_epoch, drop_last_partial_sequence, x
     )
     lengths = _lengths_of_documents(sizes, document_indices)
@@ -1652,18 +1668,19 @@ def build_sample_idx(
     if num_samples:
         tokens_read[-1] = tokens_needed  # the last sample may be short
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
-    rows = np.zeros((num_samples + 1, 2), _sample_index_dtype(document_indices))
+    rows = np.zeros((num_samples + 1, 2), _sample_index_dtype(len(document_indices)))
     rows[1:, 0] = d
     # Sample k begins x tokens before that point: with x = 1 at the last token of sample k - 1, with
     # x = 0 right behind it, and that may be the place behind the last token of document d.
     rows[1:, 1] = tokens_read - x - starts[d]
     if tokens_needed < num_samples * S and not x:  # x = 0, and the last sample is short
+        # rows[-1] is the first document that ends there; upstream has the last one, if it is empty
         rows[-1] = _end_of_stream(sizes, document_indices)
     return rows
 
 
-def _check_stream(sizes, documents, S, num_epochs, tokens_per_epoch, drop_last, x):
-    """Check the arguments; return N, and how many tokens of the stream N samples need."""
+def _measure_stream(sizes, documents, S, num_epochs, tokens_per_epoch, drop_last, x):
+    """N, and how many tokens of the stream N samples need; errors for wrong arguments."""
     _check_array(sizes, "sizes", np.int32)
     _check_array(documents, "document_indices", np.int32)
     if not 1 <= operator.index(S) < 2**32:
@@ -1696,17 +1713,13 @@ def _lengths_of_documents(sizes, documents):
     return lengths
 
 
-def _sample_index_dtype(documents):
+def _sample_index_dtype(num_documents):
     """int32, or int64 where d does not fit.  Sizes are int32, so the offsets always fit."""
-    return np.int32 if len(documents) < 2**31 else np.int64
+    return np.int32 if num_documents < 2**31 else np.int64
 
 
 def _end_of_stream(sizes, documents):
-    """The last row where x = 0 and the last sample is short: (the last document, its length).
-
-    searchsorted() gave the first document that ends where the stream ends.  Where empty documents
-    follow it, upstream has the last of them, with its length, 0; so has this row.
-    """
+    """The place behind the last token, as a row: (the last document, its length)."""
     return len(documents) - 1, sizes[documents[-1]]
 
 
@@ -1720,15 +1733,10 @@ def build_shuffle_index(
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
     """
-    shuffle_index = _number_samples(total_size)
+    shuffle_index = np.arange(total_size, dtype=_shuffle_index_dtype(total_size))
     shuffle(shuffle_index[:num_samples], random_state)
     shuffle(shuffle_index[num_samples:], random_state)
     return shuffle_index
-
-
-def _number_samples(total_size):
-    """0 .. total_size - 1, as uint32 or int64."""
-    return np.arange(total_size, dtype=_shuffle_index_dtype(total_size))
 
 
 def _shuffle_index_dtype(total_size):
@@ -1761,8 +1769,9 @@ def build_stable_orders(
     """
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
-    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
-    shuffle_index = _number_samples(sample_edges[-1])
+    document_index = _repeat_documents(documents, num_epochs)
+    num_samples = sample_edges[-1]
+    shuffle_index = np.arange(num_samples, dtype=_shuffle_index_dtype(num_samples))
     random_state = np.random.RandomState(random_seed)
     for epoch in range(num_epochs):
         if epoch > 0:
@@ -2759,6 +2768,8 @@ def build_phase_indices(
     >>> which.tolist(), sample.tolist()
     ([1, 0, 1, 1, 0, 1, 0, 1], [0, 0, 1, 2, 1, 3, 2, 4])
     """
+    if len(phases) == 0:
+        raise ValueError("wanted one phase or more, got none")
     _, weights = phases[0]
     taken = np.zeros(len(weights), np.int64)  # of each dataset, in the phases so far
     begin = 0
@@ -2848,11 +2859,11 @@ class BlendedDataset(torch.utils.data.Dataset):
     def _set_weights(self, datasets, weights, size):
         """A blend of one phase, or one whose weights are counts."""
         names = [_name(dataset) for dataset in datasets]
-        _check_weights(weights, names)
+        weights = _read_weights(weights, names)
         if size is None and any(weight != int(weight) for weight in weights):
             raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
-        if size is not None and size < 0:
-            raise ValueError(f"wanted a size >= 0, got {size}")
+        if size is not None and (size < 0 or size % 1):
+            raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
         self.datasets, weights = _drop_zero_weights(datasets, weights, names)
         if size is None:
             self.size = None
@@ -3112,7 +3123,7 @@ class BlendedMegatronDatasetBuilder:
                 raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
             if size is None and self._has_weights(split):
                 raise ValueError(
-                    f"a blend with weights needs a size for each split, got {self.sizes}"
+                    f"{split.name} is a blend with weights, which needs a size (--sizes), got None"
                 )
         if config.multiple_validation_sets and config.full_validation:
             if self.sizes[Split.valid.value] is not None:
@@ -3148,14 +3159,11 @@ class BlendedMegatronDatasetBuilder:
         is_wanted = on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
             datasets = on_every_rank(self._build_splits)
-            on_every_rank(self._do_nothing)  # while the others build
+            on_every_rank(_do_nothing)  # while the others build
         else:
-            on_every_rank(self._do_nothing)  # while rank 0 builds
-            datasets = on_every_rank(self._build_splits if is_wanted else self._do_nothing)
+            on_every_rank(_do_nothing)  # while rank 0 builds
+            datasets = on_every_rank(self._build_splits if is_wanted else _do_nothing)
         return datasets if is_wanted else [None] * len(Split)
-
-    def _do_nothing(self):
-        """The part of a rank that only waits for the others."""
 
     def _build_splits(self):
         """All splits, on this rank."""
@@ -3195,7 +3203,7 @@ class BlendedMegatronDatasetBuilder:
         if matrix[Split.train.value] is not None and self.config.blend_phases is not None:
             phases = self._phases_of_train(prefixes)
         if weights is not None:
-            if phases is None:  # a phase may give weight to a corpus that has none here
+            if phases is None:  # a phase has a weight for each corpus, so all of them stay
                 prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             weights = _normalize_used(weights)
         corpora = self._split_corpora(prefixes, weights, phases, matrix)
@@ -3229,31 +3237,34 @@ class BlendedMegatronDatasetBuilder:
         if len(prefixes) == 1:  # a small corpus is open before a thread has started
             sizes = self._sizes_of_corpus(0, weights, phases, 1)
             return [self._split_corpus(prefixes[0], matrix, sizes)]
-        threads = self.config.num_dataset_builder_threads
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(self.config.num_dataset_builder_threads)
+        try:
             futures = []
             for d, prefix in enumerate(prefixes):
                 sizes = self._sizes_of_corpus(d, weights, phases, len(prefixes))
                 futures.append(pool.submit(self._split_corpus, prefix, matrix, sizes))
+            for future in concurrent.futures.as_completed(futures):
+                future.result()  # an error is raised at once
             return [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _sizes_of_corpus(self, d, weights, phases, num_corpora):
         """[samples of train, of valid, of test] that corpus d is built for; None: one epoch."""
-        sizes = self.sizes
-        if weights is not None:
-            sizes = [self._size_with_surplus([(size, weights)], d) for size in self.sizes]
-        elif num_corpora > 1:
-            sizes = [None] * len(Split)
-        if phases is not None:
-            sizes = [self._size_with_surplus(phases, d), *sizes[1:]]
+        sizes = []
+        for split, size in zip(Split, self.sizes, strict=True):
+            if split is Split.train and phases is not None:
+                targets = [math.ceil(samples * weights[d]) for samples, weights in phases]
+                size = self._add_surplus(sum(targets))
+            elif weights is not None and size is not None:
+                size = self._add_surplus(math.ceil(size * weights[d]))
+            elif num_corpora > 1:
+                size = None
+            sizes.append(size)
         return sizes
 
-    def _size_with_surplus(self, phases, d):
-        """How many samples corpus d is built for, so that these phases can take their parts."""
-        target = 0
-        for samples, weights in phases:
-            if samples is not None:
-                target += math.ceil(samples * weights[d])
+    def _add_surplus(self, target):
+        """How many samples a corpus is built for, so that a blend can take this many of it."""
         return math.ceil(target * (1 + self.config.mid_level_dataset_surplus))
 
     def _split_corpus(self, prefix, matrix, sizes):
@@ -3297,7 +3308,22 @@ class BlendedMegatronDatasetBuilder:
                     stacklevel=2,
                 )
                 size = sum(weights)
+            parts = self._leave_out_empty(split, parts)
+            weights = [len(part) for part in parts]
         return self._blend_exactly(parts, weights, size)
+
+    def _leave_out_empty(self, split, parts):
+        """The parts that have a sample; a warning names the others."""
+        kept = []
+        for part in parts:
+            if len(part) > 0:
+                kept.append(part)
+            else:
+                warnings.warn(
+                    f"{split.name} of {_name(part)} holds no whole sample: left out of the blend",
+                    stacklevel=2,
+                )
+        return kept
 
     def _blend_exactly(self, parts, weights, size, phases=None):
         """The blend of these parts; one that would not last is built again, larger."""
@@ -3312,6 +3338,10 @@ class BlendedMegatronDatasetBuilder:
                 opened = part.dataset, part.dataset_path, part.indices
                 parts[d] = self.cls(*opened, needed[part], part.index_split, self.config)
         return BlendedDataset(parts, weights, size, self.config, phases)
+
+
+def _do_nothing():
+    """The part of a rank that only waits for the others."""
 
 
 # ==============================================================================
@@ -3347,19 +3377,19 @@ class BlendedMegatronDatasetBuilder:
 #   cyclic, sharded     in each epoch each rank shuffles   workers; micro-batch size, if (a) and (b)
 #                       a part of its own                  hold
 #
+#   (a) consumed_samples is a whole number of the new rounds
+#   (b) as many samples are shuffled: those that fill no micro-batch (sharded: no round) are not
+#   (c) consumed_samples is as far in the same epoch: new rounds may change how long an epoch is
+#
 # A job that goes on may also train longer, or mix its corpora in another way from here on, if its
 # datasets have stable_order (section 4) and the order of its sampler does not depend on how many
-# samples there are, as that of "single" does not.  Then the state describes the past alone:
+# samples there are, as that of "single" does not.  Then the state describes the past alone.  With
+# u, v and w for the weights of phases:
 #
-#   the state, after 600 samples       [past: 500 samples of phase 0, 100 of phase 1]
+#   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
 #   a job that it fits                 phases (500, u) (400, v)
 #   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
 #   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
-#
-# (a) consumed_samples is a whole number of the new rounds.  (b) As many samples are shuffled as
-# before: samples that fill no micro-batch (unsharded) or no round (sharded) are not.  (c) An epoch
-# is the samples of whole rounds, so new rounds may make it shorter or longer: consumed_samples must
-# still be in the same epoch, as far from its start.
 
 
 class _Sampler:
@@ -3394,8 +3424,8 @@ class _Sampler:
             "data_parallel_size": data_parallel_size,
         }
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be >= 1, got {size}")
+            if size < 1 or size % 1:
+                raise ValueError(f"{name} must be >= 1 and whole, got {size}")
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(
                 f"data_parallel_rank must be 0 to {data_parallel_size - 1}, "
@@ -3613,9 +3643,10 @@ def fingerprint(dataset: typing.Any) -> dict:
     """
     found = {"class": type(dataset).__name__, "num_samples": len(dataset)}
     if isinstance(dataset, BlendedDataset):
-        # split, seed and sequence length are those of the first dataset: all datasets share them
-        found = {**fingerprint(dataset.datasets[0]), **found}
-        found.pop("requested", None)  # each dataset has its own
+        first = fingerprint(dataset.datasets[0])
+        for key in ("split", "sequence_length", "random_seed", "stable_order"):
+            if key in first:
+                found[key] = first[key]  # all datasets of a blend share it
         found["size"] = dataset.size
         if dataset.weights is None:  # phases have weights
             found["phases"] = _describe_phases(dataset.phases)
@@ -3649,13 +3680,15 @@ def _describe_contents(dataset):
     made_from = dataset.made_from()
     if not made_from:
         return {}
-    made_from.pop("idx_mtime_ns", None)  # a copy of a corpus is the same corpus
-    first, end, digest = made_from.pop("documents")
+    first, end, digest = made_from["documents"]
     found = {"documents": [first, end], "num_sequences": len(dataset.dataset)}
-    for name in ("keep_partial", "extra_token"):
-        if name in made_from:
-            found[name] = made_from.pop(name)
-    found["contents"] = _md5(json.dumps([digest, made_from]))
+    identity = {}  # what tells the file from others
+    for key, value in made_from.items():
+        if key in ("keep_partial", "extra_token"):
+            found[key] = value
+        elif key not in ("documents", "idx_mtime_ns"):  # a copy of a corpus is the same corpus
+            identity[key] = value
+    found["contents"] = _md5(json.dumps([digest, identity]))
     return found
 
 
@@ -3747,7 +3780,11 @@ def check_position(state: dict, dataset: typing.Any, sampler: _Sampler, strict: 
 
 
 def _flatten_position(state):
-    """All of a position in one dict: {(entry, the number of its corpus, or ""): value}."""
+    """All of a position in one dict: {(entry, the number of its corpus, or ""): value}.
+
+    {"order": {"consumed": 4}, "dataset": {"corpora": {"0": {"name": "p"}}, ...}, ...} becomes
+    {("consumed", ""): 4, ("corpora", ""): ["0"], ("name", "0"): "p", ...}
+    """
     data = dict(state["dataset"])
     corpora = data.pop("corpora", {})
     weights = data.pop("weights", {})
@@ -3768,7 +3805,8 @@ def _flatten_position(state):
     for d, corpus in corpora.items():
         for entry, value in corpus.items():
             flat[entry, d] = value
-    return flat
+    # the keys of a state that somebody else wrote may be no texts, which cannot be sorted
+    return {(str(entry), str(d)): value for (entry, d), value in flat.items()}
 
 
 # What the entries of a position are called in a message, where their own name does not say it.
@@ -3782,8 +3820,11 @@ _WORDS_OF_POSITION = {
 
 def _describe_differences(here, saved):
     """One sentence for each entry in which two flat positions differ; names may differ."""
+    keys = sorted(here.keys() | saved.keys())
+    if here["sampler", ""] != saved["sampler", ""]:
+        keys = [("sampler", "")]  # another sampler has other entries
     sentences = []
-    for entry, d in sorted(here.keys() | saved.keys()):
+    for entry, d in keys:
         found = here.get((entry, d))
         wanted = saved.get((entry, d))
         if found == wanted or entry == "name":
@@ -3883,14 +3924,18 @@ class RerunDataIterator(collections.abc.Iterator):
             "saved_microbatches": list(self.saved_microbatches),
             "replaying": self.replaying,
             "replay_pos": self.replay_pos,
+            "is_kept": self._is_kept,
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where the state was taken; the iterable must go on there by itself."""
+        """Go on where the state was taken; the iterable must go on there by itself.
+
+        Upstream's state will do; with it, what is read from now on is kept.
+        """
         self.saved_microbatches = list(state["saved_microbatches"])
         self.replaying = state["replaying"]
         self.replay_pos = state["replay_pos"]
-        self._is_kept = len(self.saved_microbatches) > 0
+        self._is_kept = state.get("is_kept", True)
 
 
 def get_train_valid_test_num_samples(
@@ -3921,6 +3966,11 @@ def get_train_valid_test_num_samples(
         raise ValueError(f"eval_interval must be >= 1, got {eval_interval}")
     if train_samples is None:
         train_samples = train_iters * global_batch_size
+    if train_samples < 0 or eval_iters < 0:
+        raise ValueError(
+            "wanted training samples or steps, and eval_iters, >= 0, "
+            f"got {train_samples} samples and eval_iters {eval_iters}"
+        )
     evaluations = 1
     if not skip_train:
         evaluations += train_samples // global_batch_size // eval_interval
@@ -6133,12 +6183,12 @@ def _c_build_sample_idx(
 ):
     arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
     flags = drop_last_partial_sequence, int(add_extra_token_to_sequence)
-    num_samples, tokens_needed = _check_stream(*arguments, *flags)
+    num_samples, tokens_needed = _measure_stream(*arguments, *flags)
     S = operator.index(sequence_length)
     x = int(add_extra_token_to_sequence)
     sizes = np.ascontiguousarray(sizes)
     documents = np.ascontiguousarray(document_indices)
-    rows = np.empty((num_samples + 1, 2), _sample_index_dtype(documents))
+    rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
     try:
         _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed)
     except (IndexError, ValueError):
@@ -8303,7 +8353,7 @@ class PlannedDataset(GPTDataset):
     def cache_bytes(self) -> int:
         """Return the size of the three arrays of the dataset, as files."""
         num_places = self.epoch_plan.num_epochs * len(self.indices)
-        row_bytes = 2 * np.dtype(_sample_index_dtype(range(num_places))).itemsize
+        row_bytes = 2 * np.dtype(_sample_index_dtype(num_places)).itemsize
         number_bytes = np.dtype(_shuffle_index_dtype(len(self))).itemsize
         arrays = 4 * num_places + row_bytes * (len(self) + 1) + number_bytes * len(self)
         return arrays + 3 * _NPY_HEADER_BYTES
@@ -8458,11 +8508,6 @@ class _PlanningBuilder(BlendedMegatronDatasetBuilder):
                     f"{part.index_split.name} of {_name(part)}: the blend takes "
                     f"{part.num_samples:,} samples, and weight and surplus give {len(first):,}: "
                     "the corpus is built again, larger (Megatron-LM fails in the middle of the run)"
-                )
-            if part not in blend.datasets:
-                self.notes.append(
-                    f"{part.index_split.name} of {_name(part)}: its {part.epoch_tokens:,} tokens "
-                    "are too few for one sample: it is left out of the blend"
                 )
         return blend
 

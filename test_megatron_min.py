@@ -1307,6 +1307,40 @@ def test_our_own_fields_are_keyword_only(one):
         one.GPTDatasetConfig(*values, True)
 
 
+BAD_TYPES = [  # fields of a config, words
+    ({"mid_level_dataset_surplus": math.inf}, "surplus: wanted a number"),
+    ({"mid_level_dataset_surplus": "0.1"}, "surplus: wanted a number"),
+    ({"blend": 5}, "a blend is"),
+    ({"blend": (None, None)}, "a blend is"),
+    ({"blend": (["p"], 5)}, "list of weights, got 5"),
+    ({"blend": (["p"], "1")}, "list of weights, got '1'"),
+    ({"blend": None, "split": None, "blend_per_split": 5}, "blend_per_split wants a list, got 5"),
+    ({"blend_phases": [(4, 5)]}, "phase 0: wanted a list of weights, got 5"),
+]
+
+
+@pytest.mark.parametrize("fields, words", BAD_TYPES, ids=str)
+def test_a_config_of_wrong_types_is_a_sentence(one, fields, words):
+    with pytest.raises(ValueError, match=words):
+        config(one, **{"blend": (["p"], None), "split": "1"} | fields)
+
+
+def test_lists_that_are_none(one):
+    for blend in ("p1", 5):
+        with pytest.raises(ValueError, match=f"wanted a list of prefixes.*{blend}"):
+            one.get_blend_from_list(blend)
+    with pytest.raises(ValueError, match="of one length"):
+        one.convert_split_vector_to_split_matrix([1.0, 0.0], [1.0])
+
+
+def test_weights_of_numpy_and_of_text_are_numbers(one):
+    """A numpy float32 warned that the largest double overflows."""
+    weights = np.array([30, 0.5], np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert config(one, (["p", "q"], weights)).blend == (["p", "q"], [30.0, 0.5])
+
+
 # ==============================================================================
 # 4. Three orders
 # ==============================================================================
@@ -1660,10 +1694,10 @@ def test_stable_indices_grow_out_of_their_dtypes(mm, tmp_path, monkeypatch):
     make = growing(mm, tmp_path, np.random.default_rng(5), stable_order=True)
     shorter = make(20)
 
-    def int64_for(documents):
+    def int64_for(number):
         return np.int64
 
-    monkeypatch.setattr(mm, "_number_samples", np.arange)  # int64
+    monkeypatch.setattr(mm, "_shuffle_index_dtype", int64_for)
     monkeypatch.setattr(mm, "_sample_index_dtype", int64_for)
     longer = make(100)
     assert longer.sample_index.dtype == longer.shuffle_index.dtype == np.int64
@@ -1682,6 +1716,15 @@ def test_a_stable_cache_has_a_name_of_its_own(mm, tmp_path):
     again = gpt(mm, prefix, 20, stable_order=True, **fields)
     same(again.document_index, stable.document_index)
     assert not np.array_equal(again.document_index, plain.document_index)
+
+
+def test_numbers_of_documents_beyond_int32(mm):
+    """They must not wrap."""
+    documents = np.array([1, 2**31 + 5])
+    with pytest.raises(ValueError, match="document 2147483653"):
+        mm.build_document_index(documents, 1, np.random.RandomState(0), False)
+    with pytest.raises(ValueError, match="document 2147483653"):
+        mm.build_stable_orders(documents, [0, 1], 1234)
 
 
 # ==============================================================================
@@ -2455,14 +2498,15 @@ BAD_BLENDS = [  # weights of two datasets, size, words
     ([1, math.nan], 4, "weight of bare: .*nan"),
     ([math.inf, 1], 4, "weight of bare: .*inf"),
     ([1, 10**400], 4, "weight of bare: wanted a finite number"),
-    (["1", 1], 4, "weight of bare: .*'1'"),
+    (["x", 1], 4, "weight of bare: .*'x'"),
     ([None, 1], 4, "weight of bare: .*None"),
     ([0, 0], 4, "finite sum > 0"),
     ([1e308, 1.7e308], 4, "finite sum > 0"),
     ([1], 4, "1 weights for 2 datasets"),
     ([1, 1, 1], 4, "3 weights for 2 datasets"),
     ([1.5, 2.5], None, "numbers of samples"),
-    ([1, 1], -1, "size >= 0, got -1"),
+    ([1, 1], -1, "number >= 0, got -1"),
+    ([1, 1], 4.7, "number >= 0, got 4.7"),
 ]
 
 
@@ -2695,6 +2739,11 @@ def test_phases_without_a_training_blend(one, fields, words):
         config(one, blend_phases=[(4, [1])], **fields)
 
 
+def test_no_phases_at_all(mm):
+    with pytest.raises(ValueError, match="one phase or more"):
+        mm.build_phase_indices(np.zeros(0, np.int16), np.zeros(0, np.int64), [])
+
+
 # ==============================================================================
 # 7. The builder
 # ==============================================================================
@@ -2707,12 +2756,18 @@ C = "in/c"
 
 @pytest.fixture
 def corpora(mm, tmp_path, monkeypatch):
-    """A, B and C: pairs of 40, 25 and 10 documents, in the current folder."""
+    """A, B and C: pairs of 40, 25 and 10 documents, in the current folder.
+
+    A build that fails does not wait for its threads: the fixture does, before it leaves the folder.
+    """
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(11)
     for prefix, count in ((A, 40), (B, 25), (C, 10)):
         mk(mm, prefix, [rng.integers(1, 50, n) for n in rng.integers(5, 30, count)])
-    return [A, B, C]
+    yield [A, B, C]
+    for thread in threading.enumerate():
+        if thread.name.startswith("ThreadPoolExecutor"):
+            thread.join(60)
 
 
 def outline(built):
@@ -2833,10 +2888,10 @@ def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
     """All samples, or as many as are wanted; a corpus too short for a sample gives none."""
     short = mk(mm, "in/short", [[1, 2]])
     cfg = config(mm, ([A, short, B, C], None))
-    whole = build(mm, [None, None, None], cfg)[0]
+    whole = quiet(build, mm, [None, None, None], cfg)[0]
     lengths = [len(gpt(mm, prefix)) for prefix in (A, B, C)]
     assert np.bincount(whole.dataset_index).tolist() == lengths
-    assert len(build(mm, [10, 0, 0], cfg)[0]) == 10
+    assert len(quiet(build, mm, [10, 0, 0], cfg)[0]) == 10
     with pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1,000,000"):
         large = build(mm, [1000000, 0, 0], cfg)[0]
     assert len(large) == sum(lengths)
@@ -2949,10 +3004,10 @@ def test_a_corpus_that_phases_would_exhaust_is_built_larger(mm, tmp_path, monkey
     """The rounding of a long run may make a corpus give one sample more than was reckoned."""
     prefixes = [mk(mm, tmp_path / name, [[1] * 8]) for name in "abc"]
 
-    def three(builder, phases, d):
+    def three(builder, target):
         return 3
 
-    monkeypatch.setattr(mm.BlendedMegatronDatasetBuilder, "_size_with_surplus", three)
+    monkeypatch.setattr(mm.BlendedMegatronDatasetBuilder, "_add_surplus", three)
     cfg = config(mm, (prefixes, None), blend_phases=[(6, [1, 1, 1]), (6, [0, 1, 2])])
     train = build(mm, [12, 0, 0], cfg)[0]
     assert [part.num_samples for part in train.datasets] == [3, 4, 6]
@@ -3019,6 +3074,39 @@ def test_a_class_of_its_own_gets_an_array_of_documents(mm, corpora):
 
     ds = build(mm, [None, None, None], config(mm, ([A], None), split="1"), Even)[0]
     assert ds.indices.tolist() == list(range(0, 40, 2))
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_wrong_prefix_ends_the_build_at_once(one, corpora, place):
+    """The corpora that no thread has begun are not built; those before it are not waited for."""
+    opened = []
+    go_on = threading.Event()
+
+    class Slow(one.GPTDataset):
+        @staticmethod
+        def build_low_level_dataset(path, cfg):
+            if path == "in/none":
+                raise FileNotFoundError(path)
+            opened.append(path)
+            go_on.wait(60)
+            raise OSError("nobody waits for this corpus")
+
+    prefixes = [A, *[B] * 9]
+    prefixes.insert(place, "in/none")
+    cfg = config(one, (prefixes, None), num_dataset_builder_threads=place + 1)
+    with pytest.raises(FileNotFoundError, match="in/none"):
+        build(one, [None, None, None], cfg, Slow)
+    go_on.set()
+    assert len(opened) <= place + 1
+
+
+def test_a_corpus_without_a_sample_is_left_out_with_a_warning(mm, corpora, caplog):
+    """It has no weight, and so none of 0."""
+    short = mk(mm, "in/short", [[1, 2]])
+    with pytest.warns(UserWarning, match="train of in/short holds no whole sample"):
+        train = build(mm, [None, None, None], config(mm, ([A, short], None)))[0]
+    assert [part.dataset_path for part in train.datasets] == [A]
+    assert caplog.messages == []
 
 
 # ==============================================================================
@@ -3144,6 +3232,7 @@ BAD_SAMPLERS = [  # kind, sizes, words
     ("single", (8, 9, 1, 0, 1), r"\(8\), got 9"),
     ("single", (8, 2**70, 1, 0, 1), f"got {2**70}"),
     ("single", (8, 0, 0, 0, 1), "micro_batch_size must"),
+    ("single", (8, 0, 1.5, 0, 1), "micro_batch_size must .*got 1.5"),
     ("single", (8, 0, 1, 0, 0), "data_parallel_size must"),
     ("single", (8, 0, 1, 2, 2), "data_parallel_rank.*got 2"),
     ("full_validation", (8, 0, 1, -1, 2), "data_parallel_rank.*got -1"),
@@ -3420,8 +3509,6 @@ def test_rerun_data_iterator(one):
                 assert state["saved_microbatches"] == list(range(start, read))
                 numbers = one.RerunDataIterator(range(read, 20))
                 numbers.load_state_dict(state)
-                if start == read:
-                    numbers.advance()  # nothing was kept, and the new one has to be told to
             elif action == "rewind":
                 numbers.rewind()
                 place = start
@@ -3454,7 +3541,7 @@ def test_the_state_of_a_rerun_data_iterator_is_a_copy(one):
     next(numbers)
     state = numbers.state_dict()
     next(numbers)
-    assert state == {"saved_microbatches": [0], "replaying": False, "replay_pos": 0}
+    assert state["saved_microbatches"] == [0]
 
 
 LENGTHS_OF_RUNS = [  # arguments, samples of train, valid and test or the words of an error
@@ -3467,6 +3554,8 @@ LENGTHS_OF_RUNS = [  # arguments, samples of train, valid and test or the words 
     ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
     ({"train_iters": 10, "eval_interval": 0}, "eval_interval"),
     ({"train_iters": 10, "global_batch_size": 0}, "global_batch_size"),
+    ({"train_iters": -5}, "samples or steps, .*got -40"),
+    ({"train_samples": 80, "eval_iters": -2}, "eval_iters -2"),
     ({}, "train_iters or train_samples"),
     ({"train_iters": 10, "train_samples": 80}, "train_iters or train_samples"),
 ]
@@ -3734,6 +3823,26 @@ def test_a_run_that_changes_its_plan_three_times(mm, tmp_path):
 def test_long_runs_that_change_their_plans(mm, tmp_path):
     for rng in cases(5):
         run_that_changes_its_plan(mm, tmp_path, rng, 500)
+
+
+@pytest.mark.parametrize("part", ["order", "dataset"])
+def test_a_state_whose_keys_are_no_texts_is_refused(one, part):
+    loader = run_of(one)
+    state = loader.state_dict()
+    with pytest.raises(ValueError, match="does not fit"):
+        loader.load_state_dict(state | {part: state[part] | {1: 2}})
+
+
+def test_of_another_sampler_nothing_else_is_said(one):
+    with pytest.raises(ValueError, match="is 'single' here, 'cyclic' in the state.  Go on"):
+        run_of(one).load_state_dict(run_of(one, total=65, **CYCLIC).state_dict())
+
+
+def test_a_rerun_data_iterator_without_advance_keeps_nothing_after_a_resume(one):
+    state = one.RerunDataIterator(range(9)).state_dict()
+    numbers = one.RerunDataIterator(range(9))
+    numbers.load_state_dict(state)
+    assert (next(numbers), numbers.saved_microbatches) == (0, [])
 
 
 # ==============================================================================
