@@ -93,6 +93,7 @@ import pathlib
 import pkgutil
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import struct
@@ -467,7 +468,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def add_index(self, path_prefix: str | os.PathLike) -> None:
         """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
 
-        ValueError if the pair has another dtype, or is the one that is being written.
+        ValueError if the pair has another dtype, or modes that would be lost, or is the one that is
+        being written.
         """
         self._check_open()
         source = get_bin_path(path_prefix)
@@ -480,6 +482,12 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             raise ValueError(
                 f"{hide_credentials(source)} holds {other.dtype.__name__} tokens, "
                 f"wanted {self.dtype.__name__} as in {hide_credentials(self._bin.path)}"
+            )
+        without_modes = 34 + 12 * len(other) + 8 * len(other.document_indices)
+        if not self.multimodal and len(other._idx_content) > without_modes:
+            raise ValueError(
+                f"{hide_credentials(source)} is one of a multimodal pair: to keep its modes, give "
+                "--multimodal, or multimodal=True"
             )
         before = len(self.sequence_lengths)
         for tokens in other.blocks_of_tokens():
@@ -8086,11 +8094,13 @@ class ParquetRows:
 #   plan(config, sizes)   a config          ->  what the builder would build
 #   verify_cache(path)    files of a cache  ->  whether they are what was written
 #
-# The first three follow from the orders of section 4, and read no token.  find() goes the way of
-# GPTDataset.pieces() backwards, so it needs two orders the other way round, which are made once:
+# The first three follow from the orders of section 4, and read no token.  trace() goes down this
+# table, as GPTDataset.pieces() does, and find() goes up:
 #
-#   k --shuffle_index--> j --sample_index--> positions d .. d' --document_index--> sequences
-#   k <--its inverse---- j <--binary search-- positions d  <--the sorted places--- sequence
+#   array            trace() goes from        to                        find() goes back by
+#   shuffle_index    sample k                 sample j of the stream    its inverse, made once
+#   sample_index     sample j of the stream   positions d .. d'         binary search
+#   document_index   positions d .. d'        sequences                 a sorted copy, made once
 #
 # plan() runs the builder of section 7 with datasets that have a length and no arrays.  So it reads
 # the lengths of the documents alone, and has the builder's own blends, phases and errors.
@@ -8160,8 +8170,8 @@ class SampleFinder:
 
     def __init__(self, dataset: GPTDataset) -> None:
         self._dataset = dataset
-        # One number for each entry of document_index, sequence * size + position.  In their order
-        # all places of a sequence are side by side.  Numbers sort faster than places by a key.
+        # One number for each entry of document_index, sequence * size + position.  When they are
+        # sorted, those of a sequence are neighbours: binary search finds the first and the last.
         self._size = len(dataset.document_index)
         if self._size > 2**32:
             raise ValueError(f"find() knows up to 2**32 places of documents, not {self._size}")
@@ -8180,23 +8190,25 @@ class SampleFinder:
         begin, end = np.searchsorted(self._places, [i * self._size, (i + 1) * self._size])
         found = set()
         for place in self._places[begin:end].tolist():
-            for j in self._samples_at(place - i * self._size, i):
+            for j in self._samples_of_position(place - i * self._size, i):
                 found.add(int(self._numbers[j]))
         # a subclass may have a smaller len()
         return sorted(k for k in found if k < len(self._dataset))
 
-    def _samples_at(self, d, i):
-        """Yield the samples of the stream that hold a token of its d-th document, sequence i."""
+    def _samples_of_position(self, d, i):
+        """The samples of the stream that hold a token of sequence i at position d of the stream."""
         sample_index = self._dataset.sample_index
-        starts = sample_index[:, 0]  # the documents in which samples start; they never go back
+        starts = sample_index[:, 0]  # the positions at which samples start, in order
         num_samples = len(sample_index) - 1
-        # the last sample that starts before d ends there or later
+        # Those that start at d may hold its tokens, and the last one that starts before d.
         first = max(0, bisect.bisect_left(starts, d) - 1)
         end = min(bisect.bisect_right(starts, d), num_samples)
+        samples = []
         for j in range(first, end):
             part_begin, part_end = self._dataset._part(sample_index[j : j + 2].tolist(), d, i)
             if part_begin < part_end:
-                yield j
+                samples.append(j)
+        return samples
 
 
 class ExplainedSample(typing.NamedTuple):
@@ -8359,11 +8371,11 @@ class PlannedDataset(GPTDataset):
         return arrays + 3 * _NPY_HEADER_BYTES
 
     def samples_to_a_new_order(self) -> int | None:
-        """Return by how many samples more, or fewer (< 0), all samples come in another order.
+        """Return the nearest size at which all samples come in another order, minus this size.
 
-        That is the nearest number of samples that has other epochs, or for which the last epoch is
-        shuffled by itself and was not, or the other way round (see plan_epochs()).  None if the
-        order does not depend on the number of samples.
+        That is a number of samples which needs another number of epochs, or for which the last
+        epoch is shuffled by itself and was not, or the other way round (see plan_epochs()).  None
+        if the order does not depend on the number of samples.
         """
         n = self.num_samples
         if n is None or n == 0 or self.config.stable_order:
@@ -8523,7 +8535,10 @@ def _shares(dataset):
     else:
         weights = np.zeros(len(taken))
         for samples, weights_of_phase in dataset.phases:
-            weights += np.multiply(weights_of_phase, samples / max(1, dataset.size))
+            share_of_phase = 1.0  # without any sample there is one phase
+            if dataset.size > 0:
+                share_of_phase = samples / dataset.size
+            weights += np.multiply(weights_of_phase, share_of_phase)
         weights = weights.tolist()
     return list(zip(dataset.datasets, taken, weights, strict=True))
 
@@ -8622,7 +8637,8 @@ def _notes_of_row(row, part):
             "the run may become longer or shorter"
         )
     difference = abs(float(row.weight_achieved) - row.weight_asked)
-    if difference > _MUCH * row.weight_asked:
+    is_wanted = row.samples_requested or row.samples_drawn
+    if is_wanted and difference > _MUCH * row.weight_asked:
         notes.append(
             f"{name}: a weight of {row.weight_asked:.4g} cannot be met with so few samples: "
             f"{row.samples_drawn:,} are drawn, {float(row.weight_achieved):.4g} of all"
@@ -8633,6 +8649,15 @@ def _notes_of_row(row, part):
 def _epochs_of_pile(part):
     """How many epochs are shuffled together, the last one left out where it is by itself."""
     return part.epoch_plan.num_epochs - int(part.epoch_plan.separate_final_epoch)
+
+
+class _OrderOfDocuments(typing.NamedTuple):
+    """Corpora for which this is equal have their documents in the same order, with one seed."""
+
+    split: str
+    documents: int
+    num_epochs: int | None  # None with stable_order, which shuffles each epoch by itself
+    separate_final_epoch: bool | None
 
 
 def _notes_of_splits(config, rows, parts, global_batch_size):
@@ -8646,28 +8671,32 @@ def _notes_of_splits(config, rows, parts, global_batch_size):
             samples_of_train += row.samples_drawn
         if row.documents < 2 or row.samples_drawn == 0:
             continue
-        key = row.split, row.documents
+        order = _OrderOfDocuments(row.split, row.documents, None, None)
         if not config.stable_order:
-            key += part.epoch_plan.num_epochs, part.epoch_plan.separate_final_epoch
+            epochs = part.epoch_plan
+            order = order._replace(
+                num_epochs=epochs.num_epochs, separate_final_epoch=epochs.separate_final_epoch
+            )
             if _epochs_of_pile(part) > 1:
                 piles.setdefault(row.split, []).append(_name(part))
-        same_order.setdefault(key, []).append(_name(part))
+        same_order.setdefault(order, []).append(_name(part))
     for split, names in piles.items():
         notes.append(
             f"{split}: several epochs of {_list_names(names)} are shuffled as one pile: some "
             "documents come several times before others come once (stable_order shuffles each "
             "epoch by itself)"
         )
-    for (split, documents, *_), names in same_order.items():
+    for order, names in same_order.items():
         if len(names) > 1:
             notes.append(
-                f"{split}: {_list_names(names)} have {documents:,} documents each, so with one "
-                "seed these come in the same order in each of them"
+                f"{order.split}: {_list_names(names)} have {order.documents:,} documents each, so "
+                "with one seed these come in the same order in each of them"
             )
     if global_batch_size is not None and samples_of_train % global_batch_size:
+        rest = _count(samples_of_train % global_batch_size, "sample")
         notes.append(
-            f"train: the last {samples_of_train % global_batch_size:,} samples of "
-            f"{samples_of_train:,} fill no step of {global_batch_size:,}"
+            f"train: {_count(samples_of_train, 'sample')} fill steps of {global_batch_size:,}, but "
+            f"for the last {rest}"
         )
     return notes
 
@@ -8908,6 +8937,9 @@ def _add_command(commands, name, run, help, example):
     return parser
 
 
+_NEEDED = "needed, here or in --config"  # what the help says instead of a default
+
+
 def _add_option(parser, flag, help, default=None, shown=None, **arguments):
     """Add --x VALUE, whose help tells its default.
 
@@ -8916,6 +8948,8 @@ def _add_option(parser, flag, help, default=None, shown=None, **arguments):
     """
     if arguments.get("required"):
         words = "required"
+    elif shown == _NEEDED:
+        words = _NEEDED
     else:
         words = f"default: {_default_in_words(default if shown is None else shown)}"
     parser.add_argument(flag, default=default, help=f"{help} ({words})", **arguments)
@@ -9014,20 +9048,23 @@ def _print_table(titles, rows, alignment):
 
 
 def _shorten(path, width=32):
-    """Return the end of a path that is too long for a column."""
-    text = str(path)
+    """Return the end of a path that is too long for a column; None is mock data."""
+    text = "mock data" if path is None else str(path)
     return text if len(text) <= width else "..." + text[3 - width :]
 
 
 def _short_count(number):
-    """Return a number in 9 places or fewer: 1,234,567 or 12,345.7M; "-" for None."""
-    if number is None:
-        return "-"
-    if number < 10**7:
-        return f"{number:,}"
+    """Return a number in few places, rounded: 1,234,567 or 12,345.7M; "-" for None."""
+    if number is None or number < 10**7:
+        return _whole(number)
     if number < 10**11:
         return f"{number / 10**6:,.1f}M"
     return f"{number / 10**9:,.0f}G"
+
+
+def _whole(number):
+    """Return a number in full, 12,345,678; "-" for None."""
+    return "-" if number is None else f"{number:,}"
 
 
 def _print_json(value):
@@ -9107,8 +9144,9 @@ def _print_how_to_merge(prefixes, shard):
     print(f"this is shard {shard[0]}/{shard[1]}; when all {shard[1]} are made:")
     for prefix in prefixes:
         whole = prefix.removesuffix(_shard_name(shard))
-        shards = f"{whole}_*_of_{shard[1]:05}.idx"
-        print(f"{_program_name()} merge --input {shards} --output-prefix {whole}")
+        quoted = shlex.quote(whole)
+        shards = f"{quoted}_*_of_{shard[1]:05}.idx"  # the * is for the shell
+        print(f"{_program_name()} merge --input {shards} --output-prefix {quoted}")
 
 
 # -- merge, inspect, verify --------------------------------------------------------------------
@@ -9180,7 +9218,7 @@ def _print_histogram(lengths):
         highest = (1 << bits) - 1
         share = counts[bits] / len(lengths)
         rows.append([f"{lowest:,}", f"{highest:,}", f"{share:.1%}", _bar(share)])
-    _print_table(["from", "to", "share", "of these lengths"], rows, "rrrl")
+    _print_table(["from", "to", "share", ""], rows, "rrrl")
 
 
 def _print_first_tokens(dataset, count, tokenizer):
@@ -9262,15 +9300,15 @@ _CONFIG_FLAGS = [
     ("sequence_length", int, "S, in tokens"),
     ("split", str, 'shares of train, valid and test, such as "98,1,1"'),
     ("multiple_validation_sets", bool, "valid is one dataset for each of its corpora"),
-    ("full_validation", bool, "valid is one epoch of each corpus: its size must be none"),
+    (
+        "full_validation",
+        bool,
+        "with --multiple-validation-sets: each valid dataset is one epoch; its size must be none",
+    ),
     ("num_dataset_builder_threads", int, "how many corpora are built side by side"),
     ("path_to_cache", str, "folder of the index files"),
-    ("mmap_bin_files", bool, "tokens are read from a mapping; no: with os.pread"),
-    (
-        "mid_level_dataset_surplus",
-        float,
-        "by how much more than a blend asks for corpora are built",
-    ),
+    ("mmap_bin_files", bool, "map the .bin files; without, read with os.pread"),
+    ("mid_level_dataset_surplus", float, "share of extra samples of each corpus of a blend"),
     ("allow_ambiguous_pad_tokens", bool, "pad with the pad id even where it is eod too"),
     ("fast_cache_load", bool, "trust a cache that exists, without any check"),
     ("defer_npy_index_mmap", bool, "open the index files at the first access"),
@@ -9301,6 +9339,7 @@ _LAYOUT_FLAGS = [
 # What a file of --config may hold, and of which type: the fields of the config, and these.
 _RUN_OPTIONS = {name: kind for name, kind, _ in _CONFIG_FLAGS + _LAYOUT_FLAGS}
 _RUN_OPTIONS |= {"blend": list, "blend_per_split": list, "blend_phases": list, "sizes": list}
+_RUN_OPTIONS |= {"train_blend": list, "valid_blend": list, "test_blend": list}
 _RUN_OPTIONS |= {"tokenizer": str, "eod_token": str, "add_special_tokens": bool}
 
 
@@ -9309,7 +9348,11 @@ def _add_run_options(parser):
 
     All of them are None where they are not given: then they may be in the file of --config.
     """
-    config = "a TOML file with options by their names; those of the command line come first"
+    parser.add_argument("prefix", nargs="*", type=_pair_prefix, help="the same as --blend")
+    config = (
+        "a TOML file with options by their names, with _ for -; those of the command line come "
+        "first, and its blends make those of the file void"
+    )
     _add_option(parser, "--config", config, metavar="FILE")
     sizes = "samples of train, of valid and of test; none means one epoch"
     _add_option(parser, "--sizes", sizes, nargs="+", shown="none none none; build needs it")
@@ -9329,8 +9372,9 @@ def _add_run_options(parser):
     )
     _add_tokenizer_options(parser)
     defaults = {field.name: field.default for field in dataclasses.fields(GPTDatasetConfig)}
-    defaults["random_seed"] = "no default"
-    defaults["sequence_length"] = "no default"
+    defaults["random_seed"] = _NEEDED
+    defaults["sequence_length"] = _NEEDED
+    defaults["path_to_cache"] = "PREFIX/cache for a corpus; the arrays of a blend are not kept"
     _add_fields(parser, _CONFIG_FLAGS, defaults)
 
 
@@ -9352,24 +9396,24 @@ def _add_fields(parser, fields, defaults):
             _add_option(parser, flag, text, shown=defaults[name], type=kind)
 
 
-def _add_prefixes(parser):
-    """Add the short way to name the corpora of a command, and the split it looks at."""
-    parser.add_argument("prefix", nargs="*", type=_pair_prefix, help="the same as --blend")
+def _add_index_split(parser):
+    """Add the option that says which split a command looks at."""
     names = [split.name for split in Split]
     _add_option(parser, "--index-split", "the split to look at", default="train", choices=names)
 
 
 def _read_run_options(options):
     """Fill the options that were not given with those of the file of --config."""
-    if getattr(options, "prefix", None):
+    if options.prefix:
         if options.blend is not None:
             raise ValueError("name the corpora once: as PREFIX or with --blend")
         options.blend = options.prefix
     if options.config is not None:
+        void = _void_names(options)
         for name, value in _read_toml(options.config).items():
-            if getattr(options, name, None) is None:
+            if name not in void and getattr(options, name, None) is None:
                 setattr(options, name, value)
-    if getattr(options, "prefix", None) and options.split is None:
+    if options.prefix and options.split is None:
         warnings.warn(
             "without --split all documents count as train, as with --split 1", stacklevel=2
         )
@@ -9378,6 +9422,30 @@ def _read_run_options(options):
         if getattr(options, name) is None:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is needed, here or as {name} in a file of --config")
+    _check_layout(options)
+
+
+def _void_names(options):
+    """Which options of a file the blends of the command line make void."""
+    per_split = [f"{split.name}_blend" for split in Split]
+    if options.blend is not None:
+        return ["blend_per_split", *per_split]
+    if any(getattr(options, name) for name in per_split):
+        return ["blend", "split", "blend_per_split"]
+    return []
+
+
+def _check_layout(options):
+    """ValueError for a layout that no job has."""
+    least = {"global_batch_size": 1, "micro_batch_size": 1, "data_parallel_size": 1}
+    least["consumed_samples"] = 0
+    for name, lowest in least.items():
+        value = getattr(options, name, None)
+        if value is not None and value < lowest:
+            raise ValueError(f"{name} must be >= {lowest}, got {value}")
+    kind = getattr(options, "dataloader_type", None)
+    if kind not in (None, "single", "cyclic"):
+        raise ValueError(f"dataloader_type must be single or cyclic, got {kind}")
 
 
 def _read_toml(path):
@@ -9408,8 +9476,13 @@ def _make_config(options):
 
 
 def _parse_blend(blend):
-    """["70", "books", ...], or [["books", ...], [70, ...]] as the field of the config has it."""
-    if blend and isinstance(blend[0], list):
+    """A blend of the command line or of a file, as the config has it.
+
+    ["books", "wiki"]               prefixes
+    ["70", "books", "30", "wiki"]   weights and prefixes in turn
+    [["books", "wiki"], [70, 30]]   in a file: prefixes, and the weights if there are any
+    """
+    if isinstance(blend, list) and blend and isinstance(blend[0], list):
         prefixes, *weights = blend
         return prefixes, weights[0] if weights else None
     return get_blend_from_list(blend)
@@ -9447,7 +9520,10 @@ def _parse_phases(phases):
     if phases is None:
         return None
     parsed = []
-    for samples, *weights in phases:
+    for phase in phases:
+        if not isinstance(phase, list) or len(phase) == 0:
+            raise ValueError(f"blend_phases: wanted [samples, [weight, ...]], got {phase!r}")
+        samples, *weights = phase
         if len(weights) == 1 and isinstance(weights[0], list):
             weights = weights[0]  # a file has (samples, weights), as the config
         samples = str(samples)
@@ -9509,6 +9585,17 @@ def _run_build(options):
             built = [built]
         for dataset in built:
             _print_dataset(split, dataset, config)
+            _check_saved(dataset)
+
+
+def _check_saved(dataset):
+    """OSError if a cache could not be written: without it, the command has made nothing."""
+    datasets = [dataset]
+    if isinstance(dataset, BlendedDataset):
+        datasets += dataset.datasets
+    for built in datasets:
+        if built is not None and built._cache.folder is not None and not built._cache._is_saved:
+            raise OSError(f"no cache was written to {built._cache.folder}: see the warning above")
 
 
 def _warn_of_foreign_ids(config):
@@ -9537,10 +9624,11 @@ def _print_dataset(split, dataset, config):
     if dataset is None:
         print(f"{split.name}: none")
         return
-    print(
-        f"{split.name}: {_count(len(dataset), 'sample')} of {config.sequence_length:,} tokens, "
-        f"cache {dataset.unique_description_hash}"
-    )
+    cache = f"cache {dataset.unique_description_hash}"
+    if dataset._cache.folder is None:
+        cache = "its arrays are not kept: give --path-to-cache"
+    samples = _count(len(dataset), "sample")
+    print(f"{split.name}: {samples} of {config.sequence_length:,} tokens, {cache}")
     if isinstance(dataset, BlendedDataset):
         for part, taken in zip(dataset.datasets, dataset.samples_taken().tolist(), strict=True):
             _print_drawn(part, taken, config)
@@ -9593,7 +9681,9 @@ def _run_plan(options):
     _print_samples_of_plan(planned)
     _print_epochs_of_plan(planned)
     _print_shares_of_plan(planned)
-    if planned.global_batch_size is not None:
+    train = [row for row in planned if row.split == Split.train.name]
+    is_read_evenly = len(train) == 1 or all(row.samples_requested is None for row in train)
+    if planned.global_batch_size is not None and is_read_evenly:
         print(
             f"\n1 epoch of all corpora of train: {planned.steps(1):,} whole steps of "
             f"{planned.global_batch_size:,} samples; 2 epochs: {planned.steps(2):,}"
@@ -9634,10 +9724,11 @@ def _print_shares_of_plan(planned):
     """Print the shares of a blend, as they are asked for and as they are achieved."""
     rows = []
     for row in planned:
-        achieved = float(row.weight_achieved)
-        shares = (row.split, _shorten(row.path_prefix, 24), "asked", row.weight_asked)
-        for split, name, label, share in (shares, ("", "", "drawn", achieved)):
-            rows.append([split, name, label, f"{share:.2%}", _bar(share)])
+        asked = row.weight_asked
+        drawn = float(row.weight_achieved)
+        corpus = _shorten(row.path_prefix, 24)
+        rows.append([row.split, corpus, "asked", f"{asked:.2%}", _bar(asked)])
+        rows.append(["", "", "drawn", f"{drawn:.2%}", _bar(drawn)])
     print()
     _print_table(["split", "corpus", "share", "", ""], rows, "lllrl")
 
@@ -9650,13 +9741,14 @@ def _add_trace(commands):
         commands,
         "trace",
         _run_trace,
-        "which documents a sample, or a training step, is made of",
+        "which documents a sample, or a training step, is made of; makes index caches, as build",
         "--config run.toml --step 31 --global-batch-size 512 --draw",
     )
-    _add_prefixes(parser)
+    _add_index_split(parser)
     wanted = parser.add_mutually_exclusive_group(required=True)
-    _add_option(wanted, "--sample", "numbers of samples", type=int, nargs="+")
-    _add_option(wanted, "--step", "number of a step; needs --global-batch-size", type=int)
+    _add_option(wanted, "--sample", "numbers of samples", type=_whole_number, nargs="+")
+    step = "number of a step; needs --global-batch-size"
+    _add_option(wanted, "--step", step, type=_whole_number)
     _add_switch(parser, "--decode", "print the text, too")
     _add_switch(parser, "--draw", "draw each sample as a bar")
     _add_run_options(parser)
@@ -9691,6 +9783,12 @@ def _dataset_to_audit(options):
     """Return the config of the options, and the dataset of one split."""
     _read_run_options(options)
     config = _make_config(options)
+    if options.sizes is None and not config.stable_order:
+        warnings.warn(
+            "without --sizes the order is that of one epoch of each corpus: that of a run with "
+            "other sizes may differ",
+            stacklevel=2,
+        )
     split = Split[options.index_split]
     dataset = _build_datasets(options, config)[split.value]
     if dataset is None:
@@ -9778,8 +9876,8 @@ def _print_spans(rows):
         letter = _LETTERS[number % len(_LETTERS)]
         counts = [row["sequence"], row["document"], row["offset"], row["byte_offset"]]
         cells = [f"  {letter}", f"{row['sample_offset']:,}", f"{row['length']:,}"]
-        cells.append(_shorten(row["path_prefix"], 32))
-        cells += [_short_count(count) for count in counts]
+        cells.append(_shorten(row["path_prefix"], 28))
+        cells += [_whole(count) for count in counts]
         table.append(cells)
         if "text" in row:
             texts.append(f"  {letter}  {_quote(row['text'], 90)}")
@@ -9799,11 +9897,12 @@ def _add_find(commands):
         commands,
         "find",
         _run_find,
-        "which samples, or steps, hold tokens of a sequence",
+        "which samples, or steps, hold tokens of a sequence; makes index caches, as build",
         "--config run.toml --path-prefix books_text_document --sequence 12",
     )
-    _add_prefixes(parser)
-    _add_option(parser, "--sequence", "its number in its pair", type=int, required=True)
+    _add_index_split(parser)
+    sequence = "its number in its pair"
+    _add_option(parser, "--sequence", sequence, type=_whole_number, required=True)
     path_prefix = "its pair, where the blend has several"
     _add_option(parser, "--path-prefix", path_prefix, type=_pair_prefix)
     _add_run_options(parser)
@@ -9819,24 +9918,40 @@ def _run_find(options):
         if len(prefixes) > 1:
             raise ValueError(f"--path-prefix is needed, one of {', '.join(prefixes)}")
         prefix = prefixes[0]
+    if prefix is None:  # mock data have no pair
+        samples = dataset.find(options.sequence)
+    else:
+        samples = dataset.find(prefix, options.sequence)
+    end = _end_of_run(dataset, options)
     entries = []
-    for k in dataset.find(prefix, options.sequence):
+    for k in samples:
         tokens = 0
         for span in dataset.trace(k):
             if (span.path_prefix, span.sequence) == (prefix, options.sequence):
                 tokens += span.length
-        entries.append({"sample": k, "tokens": tokens, "step": _step_of(k, options)})
+        step = _step_of(k, options) if k < end else None
+        entries.append({"sample": k, "tokens": tokens, "step": step})
     if options.json:
         _print_json(entries)
         return
-    name = f"sequence {options.sequence:,} of {prefix}"
-    samples = _count(len(entries), "sample")
-    print(f"{name}: tokens of it are in {samples} of {options.index_split}")
+    name = f"sequence {options.sequence:,} of {'mock data' if prefix is None else prefix}"
+    count = _count(len(entries), "sample")
+    print(f"{name}: tokens of it are in {count} of {options.index_split}")
     rows = []
     for entry in entries:
-        rows.append([_short_count(entry[key]) for key in ("sample", "tokens", "step")])
+        rows.append([_whole(entry[key]) for key in ("sample", "tokens", "step")])
     if rows:
         _print_table(["sample", "tokens of it", "step"], rows, "rrr")
+    if len(samples) > 0 and samples[-1] >= end:
+        print(f"samples from {end:,} on are not read: the run of --sizes ends before them")
+
+
+def _end_of_run(dataset, options):
+    """How many samples a run reads: a dataset of whole epochs may have more than it asks for."""
+    wanted = getattr(dataset, "num_samples", None)  # a blend has no more than that
+    if wanted is None or options.dataloader_type == "cyclic":
+        return len(dataset)
+    return wanted
 
 
 def _step_of(k, options):
@@ -9984,7 +10099,7 @@ def _explain_texts(texts, folder):
             for sequence in encode_document(text, tokenizer, append_eod=True):
                 tokens += sequence
             _print_array(_quote(text, 17), tokens)
-            builder.add_document(tokens, [len(tokens)])
+            builder.add_document(tokens, [len(tokens)] if tokens else [])
     pair = IndexedDataset(prefix)
     _explain_pair(pair)
     train = _explain_orders(prefix, tokenizer)

@@ -9747,7 +9747,7 @@ NOTES = {
     "same-order": ([100, 100], [1, 1], 100, {}, "in the same order"),
     "same-order-stable": ([100, 100], [1, 9], 300, {"stable_order": True}, "in the same order"),
     "pile": ([100], None, 300, {}, "one pile"),
-    "steps": ([100], None, 50, {}, "the last 2 samples of 50 fill no step of 4"),
+    "steps": ([100], None, 50, {}, "50 samples fill steps of 4, but for the last 2 samples"),
 }
 
 
@@ -9906,6 +9906,23 @@ def test_find_among_ten_million_documents(mm, tmp_path):
         [*found] = ds.find(sequence)
         assert all(sequence in {span.sequence for span in ds.trace(k)} for k in found)
     assert first < 5 and (time.process_time() - begin) / 100 < first / 100
+
+
+@pytest.mark.parametrize("weights", [[3, 1], None])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_plan_of_no_samples_has_no_note(one, tmp_path, count, weights):
+    """Nothing is drawn, so no share is missed; what was asked for is shown all the same."""
+    prefixes = [mk(one, tmp_path / f"p{i}", [[1] * 9] * (1000 + i)) for i in range(count)]
+    planned = one.plan(config(one, (prefixes, weights and weights[:count])), [0, 0, 0], 4)
+    assert planned.notes == []
+    if weights is not None:
+        assert [row.weight_asked for row in planned] == [[1.0], [0.75, 0.25]][count - 1]
+
+
+def test_one_sample_that_is_left_over(one, tmp_path):
+    prefix = mk(one, tmp_path / "p", [[1] * 9] * 1000)
+    [note] = one.plan(config(one, ([prefix], None)), [213, 0, 0], 4).notes
+    assert note == "train: 213 samples fill steps of 4, but for the last 1 sample"
 
 
 # ==============================================================================
@@ -10070,7 +10087,7 @@ def test_help_tells_every_default_and_an_example(one, capsys, monkeypatch, name)
     one_line_each = re.sub("\n {9,}", "  ", out)
     options = [line for line in one_line_each.split("\n") if line.startswith("  --")]
     for line in options:
-        assert re.search(r"  \w.* \((required|default: .+)\)$", line), line
+        assert re.search(r"  \w.* \((required|needed, .+|default: .+)\)$", line), line
     _, _, example = out.partition("example:\n")
     assert example.startswith(f"  megatron-min {name} ")
     flags = re.findall(r"--[\w-]+", example)
@@ -10168,6 +10185,7 @@ def test_plan_trace_and_find_print_what_the_functions_return(one, run_folder, ca
 def test_a_prefix_without_a_split_is_all_of_train(one, run_folder, capsys):
     """It is said, since the samples of a run with another split are others."""
     argv = ["trace", "a", "--sequence-length", 8, "--random-seed", 7, "--sample", 2]
+    argv += ["--sizes", 9, 0, 0]
     code, with_split, err = command(one, capsys, *argv, "--split", "1")
     assert code == 0 and err == ""
     code, out, err = command(one, capsys, *argv)
@@ -10178,7 +10196,7 @@ def test_a_prefix_without_a_split_is_all_of_train(one, run_folder, capsys):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ("plan --config run.toml", ["train  a ", "70.00%  ####", "note: ", "MiB", "whole steps"]),
+        ("plan --config run.toml", ["train  a ", "70.00%  ####", "note: ", "MiB"]),
         ("trace --config run.toml --sample 1", ["sample 1 of train: 9 tokens"]),
         ("trace --config run.toml --step 3 --draw", ["rank 0, micro-batch 3", "|A", "$", "  B  "]),
         ("trace --config run.toml --sample 1 --decode --index-split valid", ["of valid", "A  '"]),
@@ -10215,7 +10233,7 @@ def test_tables_of_large_numbers_fit_100_columns(one, capsys):
     )
     for show in (one._print_samples_of_plan, one._print_epochs_of_plan, one._print_shares_of_plan):
         show([row])
-    span = one.Span(row.path_prefix, 10**9, 10**9, 10**6, 99_999, 10**13, 99_999)._asdict()
+    span = one.Span(row.path_prefix, 10**8, 10**8, 99_999, 99_999, 10**11, 99_999)._asdict()
     one._print_spans([span])
     one._print_spans([span | {"text": "\n" * 99}])
     out = capsys.readouterr().out
@@ -10755,6 +10773,139 @@ def check_outputs(found, wanted, may_leave_temporary):
             name_of_bin = name.removesuffix(".idx") + ".bin"
             pair = (data, found[name_of_bin])
             assert pair in [(made[name], made[name_of_bin]) for made in wanted], name
+
+
+# -- what is easily asked for, and does not fit ----------------------------------------------------
+
+FIELDS = "--sequence-length 8 --random-seed 7 "
+SMALL = FIELDS + "--split 1 --sizes 9 0 0 "
+MISTAKES = [  # arguments, a TOML file, a word
+    ("find a --sequence -1 " + SMALL, "", "0 or more, got -1"),
+    ("trace a --sample -1 " + SMALL, "", "0 or more, got -1"),
+    ("trace a --step -1 --global-batch-size 4 " + SMALL, "", "0 or more, got -1"),
+    ("find a --sequence 1 --global-batch-size 0 " + SMALL, "", "global_batch_size must be >= 1"),
+    ("find a --sequence 1 --dataloader-type foo " + SMALL, "", "single or cyclic, got foo"),
+    ("find a --sequence 1 --consumed-samples -4 " + SMALL, "", "consumed_samples must be >= 0"),
+    ("plan a --config f " + SMALL, "micro_batch_size = 0", "micro_batch_size must be >= 1"),
+    ("plan a --config f " + SMALL, "blend_phases = [500, 70]", "blend_phases: wanted"),
+    ("plan --config f --sizes 9 0 0 " + FIELDS, 'blend_per_split = ["a", "", ""]', "got 'a'"),
+    ("plan --config f --sizes 9 0 0 " + FIELDS, "blend_per_split = [1, 2, 3]", "got 1"),
+    ("plan --blend 1 a 1 b --split 9,1 --sizes 9 none 0 " + FIELDS, "", "valid is a blend with w"),
+    ("build a --path-to-cache a.bin " + SMALL, "", "no cache was written to a.bin"),
+    ("merge --input modes --output-prefix o", "", "modes"),
+]
+
+
+@pytest.mark.parametrize("argv, lines, word", MISTAKES)
+def test_mistakes_are_one_sentence(one, run_folder, capsys, argv, lines, word):
+    (run_folder / "f").write_text(lines)
+    with one.IndexedDatasetBuilder("modes.bin", multimodal=True) as builder:
+        builder.add_document([1, 2], [1, 1], [0, 1])
+    code, _, err = command(one, capsys, *argv.split())
+    assert code in (1, 2) and one_sentence(err) and word in err.split("\n")[-2], err
+    assert not os.path.exists("o.bin")
+
+
+VOID = [  # options beside --config, lines of the file, options that mean the same
+    ("--split 1", 'train_blend = ["b"]', None),
+    ("--blend a --split 1", 'blend_per_split = [["b"], [], []]', "--blend a --split 1"),
+    ("--blend a --split 1", 'train_blend = ["b"]', "--blend a --split 1"),
+    ("--train-blend a", 'blend = ["b"]\nsplit = "9,1"', "--train-blend a"),
+    ("--train-blend a", 'blend_per_split = [["b"], ["b"], []]', "--train-blend a"),
+    ("--train-blend a", 'valid_blend = ["b"]', "--train-blend a --valid-blend b"),
+    ("a", 'split = "1"', "--blend a --split 1"),
+]
+
+
+@pytest.mark.parametrize("options, lines, same_options", VOID)
+def test_blends_of_the_command_line_make_those_of_the_file_void(
+    one, run_folder, capsys, options, lines, same_options
+):
+    (run_folder / "f").write_text(lines)
+    common = [*FIELDS.split(), "--sizes", 9, 9, 0]
+    by_file = command(one, capsys, "plan", "--config", "f", *options.split(), *common)
+    if same_options is None:  # the file has a blend of a split, and the command line a split
+        assert by_file[0] == 1 and "to be None" in by_file[2]
+    else:
+        assert by_file[0] == 0, by_file[2]
+        assert by_file == command(one, capsys, "plan", *same_options.split(), *common)
+
+
+def test_a_prefix_is_enough_for_plan_and_build(one, run_folder, capsys):
+    for name in ("plan", "build"):
+        argv = [*FIELDS.split(), "--sizes", 9, 0, 0]
+        code, out, err = command(one, capsys, name, "a", *argv)
+        assert code == 0 and "without --split" in err
+        assert out == command(one, capsys, name, *argv, "--blend", "a", "--split", "1")[1]
+
+
+def test_find_knows_where_the_run_ends(one, run_folder, capsys):
+    """The dataset has whole epochs; "cyclic" may read any sample of them."""
+    argv = ["find", "a", *SMALL.split(), "--sequence", 88, "--global-batch-size", 1]
+    num_samples = len(gpt(one, "a", 9))
+    ends = {}
+    for size in (9, num_samples):
+        sizes = ["--sizes", size, 0, 0]
+        steps = {entry["sample"]: entry["step"] for entry in json_of(one, capsys, *argv, *sizes)}
+        assert steps and steps == {k: k if k < size else None for k in steps}
+        ends[size] = "the run of --sizes ends" in command(one, capsys, *argv, *sizes)[1]
+        assert ends[size] == (max(steps) >= size)
+    assert ends == {9: True, num_samples: False}
+    assert "run of" not in command(one, capsys, *argv, "--dataloader-type", "cyclic")[1]
+
+
+def test_an_order_of_no_size_is_warned_of(one, run_folder, capsys):
+    argv = [*FIELDS.split(), "--split", "1", "--sample", 0]
+    for more, is_warned in ([], True), (["--stable-order"], False), (["--sizes", 9, 0, 0], False):
+        code, _, err = command(one, capsys, "trace", "a", *argv, *more)
+        assert code == 0 and ("without --sizes" in err) == is_warned
+
+
+def test_numbers_of_trace_and_find_are_whole(one, capsys):
+    one._print_spans([one.Span("p", 12_345_678, 12_345_678, 0, 9, 98_765_432, 0)._asdict()])
+    out = capsys.readouterr().out
+    assert out.count("12,345,678") == 2 and "98,765,432" in out
+
+
+def test_mock_data_have_a_name(one, run_folder, capsys):
+    argv = ["--sequence-length", 1024, "--random-seed", 1, "--sizes", 9, 0, 0]
+    assert "mock data" in command(one, capsys, "plan", *argv)[1]
+    code, out, err = command(one, capsys, "find", "--sequence", 5, *argv)
+    assert code == 0 and "of mock data: tokens of it are in" in out, err
+    assert "corpus    sequence" not in command(one, capsys, "trace", "--sample", 0, *argv)[1]
+
+
+def test_steps_of_an_epoch_only_where_all_corpora_are_read_alike(one, run_folder, capsys):
+    argv = ["plan", *SMALL.split(), "--global-batch-size", 4]
+    for blend, is_said in (("a", True), ("a b", True), ("1 a 2 b", False), ("1 a", True)):
+        code, out, err = command(one, capsys, *argv, "--blend", *blend.split())
+        assert code == 0 and ("whole steps" in out) == is_said, err
+
+
+def test_build_says_what_is_not_kept(one, run_folder, capsys):
+    argv = ["build", *SMALL.split(), "--blend", "1", "a", "1", "b"]
+    assert "not kept: give --path-to-cache" in command(one, capsys, *argv)[1]
+    assert "not kept" not in command(one, capsys, *argv, "--path-to-cache", "c")[1]
+    assert "not kept" not in command(one, capsys, "build", *SMALL.split(), "a")[1]
+
+
+def test_demo_of_an_empty_text(one, tmp_path, capsys):
+    """It is a document without a sequence."""
+    code, _, _ = command(one, capsys, "demo", "--keep", tmp_path, "--explain", "a", "", "b")
+    assert code == 0
+    pair = one.IndexedDataset(tmp_path / "explained")
+    assert pair.sequence_lengths.tolist() == [2, 2]
+    assert pair.document_indices.tolist() == [0, 1, 1, 2]
+
+
+def test_the_merge_command_of_a_shard_is_quoted(one, tmp_path, capsys):
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    path = jsonl(folder / "t.jsonl", ["a", "b"])
+    shard = ["--shard", "0/2"]
+    _, out, _ = preprocess_command(one, capsys, path, folder / "o", *shard)
+    whole = folder / "o_text_document"
+    assert f"--input '{whole}'_*_of_00002.idx --output-prefix '{whole}'" in out
 
 
 # ==============================================================================
