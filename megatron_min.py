@@ -3129,7 +3129,9 @@ class BlendedMegatronDatasetBuilder:
             is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
             if size is not None and not is_number:
                 raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
-            if size is None and self._has_weights(split):
+            has_phases = split is Split.train and config.blend_phases is not None
+            _, weights = self._blend_of(split)
+            if size is None and weights is not None and not has_phases:
                 raise ValueError(
                     f"{split.name} is a blend with weights, which needs a size (--sizes), got None"
                 )
@@ -3137,18 +3139,23 @@ class BlendedMegatronDatasetBuilder:
             if self.sizes[Split.valid.value] is not None:
                 raise ValueError("full_validation: the size of valid must be None")
 
-    def _has_weights(self, split):
-        """Is this split built as a blend with weights?  Phases have sizes of their own."""
+    def _blend_of(self, split):
+        """(prefixes, weights) that a split is built from; (None, None) if it is mock, or not built.
+
+        With blend_per_split one corpus is no blend, whatever its weight, as upstream has it; and
+        corpora that are kept apart are none.
+        """
         config = self.config
-        if split is Split.train and config.blend_phases is not None:
-            return False
-        if config.split_matrix is not None:  # see _build_splits()
+        if config.blend_per_split is None:
             is_built = config.split_matrix[split.value] is not None
-            return is_built and config.blend is not None and config.blend[1] is not None
-        blend = config.blend_per_split[split.value]  # see _build_split()
-        if blend is None or len(blend[0]) == 1 or self._is_kept_apart(split):
-            return False
-        return blend[1] is not None
+            return config.blend if is_built and not config.mock else (None, None)
+        blend = config.blend_per_split[split.value]
+        if blend is None:
+            return None, None
+        prefixes, weights = blend
+        if len(prefixes) == 1 or self._is_kept_apart(split):
+            weights = None
+        return prefixes, weights
 
     def _is_kept_apart(self, split):
         """Is each corpus of this split a dataset of its own?"""
@@ -3181,15 +3188,13 @@ class BlendedMegatronDatasetBuilder:
         if config.blend is not None:
             prefixes, weights = config.blend
             return self._build_blend(prefixes, weights, config.split_matrix)
-        datasets = []
-        for split in Split:
-            blend = config.blend_per_split[split.value]
-            datasets.append(None if blend is None else self._build_split(split, blend))
-        return datasets
+        return [self._build_split(split) for split in Split]
 
-    def _build_split(self, split, blend):
+    def _build_split(self, split):
         """blend_per_split: one split, to which its corpora belong as a whole."""
-        prefixes, weights = blend
+        prefixes, weights = self._blend_of(split)
+        if prefixes is None:
+            return None
         matrix = [None] * len(Split)
         matrix[split.value] = (0.0, 1.0)
         if self._is_kept_apart(split) and len(prefixes) > 1:
@@ -3197,8 +3202,6 @@ class BlendedMegatronDatasetBuilder:
             for prefix in prefixes:
                 datasets.append(self._build_blend([prefix], None, matrix)[split.value])
             return datasets
-        if len(prefixes) == 1:
-            weights = None  # as upstream: one corpus is no blend here, whatever its weight
         return self._build_blend(prefixes, weights, matrix)[split.value]
 
     def _build_blend(self, prefixes, weights, matrix):
