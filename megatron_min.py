@@ -9744,7 +9744,7 @@ def _add_trace(commands):
         commands,
         "trace",
         _run_trace,
-        "which documents a sample, or a training step, is made of; makes index caches, as build",
+        "which documents a sample, or a step, is made of; writes index caches, as build does",
         "--config run.toml --step 31 --global-batch-size 512 --draw",
     )
     _add_index_split(parser)
@@ -9900,7 +9900,7 @@ def _add_find(commands):
         commands,
         "find",
         _run_find,
-        "which samples, or steps, hold tokens of a sequence; makes index caches, as build",
+        "which samples, or steps, hold tokens of a sequence; writes index caches, as build does",
         "--config run.toml --path-prefix books_text_document --sequence 12",
     )
     _add_index_split(parser)
