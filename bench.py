@@ -7,7 +7,7 @@
     python bench.py --only blend    those of all rows whose case matches a regular expression
     python bench.py --storage       samples from object storage: speed, requests, bytes
     python bench.py --billion       time and memory against size, up to a billion documents
-    python bench.py --json FILE     every single time too; "-" is stdout, the table goes to stderr
+    python bench.py --json FILE     write the rows to a file too, with every single time
     pytest bench.py                 the rows of the screen in pytest-benchmark, to compare and keep
 
 Inputs come from fixed seeds, and lie in a temporary folder (TMPDIR).  For each row the competitors
@@ -21,7 +21,6 @@ To add a row, write a function in section 3 and a line in section 4.
 import argparse
 import atexit
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import http.server
@@ -35,13 +34,13 @@ import os
 import pathlib
 import platform
 import re
-import resource
 import shutil
 import statistics
 import struct
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import tracemalloc
 import types
@@ -177,17 +176,17 @@ def home():
 
 
 def fresh_folder():
-    """The folder that a single run writes to, empty again; also where caches lie by default."""
-    folder = os.path.join(home(), "cache")
+    """The folder that a single run writes to, empty again."""
+    folder = os.path.join(home(), "fresh")
     shutil.rmtree(folder, ignore_errors=True)
     os.mkdir(folder)
     return folder
 
 
-def written_files():
-    """{name: bytes} of what the last run left in that folder; the manifest is ours alone."""
+def written_files(folder):
+    """{name: bytes} of what a run has left there; the manifest is ours alone."""
     files = {}
-    for path in pathlib.Path(home(), "cache").rglob("*.*"):
+    for path in pathlib.Path(folder).rglob("*.*"):
         if not path.name.endswith("-manifest.json"):
             files[path.name] = path.read_bytes()
     return files
@@ -203,42 +202,31 @@ def random_documents(n):
 
 @functools.cache
 def corpus(documents, copy=0, with_tokens=False):
-    """Write a pair of random uint16 tokens -> its prefix.
-
-    A billion documents need little disk and memory: without tokens the .bin is a hole, and the
-    lengths repeat after a million documents.
-    """
+    """Write a pair of random uint16 tokens -> its prefix; without tokens the .bin is a hole."""
     prefix = os.path.join(home(), f"corpus-{documents}-{copy}-{with_tokens}")
     lengths, _ = random_documents(min(documents, 10**6))
-    ends = np.cumsum(lengths, dtype=np.int64)
-    repeats = documents // len(lengths)
+    lengths = np.resize(lengths, documents)  # the same ones again after a million
+    pointers = np.cumsum(lengths, dtype=np.int64)
+    num_tokens = int(pointers[-1])
+    pointers -= lengths
+    pointers *= 2  # from tokens to bytes
     with open(f"{prefix}.idx", "wb") as file:
         file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, documents + 1))
-        for _ in range(repeats):
-            lengths.tofile(file)
-        for k in range(repeats):
-            (2 * (k * ends[-1] + ends - lengths)).tofile(file)  # pointers, in bytes
-        for k in range(repeats):
-            np.arange(k * len(lengths), (k + 1) * len(lengths)).tofile(file)
-        file.write(struct.pack("<q", documents))
+        lengths.tofile(file)
+        pointers.tofile(file)
+        del pointers  # a billion documents need much memory
+        np.arange(documents + 1).tofile(file)
     with open(f"{prefix}.bin", "wb") as file:
+        file.truncate(2 * num_tokens)
         if with_tokens:
-            tokens = np.random.default_rng(SEED).integers(0, EOD, ends[-1], dtype=np.uint16)
-            tokens[ends - 1] = EOD
+            tokens = np.random.default_rng(SEED).integers(0, EOD, num_tokens, dtype=np.uint16)
+            tokens[np.cumsum(lengths) - 1] = EOD
             tokens.tofile(file)
-        else:
-            file.truncate(2 * repeats * ends[-1])
     return prefix
 
 
-class Tokenizer:
-    """As much of a tokenizer as a dataset asks for."""
-
-    vocab_size = EOD + 1
-    eod = EOD
-    unique_identifiers = {"class": "bench.Tokenizer"}
-
-
+# As much of a tokenizer as a dataset asks for.
+TOKENIZER = types.SimpleNamespace(vocab_size=EOD + 1, eod=EOD, unique_identifiers={"name": "bench"})
 FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
 
 
@@ -249,7 +237,7 @@ def build_dataset(mm, prefixes, S, cache, num_samples=None, **options):
         sequence_length=S,
         blend_per_split=[(prefixes, None), None, None],
         path_to_cache=cache,
-        tokenizer=Tokenizer(),
+        tokenizer=TOKENIZER,
         **(dict.fromkeys(FLAGS, False) | options),
     )
     sizes = [num_samples, None, None]
@@ -351,14 +339,15 @@ def blend(mm, n, datasets):
 
 
 def build(mm, n, epochs=1, corpora=1):
-    """The builder, in as many threads as corpora; its cache is written beside the first corpus."""
+    """The builder, in as many threads as corpora; a cache lies in a folder beside each corpus."""
     prefixes = [corpus(n // corpora, copy) for copy in range(corpora)]
+    for prefix in prefixes:
+        shutil.rmtree(prefix, ignore_errors=True)
     num_samples = samples_in(n, epochs)
     threads = {"num_dataset_builder_threads": corpora}
-    fresh_folder()
     with clock:
         build_dataset(mm, prefixes, 2048, None, num_samples, **threads)
-    return written_files()
+    return [written_files(prefix) for prefix in prefixes]
 
 
 def cache_hit(mm, n, **options):
@@ -377,13 +366,13 @@ def add_documents(mm, n, convert):
     documents = []
     for length in random_documents(1000)[0]:
         documents.append(convert(rng.integers(0, EOD, length, dtype=np.int32)))
-    prefix = os.path.join(fresh_folder(), "pair")
-    builder = mm.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    folder = fresh_folder()
+    builder = mm.IndexedDatasetBuilder(f"{folder}/pair.bin", dtype=np.uint16)
     with clock:
         for tokens in itertools.islice(itertools.cycle(documents), n):
             builder.add_document(tokens, [len(tokens)])
-    builder.finalize(f"{prefix}.idx")
-    return written_files()
+    builder.finalize(f"{folder}/pair.idx")
+    return written_files(folder)
 
 
 @functools.cache
@@ -567,18 +556,12 @@ MORE = [  # with --full
 COLUMNS = {"case": "<28", "size": "<20"} | dict.fromkeys([*NAMES, "Python x", "C x"], ">8")
 
 
-def measure_cases(cases, rounds):
-    """Compare and time the competitors of each case, and yield its row of the table."""
-    for number, case in enumerate(cases, 1):
-        show_progress(f"row {number} of {len(cases)}: {case.title}")
-        yield measure(case, rounds)
-
-
 def measure(case, rounds):
     """{title of a column: value} of a case, and each time in milliseconds, for JSON.
 
     There are at least so many rounds, and more until a second is over.
     """
+    show_progress(case.title)
     row = {"case": case.title, "size": f"{case.n:,} {case.unit}"}
     first, *others = case.competitors()
     times = {first: []}
@@ -624,7 +607,7 @@ def print_cells(cells, columns):
 
 
 def format_cell(value):
-    """A text; a whole number, or one with two digits after the point, one, or none; None: a dash."""
+    """Text as it is; a number with two digits after the point, one, or none; None: a dash."""
     if value is None:
         return "-"
     if isinstance(value, str):
@@ -664,25 +647,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--full", action="store_true", help="all rows, in a few minutes")
     parser.add_argument("--only", metavar="REGEX", help="those of all rows whose case matches")
-    parser.add_argument("--json", metavar="FILE", help="write every time as JSON; -: to stdout")
+    parser.add_argument("--json", metavar="FILE", help="write every time as JSON")
     parser.add_argument("--storage", action="store_true", help="object storage, by itself")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs, at least (%(default)s)")
     parser.add_argument("--billion", action="store_true", help="time and memory against size")
     options = parser.parse_args()
     facts = machine()
-    with contextlib.redirect_stdout(sys.stderr if options.json == "-" else sys.stdout):
-        text = "; ".join(f"{key} {value}" for key, value in facts.items())
-        print(textwrap.fill(text, 110), end="\n\n")
-        if options.billion:
-            rows = print_scale()
-        elif options.storage:
-            rows = print_storage()
-        else:
-            rows = print_cases(options)
+    text = "; ".join(f"{key} {value}" for key, value in facts.items())
+    print(textwrap.fill(text, 110), end="\n\n")
+    if options.billion:
+        rows = print_table(SCALE, measure_sizes())
+    elif options.storage:
+        rows = print_table(STORAGE_COLUMNS, measure_storage())
+    else:
+        rows = print_cases(options)
     if options.json:
         text = json.dumps({**facts, "rows": rows}, indent=1)
-        path = "/dev/stdout" if options.json == "-" else options.json
-        pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+        pathlib.Path(options.json).write_text(text + "\n", encoding="utf-8")
     return int(any("differs" in row.values() for row in rows))
 
 
@@ -691,11 +672,12 @@ def print_cases(options):
     cases = SCREEN
     if options.full or options.only:
         cases = [case for case in SCREEN + MORE if re.search(options.only or "", case.title)]
-    rows = print_table(COLUMNS, measure_cases(cases, options.rounds))
+    rows = print_table(COLUMNS, (measure(case, options.rounds) for case in cases))
     print("\nmilliseconds; x: times faster than upstream; -: no such part, or no C in it")
     print("*: upstream's is not in its package: its script re-created, or what is named")
     if options.full and not options.only:
-        rows += print_storage()
+        print()
+        rows += print_table(STORAGE_COLUMNS, measure_storage())
     if load("C") is None:
         print("To fill the column C: python setup.py build_ext --inplace")
     if load("upstream") is None:
@@ -705,95 +687,70 @@ def print_cases(options):
 
 # -- 6. A billion documents ------------------------------------------------------------------------
 # Time and memory against size, of ours alone: upstream holds several int64 for each document, and
-# runs out of memory.  A corpus is made, indexed in a fresh process for each number of epochs, and
-# removed.
+# runs out of memory.  Sizes that would need more memory than there is are left out.
 
-SCALE = {
-    "million documents": ">17",
-    "epochs": ">6",
-    "build s": ">7",
-    "ns per document and epoch": ">25",
-    "cache hit s": ">11",
-    "own GiB": ">7",
-    "peak GiB": ">8",
-}
-
-
-def print_scale():
-    """Print the table of sizes -> its rows."""
-    rows = print_table(SCALE, measure_sizes())
-    print("\n-: would need more memory than there is")
-    return rows
+SCALE = {"million documents": ">17", "epochs": ">6", "build s": ">7"}
+SCALE |= {"ns per document and epoch": ">25", "cache hit s": ">11", "peak GiB": ">8"}
 
 
 def measure_sizes():
-    """Yield the row of each number of documents and of epochs."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    context = multiprocessing.get_context("spawn")
-    for documents in (10**6, 10**7, 10**8, 10**9):
-        prefix = corpus(documents)
-        for epochs in (1, 3, 10):
-            show_progress(f"{documents:,} documents, {epochs} epochs")
-            row = {"million documents": documents // 10**6, "epochs": epochs}
-            if 8 * documents * (epochs + 1) < 0.9 * physical:
-                arguments = (prefix, fresh_folder(), documents, epochs)
-                with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
-                    row |= pool.submit(measure_size, *arguments).result()
-            yield row
-        os.unlink(f"{prefix}.bin")
-        os.unlink(f"{prefix}.idx")
-
-
-def measure_size(prefix, cache, documents, epochs):
-    """Build the dataset of a corpus twice, the second time from its cache -> cells of its row."""
+    """Yield a row for each number of documents and of epochs."""
     mm = load("C") or load("Python")
-    num_samples = samples_in(documents, epochs)
-    tracemalloc.start()
-    start = time.perf_counter()
-    dataset = build_dataset(mm, [prefix], 2048, cache, num_samples)
-    built = time.perf_counter()
-    del dataset
-    build_dataset(mm, [prefix], 2048, cache, num_samples)
-    return {
-        "build s": built - start,
-        "ns per document and epoch": 1e9 * (built - start) / documents / epochs,
-        "cache hit s": time.perf_counter() - built,
-        "own GiB": tracemalloc.get_traced_memory()[1] / 2**30,
-        # with the pages of mapped files, which the system can take back
-        "peak GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for documents, epochs in itertools.product((10**6, 10**7, 10**8, 10**9), (1, 3, 10)):
+        if 8 * documents * (epochs + 1) > 0.9 * physical:
+            continue
+        show_progress(f"{documents:,} documents, {epochs} epochs")
+        prefix = corpus(documents)
+        cache = fresh_folder()
+        num_samples = samples_in(documents, epochs)
+        tracemalloc.start()
+        started = time.perf_counter()
+        build_dataset(mm, [prefix], 2048, cache, num_samples)
+        built = time.perf_counter()
+        build_dataset(mm, [prefix], 2048, cache, num_samples)
+        opened = time.perf_counter()
+        _, peak = tracemalloc.get_traced_memory()  # without the pages of mapped files
+        tracemalloc.stop()
+        yield {
+            "million documents": documents // 10**6,
+            "epochs": epochs,
+            "build s": built - started,
+            "ns per document and epoch": 1e9 * (built - started) / documents / epochs,
+            "cache hit s": opened - built,
+            "peak GiB": peak / 2**30,
+        }
 
 
 # -- 7. Object storage -----------------------------------------------------------------------------
-# Samples from a server on this machine that speaks as much of S3 as it takes to read objects, and
-# counts requests and bytes.  It is a process of its own.  No network lies between, so what a
-# request costs elsewhere, tens of milliseconds, comes on top: look at the counts too.
-#
-# The corpus is larger than two of upstream's blocks, because upstream keeps the last block.
+# Samples from a server on this machine that speaks as much of S3 as it takes to read objects, lets
+# every request wait as a network does, and counts requests and bytes.  The corpus is larger than
+# two of upstream's blocks, because upstream keeps the last block.
 
+LATENCY = 0.02  # seconds
 STORAGE = [  # title, competitor, samples, threads
     ("upstream, blocks of 256 MiB", "upstream", 8, 1),
     ("ours, exact ranges", "Python", 400, 1),
     ("ours, exact ranges", "Python", 400, 4),
 ]
-STORAGE_COLUMNS = {"reads": "<28", "threads": ">8", "samples/s": ">9", "requests a sample": ">17"}
-STORAGE_COLUMNS |= {"bytes a sample": ">14"}
+STORAGE_COLUMNS = {"samples from object storage": "<28", "threads": ">8", "samples/s": ">9"}
+STORAGE_COLUMNS |= {"requests a sample": ">17", "bytes a sample": ">14"}
 
 
 class StorageHandler(http.server.BaseHTTPRequestHandler):
-    """Answers GET and HEAD of /bucket/<file of the folder>."""
+    """Answers GET and HEAD of /bucket/<file of the folder for temporary files>."""
 
     protocol_version = "HTTP/1.1"
     wbufsize = 1 << 16
-    folder = None
-    counts = None  # requests and bytes so far, in memory that processes share
+    requests: typing.ClassVar = []  # the bytes that each was answered with
 
     def log_message(self, *details):
         """Nothing."""
 
     def do_GET(self):
         """Send an object, or a range of it."""
-        path = os.path.join(self.folder, self.path.rpartition("/")[2])
+        time.sleep(LATENCY)
+        path = os.path.join(home(), os.path.basename(self.path))
         content = memoryview(np.memmap(path, np.uint8, "r"))
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted:
@@ -804,25 +761,24 @@ class StorageHandler(http.server.BaseHTTPRequestHandler):
         self.send_header("ETag", '"0"')
         self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
         self.end_headers()
-        with self.counts.get_lock():
-            self.counts[0] += 1
-            if self.command == "GET":
-                self.counts[1] += len(content)
-        if self.command == "GET":
-            self.wfile.write(content)
+        if self.command == "HEAD":
+            content = b""
+        self.requests.append(len(content))
+        self.wfile.write(content)
 
     do_HEAD = do_GET
 
 
-def serve_folder(folder, counts, pipe):
-    """What the process of the server does."""
-    StorageHandler.folder = folder
-    StorageHandler.counts = counts
+def start_storage():
+    """Start the server, and tell the clients of S3 where it is."""
     # A batch opens many connections at once; those over this limit wait for seconds.
     http.server.ThreadingHTTPServer.request_queue_size = 256
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), StorageHandler)
-    pipe.send(f"http://127.0.0.1:{server.server_port}")
-    server.serve_forever()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{server.server_port}"
+    os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
+    os.environ["AWS_ACCESS_KEY_ID"] = "bench"
+    os.environ["AWS_SECRET_ACCESS_KEY"] = "bench"
 
 
 def read_batch(dataset, indices):
@@ -834,45 +790,32 @@ def read_batch(dataset, indices):
 
 def measure_storage():
     """Yield the row of each way to read; its samples must be those of the local pair."""
-    context = multiprocessing.get_context("spawn")
-    counts = context.Array("q", 2)
-    mine, theirs = multiprocessing.Pipe()
+    if importlib.util.find_spec("s3fs") is None or importlib.util.find_spec("boto3") is None:
+        print("To fill this table: python -m pip install s3fs boto3")
+        return
+    start_storage()
     local = corpus(600_000, with_tokens=True)
-    arguments = (os.path.dirname(local), counts, theirs)
-    context.Process(target=serve_folder, args=arguments, daemon=True).start()
-    os.environ |= {"AWS_ENDPOINT_URL": mine.recv(), "AWS_DEFAULT_REGION": "us-east-1"}
-    os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench"}
     remote = f"s3://bucket/{os.path.basename(local)}"
-    cache = os.path.join(home(), "cache")
+    cache = os.path.join(home(), "read")
     expected = build_dataset(load("Python"), [local], 2048, cache)
     for title, name, n, threads in STORAGE:
-        mm = load(name)
-        if mm is None or (name == "upstream" and importlib.util.find_spec("boto3") is None):
+        if load(name) is None:
             continue
         show_progress(f"{title}, threads {threads}")
         storage = {"mmap_bin_files": False, "object_storage_cache_path": f"{home()}/idx-{name}"}
-        dataset = build_dataset(mm, [remote], 2048, cache, **storage)
-        batches = [list(range(k, k + 8)) for k in range(0, n, 8)]
-        before = list(counts)
+        dataset = build_dataset(load(name), [remote], 2048, cache, **storage)
+        batches = [range(k, k + 8) for k in range(0, n, 8)]
+        StorageHandler.requests.clear()
         started = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             found = list(pool.map(read_batch, itertools.repeat(dataset), batches))
-        seconds = time.perf_counter() - started
-        row = {"reads": title, "threads": threads, "samples/s": "differs"}
-        if is_same(found, [[expected[i] for i in indices] for indices in batches]):
-            row["samples/s"] = n / seconds
-            row["requests a sample"] = (counts[0] - before[0]) / n
-            row["bytes a sample"] = (counts[1] - before[1]) // n
+        row = {"samples from object storage": title, "threads": threads}
+        row["samples/s"] = n / (time.perf_counter() - started)
+        row["requests a sample"] = len(StorageHandler.requests) / n
+        row["bytes a sample"] = sum(StorageHandler.requests) // n
+        if not is_same(found, [read_batch(expected, indices) for indices in batches]):
+            row["samples/s"] = "differs"
         yield row
-
-
-def print_storage():
-    """Print the table -> its rows."""
-    if importlib.util.find_spec("s3fs") is None:
-        print("\nno rows of object storage: pip install s3fs boto3")
-        return []
-    print("\nSamples from object storage, S=2048, batches of 8, 600 MB\n")
-    return print_table(STORAGE_COLUMNS, measure_storage())
 
 
 # -- 8. The same under pytest-benchmark ------------------------------------------------------------
