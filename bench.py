@@ -177,7 +177,7 @@ def home():
 
 def fresh_folder():
     """The folder that a single run writes to, empty again."""
-    folder = os.path.join(home(), "fresh")
+    folder = f"{home()}/fresh"
     shutil.rmtree(folder, ignore_errors=True)
     os.mkdir(folder)
     return folder
@@ -203,7 +203,7 @@ def random_documents(n):
 @functools.cache
 def corpus(documents, copy=0, with_tokens=False):
     """Write a pair of random uint16 tokens -> its prefix; without tokens the .bin is a hole."""
-    prefix = os.path.join(home(), f"corpus-{documents}-{copy}-{with_tokens}")
+    prefix = f"{home()}/corpus-{documents}-{copy}-{with_tokens}"
     lengths, _ = random_documents(min(documents, 10**6))
     lengths = np.resize(lengths, documents)  # the same ones again after a million
     pointers = np.cumsum(lengths, dtype=np.int64)
@@ -259,23 +259,19 @@ def samples_in(documents, epochs):
 def dataset_to_read(mm, S, **options):
     """100,000 documents to read from; the competitors share the cache, which the first writes."""
     prefix = corpus(100_000, with_tokens=True)
-    return build_dataset(mm, [prefix], S, os.path.join(home(), "read"), **options)
+    return build_dataset(mm, [prefix], S, f"{home()}/read", **options)
 
 
 @functools.cache
 def two_ranks():
     """Start the two processes of a job, once.  (A fork would copy locked locks.)"""
     context = multiprocessing.get_context("spawn")
-    store = f"file://{home()}/store"
+    join_job = torch.distributed.init_process_group  # backend, store, time-out, ranks, rank
     pools = []
     for rank in range(2):
-        pools.append(concurrent.futures.ProcessPoolExecutor(1, context, join_job, (store, rank)))
+        arguments = ("gloo", f"file://{home()}/store", None, 2, rank)
+        pools.append(concurrent.futures.ProcessPoolExecutor(1, context, join_job, arguments))
     return pools
-
-
-def join_job(store, rank):
-    """What each of the two processes does first."""
-    torch.distributed.init_process_group("gloo", store, world_size=2, rank=rank)
 
 
 # -- 3. The cases ----------------------------------------------------------------------------------
@@ -353,7 +349,7 @@ def build(mm, n, epochs=1, corpora=1):
 def cache_hit(mm, n, **options):
     """The builder, with a cache that is there: all open the same one, which our Python wrote."""
     prefix = corpus(n)
-    cache = os.path.join(home(), "hit")
+    cache = f"{home()}/hit"
     build_dataset(load("Python"), [prefix], 2048, cache, fast_cache_load=True)
     with clock:
         dataset = build_dataset(mm, [prefix], 2048, cache, **options)
@@ -362,14 +358,14 @@ def cache_hit(mm, n, **options):
 
 def add_documents(mm, n, convert):
     """Documents that are added one by one, as arrays or as lists, which tokenizers give."""
-    rng = np.random.default_rng(SEED)
     documents = []
     for length in random_documents(1000)[0]:
-        documents.append(convert(rng.integers(0, EOD, length, dtype=np.int32)))
+        documents.append(convert(np.arange(length, dtype=np.int32)))
     folder = fresh_folder()
     builder = mm.IndexedDatasetBuilder(f"{folder}/pair.bin", dtype=np.uint16)
     with clock:
-        for tokens in itertools.islice(itertools.cycle(documents), n):
+        for i in range(n):
+            tokens = documents[i % 1000]
             builder.add_document(tokens, [len(tokens)])
     builder.finalize(f"{folder}/pair.idx")
     return written_files(folder)
@@ -377,26 +373,21 @@ def add_documents(mm, n, convert):
 
 @functools.cache
 def text_and_tokenizer(n):
-    """Write n pieces of Python's own library, of 2 kB each, as JSON lines; train a BPE of 8,000 ids
-
-    -> the path of the text, and that of the tokenizer.json
-    """
+    """Write n pages of Python's own library as JSON lines, and a BPE trained on them -> paths."""
     import tokenizers
 
     # Read when the library first uses several threads, which must not be before a worker is forked.
     os.environ["RAYON_NUM_THREADS"] = "2"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]
+    modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
     code = "".join(path.read_text("utf-8", "replace") for path in modules)
-    pieces = [code[2000 * k : 2000 * (k + 1)] for k in range(n)]
-    text_path = os.path.join(home(), f"text-{n}.jsonl")
-    with open(text_path, "w", encoding="utf-8") as file:
-        for text in pieces:
-            file.write(json.dumps({"text": text}) + "\n")
+    texts = [code[2000 * k : 2000 * (k + 1)] for k in range(n)]
+    text_path = pathlib.Path(home(), "text.jsonl")
+    text_path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer_path = f"{home()}/tokenizer.json"
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     special = ["<|endoftext|>"]
-    tokenizer.train_from_iterator(pieces, 8000, special_tokens=special, show_progress=False)
-    tokenizer_path = os.path.join(home(), "tokenizer.json")
+    tokenizer.train_from_iterator(texts, 8000, special_tokens=special, show_progress=False)
     tokenizer.save(tokenizer_path)
     return text_path, tokenizer_path
 
@@ -408,7 +399,7 @@ def preprocess(mm, n, workers):
         return library_alone(text_path, tokenizer_path, workers)
     tokenizer = mm.HuggingFaceTokenizer(tokenizer_path)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    output = os.path.join(fresh_folder(), "pair")
+    output = f"{fresh_folder()}/pair"
     with clock:
         prefixes = mm.preprocess(text_path, output, tokenizer, workers=workers)
     return mm.IndexedDataset(prefixes["text"]).num_tokens
@@ -422,9 +413,7 @@ def library_alone(text_path, tokenizer_path, workers):
     os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers == 1 else "true"
     with clock, open(text_path, "rb") as file:
         texts = [json.loads(line)["text"] for line in file]
-        encodings = tokenizer.encode_batch_fast(texts)
-        num_tokens = sum(len(encoding.ids) for encoding in encodings)
-    return num_tokens
+        return sum(len(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts))
 
 
 @functools.cache
@@ -668,15 +657,14 @@ def main():
 
 
 def print_cases(options):
-    """Print the rows of the screen, all rows, or those that match -> the rows."""
+    """Print the rows of the screen, those that match, or all and object storage -> the rows."""
     cases = SCREEN
     if options.full or options.only:
         cases = [case for case in SCREEN + MORE if re.search(options.only or "", case.title)]
     rows = print_table(COLUMNS, (measure(case, options.rounds) for case in cases))
     print("\nmilliseconds; x: times faster than upstream; -: no such part, or no C in it")
-    print("*: upstream's is not in its package: its script re-created, or what is named")
+    print("*: upstream's is not in its package: its script re-created, or what is named\n")
     if options.full and not options.only:
-        print()
         rows += print_table(STORAGE_COLUMNS, measure_storage())
     if load("C") is None:
         print("To fill the column C: python setup.py build_ext --inplace")
@@ -741,7 +729,6 @@ class StorageHandler(http.server.BaseHTTPRequestHandler):
     """Answers GET and HEAD of /bucket/<file of the folder for temporary files>."""
 
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16
     requests: typing.ClassVar = []  # the bytes that each was answered with
 
     def log_message(self, *details):
@@ -750,7 +737,7 @@ class StorageHandler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         """Send an object, or a range of it."""
         time.sleep(LATENCY)
-        path = os.path.join(home(), os.path.basename(self.path))
+        path = f"{home()}/{os.path.basename(self.path)}"
         content = memoryview(np.memmap(path, np.uint8, "r"))
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted:
@@ -776,9 +763,8 @@ def start_storage():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), StorageHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{server.server_port}"
-    os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
-    os.environ["AWS_ACCESS_KEY_ID"] = "bench"
-    os.environ["AWS_SECRET_ACCESS_KEY"] = "bench"
+    os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "bench"}
+    os.environ |= {"AWS_SECRET_ACCESS_KEY": "bench"}
 
 
 def read_batch(dataset, indices):
@@ -796,7 +782,7 @@ def measure_storage():
     start_storage()
     local = corpus(600_000, with_tokens=True)
     remote = f"s3://bucket/{os.path.basename(local)}"
-    cache = os.path.join(home(), "read")
+    cache = f"{home()}/read"
     expected = build_dataset(load("Python"), [local], 2048, cache)
     for title, name, n, threads in STORAGE:
         if load(name) is None:
