@@ -44,7 +44,6 @@ import threading
 import time
 import tracemalloc
 import types
-import typing
 import warnings
 
 import numpy as np
@@ -147,17 +146,16 @@ class TorchDDP(torch.nn.parallel.DistributedDataParallel):
 class Clock:
     """A stopwatch that runs only inside its with block; the ranks of a job start together."""
 
-    def __init__(self):
-        self.seconds = 0.0
-        self._started = None
+    seconds = 0.0
+    started = 0.0
 
     def __enter__(self):
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()
 
     def __exit__(self, kind, error, traceback):
-        self.seconds += time.perf_counter() - self._started
+        self.seconds += time.perf_counter() - self.started
 
     def read(self):
         """The seconds so far.  For pytest-benchmark this is the time of day."""
@@ -173,23 +171,6 @@ def home():
     folder = tempfile.mkdtemp(prefix="megatron-min-bench-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-def fresh_folder():
-    """The folder that a single run writes to, empty again."""
-    folder = f"{home()}/fresh"
-    shutil.rmtree(folder, ignore_errors=True)
-    os.mkdir(folder)
-    return folder
-
-
-def written_files(folder):
-    """{name: bytes} of what a run has left there; the manifest is ours alone."""
-    files = {}
-    for path in pathlib.Path(folder).rglob("*.*"):
-        if not path.name.endswith("-manifest.json"):
-            files[path.name] = path.read_bytes()
-    return files
 
 
 @functools.lru_cache(maxsize=2)
@@ -230,13 +211,15 @@ TOKENIZER = types.SimpleNamespace(vocab_size=EOD + 1, eod=EOD, unique_identifier
 FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
 
 
-def build_dataset(mm, prefixes, S, cache, num_samples=None, **options):
-    """The training dataset of whole corpora, as the builder makes it; None: an epoch of samples."""
+def build_dataset(mm, prefixes, S, num_samples=None, **options):
+    """The training dataset of whole corpora, as the builder makes it; None: an epoch of samples.
+
+    Its cache lies in a folder named like the corpus, unless path_to_cache is given.
+    """
     config = mm.GPTDatasetConfig(
         random_seed=SEED,
         sequence_length=S,
         blend_per_split=[(prefixes, None), None, None],
-        path_to_cache=cache,
         tokenizer=TOKENIZER,
         **(dict.fromkeys(FLAGS, False) | options),
     )
@@ -258,8 +241,7 @@ def samples_in(documents, epochs):
 @functools.lru_cache(maxsize=3)
 def dataset_to_read(mm, S, **options):
     """100,000 documents to read from; the competitors share the cache, which the first writes."""
-    prefix = corpus(100_000, with_tokens=True)
-    return build_dataset(mm, [prefix], S, f"{home()}/read", **options)
+    return build_dataset(mm, [corpus(100_000, with_tokens=True)], S, **options)
 
 
 @functools.cache
@@ -335,24 +317,27 @@ def blend(mm, n, datasets):
 
 
 def build(mm, n, epochs=1, corpora=1):
-    """The builder, in as many threads as corpora; a cache lies in a folder beside each corpus."""
+    """The builder, in as many threads as corpora; it finds no cache, and writes one for each."""
     prefixes = [corpus(n // corpora, copy) for copy in range(corpora)]
     for prefix in prefixes:
         shutil.rmtree(prefix, ignore_errors=True)
     num_samples = samples_in(n, epochs)
-    threads = {"num_dataset_builder_threads": corpora}
     with clock:
-        build_dataset(mm, prefixes, 2048, None, num_samples, **threads)
-    return [written_files(prefix) for prefix in prefixes]
+        build_dataset(mm, prefixes, 2048, num_samples, num_dataset_builder_threads=corpora)
+    files = {}
+    for path in pathlib.Path(home()).glob("corpus-*/cache/*/*"):
+        if not path.name.endswith("-manifest.json"):  # ours alone
+            files[str(path)] = path.read_bytes()
+    return files
 
 
 def cache_hit(mm, n, **options):
     """The builder, with a cache that is there: all open the same one, which our Python wrote."""
     prefix = corpus(n)
     cache = f"{home()}/hit"
-    build_dataset(load("Python"), [prefix], 2048, cache, fast_cache_load=True)
+    build_dataset(load("Python"), [prefix], 2048, path_to_cache=cache, fast_cache_load=True)
     with clock:
-        dataset = build_dataset(mm, [prefix], 2048, cache, **options)
+        dataset = build_dataset(mm, [prefix], 2048, path_to_cache=cache, **options)
     return [dataset.document_index[:], dataset.sample_index[:], dataset.shuffle_index[:]]
 
 
@@ -361,14 +346,14 @@ def add_documents(mm, n, convert):
     documents = []
     for length in random_documents(1000)[0]:
         documents.append(convert(np.arange(length, dtype=np.int32)))
-    folder = fresh_folder()
-    builder = mm.IndexedDatasetBuilder(f"{folder}/pair.bin", dtype=np.uint16)
+    paths = [f"{home()}/pair.bin", f"{home()}/pair.idx"]
+    builder = mm.IndexedDatasetBuilder(paths[0], dtype=np.uint16)
     with clock:
         for i in range(n):
             tokens = documents[i % 1000]
             builder.add_document(tokens, [len(tokens)])
-    builder.finalize(f"{folder}/pair.idx")
-    return written_files(folder)
+    builder.finalize(paths[1])
+    return [pathlib.Path(path).read_bytes() for path in paths]
 
 
 @functools.cache
@@ -393,27 +378,24 @@ def text_and_tokenizer(n):
 
 
 def preprocess(mm, n, workers):
-    """preprocess with a tokenizer.json -> the number of tokens; upstream: the library alone."""
+    """preprocess with a tokenizer.json -> the number of tokens.
+
+    upstream: the package tokenizers on the same file, in threads of its own.
+    """
     text_path, tokenizer_path = text_and_tokenizer(n)
     if mm.__name__ == "upstream":
-        return library_alone(text_path, tokenizer_path, workers)
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(tokenizer_path)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers == 1 else "true"
+        with clock, open(text_path, "rb") as file:
+            texts = [json.loads(line)["text"] for line in file]
+            return sum(len(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts))
     tokenizer = mm.HuggingFaceTokenizer(tokenizer_path)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    output = f"{fresh_folder()}/pair"
     with clock:
-        prefixes = mm.preprocess(text_path, output, tokenizer, workers=workers)
+        prefixes = mm.preprocess(text_path, f"{home()}/text", tokenizer, workers=workers)
     return mm.IndexedDataset(prefixes["text"]).num_tokens
-
-
-def library_alone(text_path, tokenizer_path, workers):
-    """The package tokenizers on the same file, in threads of its own -> the number of tokens."""
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer.from_file(tokenizer_path)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers == 1 else "true"
-    with clock, open(text_path, "rb") as file:
-        texts = [json.loads(line)["text"] for line in file]
-        return sum(len(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts))
 
 
 @functools.cache
@@ -463,7 +445,7 @@ class Case:
     """A row of the table."""
 
     title: str  # ends in "*" where upstream's side is not in its package
-    function: typing.Callable  # of section 3
+    function: types.FunctionType  # of section 3
     n: int  # how many items the function is given
     unit: str  # what these are
     options: dict = dataclasses.field(default_factory=dict)  # more arguments of the function
@@ -616,12 +598,12 @@ def show_progress(text):
 def machine():
     """What the numbers depend on, as a dict of strings."""
     cpuinfo = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    model = re.search(r"model name\s*: (.*)|$", cpuinfo)[1] or platform.machine()
+    found = re.search(r"model name\s*: (.*)", cpuinfo)
     upstream = "not installed"
     if load("upstream"):
         upstream = importlib.metadata.version("megatron-core")
     return {
-        "machine": f"{model}, {os.cpu_count()} cores",
+        "machine": f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores",
         "Python": platform.python_version(),
         "numpy": np.__version__,
         "torch": f"{torch.__version__}, threads {torch.get_num_threads()}",
@@ -635,7 +617,9 @@ def main():
     """Print the tables that were asked for -> 0, or 1 if a result differs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--full", action="store_true", help="all rows, in a few minutes")
-    parser.add_argument("--only", metavar="REGEX", help="those of all rows whose case matches")
+    parser.add_argument(
+        "--only", metavar="REGEX", default="", help="those of all rows whose case matches"
+    )
     parser.add_argument("--json", metavar="FILE", help="write every time as JSON")
     parser.add_argument("--storage", action="store_true", help="object storage, by itself")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs, at least (%(default)s)")
@@ -649,28 +633,22 @@ def main():
     elif options.storage:
         rows = print_table(STORAGE_COLUMNS, measure_storage())
     else:
-        rows = print_cases(options)
-    if options.json:
-        text = json.dumps({**facts, "rows": rows}, indent=1)
-        pathlib.Path(options.json).write_text(text + "\n", encoding="utf-8")
-    return int(any("differs" in row.values() for row in rows))
-
-
-def print_cases(options):
-    """Print the rows of the screen, those that match, or all and object storage -> the rows."""
-    cases = SCREEN
-    if options.full or options.only:
-        cases = [case for case in SCREEN + MORE if re.search(options.only or "", case.title)]
-    rows = print_table(COLUMNS, (measure(case, options.rounds) for case in cases))
-    print("\nmilliseconds; x: times faster than upstream; -: no such part, or no C in it")
-    print("*: upstream's is not in its package: its script re-created, or what is named\n")
-    if options.full and not options.only:
-        rows += print_table(STORAGE_COLUMNS, measure_storage())
+        cases = SCREEN
+        if options.full or options.only:
+            cases = [case for case in SCREEN + MORE if re.search(options.only, case.title)]
+        rows = print_table(COLUMNS, (measure(case, options.rounds) for case in cases))
+        print("\nmilliseconds; x: times faster than upstream; -: no such part, or no C in it")
+        print("*: upstream's is not in its package: its script re-created, or what is named\n")
+        if options.full and not options.only:
+            rows += print_table(STORAGE_COLUMNS, measure_storage())
     if load("C") is None:
         print("To fill the column C: python setup.py build_ext --inplace")
     if load("upstream") is None:
         print("To fill the column upstream: python -m pip install megatron-core==0.16.1")
-    return rows
+    if options.json:
+        text = json.dumps({**facts, "rows": rows}, indent=1)
+        pathlib.Path(options.json).write_text(text + "\n", encoding="utf-8")
+    return int(any("differs" in row.values() for row in rows))
 
 
 # -- 6. A billion documents ------------------------------------------------------------------------
@@ -683,20 +661,20 @@ SCALE |= {"ns per document and epoch": ">25", "cache hit s": ">11", "peak GiB": 
 
 def measure_sizes():
     """Yield a row for each number of documents and of epochs."""
-    mm = load("C") or load("Python")
+    mm = load("Python") if load("C") is None else load("C")
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for documents, epochs in itertools.product((10**6, 10**7, 10**8, 10**9), (1, 3, 10)):
         if 8 * documents * (epochs + 1) > 0.9 * physical:
             continue
         show_progress(f"{documents:,} documents, {epochs} epochs")
         prefix = corpus(documents)
-        cache = fresh_folder()
+        shutil.rmtree(prefix, ignore_errors=True)
         num_samples = samples_in(documents, epochs)
         tracemalloc.start()
         started = time.perf_counter()
-        build_dataset(mm, [prefix], 2048, cache, num_samples)
+        build_dataset(mm, [prefix], 2048, num_samples)
         built = time.perf_counter()
-        build_dataset(mm, [prefix], 2048, cache, num_samples)
+        build_dataset(mm, [prefix], 2048, num_samples)
         opened = time.perf_counter()
         _, peak = tracemalloc.get_traced_memory()  # without the pages of mapped files
         tracemalloc.stop()
@@ -718,8 +696,8 @@ def measure_sizes():
 LATENCY = 0.02  # seconds
 STORAGE = [  # title, competitor, samples, threads
     ("upstream, blocks of 256 MiB", "upstream", 8, 1),
-    ("ours, exact ranges", "Python", 400, 1),
-    ("ours, exact ranges", "Python", 400, 4),
+    ("ours, exact ranges", "Python", 200, 1),
+    ("ours, exact ranges", "Python", 200, 4),
 ]
 STORAGE_COLUMNS = {"samples from object storage": "<28", "threads": ">8", "samples/s": ">9"}
 STORAGE_COLUMNS |= {"requests a sample": ">17", "bytes a sample": ">14"}
@@ -729,7 +707,8 @@ class StorageHandler(http.server.BaseHTTPRequestHandler):
     """Answers GET and HEAD of /bucket/<file of the folder for temporary files>."""
 
     protocol_version = "HTTP/1.1"
-    requests: typing.ClassVar = []  # the bytes that each was answered with
+    wbufsize = 2**16  # headers and content leave together; else each answer takes 40 ms
+    requests = []  # the bytes that each was answered with
 
     def log_message(self, *details):
         """Nothing."""
@@ -767,13 +746,6 @@ def start_storage():
     os.environ |= {"AWS_SECRET_ACCESS_KEY": "bench"}
 
 
-def read_batch(dataset, indices):
-    """As torch's DataLoader reads a batch."""
-    if hasattr(dataset, "__getitems__"):
-        return dataset.__getitems__(indices)
-    return [dataset[i] for i in indices]
-
-
 def measure_storage():
     """Yield the row of each way to read; its samples must be those of the local pair."""
     if importlib.util.find_spec("s3fs") is None or importlib.util.find_spec("boto3") is None:
@@ -782,24 +754,25 @@ def measure_storage():
     start_storage()
     local = corpus(600_000, with_tokens=True)
     remote = f"s3://bucket/{os.path.basename(local)}"
-    cache = f"{home()}/read"
-    expected = build_dataset(load("Python"), [local], 2048, cache)
+    expected = build_dataset(load("Python"), [local], 2048)
+    options = {"mmap_bin_files": False, "path_to_cache": f"{home()}/remote"}
     for title, name, n, threads in STORAGE:
         if load(name) is None:
             continue
         show_progress(f"{title}, threads {threads}")
-        storage = {"mmap_bin_files": False, "object_storage_cache_path": f"{home()}/idx-{name}"}
-        dataset = build_dataset(load(name), [remote], 2048, cache, **storage)
+        options["object_storage_cache_path"] = f"{home()}/remote/{name}"
+        whole = build_dataset(load(name), [remote], 2048, **options)
+        dataset = torch.utils.data.Subset(whole, range(n))
         batches = [range(k, k + 8) for k in range(0, n, 8)]
         StorageHandler.requests.clear()
         started = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            found = list(pool.map(read_batch, itertools.repeat(dataset), batches))
+            found = list(pool.map(dataset.__getitems__, batches))
         row = {"samples from object storage": title, "threads": threads}
         row["samples/s"] = n / (time.perf_counter() - started)
         row["requests a sample"] = len(StorageHandler.requests) / n
         row["bytes a sample"] = sum(StorageHandler.requests) // n
-        if not is_same(found, [read_batch(expected, indices) for indices in batches]):
+        if not is_same(found, [[expected[i] for i in batch] for batch in batches]):
             row["samples/s"] = "differs"
         yield row
 
