@@ -129,12 +129,10 @@ def recreated_tp_batch(data_iterator, groups, *, create_attention_mask, **sizes)
 class TorchDDP(torch.nn.parallel.DistributedDataParallel):
     """torch's class, which always overlaps, with the names of ours; upstream's needs a GPU."""
 
+    zero_grad_buffer = torch.nn.Module.zero_grad
+
     def __init__(self, module, bucket_size, overlap_grad_reduce):
         super().__init__(module, bucket_cap_mb=4 * bucket_size / 2**20)
-
-    def zero_grad_buffer(self):
-        """Forget the gradients."""
-        self.zero_grad()
 
     def finish_grad_sync(self):
         """Nothing is left to do: backward() has waited."""
@@ -182,9 +180,9 @@ def random_documents(n):
 
 
 @functools.cache
-def corpus(documents, copy=0, with_tokens=False):
-    """Write a pair of random uint16 tokens -> its prefix; without tokens the .bin is a hole."""
-    prefix = f"{home()}/corpus-{documents}-{copy}-{with_tokens}"
+def corpus(documents, with_tokens=False):
+    """Write a pair of random uint16 tokens, or a .bin that is a hole -> the prefix."""
+    prefix = f"{home()}/corpus-{documents}-{with_tokens}"
     lengths, _ = random_documents(min(documents, 10**6))
     lengths = np.resize(lengths, documents)  # the same ones again after a million
     pointers = np.cumsum(lengths, dtype=np.int64)
@@ -252,7 +250,9 @@ def two_ranks():
     pools = []
     for rank in range(2):
         arguments = ("gloo", f"file://{home()}/store", None, 2, rank)
-        pools.append(concurrent.futures.ProcessPoolExecutor(1, context, join_job, arguments))
+        pool = concurrent.futures.ProcessPoolExecutor(1, context, join_job, arguments)
+        atexit.register(pool.shutdown)
+        pools.append(pool)
     return pools
 
 
@@ -318,16 +318,17 @@ def blend(mm, n, datasets):
 
 def build(mm, n, epochs=1, corpora=1):
     """The builder, in as many threads as corpora; it finds no cache, and writes one for each."""
-    prefixes = [corpus(n // corpora, copy) for copy in range(corpora)]
+    prefixes = [corpus(n // corpora + k) for k in range(corpora)]
     for prefix in prefixes:
         shutil.rmtree(prefix, ignore_errors=True)
     num_samples = samples_in(n, epochs)
     with clock:
         build_dataset(mm, prefixes, 2048, num_samples, num_dataset_builder_threads=corpora)
     files = {}
-    for path in pathlib.Path(home()).glob("corpus-*/cache/*/*"):
-        if not path.name.endswith("-manifest.json"):  # ours alone
-            files[str(path)] = path.read_bytes()
+    for prefix in prefixes:
+        for path in pathlib.Path(prefix).rglob("*.*"):
+            if not path.name.endswith("-manifest.json"):  # ours alone
+                files[str(path)] = path.read_bytes()
     return files
 
 
@@ -497,8 +498,8 @@ SCREEN = [  # the rows that tell most
     Case("dataset[i], S=2048", samples, 4000, "samples", {"S": 2048}),
     Case("loader, S=2048 *", loader, 4000, "samples"),
     Case("loader, num_workers=2 *", loader, 2000, "samples", {"num_workers": 2}),
-    Case("loader, resets *", loader, 4000, "samples", RESETS),
-    Case("loader, resets, dense mask *", loader, 64, "samples", DENSE),
+    Case("loader, resets *", loader, 2000, "samples", RESETS),
+    Case("loader, resets, dense mask *", loader, 32, "samples", DENSE),
     Case("sample index, S=2048", sample_index, 10**7, "documents"),
     Case("shuffle", shuffle, 10**7, "int32"),
     Case("blend, 64 datasets", blend, 100_000, "samples", {"datasets": 64}),
@@ -599,9 +600,7 @@ def machine():
     """What the numbers depend on, as a dict of strings."""
     cpuinfo = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
     found = re.search(r"model name\s*: (.*)", cpuinfo)
-    upstream = "not installed"
-    if load("upstream"):
-        upstream = importlib.metadata.version("megatron-core")
+    upstream = importlib.metadata.version("megatron-core") if load("upstream") else "missing"
     return {
         "machine": f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores",
         "Python": platform.python_version(),
