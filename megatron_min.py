@@ -378,6 +378,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self, bin_path: str | os.PathLike, dtype: type = np.int32, multimodal: bool = False
     ) -> None:
         self.dtype = DType.dtype_from_code(DType.code_from_dtype(dtype))
+        self._token_dtype = np.dtype(self.dtype)
         self.multimodal = multimodal
         self.sequence_lengths = array.array("i")  # int32
         self.sequence_modes = array.array("b")  # int8
@@ -389,8 +390,13 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
         The sequence belongs to the document that the next end_document() ends.
         """
-        tokens = _as_tokens(tensor, self.dtype)
-        self.add_sequences(tokens, [len(tokens)], [mode])
+        self._check_open()
+        tokens = _as_tokens(tensor, self._token_dtype)
+        modes = _as_compact_array([mode], "b", "modes of sequences")
+        self._bin.file.write(tokens)
+        self.sequence_lengths.append(len(tokens))
+        if self.multimodal:
+            self.sequence_modes.extend(modes)
 
     def add_document(
         self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
@@ -399,8 +405,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
         Sequences that add_item() added since the last end belong to the document too.
         """
-        lengths = list(lengths)
-        self.add_sequences(tensor, lengths, modes, [len(lengths)])
+        self._append(_as_tokens(tensor, self._token_dtype), lengths, modes)
+        self.document_indices.append(len(self.sequence_lengths))
 
     def add_sequences(
         self,
@@ -418,22 +424,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                   call come before its end.  With lengths [2, 1, 3] and ends [2, 3], the first two
                   sequences are a document, and the third is one.
         """
-        self._check_open()
-        tokens = _as_tokens(tensor, self.dtype)
         lengths = _as_compact_array(lengths, "i", "lengths of sequences")
-        if modes is None:
-            modes = bytes(len(lengths))
-        modes = _as_compact_array(modes, "b", "modes of sequences")
-        if sum(lengths) != len(tokens) or (lengths and min(lengths) < 0):
-            raise ValueError(
-                f"{self._bin.path}: wanted lengths >= 0 that sum to the {len(tokens)} tokens, "
-                f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
-            )
-        if len(modes) != len(lengths):
-            raise ValueError(
-                f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
-                f"got {len(modes)} modes"
-            )
         ends = _as_compact_array(ends, "q", "ends of documents")
         in_order = [0, *ends, len(lengths)]
         if in_order != sorted(in_order):
@@ -442,11 +433,31 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 f"{len(lengths)} sequences, got {ends.tolist()!s:.60}"
             )
         first = len(self.sequence_lengths)
+        self._append(_as_tokens(tensor, self._token_dtype), lengths, modes)
+        self.document_indices.extend([first + end for end in ends])
+
+    def _append(self, tokens, lengths, modes):
+        """Append sequences that end no document.  All is checked before anything is written."""
+        self._check_open()
+        lengths = _as_compact_array(lengths, "i", "lengths of sequences")
+        if sum(lengths) != len(tokens) or (lengths and min(lengths) < 0):
+            raise ValueError(
+                f"{self._bin.path}: wanted lengths >= 0 that sum to the {len(tokens)} tokens, "
+                f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
+            )
+        if modes is not None:
+            modes = _as_compact_array(modes, "b", "modes of sequences")
+        elif self.multimodal:
+            modes = bytes(len(lengths))
+        if modes is not None and len(modes) != len(lengths):
+            raise ValueError(
+                f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
+                f"got {len(modes)} modes"
+            )
         self._bin.file.write(tokens)
         self.sequence_lengths.extend(lengths)
         if self.multimodal:
-            self.sequence_modes.extend(modes)
-        self.document_indices.extend([first + end for end in ends])
+            self.sequence_modes.frombytes(modes)
 
     def end_document(self) -> None:
         """End the document of the sequences that were added since the last end."""
@@ -528,20 +539,35 @@ def _as_tokens(values, dtype):
 
     Tokens of a floating-point dtype, which the format knows too, are converted as numpy does.
     """
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
-    tokens = np.asarray(values).reshape(-1)
-    dtype = np.dtype(dtype)
+    if not isinstance(values, np.ndarray):
+        values = _as_array(values, dtype)
+    tokens = values.reshape(-1)
     if tokens.dtype == dtype or dtype.kind == "f" or len(tokens) == 0:
         return np.ascontiguousarray(tokens, dtype)
     if tokens.dtype.kind not in "biu":  # bool, signed, unsigned
         raise ValueError(f"{dtype} tokens must be integers, got {tokens.dtype}")
     converted = tokens.astype(dtype)
+    if tokens.dtype.kind == "i" and tokens.itemsize > converted.itemsize:
+        # A wider signed integer holds all that dtype can: so the way back loses nothing, and bytes
+        # are compared three times as fast as numbers.
+        if converted.astype(tokens.dtype).tobytes() == tokens.tobytes():
+            return converted
     misfits = np.flatnonzero(converted != tokens)
     if len(misfits):
         at = misfits[0]
         raise ValueError(f"token {tokens[at]} at {at} does not fit {dtype}: choose a larger dtype")
     return converted
+
+
+def _as_array(values, dtype):
+    """Tensor or list -> array; it is of dtype already if a list holds only integers that fit."""
+    if isinstance(values, torch.Tensor):
+        return values.numpy(force=True)  # from any device
+    if isinstance(values, list):
+        # numpy would find the least common dtype of the items first, and then convert once more.
+        with contextlib.suppress(TypeError, OverflowError):
+            return np.frombuffer(array.array(dtype.char, values), dtype)
+    return np.asarray(values)
 
 
 def _as_compact_array(values, typecode, name):
@@ -1799,7 +1825,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
 
     dataset        what build_low_level_dataset() returned
     dataset_path   the path it was opened from; may be None
-    indices        int32: which elements of dataset belong to this split
+    indices        which elements of dataset belong to this split: an int32 array, or a range
     num_samples    how many samples are wanted; None: those of one epoch
     index_split    Split
     config         BlendedMegatronDatasetConfig
@@ -1814,14 +1840,14 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         self,
         dataset: typing.Any,
         dataset_path: str | os.PathLike | None,
-        indices: np.ndarray,
+        indices: np.ndarray | range,
         num_samples: int | None,
         index_split: Split,
         config: BlendedMegatronDatasetConfig,
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        self.indices = np.asarray(indices)
+        self.indices = indices
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
@@ -1840,6 +1866,19 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         """Set the text of the identifiers, which upstream keeps with a cache, and its md5."""
         self.unique_description = describe(self.unique_identifiers)
         self.unique_description_hash = _md5(self.unique_description)
+
+    @property
+    def indices(self) -> np.ndarray:
+        """int32: which elements of dataset belong to this split."""
+        if isinstance(self._indices, range):
+            # Made when it is asked for, because a loaded cache does without: 4 bytes an element.
+            self._indices = np.arange(self._indices.start, self._indices.stop, dtype=np.int32)
+        return self._indices
+
+    @indices.setter
+    def indices(self, values: np.ndarray | range) -> None:
+        """Let these elements belong to this split."""
+        self._indices = values if isinstance(values, range) else np.asarray(values)
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -1950,7 +1989,7 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         # [first, end, digest]: digest is None if the documents are first .. end - 1, in order
-        self._documents = _describe_documents(self.indices)
+        self._documents = _describe_documents(self._indices)
         self._check_low_level_dataset()
         self._extra = int(config.add_extra_token_to_sequence)
         self._keep_partial = (
@@ -2424,16 +2463,10 @@ class GPTDataset(MegatronDataset):
         """
         state = self.__dict__.copy()
         state["_finder"] = None
-        _, _, digest = self._documents
+        first, end, digest = self._documents
         if digest is None:
-            state["indices"] = None
+            state["_indices"] = range(first, end)
         return state
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        if self.indices is None:
-            first, end, _ = self._documents
-            self.indices = np.arange(first, end, dtype=np.int32)
 
 
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -2481,6 +2514,8 @@ def _describe_documents(indices):
         return [0, 0, None]
     first = int(indices[0])
     end = int(indices[-1]) + 1
+    if isinstance(indices, range):
+        return [first, end, None]
     if end - first == len(indices) and np.all(indices[1:] > indices[:-1]):
         return [first, end, None]
     return [first, end, _md5(str(indices.tolist()))]
@@ -3191,19 +3226,27 @@ class BlendedMegatronDatasetBuilder:
 
     def _split_corpora(self, prefixes, weights, phases, matrix):
         """Each corpus, cut and built for what the blends take of it; in threads."""
+        if len(prefixes) == 1:  # a small corpus is open before a thread has started
+            sizes = self._sizes_of_corpus(0, weights, phases, 1)
+            return [self._split_corpus(prefixes[0], matrix, sizes)]
         threads = self.config.num_dataset_builder_threads
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             futures = []
             for d, prefix in enumerate(prefixes):
-                sizes = self.sizes
-                if weights is not None:
-                    sizes = [self._size_with_surplus([(size, weights)], d) for size in self.sizes]
-                elif len(prefixes) > 1:
-                    sizes = [None] * len(Split)
-                if phases is not None:
-                    sizes = [self._size_with_surplus(phases, d), *sizes[1:]]
+                sizes = self._sizes_of_corpus(d, weights, phases, len(prefixes))
                 futures.append(pool.submit(self._split_corpus, prefix, matrix, sizes))
             return [future.result() for future in futures]
+
+    def _sizes_of_corpus(self, d, weights, phases, num_corpora):
+        """[samples of train, of valid, of test] that corpus d is built for; None: one epoch."""
+        sizes = self.sizes
+        if weights is not None:
+            sizes = [self._size_with_surplus([(size, weights)], d) for size in self.sizes]
+        elif num_corpora > 1:
+            sizes = [None] * len(Split)
+        if phases is not None:
+            sizes = [self._size_with_surplus(phases, d), *sizes[1:]]
+        return sizes
 
     def _size_with_surplus(self, phases, d):
         """How many samples corpus d is built for, so that these phases can take their parts."""
@@ -3229,7 +3272,9 @@ class BlendedMegatronDatasetBuilder:
                 parts.append(None)
                 continue
             first, end = split_range(bounds, n)
-            indices = np.arange(first, end, dtype=np.int32)
+            indices = range(first, end)
+            if self.cls.__init__ is not GPTDataset.__init__:
+                indices = np.arange(first, end, dtype=np.int32)  # what upstream gives to a class
             size = sizes[split.value]
             parts.append(self.cls(opened, prefix, indices, size, split, self.config))
         return parts
@@ -5125,7 +5170,7 @@ class IndexCache:
             self.is_trusted = True
             self._is_saved = True
             return
-        if self._is_valid():
+        if self._load():
             self._is_saved = True
         else:
             self._save(build())
@@ -5144,42 +5189,54 @@ class IndexCache:
         files = [f"{name}.npy" for name in self.names] + ["description.txt"]
         return all(os.path.isfile(self.path(file)) for file in files)
 
-    def _is_valid(self):
-        """Is there a cache with a manifest that matches?  If it is wrong, a warning says why."""
+    def _load(self):
+        """Map the arrays -> whether a manifest vouches for them; a wrong one is warned of."""
+        manifest = pathlib.Path(self.path("manifest.json"))
         try:
-            if not os.path.exists(self.path("manifest.json")):
+            if not manifest.exists():
                 return False
-            fault = self._find_fault()
+            text = manifest.read_text("utf-8")
+            fault = self._find_fault(json.loads(text))
+            if fault is None:
+                self._arrays = self._map_arrays()
+                # Whoever replaces the files removes the manifest first.  So if it is still there,
+                # the files that were mapped are those that were checked.
+                if manifest.read_text("utf-8") == text:
+                    return True
+                fault = "another process replaces it"
         except _FAULTS as error:
             fault = f"{type(error).__name__}: {error}"
-        if fault is None:
-            return True
-        if not os.path.exists(self.path("manifest.json")):
-            return False  # another process is writing the cache anew
-        warnings.warn(
-            f"the cache {os.path.join(self.folder, self.stem)} is rebuilt: {fault}", stacklevel=2
-        )
+        if manifest.exists():  # if not, another process is writing the cache anew
+            name = os.path.join(self.folder, self.stem)
+            warnings.warn(f"the cache {name} is rebuilt: {fault}", stacklevel=2)
         return False
 
-    def _find_fault(self):
+    def _find_fault(self, manifest):
         """What is wrong with the files, as a sentence, or None; errors mean torn files too."""
         description = pathlib.Path(self.path("description.txt")).read_text("utf-8")
         if description != self.description:
             return "its description is of another dataset"
-        manifest = json.loads(pathlib.Path(self.path("manifest.json")).read_text("utf-8"))
         for key, value in self.made_from.items():
             if manifest["made_from"].get(key) != value:
                 return f"{key} was {manifest['made_from'].get(key)!r}, is {value!r}"
-        for name in self.names:
-            noted = manifest["files"][name]
-            # To read a whole file takes a second for each GiB, so rank 0 does it for all: the other
-            # ranks take the noted CRC for the found one, and so compare the sizes alone.
-            crc32 = None if _rank() == 0 else noted["crc32"]
-            found = _describe_file(self.path(f"{name}.npy"), crc32)
-            if found != noted:
-                return f"{name}.npy was {noted}, is {found}"
-        self._arrays = self._map_arrays()
+        noted = [manifest["files"][name] for name in self.names]
+        with concurrent.futures.ThreadPoolExecutor(len(noted)) as pool:  # a core for each file
+            found = list(pool.map(self._describe_array, self.names, noted))
+        for name, before, now in zip(self.names, noted, found, strict=True):
+            if now != before:
+                return f"{name}.npy was {before}, is {now}"
         return None
+
+    def _describe_array(self, name, noted):
+        """What a manifest of now would say of the file of an array.
+
+        To read a whole file takes a third of a second for each GiB, so rank 0 does it for all; the
+        other ranks look at the size, and believe the noted CRC.
+        """
+        path = self.path(f"{name}.npy")
+        if _rank() == 0:
+            return _describe_file(path)
+        return {"size": os.path.getsize(path), "crc32": noted["crc32"]}
 
     def _map_arrays(self):
         """The arrays of the files, read-only."""
@@ -5201,7 +5258,8 @@ class IndexCache:
     def _write(self, arrays):
         """Write all files, and return the arrays, mapped.
 
-        What vouches for old arrays goes first: it must not vouch for a mixture of old and new ones.
+        The old manifest is removed first, so that a crash on the way leaves none beside files of
+        which some are new.
         """
         os.makedirs(self.folder, exist_ok=True)
         for file in ("manifest.json", "description.txt"):
@@ -5210,17 +5268,22 @@ class IndexCache:
             written = list(pool.map(self._write_array, self.names, arrays))
         with NewFile(self.path("description.txt")) as file:
             file.write(self.description.encode())
-        self._write_manifest(
-            {name: facts for name, (facts, _) in zip(self.names, written, strict=True)}
-        )
-        return {name: mapped for name, (_, mapped) in zip(self.names, written, strict=True)}
+        files = {}
+        mapped_arrays = {}
+        for name, (facts, mapped) in zip(self.names, written, strict=True):
+            files[name] = facts
+            mapped_arrays[name] = mapped
+        with NewFile(self.path("manifest.json")) as file:
+            manifest = {"made_from": self.made_from, "files": files}
+            file.write(json.dumps(manifest, indent=4).encode())
+        return mapped_arrays
 
     def _write_array(self, name, values):
         """Write one file; return what the manifest says of the file, and the mapped array."""
         values = np.ascontiguousarray(values)
         header = _npy_header(values)
         with NewFile(self.path(f"{name}.npy")) as file:
-            # what numpy.save() writes; that function calls tofile(), which misses a full disk
+            # The bytes that numpy.save() would write; it does not notice a full disk.
             file.write(header)
             file.write(values)
             file.flush()
@@ -5230,12 +5293,6 @@ class IndexCache:
         crc32 = zlib.crc32(values, zlib.crc32(header))
         return {"size": len(header) + values.nbytes, "crc32": crc32}, mapped
 
-    def _write_manifest(self, files):
-        """What vouches for the files."""
-        manifest = {"made_from": self.made_from, "files": files}
-        with NewFile(self.path("manifest.json")) as file:
-            file.write(json.dumps(manifest, indent=4).encode())
-
     def __getstate__(self):
         """Without arrays that the other process can map."""
         state = self.__dict__.copy()
@@ -5244,12 +5301,16 @@ class IndexCache:
         return state
 
 
-def _describe_file(path, crc32=None):
-    """What the manifest says of the file of an array; a CRC that is given is not computed."""
-    content = map_file(path)
-    if crc32 is None:
-        crc32 = zlib.crc32(content)
-    return {"size": len(content), "crc32": crc32}
+def _describe_file(path):
+    """What the manifest says of the file of an array: its size and its CRC-32."""
+    piece = memoryview(bytearray(1 << 18))  # it fits the CPU's cache: faster than a mapped file
+    crc32 = 0
+    with open(path, "rb", buffering=0) as file:
+        size = file.readinto(piece)
+        while size > 0:
+            crc32 = zlib.crc32(piece[:size], crc32)
+            size = file.readinto(piece)
+        return {"size": file.tell(), "crc32": crc32}
 
 
 # numpy parses the header of a file with Python's own parser, which Python 3.11 does not bear in two
@@ -5262,7 +5323,9 @@ def _map_npy(path):
     try:
         with _parser_lock:
             return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (ValueError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # numpy's parser of headers raises errors of many kinds
         raise DatasetFormatError(f"{path}: no whole .npy file: {error}") from error
 
 
@@ -7203,7 +7266,7 @@ class _BlockEncoder:
         self.json_keys = json_keys
         self.skip_errors = skip_errors
         self.sentence_splitter = None
-        self.dtype = DType.optimal_dtype(tokenizer.vocab_size)
+        self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
         self.eod = _as_tokens([], self.dtype)
         if append_eod:
             self.eod = _as_tokens([tokenizer.eod], self.dtype)

@@ -3010,6 +3010,17 @@ def test_phases_with_too_few_samples_for_train(mm, corpora):
         build(mm, [20, 0, 0], cfg)
 
 
+def test_a_class_of_its_own_gets_an_array_of_documents(mm, corpora):
+    """As upstream's builder gives it, to whatever __init__() such a class has."""
+
+    class Even(mm.GPTDataset):
+        def __init__(self, opened, prefix, indices, *others):
+            super().__init__(opened, prefix, indices[indices % 2 == 0], *others)
+
+    ds = build(mm, [None, None, None], config(mm, ([A], None), split="1"), Even)[0]
+    assert ds.indices.tolist() == list(range(0, 40, 2))
+
+
 # ==============================================================================
 # 8. Samplers and resume
 # ==============================================================================
@@ -5242,6 +5253,32 @@ def test_a_manifest_vouches_for_what_its_own_job_wrote(one, tmp_path, monkeypatc
         toy_cache(one, tmp_path).load_or_build(build)
     [message] = load_toy(toy_cache(one, tmp_path), build)
     assert "order.npy was" in message
+
+
+def test_a_cache_that_is_replaced_while_it_is_loaded(one, tmp_path, monkeypatch):
+    """What was checked is no longer what is mapped: the cache is built anew."""
+    toy_cache(one, tmp_path).load_or_build(Build())
+    map_arrays = one.IndexCache._map_arrays
+
+    def replace_and_map(cache):
+        toy_cache(one, tmp_path, made_from=OF_14)._save(Build(7)())
+        return map_arrays(cache)
+
+    build = Build()
+    cache = toy_cache(one, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.IndexCache, "_map_arrays", replace_and_map)
+        [message] = load_toy(cache, build)
+    assert "another process replaces it" in message
+    assert build.calls == 1
+
+
+def test_a_header_that_numpy_cannot_parse(one, tmp_path):
+    """Its parser raises a TokenError for an open bracket, which is no ValueError."""
+    header = b"{'descr': ('<i4'".ljust(118)
+    (tmp_path / "k.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + header)
+    with pytest.raises(one.DatasetFormatError, match="no whole .npy file"):
+        one._map_npy(tmp_path / "k.npy")
 
 
 def test_trust_checks_nothing_but_that_the_files_are_there(one, tmp_path):
