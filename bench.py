@@ -693,10 +693,12 @@ def measure_sizes():
 # two of upstream's blocks, because upstream keeps the last block.
 
 LATENCY = 0.02  # seconds
-STORAGE = [  # title, competitor, samples, threads
-    ("upstream, blocks of 256 MiB", "upstream", 8, 1),
-    ("ours, exact ranges", "Python", 200, 1),
-    ("ours, exact ranges", "Python", 200, 4),
+STORAGE = [  # title, competitor, samples, threads, bytes of a block
+    ("upstream, blocks of 256 MiB", "upstream", 8, 1, None),
+    ("ours, exact ranges", "Python", 200, 1, 0),
+    ("ours, exact ranges", "Python", 200, 4, 0),
+    ("ours, blocks of 1 MiB", "Python", 200, 1, 2**20),
+    ("ours, blocks of 1 MiB", "Python", 200, 4, 2**20),
 ]
 STORAGE_COLUMNS = {"samples from object storage": "<28", "threads": ">8", "samples/s": ">9"}
 STORAGE_COLUMNS |= {"requests a sample": ">17", "bytes a sample": ">14"}
@@ -755,12 +757,16 @@ def measure_storage():
     remote = f"s3://bucket/{os.path.basename(local)}"
     expected = build_dataset(load("Python"), [local], 2048)
     options = {"mmap_bin_files": False, "path_to_cache": f"{home()}/remote"}
-    for title, name, n, threads in STORAGE:
+    for title, name, n, threads, block_bytes in STORAGE:
         if load(name) is None:
             continue
         show_progress(f"{title}, threads {threads}")
         options["object_storage_cache_path"] = f"{home()}/remote/{name}"
-        whole = build_dataset(load(name), [remote], 2048, **options)
+        mm = load(name)
+        whole = build_dataset(mm, [remote], 2048, **options)
+        if block_bytes:
+            storage = mm.ObjectStorageConfig(f"{home()}/remote/{name}", block_bytes)
+            whole.dataset = mm.IndexedDataset(remote, mmap=False, object_storage_config=storage)
         dataset = torch.utils.data.Subset(whole, range(n))
         batches = [range(k, k + 8) for k in range(0, n, 8)]
         StorageHandler.requests.clear()
