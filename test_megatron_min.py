@@ -1325,7 +1325,12 @@ def test_a_config_of_wrong_types_is_a_sentence(one, fields, words):
         config(one, **{"blend": (["p"], None), "split": "1"} | fields)
 
 
-def test_lists_that_are_none(one):
+def test_a_blend_per_split_of_nothing_is_none(one):
+    for nothing in ([None] * 3, [], None):
+        assert config(one, (["p"], None), blend_per_split=nothing).blend_per_split is None
+
+
+def test_what_is_no_list_is_a_sentence(one):
     for blend in ("p1", 5):
         with pytest.raises(ValueError, match=f"wanted a list of prefixes.*{blend}"):
             one.get_blend_from_list(blend)
