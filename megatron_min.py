@@ -3935,18 +3935,17 @@ class RerunDataIterator(collections.abc.Iterator):
             "saved_microbatches": list(self.saved_microbatches),
             "replaying": self.replaying,
             "replay_pos": self.replay_pos,
-            "is_kept": self._is_kept,
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where the state was taken; the iterable must go on there by itself.
 
-        Upstream's state will do; with it, what is read from now on is kept.
+        What is read from now on is kept, as after advance().
         """
         self.saved_microbatches = list(state["saved_microbatches"])
         self.replaying = state["replaying"]
         self.replay_pos = state["replay_pos"]
-        self._is_kept = state.get("is_kept", True)
+        self._is_kept = True
 
 
 def get_train_valid_test_num_samples(

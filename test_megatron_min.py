@@ -3843,13 +3843,6 @@ def test_of_another_sampler_nothing_else_is_said(one):
         run_of(one).load_state_dict(run_of(one, total=65, **CYCLIC).state_dict())
 
 
-def test_a_rerun_data_iterator_without_advance_keeps_nothing_after_a_resume(one):
-    state = one.RerunDataIterator(range(9)).state_dict()
-    numbers = one.RerunDataIterator(range(9))
-    numbers.load_state_dict(state)
-    assert (next(numbers), numbers.saved_microbatches) == (0, [])
-
-
 # ==============================================================================
 # 9. Parallel batches
 # ==============================================================================
@@ -11843,15 +11836,14 @@ def outcome_of_pair(mm, path, multimodal, mmap, check):
     return sequences_of(ds), None
 
 
-def is_rewritten(one, path, multimodal):
+def is_rewritten(one, path):
     """Does merge() take a pair, and write the same bytes?  Then it is one that we could write."""
-    one.merge([path], "merged", multimodal)
-    made, now = files_of("."), {}
-    for extension in (".bin", ".idx"):
-        now[extension] = pathlib.Path(path + extension).read_bytes()
-    without_modes = now[".idx"][: len(made["merged.idx"])]
-    index = now[".idx"] if multimodal else without_modes
-    return made["merged.bin"] == now[".bin"] and made["merged.idx"] == index
+    ds = one.IndexedDataset(path)
+    without_modes = 34 + 12 * len(ds) + 8 * len(ds.document_indices)
+    one.merge([path], "merged", os.path.getsize(f"{path}.idx") > without_modes)
+    files = files_of(".")
+    is_same_bin = files["merged.bin"] == files[f"{path}.bin"]
+    return is_same_bin and files["merged.idx"] == files[f"{path}.idx"]
 
 
 @linux
@@ -11883,7 +11875,7 @@ def test_damaged_pairs(one, tmp_path, monkeypatch, count):
         unchecked, refused = outcome_of_pair(one, path, multimodal, True, False)
         assert unchecked == outcome_of_pair(one, path, multimodal, False, False)[0]
         if is_whole:
-            assert unchecked == mapped and is_rewritten(one, path, multimodal)
+            assert unchecked == mapped and is_rewritten(one, path)
             if not damaged:
                 assert mapped == intact[path]
             return "whole"
