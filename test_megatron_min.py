@@ -2770,6 +2770,11 @@ def corpora(mm, tmp_path, monkeypatch):
     for prefix, count in ((A, 40), (B, 25), (C, 10)):
         mk(mm, prefix, [rng.integers(1, 50, n) for n in rng.integers(5, 30, count)])
     yield [A, B, C]
+    wait_for_threads()
+
+
+def wait_for_threads():
+    """Wait for the threads that a build has left behind."""
     for thread in threading.enumerate():
         if thread.name.startswith("ThreadPoolExecutor"):
             thread.join(60)
@@ -3085,6 +3090,7 @@ def test_a_class_of_its_own_gets_an_array_of_documents(mm, corpora):
 def test_a_wrong_prefix_ends_the_build_at_once(one, corpora, place):
     """The corpora that no thread has begun are not built; those before it are not waited for."""
     opened = []
+    waited_for = []
     go_on = threading.Event()
 
     class Slow(one.GPTDataset):
@@ -3093,8 +3099,9 @@ def test_a_wrong_prefix_ends_the_build_at_once(one, corpora, place):
             if path == "in/none":
                 raise FileNotFoundError(path)
             opened.append(path)
-            go_on.wait(60)
-            raise OSError("nobody waits for this corpus")
+            if not go_on.wait(20):
+                waited_for.append(path)
+            raise OSError("nobody wants this corpus any more")
 
     prefixes = [A, *[B] * 9]
     prefixes.insert(place, "in/none")
@@ -3102,7 +3109,8 @@ def test_a_wrong_prefix_ends_the_build_at_once(one, corpora, place):
     with pytest.raises(FileNotFoundError, match="in/none"):
         build(one, [None, None, None], cfg, Slow)
     go_on.set()
-    assert len(opened) <= place + 1
+    wait_for_threads()
+    assert len(opened) <= place + 1 and waited_for == []
 
 
 def test_a_corpus_without_a_sample_is_left_out_with_a_warning(mm, corpora, caplog):
