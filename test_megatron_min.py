@@ -1032,6 +1032,16 @@ def test_a_missing_pair_names_its_neighbours(one, tmp_path):
             one.IndexedDataset(tmp_path / prefix)
 
 
+def test_merge_drops_no_modes(one, tmp_path):
+    with one.IndexedDatasetBuilder(tmp_path / "modes.bin", multimodal=True) as builder:
+        builder.add_document([1, 2], [1, 1], [0, 1])
+    with pytest.raises(ValueError, match="modes.bin is one of a multimodal pair"):
+        one.merge([tmp_path / "modes"], tmp_path / "o")
+    assert not (tmp_path / "o.bin").exists()
+    one.merge([tmp_path / "modes"], tmp_path / "o", multimodal=True)
+    assert one.IndexedDataset(tmp_path / "o", multimodal=True)[1][1] == 1
+
+
 # ==============================================================================
 # 2. Text to tokens
 # ==============================================================================
@@ -10798,18 +10808,14 @@ MISTAKES = [  # arguments, a TOML file, a word
     ("plan --config f --sizes 9 0 0 " + FIELDS, "blend_per_split = [1, 2, 3]", "got 1"),
     ("plan --blend 1 a 1 b --split 9,1 --sizes 9 none 0 " + FIELDS, "", "valid is a blend with w"),
     ("build a --path-to-cache a.bin " + SMALL, "", "no cache was written to a.bin"),
-    ("merge --input modes --output-prefix o", "", "modes"),
 ]
 
 
 @pytest.mark.parametrize("argv, lines, word", MISTAKES)
 def test_mistakes_are_one_sentence(one, run_folder, capsys, argv, lines, word):
     (run_folder / "f").write_text(lines)
-    with one.IndexedDatasetBuilder("modes.bin", multimodal=True) as builder:
-        builder.add_document([1, 2], [1, 1], [0, 1])
     code, _, err = command(one, capsys, *argv.split())
     assert code in (1, 2) and one_sentence(err) and word in err.split("\n")[-2], err
-    assert not os.path.exists("o.bin")
 
 
 VOID = [  # options beside --config, lines of the file, options that mean the same
