@@ -8065,7 +8065,7 @@ class JsonlRows:
 
     def identity(self) -> dict:
         """Return what tells this file from another: its size and a digest of its two ends."""
-        return _identity_of_file(self._file)
+        return _identity_of_file(self._file, int(self._starts[-1]))
 
     def __getstate__(self):
         """Leave the open file out of a pickle."""
@@ -8078,9 +8078,8 @@ class JsonlRows:
         self._open()
 
 
-def _identity_of_file(file):
+def _identity_of_file(file, size):
     """The size of an open file, and a digest of its first and its last bytes."""
-    size = os.fstat(file.fileno()).st_size
     first = _pread(file, 65536, 0)
     last = _pread(file, 65536, max(0, size - 65536))
     return {"size": size, "file_ends": _md5(first + last)}
@@ -8130,7 +8129,7 @@ class ParquetRows:
     def identity(self) -> dict:
         """Return what tells this file from another: its size and a digest of its two ends."""
         with open(self.path, "rb") as file:
-            return _identity_of_file(file)
+            return _identity_of_file(file, os.path.getsize(self.path))
 
     def __getstate__(self):
         """A pickle is the path: the file is opened again."""
