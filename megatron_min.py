@@ -5367,7 +5367,8 @@ class ObjectStorageConfig:
     path_to_idx_cache   folder for copies of .idx files; None: megatron_min in the folder of the
                         user's caches, $XDG_CACHE_HOME or ~/.cache
     bin_chunk_nbytes    0: read just the bytes that are asked for; else read the .bin in blocks of
-                        so many bytes, and keep the last eight (upstream's default: 256 MiB)
+                        so many bytes, and keep the last eight (upstream's default: 256 MiB);
+                        a read holds twice as many for a moment
 
     Copies of .idx files are never removed: an object that changes leaves its old copy behind.
     """
@@ -5415,7 +5416,7 @@ class MappedTokens(TokenSource):
 
 
 class FileTokens(TokenSource):
-    """Reads from a file that stays open; os.pread has no position that threads could mix up."""
+    """Reads from a file that stays open."""
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.path = os.fspath(path)
@@ -5434,7 +5435,10 @@ class FileTokens(TokenSource):
 
 
 def _pread(file, size, begin):
-    """The bytes of an open file from begin on: size bytes, or fewer at the end of the file."""
+    """The bytes of an open file from begin on: size bytes, or fewer at the end of the file.
+
+    os.pread has no position that threads could mix up, and may return a part of what is there.
+    """
     content = bytearray()
     while len(content) < size:
         got = os.pread(file.fileno(), size - len(content), begin + len(content))
@@ -5894,7 +5898,7 @@ def map_ahead(
 
 
 def _submit_all(pool, function, items):
-    """Yield the future of function(item) for each item; an error of items as one that failed."""
+    """Yield a future of function(item) for each item; after an error of items, one that failed."""
     try:
         for item in items:
             yield pool.submit(function, item)
@@ -6952,7 +6956,7 @@ def _is_made(record_path, description, prefixes):
     try:
         with _open_input(record_path) as file:
             return file.read().decode() == _shard_record(description, prefixes)
-    except (OSError, ValueError):  # the record or a pair is missing, or no such file
+    except (OSError, ValueError):  # the record or a pair is missing, or the record is no text
         return False
 
 
@@ -7054,6 +7058,10 @@ def _find_inputs(inputs):
         paths.extend(matches)
     if len(paths) == 0:
         raise ValueError("preprocess wants at least one input")
+    for path in paths:
+        if _format_name(path).endswith(".zip"):
+            name = hide_credentials(path)
+            raise ValueError(f"{name}: a zip archive may hold several files: unpack it first")
     return paths
 
 
@@ -7207,10 +7215,6 @@ def _decompress(path, file):
     import fsspec  # it comes with torch
 
     name = _format_name(path)
-    if name.endswith(".zip"):
-        raise ValueError(
-            f"{hide_credentials(path)}: a zip archive may hold several files: unpack it first"
-        )
     if name.endswith(".zst"):
         return io.BufferedReader(_ZstdText(path, file), 1 << 20)
     compression = fsspec.utils.infer_compression(name)

@@ -913,7 +913,7 @@ FAULTS = {
         ("    return path.lower()\n", "    return path\n"),
         ("if str(error).startswith(name):", "if False:"),
         ("if str(error).startswith(name):", "if isinstance(error, OSError):"),
-        ('if name.endswith(".zip"):', "if False:"),
+        ('if _format_name(path).endswith(".zip"):', "if False:"),
         ("except concurrent.futures.BrokenExecutor:", "except KeyError:"),
         ("[hide_credentials(path) for path in empty[:3]]", "empty[:3]"),
     ],
