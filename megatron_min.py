@@ -5292,9 +5292,9 @@ class IndexCache:
             file.flush()
             # Mapped under the temporary name: a moment later another job, with other data, may have
             # put a file of its own under the final one.
-            mapped = _map_npy(file.name)
+            mapped = np.memmap(file.name, values.dtype, "r", len(header), values.shape)
         crc32 = zlib.crc32(values, zlib.crc32(header))
-        return {"size": len(header) + values.nbytes, "crc32": crc32}, mapped
+        return {"size": len(header) + values.nbytes, "crc32": crc32}, np.asarray(mapped)
 
     def __getstate__(self):
         """Without arrays that the other process can map."""
@@ -6218,6 +6218,9 @@ def _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed):
     these rows.  The call returns the number of tokens up to the end of these documents.
     """
     parts = _cut_documents(documents)
+    if len(parts) == 1:
+        _megatron_min.build_sample_idx(rows, sizes, documents, S, x, tokens_needed)
+        return
     with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
         before = [0]  # tokens before each part
         for begin, end in parts[:-1]:
@@ -6267,22 +6270,23 @@ def _c_count_tokens(pool, sizes, documents):
 
 @functools.wraps(shuffle)
 def _c_shuffle(items, random_state):
-    if not _is_shuffled_by_c(items, random_state):
+    if not _is_shuffled_by_c(items) or type(random_state) is not np.random.RandomState:
         random_state.shuffle(items)
         return
-    name, key, position, *normal = random_state.get_state()  # key is a copy
-    position = _megatron_min.shuffle(items, key, position)
-    random_state.set_state((name, key, position, *normal))
+    state = random_state.get_state(legacy=False)  # a copy
+    if state["bit_generator"] != "MT19937":
+        random_state.shuffle(items)
+        return
+    generator = state["state"]
+    generator["pos"] = _megatron_min.shuffle(items, generator["key"], generator["pos"])
+    random_state.set_state(state)
 
 
-def _is_shuffled_by_c(items, random_state):
-    """Is this a plain 1-D array of a dtype that C knows, and a generator of the usual kind?"""
-    if type(items) is not np.ndarray or type(random_state) is not np.random.RandomState:
+def _is_shuffled_by_c(items):
+    """Is this a plain 1-D array of a dtype that C knows?"""
+    if type(items) is not np.ndarray or items.ndim != 1 or not items.flags.carray:
         return False
-    if random_state.get_state(legacy=False)["bit_generator"] != "MT19937":
-        return False
-    is_vector = items.ndim == 1 and items.flags.carray
-    return is_vector and items.dtype in (np.int32, np.uint32, np.int64)
+    return items.dtype in (np.int32, np.uint32, np.int64)
 
 
 @functools.wraps(build_blending_indices)
@@ -6412,9 +6416,10 @@ def _c_fill(dataset, columns, rows, indices):
         return False
     if pads > 0:
         dataset._warn_of_real_pads()
-    for row, k in zip(rows, indices, strict=True):
-        if k is None:
-            columns["loss_mask"][row] = 0
+    if None in indices:
+        for row, k in zip(rows, indices, strict=True):
+            if k is None:
+                columns["loss_mask"][row] = 0
     return True
 
 

@@ -12259,7 +12259,7 @@ def test_the_data_path_of_pretrain_gpt(mm, up, readme, tmp_path, group, monkeypa
     names = {}
     exec(readme_script(readme, "From pretrain_gpt.py"), names)
     groups = mm.ParallelGroups()
-    iterators = names["build_data_iterators"](args, Tok(), groups, consumed)
+    iterators = names["build_data_iterators"](args, Tok(), groups, consumed, consumed // 2)
 
     cfg = config(
         up,
@@ -12271,7 +12271,7 @@ def test_the_data_path_of_pretrain_gpt(mm, up, readme, tmp_path, group, monkeypa
         path_to_cache=str(tmp_path / "theirs"),
     )
     theirs = quiet(build, up, [6 * 4, 3 * 4, 4], cfg)
-    firsts = [consumed, 0, 0]
+    firsts = [consumed, consumed // 2, 0]
     for iterator, dataset, first in zip(iterators, theirs, firsts, strict=True):
         for k in range(first, len(dataset) - 1, 2):
             batch = names["next_batch"](args, iterator, groups)

@@ -637,7 +637,7 @@ FAULTS = {
             "        except KeyError as error:\n            warnings",
         ),
         ('("manifest.json", "description.txt"):', '("description.txt",):'),
-        ('"crc32": crc32}, mapped', '"crc32": 0}, mapped'),
+        ('"crc32": crc32}, np.asarray(mapped)', '"crc32": 0}, np.asarray(mapped)'),
         ("self._arrays = arrays | {name: values}", "self._arrays = {name: values}"),
         (
             "self._arrays = arrays | {name: values}\n        self._is_saved = False",
@@ -779,7 +779,7 @@ FAULTS = {
         ("(before[part + 1] - x) // S + 1)", "(before[part + 1] - x) // S)"),
         ("    if tokens_needed < num_samples * S and not x:\n", "    if False:\n"),
         ("items.dtype in (np.int32, np.uint32, np.int64)", "True"),
-        ("    random_state.set_state((name, key, position, *normal))\n", ""),
+        ("    random_state.set_state(state)\n", ""),
         ('    "__getitem__",\n', ""),
         ('    "pieces",\n', ""),
         ('    "_query_document_sample_shuffle_indices",\n', ""),
