@@ -95,7 +95,6 @@ import re
 import secrets
 import shutil
 import signal
-import ssl
 import struct
 import sys
 import tempfile
@@ -5728,9 +5727,9 @@ def _is_permanent(error):
         return status not in (408, 429)  # a timeout, and too many requests
     if "Credentials" in type(error).__name__:
         return True
-    tls_error = error.__cause__ if isinstance(error.__cause__, ssl.SSLError) else error
-    if isinstance(tls_error, ssl.SSLError):  # its errno is a number of OpenSSL's
-        return isinstance(tls_error, ssl.SSLCertVerificationError)
+    names = f"{type(error).__name__} {type(error.__cause__).__name__}"
+    if "SSL" in names:  # whose errno is a number of OpenSSL's, even where aiohttp wraps the error
+        return "SSLCertVerificationError" in names
     if getattr(error, "errno", None) in _PERMANENT_ERRNOS:
         return True
     return isinstance(error, _PERMANENT_ERRORS)
