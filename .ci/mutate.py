@@ -908,7 +908,7 @@ FAULTS = {
         ("with _open_input(record_path) as file:", 'with open(record_path, "rb") as file:'),
         ("self._position = starts[whence] + offset", "self._position = offset"),
         ("end = min(begin + len(buffer), self._size)", "end = begin + len(buffer)"),
-        ("        self._position = end\n", "        self._position += len(buffer)\n"),
+        ("io.SEEK_END: self._size", "io.SEEK_END: 0"),
         ('path = path.partition("?")[0]', "pass"),
         ("    return path.lower()\n", "    return path\n"),
         ("if str(error).startswith(name):", "if False:"),
