@@ -6415,7 +6415,7 @@ def _c_fill(dataset, columns, rows, indices):
         return False
     if pads > 0:
         dataset._warn_of_real_pads()
-    if None in indices:
+    if any(k is None for k in indices):
         for row, k in zip(rows, indices, strict=True):
             if k is None:
                 columns["loss_mask"][row] = 0
@@ -6891,11 +6891,11 @@ def _shard_name(shard):
 def shard_of_launcher() -> tuple[int, int]:
     """Return the shard (i, n) that this process is to make of n, as its launcher says.
 
-    torchrun sets RANK and WORLD_SIZE, Slurm's srun SLURM_PROCID and SLURM_STEP_NUM_TASKS; without
-    them this process makes the whole, (0, 1).
+    torchrun sets RANK and WORLD_SIZE, Slurm's srun SLURM_PROCID and SLURM_NTASKS; without them
+    this process makes the whole, (0, 1).  Beware of a script of sbatch that starts no srun: it is
+    one process, and Slurm says to it that there are SLURM_NTASKS.
     """
-    # A script of sbatch has SLURM_NTASKS, too, but is one process alone until it calls srun.
-    for rank, world_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+    for rank, world_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if rank in os.environ and world_size in os.environ:
             return int(os.environ[rank]), int(os.environ[world_size])
     return 0, 1

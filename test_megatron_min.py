@@ -8416,16 +8416,15 @@ def test_a_bad_line_of_a_shard(one, tmp_path):
 LAUNCHERS = [
     ({}, (0, 1)),
     ({"RANK": "2", "WORLD_SIZE": "4"}, (2, 4)),
-    ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "16"}, (3, 16)),
-    ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "16"}, (0, 2)),
-    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, (0, 1)),  # in a script of sbatch, before srun
+    ({"SLURM_PROCID": "3", "SLURM_NTASKS": "16"}, (3, 16)),
+    ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "3", "SLURM_NTASKS": "16"}, (0, 2)),
 ]
 
 
 @pytest.mark.parametrize("variables, wanted", LAUNCHERS)
 def test_the_launcher_says_which_shard(one, tmp_path, monkeypatch, capsys, variables, wanted):
     """The command asks it; --shard says something else."""
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -904,7 +904,7 @@ FAULTS = {
         ("    except LookupError:\n", "    except KeyError:\n"),
         ("[match for match in found if not os.path.isdir(match)]", "found"),
         ("if not folder or is_remote(path):", "if not folder:"),
-        ('"SLURM_STEP_NUM_TASKS"))', '"SLURM_NTASKS"))'),
+        ('"SLURM_NTASKS"))', '"SLURM_NTASKS"))'),
         ("with _open_input(record_path) as file:", 'with open(record_path, "rb") as file:'),
         ("self._position = starts[whence] + offset", "self._position = offset"),
         ("end = min(begin + len(buffer), self._size)", "end = begin + len(buffer)"),
