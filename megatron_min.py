@@ -5014,17 +5014,19 @@ class NewFile:
         self.path = os.fspath(path)
         unique_name = f"{self.path}.{secrets.token_hex(8)}.tmp"
         if is_remote(self.path):
-            file_exists(self.path)  # what is permanently wrong shows here, before the work is done
+            # A wrong URL, or a missing right, is an error now and not after hours of work.
+            file_exists(self.path)
             self.temporary = os.path.join(tempfile.gettempdir(), os.path.basename(unique_name))
-            self.file = open(self.temporary, "xb", buffering=1 << 20)
-            return
-        folder = os.path.dirname(self.path)
-        if folder and not os.path.isdir(folder):
-            raise FileNotFoundError(f"{folder}: no such folder")
-        self.temporary = unique_name
+        else:
+            folder = os.path.dirname(self.path)
+            if folder and not os.path.isdir(folder):
+                raise FileNotFoundError(f"{folder}: no such folder")
+            self.temporary = unique_name
         self.file = open(self.temporary, "xb", buffering=1 << 20)
-        with contextlib.suppress(FileNotFoundError):  # if there is nothing to replace
-            shutil.copymode(self.path, self.temporary)  # readers of the old file keep their rights
+        # Readers of the old file keep their rights.  There may be no old file, and some file
+        # systems, such as vfat, refuse to set rights.
+        with contextlib.suppress(OSError):
+            shutil.copymode(self.path, self.temporary)
 
     def sync(self) -> None:
         """Have the disk hold all that was written; OSError if it is full."""
@@ -5424,7 +5426,8 @@ class ObjectStorageConfig:
     path_to_idx_cache   folder for copies of .idx files; None: megatron_min in the folder of the
                         user's caches, $XDG_CACHE_HOME or ~/.cache
     bin_chunk_nbytes    0: read just the bytes that are asked for; else read the .bin in blocks of
-                        so many bytes, and keep the last eight (upstream's default: 256 MiB)
+                        so many bytes, and keep the last eight (upstream's default: 256 MiB);
+                        a read holds twice as many for a moment
 
     Copies of .idx files are never removed: an object that changes leaves its old copy behind.
     """
@@ -5472,25 +5475,36 @@ class MappedTokens(TokenSource):
 
 
 class FileTokens(TokenSource):
-    """Reads from a file that stays open; os.pread has no position that threads could mix up."""
+    """Reads from a file that stays open."""
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.path = os.fspath(path)
         self.dtype = np.dtype(dtype)
         self._file = open(path, "rb", buffering=0)
-        weakref.finalize(self, self._file.close)  # nobody else can tell when the last read was
+        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return a new array; DatasetFormatError if the file ends before the last token."""
         size = count * self.dtype.itemsize
         begin = start * self.dtype.itemsize
-        content = bytearray()
-        while len(content) < size:
-            got = os.pread(self._file.fileno(), size - len(content), begin + len(content))
-            if not got:
-                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
-            content += got
+        content = _pread(self._file, size, begin)
+        if len(content) < size:
+            raise _format_error(self.path, f"bytes at {begin}", size, len(content))
         return np.frombuffer(content, self.dtype)
+
+
+def _pread(file, size, begin):
+    """The bytes of an open file from begin on: size bytes, or fewer at the end of the file.
+
+    os.pread has no position that threads could mix up, and may return a part of what is there.
+    """
+    content = bytearray()
+    while len(content) < size:
+        got = os.pread(file.fileno(), size - len(content), begin + len(content))
+        if not got:
+            break
+        content += got
+    return content
 
 
 class RemoteTokens(TokenSource):
@@ -5515,23 +5529,27 @@ class RemoteTokens(TokenSource):
         for start, count in spans:
             begin = start * self.dtype.itemsize
             ranges.append((begin, begin + count * self.dtype.itemsize))
-        if self.block_bytes:
-            contents = self._read_from_blocks(ranges)
-        else:
+        if not self.block_bytes:
             contents = self._file.read_ranges(ranges)
+        else:
+            contents = []
+            # A few ranges at a time, because the blocks of a whole batch may not fit into memory.
+            for low in range(0, len(ranges), self._KEPT_BLOCKS):
+                contents += self._read_from_blocks(ranges[low : low + self._KEPT_BLOCKS])
         return [np.frombuffer(content, self.dtype) for content in contents]
 
     def _read_from_blocks(self, ranges):
         """The bytes of each range, cut out of whole blocks."""
         blocks = self._kept.copy()  # a copy of this call's own, since threads may read, too
-        wanted = {}
+        missing = []  # (begin, end) of each block to fetch
         for begin, end in ranges:
             first = begin - begin % self.block_bytes
             for block in range(first, end, self.block_bytes):
                 if block not in blocks:
-                    wanted[block] = min(block + self.block_bytes, self._size)
-        fetched = self._file.read_ranges(list(wanted.items()))
-        blocks.update(zip(wanted, fetched, strict=True))
+                    missing.append((block, min(block + self.block_bytes, self._size)))
+        fetched = self._file.read_ranges(missing)
+        for (block, _), content in zip(missing, fetched, strict=True):
+            blocks[block] = content
         self._kept = dict(list(blocks.items())[-self._KEPT_BLOCKS :])
         contents = []
         for begin, end in ranges:
@@ -5624,19 +5642,26 @@ class RemoteFile:
 
     def __init__(self, url: str | os.PathLike) -> None:
         self.url = os.fspath(url)
+        if self.url.lower().startswith("file://"):
+            raise ValueError(f"{self.url}: for a local file give its path, without file://")
 
     def stamp(self) -> dict:
         """Return {"size": bytes, "changed": a digest of what the storage says of the object}."""
         found = self._try(self._info)
         if found.get("size") is None:
             raise OSError(f"{hide_credentials(self.url)}: the server does not tell its size")
-        # the URL that a server redirects to may have a signature, which is a new one each time
-        found.pop("url", None)
+        # The URL that a server redirects to may have a signature, which is a new one each time;
+        # other servers tell when the object was last read.
+        for name in ("url", "time", "accessTime"):
+            found.pop(name, None)
         return {"size": found["size"], "changed": _md5(json.dumps(found, default=str))}
 
     def read_ranges(self, ranges: typing.Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes from begin to end of each (begin, end), fetched at the same time."""
-        contents = {}
+        """Return the bytes from begin to end of each (begin, end), fetched at the same time.
+
+        A further try asks only for the ranges that did not come yet.
+        """
+        contents = {}  # {(begin, end): bytes}; each try adds what it gets
         for begin, end in ranges:
             if begin == end:
                 contents[begin, end] = b""
@@ -5711,15 +5736,16 @@ class RemoteFile:
 
     def _try(self, operation, *arguments):
         """Call operation until it succeeds, as often as there are pauses, and once more."""
-        for pause in (*self._PAUSES, None):
+        num_tries = len(self._PAUSES) + 1
+        for attempt in range(num_tries):
             try:
                 return operation(*arguments)
             except Exception as error:
-                fault = _find_fault(error)
-                if pause is None or _is_permanent(fault):
+                fault = _cause_of(error)
+                if attempt == num_tries - 1 or _is_permanent(fault):
                     # not "from error": the text of that error may hold credentials
                     raise self._describe(fault) from None
-            time.sleep(pause)
+            time.sleep(self._PAUSES[attempt])
 
     def _describe(self, error):
         """The error to raise for one of fsspec's or of the libraries that it calls."""
@@ -5732,14 +5758,16 @@ class RemoteFile:
             )
         if getattr(error, "status", None) in (401, 403):
             return PermissionError(f"{url}: {text}")
-        for kind in (FileNotFoundError, PermissionError):
-            if isinstance(error, kind):
-                return kind(f"{url}: {text}")
+        if isinstance(error, FileNotFoundError):
+            # the text is often just the URL, with its query
+            return FileNotFoundError(f"{url}: no such object, or no right to see it")
+        if isinstance(error, PermissionError):
+            return PermissionError(f"{url}: {text}")
         return OSError(f"{url}: {text}")
 
 
-def _find_fault(error):
-    """The fault behind an error: fsspec calls whatever happens to an HTTP request "not found"."""
+def _cause_of(error):
+    """The cause of an error: fsspec calls whatever happens to an HTTP request "not found"."""
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or cause is None:
         return error
@@ -5759,6 +5787,9 @@ def _is_permanent(error):
         return status not in (408, 429)  # a timeout, and too many requests
     if "Credentials" in type(error).__name__:
         return True
+    names = f"{type(error).__name__} {type(error.__cause__).__name__}"
+    if "SSL" in names:  # whose errno is a number of OpenSSL's, even where aiohttp wraps the error
+        return "SSLCertVerificationError" in names
     if getattr(error, "errno", None) in _PERMANENT_ERRNOS:
         return True
     return isinstance(error, _PERMANENT_ERRORS)
@@ -5784,7 +5815,9 @@ def hide_credentials(text: str | os.PathLike) -> str:
     >>> hide_credentials("https://me:secret@host/corpus?X-Amz-Signature=12ab: no such object")
     'https://host/corpus no such object'
     """
-    without_users = re.sub(r"://[^/\s]*@", "://", os.fspath(text))
+    # A password may contain a /, as in s3://key:pass/word@bucket; host:8080/a@b has no password.
+    users = r"://([^/\s]*|[^/\s:]+:(?!\d+/)[^\s@'\"]*)@"
+    without_users = re.sub(users, "://", os.fspath(text))
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", without_users)
 
 
@@ -5811,10 +5844,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
 
     dataset        any dataset
     batch_sampler  a sampler of section 8
-    num_workers    threads that make batches ahead, or, of datasets whose batches C does not make,
-                   processes; 0: batches are made in this thread
-    arguments      of DataLoader; where any but pin_memory is given, such as collate_fn or
-                   prefetch_factor, DataLoader makes the batches of our own datasets too
+    num_workers    how many threads, or processes, make batches ahead; 0: none
+    arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
+                   one of these the batches of our own datasets, too, are made by DataLoader and
+                   its processes; pin_memory alone does not change who makes them.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -5831,6 +5864,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         num_workers: int = 0,
         **arguments: typing.Any,
     ) -> None:
+        if num_workers < 0:
+            raise ValueError(f"num_workers must be >= 0, got {num_workers}")
         self.makes_batches = releases_the_gil(dataset) and arguments.keys() <= {"pin_memory"}
         self.num_threads = 0
         if self.makes_batches:
@@ -5870,7 +5905,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         return map_ahead(pool, self.num_threads + 1, self._make_batch, self.batch_sampler)
 
     def _make_batch(self, indices):
-        """One batch, in memory that a GPU can copy from by itself if there is a GPU."""
+        """One batch; where there is a GPU, in pinned memory, from which it copies faster."""
         batch = self.dataset.batch(indices)
         if self.pin_memory and torch.cuda.is_available():
             batch = {key: values.pin_memory() for key, values in batch.items()}
@@ -5902,7 +5937,7 @@ def map_ahead(
     """Yield function(item) for each item, in order, made in a pool at most limit items ahead.
 
     So memory stays small however many items there are.  The pool ends with the iterator.  An error
-    of function comes in the place of its result.
+    of function comes in the place of its result, and an error of items after all results.
 
     >>> pool = concurrent.futures.ThreadPoolExecutor(2)
     >>> list(map_ahead(pool, 2, len, ["aaaa", "bbb", "cccccc"]))
@@ -5910,8 +5945,8 @@ def map_ahead(
     """
     pending = collections.deque()
     try:
-        for item in items:
-            pending.append(pool.submit(function, item))
+        for future in _submit_all(pool, function, items):
+            pending.append(future)
             if len(pending) > limit:
                 yield pending.popleft().result()
         while pending:
@@ -5919,6 +5954,17 @@ def map_ahead(
     finally:
         # no waiting: the garbage collector may close this iterator in any thread at any time
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _submit_all(pool, function, items):
+    """Yield a future of function(item) for each item; after an error of items, one that failed."""
+    try:
+        for item in items:
+            yield pool.submit(function, item)
+    except Exception as error:
+        failed = concurrent.futures.Future()
+        failed.set_exception(error)
+        yield failed
 
 
 def build_pretraining_data_loader(
@@ -5943,8 +5989,7 @@ def build_pretraining_data_loader(
     dataloader_type   "single": in order; "cyclic": shuffled anew each epoch; "external": dataset
                       is a loader already, and is returned as it is
     data_sharding     of cyclic: each rank shuffles a part of its own
-    num_workers       threads that make batches of our own datasets ahead where C makes them, and
-                      processes for anything else; 0: batches are made when they are asked for
+    num_workers       as of PretrainingDataLoader
     full_validation   every sample once, one for each rank and round
     drop_last         of single: leave out the last samples, which fill no whole round
     seed              of cyclic
@@ -5955,13 +6000,21 @@ def build_pretraining_data_loader(
     """
     if dataset is None or dataloader_type == "external":
         return dataset
-    sizes = len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
+    layout = {
+        "total_samples": len(dataset),
+        "consumed_samples": consumed_samples,
+        "micro_batch_size": micro_batch_size,
+        "data_parallel_rank": data_parallel_rank,
+        "data_parallel_size": data_parallel_size,
+    }
     if full_validation:
-        sampler = MegatronFullValidationSampler(*sizes)
+        sampler = MegatronFullValidationSampler(**layout)
     elif dataloader_type == "single":
-        sampler = MegatronPretrainingSampler(*sizes, drop_last)
+        sampler = MegatronPretrainingSampler(**layout, drop_last=drop_last)
     elif dataloader_type == "cyclic":
-        sampler = MegatronPretrainingRandomSampler(dataset, *sizes, data_sharding, seed)
+        sampler = MegatronPretrainingRandomSampler(
+            dataset, **layout, data_sharding=data_sharding, seed=seed
+        )
     else:
         raise ValueError(
             f"dataloader_type must be single, cyclic or external, got {dataloader_type!r}"
@@ -6422,7 +6475,7 @@ def _c_fill(dataset, columns, rows, indices):
         return False
     if pads > 0:
         dataset._warn_of_real_pads()
-    if None in indices:
+    if any(k is None for k in indices):
         for row, k in zip(rows, indices, strict=True):
             if k is None:
                 columns["loss_mask"][row] = 0
@@ -6756,7 +6809,7 @@ def _tokenizer_of_module(name):
 # larger ones delay the end after Ctrl-C, because a worker ends between two blocks.
 _BLOCK_BYTES = 1 << 18
 _BLOCK_ROWS = 128  # the same for Parquet, which tells no bytes
-_PROGRESS_SECONDS = 5.0  # the least time between two lines of progress
+_PROGRESS_SECONDS = 10.0  # the least time between two lines of progress
 
 
 def preprocess(
@@ -6774,11 +6827,14 @@ def preprocess(
 ) -> dict[str, str]:
     """Write files of JSON lines as pairs, <output_prefix>_<key>_document.bin and .idx for each key.
 
-    Blank lines are no documents.  A warning names the files from which no document came.
+    Blank lines are no documents.  A warning names the files from which no document came, except
+    those of which several shards read a part.
 
-    input         files and globs, read in this order, the files of a glob in sorted order: JSON
-                  lines, compressed if the name ends in .gz, .bz2, .xz or .zst, and .parquet, whose
-                  columns are the keys; URLs such as s3://bucket/*.jsonl; "-" is standard input
+    input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these, which are
+                  read in this order; the files of a pattern are read in sorted order.  A name that
+                  ends in .parquet is a table whose columns are the keys; any other file holds JSON
+                  lines, compressed if its name ends in .gz, .bz2, .xz or .zst.  "-" is standard
+                  input.
     tokenizer     an object as described in section 2; default ByteTokenizer()
     output_prefix a folder in it that is missing is made
     append_eod    put tokenizer.eod after each document that has tokens
@@ -6791,7 +6847,7 @@ def preprocess(
                   inputs in the same way, is not made anew.
     on_error      "stop": the first bad line is an error; "skip": bad lines are left out, and a
                   warning at the end gives their number and what was wrong with the first one
-    verbose       print progress to stderr, at most every five seconds, and once at the end
+    verbose       print progress to stderr, at most every ten seconds, and once at the end
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason; OSError; ImportError that names a
                   missing package.  Then no pair appears; if the error comes while several pairs
@@ -6825,11 +6881,12 @@ def preprocess(
         return prefixes
     record_path = f"{os.fspath(output_prefix)}{_shard_name(shard)}.json"
     description = _describe_shard(paths, encoder, shard)
-    if _is_made(record_path, description, prefixes):
-        _print_progress([f"shard {shard[0]}/{shard[1]} is there already: {record_path}"], verbose)
-    else:
+    if not _is_made(record_path, description, prefixes):
         _write_pairs(parts, encoder, prefixes, workers, verbose)
         _record_shard(record_path, description, prefixes)
+    elif verbose:
+        name = hide_credentials(record_path)
+        _print_progress([f"shard {shard[0]}/{shard[1]} is there already: {name}"])
     return prefixes
 
 
@@ -6847,9 +6904,9 @@ def _output_prefixes(output_prefix, json_keys, split_sentences, shard):
 
 
 def _make_folder_of(path):
-    """Make the folder that a file is to be in, if there is none."""
+    """Make the folder that a file is to be in, if there is none; object storage has no folders."""
     folder = os.path.dirname(path)
-    if not folder:
+    if not folder or is_remote(path):
         return
     try:
         os.makedirs(folder, exist_ok=True)
@@ -6894,8 +6951,9 @@ def _shard_name(shard):
 def shard_of_launcher() -> tuple[int, int]:
     """Return the shard (i, n) that this process is to make of n, as its launcher says.
 
-    torchrun sets RANK and WORLD_SIZE, Slurm's srun SLURM_PROCID and SLURM_NTASKS; without any of
-    them this process makes the whole, (0, 1).
+    torchrun sets RANK and WORLD_SIZE, Slurm's srun SLURM_PROCID and SLURM_NTASKS; without them
+    this process makes the whole, (0, 1).  Beware of a script of sbatch that starts no srun: it is
+    one process, and Slurm says to it that there are SLURM_NTASKS.
     """
     for rank, world_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if rank in os.environ and world_size in os.environ:
@@ -6948,7 +7006,7 @@ def _describe_shard(paths, encoder, shard):
     return {
         "version": __version__,
         "shard": shard,
-        "inputs": [[hide_credentials(path), _stamp_of_input(path)] for path in paths],
+        "inputs": [[hide_credentials(path), _stamp_in_words(path)] for path in paths],
         "options": encoder.describe(),
     }
 
@@ -6956,13 +7014,13 @@ def _describe_shard(paths, encoder, shard):
 def _is_made(record_path, description, prefixes):
     """Whether an earlier job has made this shard whole, from the same inputs, in the same way.
 
-    The last thing that a job writes is a record: the description, and the identity of each pair.
-    Inputs count as the same if their names, sizes and times of change are.
+    The last thing that a job writes is a record: the description, and the stamps of each pair.
+    Files count as the same if their names, sizes and times of change are.
     """
     try:
-        with open(record_path, encoding="utf-8") as file:
-            return file.read() == _shard_record(description, prefixes)
-    except (OSError, ValueError):  # the record or a pair is missing, or no such file
+        with _open_input(record_path) as file:
+            return file.read().decode() == _shard_record(description, prefixes)
+    except (OSError, ValueError):  # the record or a pair is missing, or the record is no text
         return False
 
 
@@ -6976,7 +7034,8 @@ def _shard_record(description, prefixes):
     """The text of the record of a shard."""
     pairs = {}
     for key, prefix in prefixes.items():
-        pairs[key] = IndexedDataset(prefix, check=False).identity()
+        paths = (get_bin_path(prefix), get_idx_path(prefix))
+        pairs[key] = [_stamp_in_words(path) for path in paths]
     return json.dumps(description | {"pairs": pairs}, indent=1, default=str)
 
 
@@ -6990,20 +7049,19 @@ def check_all_shards(prefixes: typing.Sequence[str | os.PathLike]) -> None:
     Traceback (most recent call last):
     ValueError: wanted a_text_document_00000_of_00002 in the place of a_text_document_00001_of_00002
     """
-    wanted = None  # the shard that must come next; None: anything may come
+    wanted = []  # the shards of a corpus that must come next, in order
     for prefix in prefixes:
         prefix = os.fspath(prefix)
-        name = re.fullmatch(r"(.*)_(\d{5})_of_(\d{5})", prefix)
-        if wanted is None and name is not None:
-            wanted = f"{name[1]}_{0:05}_of_{name[3]}"
-        if wanted is not None and prefix != wanted:
-            raise ValueError(f"wanted {wanted} in the place of {prefix}")
-        if name is not None:
-            wanted = f"{name[1]}_{int(name[2]) + 1:05}_of_{name[3]}"
-            if int(name[2]) + 1 == int(name[3]):
-                wanted = None  # the last shard of this corpus
-    if wanted is not None:
-        raise ValueError(f"wanted {wanted} too, after {prefix}: merge all shards, or none")
+        name = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", prefix)
+        if name is not None and len(wanted) == 0:
+            count = int(name[2])
+            wanted = [f"{name[1]}_{index:05}_of_{count:05}" for index in range(count)]
+        if len(wanted) > 0:
+            shard = wanted.pop(0)
+            if prefix != shard:
+                raise ValueError(f"wanted {shard} in the place of {prefix}")
+    if len(wanted) > 0:
+        raise ValueError(f"wanted {wanted[0]} too, after {prefix}: merge all shards, or none")
 
 
 def _merge_shards_of_ranks(prefixes, shard):
@@ -7027,13 +7085,13 @@ def _wait_for_ranks():
     """Under torchrun: wait until all ranks have come here."""
     # Python would handle a signal only after the wait, which is not in Python, and torchrun would
     # have to kill this process.  No file is open now: a signal may simply end it.
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    signals = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, signal.SIG_DFL) for number in signals]
     # A rank with long documents may need days more than another.
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(days=365))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    for number, handler in zip(numbers, handlers, strict=True):
+    for number, handler in zip(signals, handlers, strict=True):
         signal.signal(number, handler)
 
 
@@ -7047,22 +7105,27 @@ def _find_inputs(inputs):
     paths = []
     for path in inputs:
         path = os.fspath(path)
-        # A name that exists is a file, even where it contains a * or a [.
         if os.path.isdir(path):
             raise IsADirectoryError(f"{path} is a folder: name its files, as in '{path}/*.jsonl'")
+        # A name that exists is a file, even where it contains a * or a [.
         if path == "-" or os.path.exists(path):
             paths.append(path)
             continue
         if is_remote(path):
             matches = _find_objects(path)
         else:
-            matches = sorted(glob.glob(path, recursive=True))
+            found = sorted(glob.glob(path, recursive=True))
+            matches = [match for match in found if not os.path.isdir(match)]
         if len(matches) == 0:
             name = hide_credentials(path)
             raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
         paths.extend(matches)
     if len(paths) == 0:
         raise ValueError("preprocess wants at least one input")
+    for path in paths:
+        if _format_name(path).endswith(".zip"):
+            name = hide_credentials(path)
+            raise ValueError(f"{name}: a zip archive may hold several files: unpack it first")
     return paths
 
 
@@ -7085,8 +7148,8 @@ def _size_of_input(path):
     return file_stamp(path)["size"]
 
 
-def _stamp_of_input(path):
-    """Return a text that tells an input from one that is written later under the same name."""
+def _stamp_in_words(path):
+    """Return a text that tells a file from one that is written later under the same name."""
     stamp = file_stamp(path)
     return f"{stamp['size']} bytes, changed at {stamp['changed']}"
 
@@ -7095,8 +7158,36 @@ def _open_input(path):
     """Open a file or an object, to read bytes."""
     if not is_remote(path):
         return open(path, "rb")
-    file_system, name = RemoteFile(path).file_system()
-    return io.BufferedReader(file_system.open(name, "rb"), 1 << 20)
+    return io.BufferedReader(_RemoteReader(path), 8 << 20)
+
+
+class _RemoteReader(io.RawIOBase):
+    """An object as an open file; each read is a range of it."""
+
+    def __init__(self, url):
+        self._file = RemoteFile(url)
+        self._size = self._file.stamp()["size"]
+        self._position = 0
+
+    def readable(self):
+        return True
+
+    def seekable(self):
+        return True
+
+    def seek(self, offset, whence=io.SEEK_SET):
+        """Go to offset bytes after the beginning, the present position, or the end."""
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
+        self._position = starts[whence] + offset
+        return self._position
+
+    def readinto(self, buffer):
+        """Fill the buffer, or a part of it at the end; return how many bytes came."""
+        begin = min(self._position, self._size)
+        end = min(begin + len(buffer), self._size)
+        buffer[: end - begin] = self._file.read_ranges([(begin, end)])[0]
+        self._position = end
+        return end - begin
 
 
 # -- Reading -----------------------------------------------------------------------------------
@@ -7109,8 +7200,8 @@ class _Block:
     path: str
     first_line: int  # the number of lines[0], counted from 1
     lines: list[bytes]
-    num_bytes: int  # how much of the file on disk this is; less than the lines have in a .gz
-    origin: str = ""  # where the numbers begin, if this is not where the input begins
+    num_bytes: int  # what the lines take up in the input: compressed bytes, if it is compressed
+    origin: str = ""  # for a part of an input: from which byte on the lines are counted, in words
     unit: str = "line"  # what the numbers count
 
     def place(self, index):
@@ -7125,7 +7216,7 @@ def _read_blocks(parts, json_keys):
             yield from _read_lines(part, sys.stdin.buffer)
             continue
         with _open_input(part.path) as file:
-            if part.path.endswith(".parquet"):
+            if _format_name(part.path).endswith(".parquet"):
                 yield from _read_parquet(part, file, json_keys)
                 continue
             text_file = _decompress(part.path, file)
@@ -7133,6 +7224,21 @@ def _read_blocks(parts, json_keys):
                 yield from _read_lines(part, file)
             elif part.begin == 0:
                 yield from _read_compressed(part, file, text_file)
+
+
+def _format_name(path):
+    """The name that tells the format of a file, in lower case: without the query of a URL."""
+    if is_remote(path):
+        path = path.partition("?")[0]
+    return path.lower()
+
+
+def _damage(path, words, error):
+    """The error to raise for a file that an error says is damaged, in these words."""
+    name = hide_credentials(path)
+    if str(error).startswith(name):  # object storage failed, and said so: the file may be whole
+        return error
+    return ValueError(f"{name}: {words}: {error}")
 
 
 def _take_lines(file, num_bytes):
@@ -7154,7 +7260,8 @@ def _read_lines(part, file):
     if position > 0:
         # The line in which the byte before lies belongs to the shard before this one.
         file.seek(position - 1)
-        position += len(file.readline()) - 1
+        rest_of_line = file.readline()
+        position += len(rest_of_line) - 1
         origin = f" from byte {position:,} on"
     first_line = 1
     while position < part.end:
@@ -7171,9 +7278,10 @@ def _decompress(path, file):
     """Return the open file decompressed, as its name says, or None if it is not compressed."""
     import fsspec  # it comes with torch
 
-    if path.endswith(".zst"):
+    name = _format_name(path)
+    if name.endswith(".zst"):
         return io.BufferedReader(_ZstdText(path, file), 1 << 20)
-    compression = fsspec.utils.infer_compression(path)
+    compression = fsspec.utils.infer_compression(name)
     if compression is None:
         return None
     return fsspec.compression.compr[compression](file, mode="r")
@@ -7187,9 +7295,7 @@ def _read_compressed(part, file, text_file):
         try:
             lines = _take_lines(text_file, _BLOCK_BYTES)
         except Exception as error:  # each format has errors of its own
-            raise ValueError(
-                f"{hide_credentials(part.path)}: damaged, or cut off: {error}"
-            ) from None
+            raise _damage(part.path, "damaged, or cut off", error) from None
         if len(lines) == 0:
             return
         yield _Block(part.path, first_line, lines, file.tell() - position)
@@ -7205,7 +7311,7 @@ class _ZstdText(io.RawIOBase):
     """
 
     def __init__(self, path, file):
-        zstandard = import_extra("zstandard", "storage", path)
+        zstandard = import_extra("zstandard", "storage", hide_credentials(path))
         # Files that "zstd --long" has made need memory for up to 2 GiB.
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._file = file
@@ -7246,15 +7352,12 @@ def _read_parquet(part, file, json_keys):
 
     A row becomes a line of JSON, so that all that follows is the same as for JSON lines.
     """
-    parquet = import_extra("pyarrow.parquet", "storage", part.path)
-    try:
-        table = parquet.ParquetFile(file)
-    except Exception as error:  # of pyarrow; some are no more special
-        raise ValueError(f"{part.path}: damaged, or no Parquet file: {error}") from None
+    table = _open_parquet(part.path, file)
     for key in json_keys:
         if key not in table.schema_arrow.names:
             names = ", ".join(table.schema_arrow.names)
-            raise ValueError(f"{part.path}: wanted a column {key!r}, got {names}")
+            name = hide_credentials(part.path)
+            raise ValueError(f"{name}: wanted a column {key!r}, got {names}")
     first_row = 1
     for group in range(table.num_row_groups):
         num_rows = table.metadata.row_group(group).num_rows
@@ -7262,6 +7365,15 @@ def _read_parquet(part, file, json_keys):
         if part.begin <= part.size * group // table.num_row_groups < part.end:
             yield from _read_row_group(part, table, group, first_row, json_keys)
         first_row += num_rows
+
+
+def _open_parquet(path, file):
+    """Return pyarrow's ParquetFile of a path or an open file; ValueError if it is none."""
+    parquet = import_extra("pyarrow.parquet", "storage", hide_credentials(path))
+    try:
+        return parquet.ParquetFile(file)
+    except Exception as error:  # pyarrow raises many kinds
+        raise _damage(path, "damaged, or no Parquet file", error) from None
 
 
 def _read_row_group(part, table, group, first_row, json_keys):
@@ -7274,8 +7386,8 @@ def _read_row_group(part, table, group, first_row, json_keys):
             if batch is None:
                 return
             rows = batch.to_pylist()
-        except Exception as error:  # of pyarrow; some are no more special
-            raise ValueError(f"{part.path}: row group {group}: damaged: {error}") from None
+        except Exception as error:  # pyarrow raises many kinds
+            raise _damage(part.path, f"row group {group}: damaged", error) from None
         lines = []
         for row in rows:
             lines.append(json.dumps(row, ensure_ascii=False, default=_no_text).encode())
@@ -7334,7 +7446,10 @@ class _BlockEncoder:
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
         self.eod = _as_tokens([], self.dtype)
         if append_eod:
-            self.eod = _as_tokens([tokenizer.eod], self.dtype)
+            eod = _attribute(tokenizer, "eod")
+            if eod is None:
+                raise ValueError("append_eod wants a tokenizer with eod: this one has none")
+            self.eod = _as_tokens([eod], self.dtype)
 
     def describe(self):
         """All that the tokens of a block depend on, but the block."""
@@ -7431,7 +7546,7 @@ class _BlockEncoder:
         return parts
 
     def _tokenize(self, texts):
-        """Return the ids of each text, whatever the text is a part of."""
+        """Return the ids of each text; a text is a document or one of its sentences."""
         if not hasattr(self.tokenizer, "tokenize_batch"):
             return [self.tokenizer.tokenize(text) for text in texts]
         batch = self.tokenizer.tokenize_batch(texts)
@@ -7494,7 +7609,12 @@ def _encode_blocks(encoder, blocks, workers):
     context = multiprocessing.get_context(method)
     pool = _WorkerPool(workers, context, _start_worker, [encoder])
     # Twice as many blocks as workers: each worker finds its next block waiting.
-    yield from map_ahead(pool, 2 * workers, _encode_in_worker, blocks)
+    try:
+        yield from map_ahead(pool, 2 * workers, _encode_in_worker, blocks)
+    except concurrent.futures.BrokenExecutor:
+        raise ChildProcessError(
+            "a worker process was killed, perhaps for lack of memory: use fewer workers"
+        ) from None
 
 
 class _WorkerPool(concurrent.futures.ProcessPoolExecutor):
@@ -7564,7 +7684,7 @@ class _Progress:
         self.printed = self.started
 
     def update(self, encoded):
-        """Count an _EncodedBlock; print a line if the last line is five seconds old."""
+        """Count an _EncodedBlock; print a line if the last line is ten seconds old."""
         self.documents_of_file[encoded.path] += encoded.num_documents
         self.num_blank += encoded.num_blank
         self.num_skipped += encoded.num_skipped
@@ -7575,14 +7695,14 @@ class _Progress:
         if self.verbose and now - self.printed >= _PROGRESS_SECONDS:
             self.printed = now
             seconds = now - self.started
-            words = [*self._counts(), *self._rates(seconds), *self._time_left(seconds)]
-            _print_progress(words, self.verbose)
+            _print_progress([*self._counts(), *self._rates(seconds), *self._time_left(seconds)])
 
     def finish(self):
         """Print the last line, and warn of lines and files that gave no document."""
         seconds = time.perf_counter() - self.started
         done = f"done in {datetime.timedelta(seconds=round(seconds))}"
-        _print_progress([*self._counts(), *self._rates(seconds), done], self.verbose)
+        if self.verbose:
+            _print_progress([*self._counts(), *self._rates(seconds), done])
         if self.num_skipped:
             warnings.warn(
                 f"left out {_count(self.num_skipped, 'bad line')}; the first: {self.first_fault}",
@@ -7598,7 +7718,7 @@ class _Progress:
                 empty.append(path)
         if not empty:
             return
-        names = ", ".join(empty[:3])
+        names = ", ".join([hide_credentials(path) for path in empty[:3]])
         if len(empty) > 3:
             names += ", ..."
         sentence = f"no document came from {names} ({_count(len(empty), 'file')})"
@@ -7647,10 +7767,8 @@ def _bytes_of_parts(parts):
     return total
 
 
-def _print_progress(words, verbose):
-    """Print one line to stderr, if it is wanted."""
-    if not verbose:
-        return
+def _print_progress(words):
+    """Print one line to stderr."""
     with contextlib.suppress(OSError):  # that nobody reads the progress is no reason to stop
         print(", ".join(words), file=sys.stderr, flush=True)
 
@@ -7763,6 +7881,14 @@ class SFTDataset(MegatronDataset):
                 f"{self.num_samples} samples: enlarge it"
             )
         self._pad_token_id = _attribute(config.tokenizer, "pad")
+        self._fill_token_id = self._pad_token_id
+        if self._pad_token_id is None:
+            self._fill_token_id = _attribute(config.tokenizer, "eod")
+        if self._fill_token_id is None:
+            raise ValueError(
+                "SFTDataset fills short samples with the tokenizer's pad, or else its eod: this "
+                "tokenizer has neither"
+            )
         self._granularity = 1
         if config.context_parallel_size is not None and config.context_parallel_size > 1:
             self._granularity = 2 * config.context_parallel_size
@@ -7796,11 +7922,9 @@ class SFTDataset(MegatronDataset):
         k = _position(idx, len(self), f"the samples of {_name(self)}")
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
-        fill = self._pad_token_id
-        if fill is None:
-            fill = self.config.tokenizer.eod
-        packed = pack_conversations(self._encode_row(row), S, fill, self._granularity)
-        tokens, targets, is_filled, ends = packed
+        tokens, targets, is_filled, ends = pack_conversations(
+            self._encode_row(row), S, self._fill_token_id, self._granularity
+        )
         labels = targets[1:].copy()
         is_learned = (labels != _IGNORED) & ~is_filled[1:]
         if self._pad_token_id is not None:
@@ -7918,7 +8042,8 @@ def pack_conversations(
     Returns       tokens and targets, int64 (S+1,); a bool (S+1,), True at filled places; and the
                   list of the places where conversations end, from 0 to S
 
-    The last place is filled in any case, or all would be cut one token later: upstream does so.
+    The last place always holds the fill id, as in upstream: at most S tokens are those of
+    conversations.
 
     >>> two = [([1, 2, 3], [-100, 2, 3]), ([4, 5], [4, 5])]
     >>> tokens, targets, is_filled, ends = pack_conversations(two, 8, 0, granularity=4)
@@ -7938,7 +8063,7 @@ def pack_conversations(
         tokens[places] = conversation_tokens[:room]
         targets[places] = conversation_targets[:room]
         is_filled[places] = False
-        ends.append(end + -end % granularity)
+        ends.append(_ceil_div(end, granularity) * granularity)
         if ends[-1] > S:
             break
     ends[-1] = S
@@ -7948,11 +8073,11 @@ def pack_conversations(
 class JsonlRows:
     """The rows of a file of JSON lines, by number.  Only the place of each line is kept in memory.
 
-    Empty lines are no rows.  Cost: one pass over the file to open it, 8 bytes for each row; one
+    Blank lines are no rows.  Cost: one pass over the file to open it, 8 bytes for each row; one
     read for each row.  Objects can be pickled, and used by threads and by forked processes.
     """
 
-    _BLOCK = 1 << 22  # bytes that are read at once to find the lines
+    _BLOCK = 1 << 22  # bytes that are read at once where the whole file is read
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = os.fspath(path)
@@ -7965,33 +8090,23 @@ class JsonlRows:
         self._starts = self._find_lines()
 
     def _open(self):
-        """Open the file; os.pread has no position that threads could mix up."""
+        """Open the file, to read rows from it."""
         self._file = open(self.path, "rb", buffering=0)
-        weakref.finalize(self, self._file.close)
+        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
 
     def _find_lines(self):
         """int64 (rows + 1,): where each row begins, and the size of the file.
 
-        A row reaches to where the next one begins, so it includes the empty lines behind it.
+        A row reaches to where the next one begins, so it includes the blank lines behind it.
         """
         starts = array.array("q")
-        end_of_line = 0  # where the last line that was found ends
-        size = 0
-        block = self._file.read(self._BLOCK)
-        while block:
-            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (size + 1)
-            size += len(block)
-            if len(ends):
-                lengths = np.diff(ends, prepend=end_of_line)
-                is_row = lengths > len("\r\n")
-                starts.frombytes((ends - lengths)[is_row].tobytes())
-                end_of_line = int(ends[-1])
-            block = self._file.read(self._BLOCK)
-        if size > end_of_line:  # the last line may lack its end
-            starts.append(end_of_line)
-        if starts:
-            starts[0] = 0  # whatever stands before the first row must be read, or it would be lost
-        starts.append(size)
+        position = 0
+        with open(self.path, "rb", buffering=self._BLOCK) as file:
+            for line in file:
+                if not line.isspace():
+                    starts.append(position)
+                position += len(line)
+        starts.append(position)
         return np.frombuffer(starts, np.int64)
 
     def __len__(self) -> int:
@@ -8000,7 +8115,7 @@ class JsonlRows:
     def __getitem__(self, row: int) -> typing.Any:
         """Return the "messages" of a row; None if the row has none."""
         begin, end = self._starts[row : row + 2].tolist()
-        line = os.pread(self._file.fileno(), end - begin, begin)
+        line = _pread(self._file, end - begin, begin)
         try:
             value = json.loads(line)
         except ValueError as error:
@@ -8013,15 +8128,12 @@ class JsonlRows:
         line_number = 1
         for position in range(0, begin, self._BLOCK):
             count = min(self._BLOCK, begin - position)
-            line_number += os.pread(self._file.fileno(), count, position).count(b"\n")
+            line_number += _pread(self._file, count, position).count(b"\n")
         return f"{self.path}, line {line_number}"
 
     def identity(self) -> dict:
         """Return what tells this file from another: its size and a digest of its two ends."""
-        size = int(self._starts[-1])
-        first = os.pread(self._file.fileno(), 65536, 0)
-        last = os.pread(self._file.fileno(), 65536, max(0, size - 65536))
-        return {"size": size, "file_ends": _md5(first + last)}
+        return _identity_of_file(self._file, int(self._starts[-1]))
 
     def __getstate__(self):
         """Leave the open file out of a pickle."""
@@ -8032,6 +8144,13 @@ class JsonlRows:
     def __setstate__(self, state):
         self.__dict__.update(state)
         self._open()
+
+
+def _identity_of_file(file, size):
+    """The size of an open file, and a digest of its first and its last bytes."""
+    first = _pread(file, 65536, 0)
+    last = _pread(file, 65536, max(0, size - 65536))
+    return {"size": size, "file_ends": _md5(first + last)}
 
 
 class ParquetRows:
@@ -8047,8 +8166,8 @@ class ParquetRows:
 
     def _open(self):
         """Open the file, and see in its footer where the row groups begin."""
-        parquet = import_extra("pyarrow.parquet", "storage", self.path)
-        self._file = parquet.ParquetFile(self.path)
+        os.stat(self.path)  # of a missing file pyarrow would say that it is damaged
+        self._file = _open_parquet(self.path, self.path)
         names = self._file.schema_arrow.names
         if "messages" not in names:
             raise ValueError(f'{self.path}: wanted a column "messages", found {", ".join(names)}')
@@ -8076,10 +8195,9 @@ class ParquetRows:
         return f"{self.path}, row {row + 1}"
 
     def identity(self) -> dict:
-        """Return what tells this file from another: its size and a digest of its footer."""
-        metadata = self._file.metadata
-        footer = f"{metadata.num_rows} {metadata.serialized_size} {self._starts.tolist()}"
-        return {"size": os.path.getsize(self.path), "file_ends": _md5(footer)}
+        """Return what tells this file from another: its size and a digest of its two ends."""
+        with open(self.path, "rb") as file:
+            return _identity_of_file(file, os.path.getsize(self.path))
 
     def __getstate__(self):
         """A pickle is the path: the file is opened again."""
