@@ -805,9 +805,11 @@ def test_a_corrupt_field_is_refused(one, pair, monkeypatch, case, entries_at_a_t
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-@pytest.mark.parametrize("i, offset, code, value", [(0, 34, "<i", -5), (1, 58, "<q", 13)])
+@pytest.mark.parametrize(
+    "i, offset, code, value", [(0, 34, "<i", -5), (1, 58, "<q", 13), (1, 58, "<q", 32)]
+)
 def test_an_access_is_checked_where_the_index_was_not(one, pair, mmap, i, offset, code, value):
-    """No sequence has a negative length, or begins within a token."""
+    """A negative length, a begin within a token, and an end behind that of the file."""
     patch(pair + ".idx", offset, struct.pack(code, value))
     ds = one.IndexedDataset(pair, mmap=mmap, check=False)
     with pytest.raises(one.DatasetFormatError, match=rf"pair\.idx: sequence {i}"):
@@ -2246,14 +2248,9 @@ def corpora(mm, tmp_path, monkeypatch):
 
 
 def outline(built):
-    """What was built: of each corpus (split, first document, end, samples wanted).
-
-    The corpora of a blend are a list, and several validation sets are a tuple.
-    """
+    """What was built: of each corpus (split, first document, end, samples wanted)."""
     if built is None:
         return None
-    if isinstance(built, list):
-        return tuple([outline(dataset) for dataset in built])
     if hasattr(built, "datasets"):
         return [outline(dataset) for dataset in built.datasets]
     first = int(built.indices[0])
@@ -2262,29 +2259,26 @@ def outline(built):
     return built.index_split.name, first, end, built.num_samples
 
 
-def outlines(mm, sizes, cls=None, **fields):
-    """The outlines of train, valid and test, as a config with these fields means them."""
-    return [outline(built) for built in build(mm, sizes, config(mm, **fields), cls)]
-
-
-def test_a_corpus_or_a_blend_is_cut_by_the_split(mm, corpora):
+def test_a_corpus_is_cut_by_the_split(mm, corpora):
     built = build(mm, [100, 10, None], config(mm, ([A], None), split="8,1,1"))
     wanted = [("train", 0, 32, 100), ("valid", 32, 36, 10), ("test", 36, 40, None)]
     assert [outline(dataset) for dataset in built] == wanted
     assert built[0].dataset is built[2].dataset, "the corpus is opened once"
-    train, valid, test = outlines(mm, [50, 20, 5], blend=([A, B], [3, 2]), split="8,2,0")
-    assert train == [("train", 0, 32, 31), ("train", 0, 20, 21)]
-    assert valid == [("valid", 32, 40, 13), ("valid", 20, 25, 9)]
+
+
+def test_each_corpus_of_a_blend_is_cut_by_the_split(mm, corpora):
+    train, valid, test = build(mm, [50, 20, 5], config(mm, ([A, B], [3, 2]), split="8,2,0"))
+    assert outline(train) == [("train", 0, 32, 31), ("train", 0, 20, 21)]
+    assert outline(valid) == [("valid", 32, 40, 13), ("valid", 20, 25, 9)]
     assert test is None
-    mock_data = outlines(mm, [20, 2, None], mm.MockGPTDataset, sequence_length=4096)
-    assert mock_data[:2] == [("train", 0, 33333, 20), ("valid", 33333, 66667, 2)]
 
 
 def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora):
     """One corpus is no blend, whatever its weight; none is opened whose weight is 0."""
     blends = [([A, "in/none", B], [1, 0.0, 3]), ([C], [7]), None]
-    found = outlines(mm, [40, 5, 5], blend_per_split=blends)
-    assert found == [[("train", 0, 40, 11), ("train", 0, 25, 31)], ("valid", 0, 10, 5), None]
+    train, valid, test = build(mm, [40, 5, 5], config(mm, blend_per_split=blends))
+    assert outline(train) == [("train", 0, 40, 11), ("train", 0, 25, 31)]
+    assert (outline(valid), test) == (("valid", 0, 10, 5), None)
 
 
 # -- sizes -----------------------------------------------------------------------------------------
@@ -2338,40 +2332,30 @@ def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
 
 
 TWO = ([A, B], [1, 1])
-WHOLE_SETS = {
-    "blend_per_split": [None, ([A, B], None), None],
-    "multiple_validation_sets": True,
-    "full_validation": True,
-}
-BAD_BUILDS = [  # sizes, fields of the config, error, words
-    ([1, 2], {"blend": ([A], None)}, ValueError, r"sizes.*\[1, 2\]"),
-    ([-1, 0, 0], {"blend": ([A], None)}, ValueError, "size of train.*-1"),
-    (["9", 0, 0], {"blend": ([A], None)}, ValueError, "size of train.*'9'"),
-    ([None, 0, 0], {"blend": TWO}, ValueError, "needs a size"),
-    ([0, None, None], {"blend_per_split": [None, TWO, ([A], [1])]}, ValueError, "needs a size"),
-    # valid is two datasets, and test a blend
-    (
-        [0, None, None],
-        {"blend_per_split": [None, TWO, TWO], "multiple_validation_sets": True},
-        ValueError,
-        "needs a size",
-    ),
-    ([9, 0, 0], {"blend": ([A, "in/none"], [1, 1])}, FileNotFoundError, "in/none"),
-    ([9, 0, 0], {}, ValueError, "MockGPTDataset"),
-    ([0, 5, 0], WHOLE_SETS, ValueError, "size of valid must be None"),
+VALID_SETS = {"blend_per_split": [None, TWO, TWO], "multiple_validation_sets": True}
+WHOLE_SETS = {"blend_per_split": [None, ([A, B], None), None], "full_validation": True}
+BAD_BUILDS = [  # sizes, fields of the config, words
+    ([1, 2], {"blend": ([A], None)}, r"sizes.*\[1, 2\]"),
+    ([-1, 0, 0], {"blend": ([A], None)}, "size of train.*-1"),
+    (["9", 0, 0], {"blend": ([A], None)}, "size of train.*'9'"),
+    ([None, 0, 0], {"blend": TWO}, "needs a size"),
+    ([0, None, None], {"blend_per_split": [None, TWO, ([A], [1])]}, "needs a size"),
+    ([0, None, None], VALID_SETS, "needs a size"),  # valid is two datasets, and test a blend
+    ([0, 5, 0], WHOLE_SETS | {"multiple_validation_sets": True}, "size of valid must be None"),
+    ([9, 0, 0], {"blend": ([A, "in/none"], [1, 1])}, "in/none"),
+    ([9, 0, 0], {}, "MockGPTDataset"),
 ]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("sizes, fields, error, words", BAD_BUILDS)
-def test_builds_that_are_refused(one, corpora, sizes, fields, error, words, threads):
+@pytest.mark.parametrize("sizes, fields, words", BAD_BUILDS)
+def test_builds_that_are_refused(one, corpora, sizes, fields, words, threads):
+    """Wrong sizes before the build, as upstream refuses them."""
     cfg = config(one, num_dataset_builder_threads=threads, **fields)
-    if "size" in words:  # as upstream does, before the build
-        with pytest.raises(error, match=words):
-            one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, yes, cfg)
-        return
-    with pytest.raises(error, match=words):
-        build(one, sizes, cfg)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        builder = one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, yes, cfg)
+        assert "size" not in words
+        builder.build()
 
 
 def test_more_sequences_than_int32_numbers(one, corpora, monkeypatch):
@@ -2761,19 +2745,12 @@ def run_over(mm, dataset, consumed=0, state=None, **fields):
 
 # data of runs: (function, its arguments)
 CORPUS = (data_of_a_run, {})
-
-
 STABLE = (data_of_a_run, {"size": 20, "stable_order": True})
-STABLE_VALID = (data_of_a_run, STABLE[1] | {"split": "valid"})
-
-
-SHORT_KEPT = {"split": "valid", "drop_last_partial_validation_sequence": False}
-
-
-KEEPS_SHORT = (data_of_a_run, STABLE[1] | SHORT_KEPT)
-
-
+STABLE_VALID = (data_of_a_run, {"size": 20, "stable_order": True, "split": "valid"})
+KEEPS_SHORT = (data_of_a_run, STABLE_VALID[1] | {"drop_last_partial_validation_sequence": False})
 BLEND = (planned, {"phases": (40, [1, 2]), "corpora": "ab", "stable_order": False})
+STABLE_BLEND = (planned, {"phases": (40, [1, 2]), "corpora": "ab"})
+WHOLE_CORPORA = (planned, {"phases": (None, None), "corpora": "ab"})
 BEFORE = [(24, [1, 2, 0]), (16, [3, 1, 0])]
 PLAN = (planned, {"phases": BEFORE})
 UNSTABLE_PLAN = (planned, {"phases": BEFORE, "stable_order": False})
@@ -2791,6 +2768,7 @@ OTHER_DATA = [  # data of a run, its consumed samples, what is other in the next
     (BLEND, 8, {"corpora": "ac"}, r"the contents of corpus 1 \(c\)"),
     (BLEND, 8, {"corpora": "abc", "phases": (40, [1, 2, 1])}, "corpora is ..0., .1., .2.. here"),
     (BLEND, 8, {"phases": (41, [1, 2])}, "size is 4"),
+    (WHOLE_CORPORA, 4, {"phases": (5, None)}, "num_samples is None here, 6"),
     (PLAN, 32, {"phases": [(24, [1, 3, 0]), (16, [3, 1, 0])]}, "weight in phase 0"),
     (PLAN, 25, {"phases": [BEFORE[0], (16, [3, 2, 0])]}, "weight in phase 1"),
     (PLAN, 24, {"phases": [(23, [1, 2, 0]), (17, [3, 1, 0])]}, "samples of phase 0 is 23"),
@@ -2822,6 +2800,7 @@ def test_a_state_of_other_data_is_refused(one, tmp_path, data, consumed, changes
 SAME_PAST = [  # data of a run, its consumed samples, what is other in the next job
     (STABLE, 20, {"size": 60}),
     (STABLE_VALID, 20, {"size": 60}),
+    (STABLE_BLEND, 20, {"phases": (60, [1, 2])}),
     (PLAN, 32, {"phases": [BEFORE[0], (100, [3, 1, 0])]}),
     (PLAN, 32, {"phases": [BEFORE[0], (12, [3, 1, 0])]}),
     (PLAN, 40, {"phases": [*BEFORE, (20, [1, 1, 1])]}),
@@ -2860,20 +2839,6 @@ def test_a_shuffled_order_does_not_grow(one, tmp_path, fields):
     ]:
         with pytest.raises(ValueError, match=words):
             run_over(one, planned(one, tmp_path, phases), 0, state, **fields)
-
-
-@pytest.mark.parametrize(
-    "weights, size, stable",
-    [([1, 2], 40, True), (None, 10, True), (None, None, False)],
-    ids=str,
-)
-def test_which_blends_are_stable(one, tmp_path, weights, size, stable):
-    """One that takes all of its corpora ends where these end: with other sizes it mixes anew."""
-    prefixes = [mk(one, tmp_path / name, [[1] * 30] * 9) for name in "ab"]
-    for stable_order in (True, False):
-        cfg = config(one, (prefixes, weights), stable_order=stable_order)
-        assert build(one, [size, 0, 0], cfg)[0].is_stable == (stable and stable_order)
-    assert not one.BlendedDataset(bare(one, 9, 9), [1, 2], 6, cfg).is_stable
 
 
 # -- what a training loop needs beside it ----------------------------------------------------------
