@@ -1249,27 +1249,6 @@ def test_random_sample_indices_by_brute_force(mm):
         check_sample_index(mm, sizes, documents, int(rng.integers(1, rng.choice([3, 9, 50]))))
 
 
-BAD_STREAMS = [
-    ([4, 3], [0, 1], 4, ValueError, "hold 7"),
-    ([4, 3, 6], [0, -1, 2], 4, IndexError, "-1 of 3"),
-    ([4, 3, 6], [0, 3, 2], 4, IndexError, "3 of 3"),
-    ([-4, 3, 6], [0, 1, 2], 4, ValueError, "negative"),
-    ([[4], [9]], [0, 1], 4, ValueError, "1-D"),
-    ([13], [0], 0, ValueError, "sequence_length"),
-    ([13], [0], 2**32, ValueError, "sequence_length"),
-    ([13], np.array([0.0]), 4, TypeError, "float64"),
-]
-
-
-@pytest.mark.parametrize("sizes, documents, S, error, word", BAD_STREAMS)
-def test_bad_streams_are_a_sentence(mm, sizes, documents, S, error, word):
-    """It should have 13 tokens.  Upstream reads outside of its arrays."""
-    if isinstance(documents, list):
-        documents = np.array(documents, np.int32)
-    with pytest.raises(error, match=word):
-        mm.build_sample_idx(np.array(sizes, np.int32), documents, S, 1, 13)
-
-
 def test_streams_longer_than_2_31_tokens(mm):
     """Documents of 2**31 - 1 tokens and one of a single token: the running count passes int32."""
     sizes = np.array([2**31 - 1, 1], np.int32)
@@ -1294,38 +1273,23 @@ def test_partial_samples_are_counted_in_integers(mm):
 # -- the shuffles ----------------------------------------------------------------------------------
 
 
-def check_shuffle(mm, items, generator):
-    """mm.shuffle() does to the items and to the generator what numpy's own shuffle does."""
-    numpys = copy.deepcopy(generator)
-    found = items.copy()
-    wanted = items.copy()
-    for _ in range(2):  # the second time begins in the middle of a block of 624 numbers
-        mm.shuffle(found, generator)
-        numpys.shuffle(wanted)
-        same(found, wanted)
-    assert generator.standard_normal() == numpys.standard_normal()  # one may have been saved
-    assert generator.bytes(4 * 624) == numpys.bytes(4 * 624)
-
-
-@pytest.mark.parametrize("dtype, seed", [("i4", 0), ("u4", 1234), ("i8", 2**32 - 1)])
-def test_shuffle_is_numpys(mm, dtype, seed):
-    """Around each power of two more bits of a number are used; each call finds another state."""
-    state = np.random.RandomState(seed)
-    edges = [2**k + d for k in range(1, 18) for d in (-1, 0, 1)]
-    for n in [0, 624, 625, *edges]:
-        check_shuffle(mm, np.arange(n, dtype=dtype), state)
-
-
-ITEMS = [np.arange(9).astype(dtype) for dtype in (float, np.int16, ">i4", object)]
+ITEMS = [np.arange(1500).astype(dtype) for dtype in ("i4", "u4", "i8", float, "i2", ">i4", object)]
 ITEMS += [np.arange(12).reshape(4, 3), list("abcdef")]
 
 
 @pytest.mark.parametrize("items", ITEMS, ids=repr)
-def test_shuffle_takes_what_numpy_takes(mm, items):
-    generators = [np.random.RandomState(7), np.random.default_rng(7)]
-    generators.append(np.random.RandomState(np.random.PCG64(7)))
-    for generator in generators:
-        check_shuffle(mm, items, generator)
+def test_shuffle_is_numpys(mm, items):
+    """It does to the items and to the generator what numpy does; section 16 tries more states."""
+    of_another_kind = np.random.RandomState(np.random.PCG64(7))
+    for generator in (np.random.RandomState(7), of_another_kind, np.random.default_rng(7)):
+        numpys = copy.deepcopy(generator)
+        found = items.copy()
+        wanted = items.copy()
+        for _ in range(2):  # the second time begins in the middle of a block of numbers
+            mm.shuffle(found, generator)
+            numpys.shuffle(wanted)
+            same(found, wanted)
+        assert generator.bytes(4 * 624) == numpys.bytes(4 * 624)
 
 
 def test_shuffle_of_views(mm):
@@ -1340,7 +1304,7 @@ def test_shuffle_of_views(mm):
         mm.shuffle(found, np.random.RandomState(0))
 
 
-# -- both orders, and stable_order -----------------------------------------------------------------
+# -- both orders, and stable_order ------------------------------------------------------------------
 
 
 def random_orders(rng):
@@ -1653,7 +1617,8 @@ def test_pad_id(one, toy, tokenizer, pad, if_allowed):
             warnings.simplefilter("always")
             ds = gpt(one, toy, tokenizer=tokenizer, allow_ambiguous_pad_tokens=allowed)
         assert ds._pad_token_id == wanted
-        assert ["pad id" in str(w.message) for w in caught] == [True] * (wanted != if_allowed)
+        warned = ["pad id" in str(warning.message) for warning in caught]
+        assert warned == ([] if wanted == if_allowed else [True])
 
 
 def test_real_tokens_that_equal_the_pad_id(mm, tmp_path):
@@ -2167,6 +2132,7 @@ def test_phases_by_brute_force(mm, monkeypatch):
     for rng in cases(100):
         phases = random_phases(rng, int(rng.integers(1, 6)))
         ds = in_phases(mm, [999] * len(phases[0][1]), phases)
+        assert len(ds.datasets) == len(phases[0][1]), "also those without weight"
         assert pairs_of(ds) == phases_by_hand(ds.phases), phases
 
 
