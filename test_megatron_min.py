@@ -289,9 +289,8 @@ def yes():
 
 def stream(ds):
     """All tokens of a GPTDataset, in the order of its document_index."""
-    return np.concatenate([[], *(ds.dataset.get(int(i)) for i in ds.document_index)]).astype(
-        np.int64
-    )
+    documents = [ds.dataset.get(int(i)) for i in ds.document_index]
+    return np.concatenate([[], *documents]).astype(np.int64)
 
 
 def files_of(folder):
@@ -1304,7 +1303,7 @@ def test_shuffle_of_views(mm):
         mm.shuffle(found, np.random.RandomState(0))
 
 
-# -- both orders, and stable_order ------------------------------------------------------------------
+# -- both orders, and stable_order -----------------------------------------------------------------
 
 
 def random_orders(rng):
