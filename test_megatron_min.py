@@ -763,7 +763,6 @@ def test_pickle_is_the_path(one, pair, mmap):
 
 # ---- damaged files
 
-
 # The pair has 4 sequences and 5 document_indices.
 # name: (offset in the .idx, its format and new value, the word in the message, does every open see
 #        it, or only one that checks the whole .idx?)
@@ -1068,11 +1067,7 @@ def test_blend_from_list_does_not_guess(one, blend):
 
 PER_SPLIT = [(["q"], None), None, None]
 PER_VALID = [None, (["q"], None), None]
-
-
 MASKS = ["reset_attention_mask", "create_attention_mask", "inter_document_masking"]
-
-
 PHASES = [(4, [1])]
 BAD_CONFIGS = {  # a word of the sentence: what is changed in a good config
     "sequence_length": [{"sequence_length": value} for value in (0, None, 8.0, 2**32)],
