@@ -2310,6 +2310,12 @@ def test_builds_that_are_refused(one, corpora, sizes, fields, words, threads):
         builder.build()
 
 
+def test_no_more_sizes_are_needed(one, corpora):
+    """None of a split without documents, nor of a single corpus."""
+    for fields in ({"blend": TWO}, {"blend_per_split": [TWO, None, ([A], [1])]}):
+        assert len(build(one, [9, None, None], config(one, **fields))[0]) >= 9
+
+
 def test_more_sequences_than_int32_numbers(one, corpora, monkeypatch):
     """Upstream: the numbers wrap."""
     huge = mock.Mock(return_value=2**31 + 2)
