@@ -2236,6 +2236,16 @@ def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora):
     assert (outline(valid), test) == (("valid", 0, 10, 5), None)
 
 
+def test_validation_sets(one, corpora):
+    """Several ones are a list, a single one is none."""
+    fields = {"multiple_validation_sets": True}
+    sets = config(one, blend_per_split=[None, ([A, C], None), None], **fields)
+    wanted = [("valid", 0, 40, 5), ("valid", 0, 10, 5)]
+    assert [outline(dataset) for dataset in build(one, [0, 5, 0], sets)[1]] == wanted
+    alone = config(one, blend_per_split=[None, ([A], None), None], **fields)
+    assert outline(build(one, [0, 5, 0], alone)[1]) == wanted[0]
+
+
 def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
     """And only that one, however files are opened.  Upstream: IndexError in the middle of a run.
 
