@@ -2758,6 +2758,11 @@ def test_a_state_of_other_data_is_refused(one, tmp_path, data, consumed, changes
     assert not re.search("[0-9a-f]{32}", str(refused.value)), "a digest tells a reader nothing"
 
 
+def test_a_corpus_may_have_another_name(one, tmp_path):
+    before, after = [gpt(one, mk(one, tmp_path / name, [[1] * 9] * 9)) for name in "ab"]
+    assert run_over(one, after, 0, run_over(one, before, 4))["consumed_samples"] == 4
+
+
 SAME_PAST = [  # data of a run, its consumed samples, what is other in the next job
     (STABLE, 20, {"size": 60}),
     (STABLE_VALID, 20, {"size": 60}),
