@@ -4403,18 +4403,13 @@ def check_gradients(ddp, wanted):
     close(found, ddp.grad_shards)
 
 
-OPTIONS = [
-    {
-        "bucket_size": bucket_size,
-        "overlap_grad_reduce": overlap,
-        "use_distributed_optimizer": sharded,
-        "average_in_collective": average,
-        "check_for_nan_in_grad": overlap,
-    }
-    for bucket_size, overlap, sharded, average in itertools.product(
-        (1, 40, 10**9), (False, True), (False, True), (False, True)
-    )
-]
+CHOICES = {
+    "bucket_size": (1, 40, 10**9),
+    "overlap_grad_reduce": (False, True),
+    "use_distributed_optimizer": (False, True),
+    "average_in_collective": (False, True),
+}
+OPTIONS = [dict(zip(CHOICES, row, strict=True)) for row in itertools.product(*CHOICES.values())]
 
 
 # -- gradients of one process ----------------------------------------------------------------------
@@ -4753,7 +4748,7 @@ def test_gradients_of_parallel_batches(one, run_on_ranks, world):
 # ==============================================================================
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+@pytest.mark.parametrize("mode", [0o600, 0o666])
 def test_a_file_appears_whole_at_the_end(one, tmp_path, mode):
     """With the permissions of the file that it replaces."""
     path = tmp_path / "a"
@@ -4775,11 +4770,11 @@ def test_commit_and_discard_by_hand(one, tmp_path):
     new.file.write(b"one")
     new.commit()
     new.discard()
-    assert new.file.closed
     assert sorted(os.listdir(tmp_path)) == ["a", os.path.basename(other.temporary)]
     other.file.write(b"two")
     other.discard()
     other.discard()
+    assert new.file.closed
     assert other.file.closed
     assert files_of(tmp_path) == {"a": b"one"}
 
@@ -4860,20 +4855,6 @@ def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkey
     mk(one, tmp_path / "p", [[2, 3]])
     assert events == [("p.bin", True, False), ("p.idx", True, False)]
     assert one.IndexedDataset(tmp_path / "p")[0].tolist() == [2, 3]
-
-
-def test_a_pair_whose_index_fails_is_no_pair(one, tmp_path, monkeypatch):
-    """The new .bin without an .idx: no reader takes it for whole, and a new run mends it."""
-    write_pair(one, tmp_path, 1, None)
-    renames = mock.Mock(wraps=os.replace, side_effect=[mock.DEFAULT, OSError("no disk")])
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no disk"):
-        patch.setattr(os, "replace", renames)
-        write_pair(one, tmp_path, 2, None)
-    assert files_of(tmp_path) == {"p.bin": b"\1\1"}
-    with pytest.raises(FileNotFoundError):
-        one.IndexedDataset(tmp_path / "p")
-    write_pair(one, tmp_path, 3, None)
-    assert one.IndexedDataset(tmp_path / "p")[0].tolist() == [1, 1, 1]
 
 
 def test_a_mapped_file(one, tmp_path):
@@ -4991,27 +4972,24 @@ def npy(array):
 
 ORDER, PAIRS = (npy(array) for array in toy_arrays())
 ALTERED = ORDER[:-3] + b"\xff" + ORDER[-2:]
-DAMAGED_ARRAYS = [  # (name of a file, its new bytes; None: there is no file)
-    ("rows.npy", PAIRS[:-5]),
-    ("order.npy", ALTERED),
-    ("order.npy", b""),
-    ("order.npy", None),
-    ("order.npy", npy(np.arange(50.0))),
-    ("order.npy", npy(np.arange(49, dtype=np.int32))),
-]
 TRAPS = [("order.npy", npy(np.array([Trap()], object))), ("order.npy", pickle.dumps(Trap()))]
 NO_MANIFEST = ("manifest.json", None)  # as in upstream's caches, and in those being written
-DAMAGED_TEXTS = [
+DAMAGED_FILES = [  # (name of a file, its new bytes; None: there is no file)
+    ("rows.npy", PAIRS[:-5]),
+    ("order.npy", ALTERED),
+    ("order.npy", None),
+    ("order.npy", npy(np.arange(50.0))),
+    *TRAPS,
     NO_MANIFEST,
+    ("description.txt", b"another toy"),
     ("description.txt", None),
     ("description.txt", b"\xff"),
-    ("manifest.json", b"\xff"),
     ("manifest.json", b""),
-    ("manifest.json", b"[]"),
     ("manifest.json", b"null"),
     ("manifest.json", b"[" * 100_000),
     ("manifest.json", b'{"made_from": null}'),
     ("manifest.json", b'{"made_from": {"format": 999}}'),
+    ("manifest.json", b'{"made_from": {"format": 2, "tokens": 14}}'),
     ("manifest.json", b'{"made_from": {"format": 2, "tokens": 13}}'),
     ("manifest.json", b'{"made_from": {"format": 2, "tokens": 13}, "files": {"order": 1}}'),
 ]
@@ -5028,7 +5006,7 @@ def damaged_toy(one, folder, file, content):
     return whole
 
 
-@pytest.mark.parametrize("file, content", DAMAGED_ARRAYS + TRAPS + DAMAGED_TEXTS)
+@pytest.mark.parametrize("file, content", DAMAGED_FILES)
 def test_a_damaged_cache_is_rebuilt(one, tmp_path, monkeypatch, file, content):
     """With one warning, which names the array; nothing in it is run.
 
@@ -5049,39 +5027,17 @@ def test_a_damaged_cache_is_rebuilt(one, tmp_path, monkeypatch, file, content):
     assert not os.path.exists("ran")
 
 
-@pytest.mark.parametrize("file, content", DAMAGED_ARRAYS + TRAPS)
-def test_a_damaged_array_that_is_trusted_is_not_unpickled(
-    one, tmp_path, monkeypatch, file, content
-):
-    """Without checks: an error, or an array of numbers."""
+@pytest.mark.parametrize("file, content", TRAPS)
+def test_an_array_that_is_trusted_is_not_unpickled(one, tmp_path, monkeypatch, file, content):
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "cache"
-    damaged_toy(one, folder, file, content)
-    cache = toy_cache(one, folder)
-    with contextlib.suppress(ValueError, EOFError, OSError):
-        quiet(cache.load_or_build, Build(), trust=True)
-        assert cache["order"].dtype != object
+    damaged_toy(one, tmp_path, file, content)
+    cache = toy_cache(one, tmp_path)
+    cache.load_or_build(Build(), trust=True)
+    with pytest.raises(one.DatasetFormatError, match="npy"):
+        cache["order"]
     assert not os.path.exists("ran")
-    if (file, content) in TRAPS:
-        np.load(folder / f"k-{file}", allow_pickle=True)
-        assert os.path.exists("ran"), "whoever unpickles it is caught"
-
-
-@pytest.mark.parametrize(
-    "description, made_from, word",
-    [
-        ("another toy", OF_13, "description"),
-        ("a toy", OF_14, "tokens was 13, is 14"),
-        ("a toy", {"tokens": 13, "documents": 3}, "documents was None, is 3"),
-    ],
-)
-def test_a_cache_of_other_data_is_rebuilt(one, tmp_path, description, made_from, word):
-    load_toy(toy_cache(one, tmp_path), Build(7))
-    build = Build()
-    [message] = load_toy(toy_cache(one, tmp_path, description, made_from), build)
-    assert word in message
-    assert build.calls == 1
-    assert load_toy(toy_cache(one, tmp_path, description, made_from), build) == []
+    np.load(tmp_path / f"k-{file}", allow_pickle=True)
+    assert os.path.exists("ran"), "whoever unpickles it is caught"
 
 
 def test_one_rank_reads_the_whole_files_for_all(one, tmp_path, group, monkeypatch):
@@ -5115,9 +5071,7 @@ def test_a_cache_that_another_process_writes_anew_while_it_is_read(one, tmp_path
 
 
 @pytest.mark.parametrize("error", [KeyError, OSError, KeyboardInterrupt])
-@pytest.mark.parametrize(
-    "file, content", [("manifest.json", None), ("manifest.json", b"{}"), ("rows.npy", PAIRS[:-5])]
-)
+@pytest.mark.parametrize("file, content", [NO_MANIFEST, ("rows.npy", PAIRS[:-5])])
 def test_an_error_of_the_build_is_no_fault_of_the_cache(one, tmp_path, file, content, error):
     """It is raised as it is, after one call; a warning is of what was wrong with the files."""
     damaged_toy(one, tmp_path, file, content)
@@ -5148,13 +5102,11 @@ def test_without_a_folder_the_arrays_stay_in_memory(one, tmp_path, monkeypatch, 
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("num_renames", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_renames", range(4))
 @pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("stale", [False, True])
-def test_a_disk_that_is_full_in_the_middle(one, tmp_path, monkeypatch, num_renames, defer, stale):
+def test_a_disk_that_is_full_in_the_middle(one, tmp_path, monkeypatch, num_renames, defer):
     """The arrays stay in memory, are pickled whole, and the next job builds right ones."""
-    if stale:
-        load_toy(toy_cache(one, tmp_path), Build(7))
+    load_toy(toy_cache(one, tmp_path), Build(7))  # of other data
     full = OSError(errno.ENOSPC, "No space left on device")
     results = [mock.DEFAULT] * num_renames + [full] * 4
     monkeypatch.setattr(os, "replace", mock.Mock(wraps=os.replace, side_effect=results))
@@ -5163,7 +5115,6 @@ def test_a_disk_that_is_full_in_the_middle(one, tmp_path, monkeypatch, num_renam
     *_, message = load_toy(cache, build, defer=defer)
     monkeypatch.undo()
     assert "No space left" in message
-    assert build.calls == 1
     same_arrays(pickled(cache), build.arrays)
     assert not glob.glob(f"{tmp_path}/*.tmp")
     assert not (tmp_path / "k-manifest.json").exists(), "nothing vouches for these files"
@@ -5227,28 +5178,12 @@ def cached(mm, corpus, cache, n=50, **fields):
     return found, [str(warning.message) for warning in caught]
 
 
-KEYS = ["class", "dataset_path", "num_samples", "index_split", "random_seed"]
-KEYS += ["sequence_length", "split", "split_matrix", "tokenizer"]
-
-
-def test_cache_files_of_a_dataset(mm, tmp_path, cache):
-    """Names, description and hash are upstream's; the manifest tells the state of the pair."""
-    corpus = mk(mm, tmp_path / "p", [[1] * 3] * 9000)  # an .idx of 180,042 bytes
-    ds = gpt(mm, corpus, 50, path_to_cache=cache)
-    values = ["GPTDataset", corpus, 50, "train", 1234, 8, "1,0,0", [(0, 1.0), None, None]]
-    values.append(Tok().unique_identifiers)
-    description = json.dumps(dict(zip(KEYS, values, strict=True)), indent=4)
-    digest = hashlib.md5(description.encode()).hexdigest()
-    assert ds.unique_description == description
-    assert ds.unique_description_hash == digest
-    files = files_of(cache)
-    stem = f"{digest}-GPTDataset-train"
-    assert files.pop(f"{stem}-description.txt").decode() == description
-    for name in ("document_index", "sample_index", "shuffle_index"):
-        same(np.load(io.BytesIO(files.pop(f"{stem}-{name}.npy"))), getattr(ds, name))
-    manifest = json.loads(files.pop(f"{stem}-manifest.json"))
-    assert not files
+def test_the_manifest_tells_the_state_of_a_pair(one, tmp_path, cache):
+    """The other files, their names and what is in them are compared with upstream's at the end."""
+    corpus = mk(one, tmp_path / "p", [[1] * 3] * 9000)  # an .idx of 180,042 bytes
+    gpt(one, corpus, 50, path_to_cache=cache)
     content = pathlib.Path(f"{corpus}.idx").read_bytes()
+    manifest = json.loads(file_of(cache, "-GPTDataset-train-manifest.json").read_text())
     assert manifest["made_from"] == {
         "format": 2,
         "documents": [0, 9000, None],
@@ -5258,9 +5193,11 @@ def test_cache_files_of_a_dataset(mm, tmp_path, cache):
         "idx_mtime_ns": os.stat(f"{corpus}.idx").st_mtime_ns,
         "idx_ends": hashlib.md5(content[: 1 << 16] + content[-1 << 16 :]).hexdigest(),
     }
+    gpt(one, corpus)
+    assert os.listdir(f"{corpus}/cache/GPTDataset_indices"), "the default folder"
 
 
-def test_other_samples_have_another_key(mm, corpus, cache):
+def test_other_samples_have_another_key(one, pair, cache):
     """Flags and documents too, which upstream's key leaves out; each is found again."""
     kinds = [
         {"split": "train"},
@@ -5273,35 +5210,19 @@ def test_other_samples_have_another_key(mm, corpus, cache):
         {"tokenizer": Tok(1)},
         {"documents": np.arange(0, dtype=np.int32), "n": None},
     ]
-    for documents in (range(9), range(9, 18), range(0, 18, 2), range(1, 18, 2)):
+    for documents in ([0, 1], [2, 3], [0, 2], [1, 3]):
         kinds.append({"documents": np.array(documents, np.int32)})
     built = []
     for number, fields in enumerate(kinds):
-        found, caught = cached(mm, corpus, cache, **fields)
+        found, caught = cached(one, pair, cache, **fields)
         assert not caught
         assert len(os.listdir(cache)) == 5 * (number + 1), fields
-        if "documents" in fields:
-            assert set(found[0]) == set(fields["documents"])
         built.append(found)
     for fields, found in zip(kinds, built, strict=True):
-        again, caught = cached(mm, corpus, cache, fast_cache_load=True, **fields)
+        again, caught = cached(one, pair, cache, fast_cache_load=True, **fields)
         same_arrays(again, found)
         assert not caught
     assert len(os.listdir(cache)) == 5 * len(kinds)
-
-
-def test_the_usual_key_is_upstreams(mm, corpus, tmp_path):
-    """A whole corpus of a split of its own, a split, and one that rounds to no documents."""
-    other = mk(mm, tmp_path / "other", [[1] * 30] * 9)
-    for fields in (
-        {"blend_per_split": [([corpus], None), ([other], None), None]},
-        {"blend": ([corpus], None), "split": "8,2,0"},
-        {"blend": ([corpus], None), "split": "9999,1,0"},
-    ):
-        for ds in build(mm, [20, None, 0], config(mm, **fields))[:2]:
-            assert list(ds.unique_identifiers) == KEYS
-    assert len(ds) == 0
-    assert os.listdir(f"{corpus}/cache/GPTDataset_indices"), "the default folder"
 
 
 @pytest.mark.parametrize(
@@ -5328,49 +5249,37 @@ def test_regenerated_data_make_a_cache_stale(mm, corpus, cache, docs, same_time,
     assert not caught
 
 
-def test_a_cache_of_data_that_were_regenerated_while_they_were_open(mm, corpus, cache):
-    """It is of the old data: nobody takes it for one of the new."""
-    old = mm.IndexedDataset(corpus)
-    documents = np.arange(9, dtype=np.int32)
-    mk(mm, corpus, [[1] * 20] * len(old))
-    cfg = config(mm, ([corpus], None), path_to_cache=cache)
-    mm.GPTDataset(old, corpus, documents, 20, mm.Split.train, cfg)
-    found, [message] = cached(mm, corpus, cache, 20, documents=documents)
-    assert "idx_" in message
-    same_arrays(found, cached(mm, corpus, cache + "2", 20, documents=documents)[0])
-
-
-def test_mock_data_are_cached_too(mm, cache):
+def test_mock_data_are_cached_too(one, cache):
     """They name no file: what the arrays are made of is the split and the settings."""
-    cfg = config(mm, sequence_length=4096, path_to_cache=cache)
-    first = build(mm, [20, 10, 5], cfg, mm.MockGPTDataset)
+    cfg = config(one, sequence_length=4096, path_to_cache=cache)
+    first = build(one, [20, 10, 5], cfg, one.MockGPTDataset)
     before = stamps(cache)
     assert len(before) == 15
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = build(mm, [20, 10, 5], cfg, mm.MockGPTDataset)
+    again = build(one, [20, 10, 5], cfg, one.MockGPTDataset)
     assert stamps(cache) == before
     for a, b in zip(again, first, strict=True):
         same_arrays(arrays(a), arrays(b))
 
 
+def build_together(mm, corpus, cache, n, barrier, wanted):
+    """What one of several jobs does."""
+    barrier.wait(60)
+    same_arrays(cached(mm, corpus, cache, n)[0], wanted)
+
+
 @linux
 def test_jobs_may_build_at_once(mm, corpus, cache):
-    """Over nothing, and over a cache of other data: all get right arrays; the files are whole."""
-    for generation in range(2):
-        wanted = {n: cached(mm, corpus, f"{cache}{generation}", n)[0] for n in (50, None)}
-        barrier = FORK.Barrier(4)
-
-        def job(n, barrier=barrier, wanted=wanted):
-            barrier.wait(60)
-            same_arrays(cached(mm, corpus, cache, n)[0], wanted[n])
-
-        jobs = [functools.partial(job, n) for n in (50, 50, 50, None)]
-        assert in_children(*jobs) == [0, 0, 0, 0]
-        assert len(os.listdir(cache)) == 10, "nothing temporary"
-        for n in (50, None):
-            assert not cached(mm, corpus, cache, n)[1]
-        mk(mm, corpus, [[1] * 20] * 40)
+    """Over a cache of other data: all get right arrays; the files are whole."""
+    cached(mm, corpus, cache)
+    mk(mm, corpus, [[1] * 20] * 40)
+    barrier = FORK.Barrier(4)
+    jobs = []
+    for n in (50, 50, 50, None):
+        wanted, _ = cached(mm, corpus, f"{cache} {n}", n)
+        jobs.append(functools.partial(build_together, mm, corpus, cache, n, barrier, wanted))
+    assert in_children(*jobs) == [0, 0, 0, 0]
+    assert len(os.listdir(cache)) == 10, "nothing temporary"
+    assert not cached(mm, corpus, cache)[1]
 
 
 def is_mapped(folder):
@@ -5411,21 +5320,12 @@ def test_a_pickled_dataset_is_small_and_works(mm, tmp_path, cache, blend):
     text = pickle.dumps(ds)
     assert len(text) < 10_000
     again = pickle.loads(text)
-    assert len(again) == len(ds)
-    ks = [0, 77, len(ds) - 1]
-    same_samples(again.batch([*ks, None]), ds.batch([*ks, None]))
+    ks = [0, 77, len(again) - 1, None]
+    same_samples(again.batch(ks), ds.batch(ks))
     shutil.rmtree(cache)
     with pytest.raises(FileNotFoundError, match=r"_index\.npy"):
         pickle.loads(text)[0]
     same_samples(ds.batch(ks), again.batch(ks))
-
-
-def test_fast_cache_load_trusts(mm, corpus, cache):
-    built, _ = cached(mm, corpus, cache, fast_cache_load=True)  # none yet, so it is built
-    np.save(file_of(cache, "shuffle_index.npy"), built[2][::-1].copy())
-    found, caught = cached(mm, corpus, cache, fast_cache_load=True)
-    same_arrays(found, [built[0], built[1], built[2][::-1]])
-    assert not caught
 
 
 # ==============================================================================
@@ -5517,13 +5417,15 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
         server.requests.append((self.command, name, wanted))
         path = pathlib.Path(server.folder, name)
         status = next(server.faults, server.status)
-        if isinstance(status, int) or not path.is_file():
-            self.answer(status or 404)
+        if not isinstance(status, int) and not path.is_file():
+            status = 404
+        if isinstance(status, int):
+            self.answer(status)
             return
         content = path.read_bytes()
         tag = hashlib.md5(content).hexdigest()
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)
-        if found is None or server.ignores_ranges:
+        if found is None or status == "whole":
             self.answer(200, content, ETag=tag)
             return
         body = content[int(found[1]) : int(found[2]) + 1]
@@ -5611,9 +5513,8 @@ def web(no_pauses, tmp_path):
     server.socket.listen(256)  # a batch opens many at once; those over the limit wait for seconds
     server.folder = folder
     server.requests = []
-    server.faults = iter([])  # of the next requests: a status, "cut" or "short", or None
+    server.faults = iter([])  # of the next requests: a status, "cut", "short", "whole", or None
     server.status = None  # of all others
-    server.ignores_ranges = False
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     storage = Storage(f"http://127.0.0.1:{server.server_port}/bucket", folder)
@@ -5719,31 +5620,26 @@ def test_exact_ranges_and_blocks(one, web, numbers):
     assert ranges_of(web, blocks.read, 15, 5) == ["bytes=0-31", "bytes=32-39"], "to the end"
 
 
-@pytest.mark.parametrize("name", ["RemoteTokens", "FileTokens"])
-def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path, name):
-    """All pieces of a batch, also of padding, and of a blend for each of its corpora."""
+def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
+    """All pieces of a batch, also of padding; of a blend one for each of its corpora."""
     prefix, docs = some_pair
-    second = mk(mm, tmp_path / "local" / "second", docs[::-1], np.uint16)
-    fields = {"mmap_bin_files": name == "RemoteTokens", "sequence_length": 16}
-    wanted = build(mm, [50, 0, 0], config(mm, ([prefix, second], [2, 3]), **fields))[0]
-    places = [prefix, second]
-    if name == "RemoteTokens":
-        places[0] = bucket.put(prefix)
-    fields["path_to_cache"] = str(tmp_path / "cache")
-    blend = build(mm, [50, 0, 0], config(mm, (places, [2, 3]), **fields))[0]
-    indices = [3, None, 11, 0, *range(20, 30)]
-    ds = blend.datasets[0]
-    readers = [(ds.__getitem__, 5), (ds.__getitems__, [3, None]), (ds.batch, [3, None])]
-    readers += [(blend.batch, indices), (ds.dataset.__getitem__, slice(1, 9))]
-    for read, argument in readers:
-        cls = getattr(mm, name)
+    prefixes = [prefix, mk(mm, tmp_path / "local" / "second", docs[::-1], np.uint16)]
+    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
+    local = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
+    prefixes = [bucket.put(prefix) for prefix in prefixes]
+    remote = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
+    ds = remote.datasets[0]
+    reads = [(ds.__getitem__, 5, 1), (ds.__getitems__, [3, None, 11, 0], 1), (remote.batch, [3], 1)]
+    reads += [(ds.batch, [3, None, 11, 0], 1), (ds.dataset.__getitem__, slice(1, 9), 1)]
+    reads += [(remote.batch, [*range(40), None], 2)]
+    cls = mm.RemoteTokens
+    for read, argument, wanted in reads:
         with mock.patch.object(cls, "read_many", autospec=True, side_effect=cls.read_many) as calls:
             read(argument)
-        of_first = [call for call in calls.call_args_list if call.args[0] is ds.dataset._tokens]
-        assert len(of_first) == 1, read
-    same_samples(blend.batch(indices), wanted.batch(indices))
-    for k, sample in zip([3, None], ds.__getitems__([3, None]), strict=True):
-        same_samples(sample, wanted.datasets[0][k])
+        assert calls.call_count == wanted, (read, argument)
+    same_samples(remote.batch([*range(40), None]), local.batch([*range(40), None]))
+    for sample, k in zip(ds.__getitems__([3, None]), [3, None], strict=True):
+        same_samples(sample, local.datasets[0][k])
     with pytest.raises(IndexError):
         ds.__getitems__([0, len(ds)])
 
@@ -5910,7 +5806,7 @@ def test_a_server_with_faults(one, web, some_pair, tmp_path, block_bytes):
         assert lists(found) == [docs[i].tolist() for i in range(k, k + 8)]
 
 
-@pytest.mark.parametrize("fault", ["cut", "short", 500])
+@pytest.mark.parametrize("fault", ["cut", "short", 408, 429, 500])
 def test_only_what_failed_is_asked_for_again(one, web, numbers, fault):
     source = one.RemoteTokens(web.put_file(numbers, "numbers.bin"), np.uint16)
     web.server.faults = iter([fault])
@@ -5934,7 +5830,13 @@ def test_pauses_grow_and_end_in_an_error(one, web, numbers, monkeypatch):
 
 @pytest.mark.parametrize(
     "status, error",
-    [(404, FileNotFoundError), (401, PermissionError), (403, PermissionError), (400, OSError)],
+    [
+        (404, FileNotFoundError),
+        (401, PermissionError),
+        (403, PermissionError),
+        (400, OSError),
+        ("whole", OSError),  # a server without ranges would send the whole object for each
+    ],
 )
 def test_permanent_errors_are_raised_at_once(one, web, numbers, status, error):
     source = one.RemoteTokens(web.put_file(numbers, "numbers.bin"), np.uint16)
@@ -5946,15 +5848,6 @@ def test_permanent_errors_are_raised_at_once(one, web, numbers, status, error):
         one.IndexedDataset(f"{web.root}/pair")
 
 
-def test_a_server_without_ranges(one, web, numbers):
-    """It would send the whole object for each range: refused at the first answer."""
-    source = one.RemoteTokens(web.put_file(numbers, "numbers.bin"), np.uint16)
-    web.server.ignores_ranges = True
-    with pytest.raises(OSError, match=r"numbers\.bin.* range"):
-        source.read(2, 2)
-    assert len(web.server.requests) == 1
-
-
 @pytest.mark.parametrize("name", ["s3://no-such-bucket/pair", "{root}/missing"])
 def test_what_is_missing_on_s3(one, s3, monkeypatch, name):
     monkeypatch.setattr(one.time, "sleep", None)
@@ -5964,21 +5857,13 @@ def test_what_is_missing_on_s3(one, s3, monkeypatch, name):
     assert not one.IndexedDataset.exists(place)
 
 
-class Status(Exception):
-    """As of the libraries for HTTP."""
-
-    def __init__(self, status):
-        self.status = status
-
-
 class NoCredentialsError(Exception):
     """As of botocore."""
 
 
-PERMANENT = [Status(404), Status(403), NoCredentialsError(), FileNotFoundError(), ValueError()]
-PERMANENT += [PermissionError(), OSError(errno.EINVAL, "no such range")]
-PASSING = [Status(408), Status(429), Status(503), TimeoutError(), ConnectionResetError()]
-PASSING += [EOFError(), OSError(errno.EBUSY, "slow down"), OSError(errno.EIO, "internal")]
+PERMANENT = [NoCredentialsError(), FileNotFoundError(), PermissionError(), ValueError()]
+PERMANENT.append(OSError(errno.EINVAL, "no such range"))
+PASSING = [TimeoutError(), ConnectionResetError(), EOFError(), OSError(errno.EBUSY, "slow down")]
 
 
 @pytest.mark.parametrize("error", PERMANENT + PASSING, ids=repr)
@@ -6109,25 +5994,22 @@ def test_commands_on_object_storage(one, bucket, tmp_path, capsys):
     text = jsonl(tmp_path / "text.jsonl", ["aaaa", "bbb"] * 40)
     place = f"{bucket.root}/corpus_text_document"
     numbers = "80 sequences, 80 documents, 280 tokens of uint16"
-    config = "--sizes 9 0 0 --random-seed 1 --sequence-length 8 --split 1".split()
+    samples = "--sizes 9 0 0 --random-seed 1 --sequence-length 8 --split 1".split()
     rows = [
-        (["preprocess", "--input", text, "--output-prefix", f"{bucket.root}/corpus"], numbers),
-        (["inspect", place], "sequence 0: [97, 97, 97, 97]"),
-        (["verify", place], f"whole: {place}: {numbers}"),
-        (["merge", "--input", place, "--output-prefix", f"{bucket.root}/again"], "80 sequences"),
-        (["build", "--blend", place, *config], "samples of 8"),
+        (["preprocess", "--input", text, "--output-prefix", f"{bucket.root}/corpus"], 0, numbers),
+        (["inspect", place], 0, "sequence 0: [97, 97, 97, 97]"),
+        (["verify", place], 0, f"whole: {place}: {numbers}"),
+        (["merge", "--input", place, "--output-prefix", f"{bucket.root}/all"], 0, "80 sequences"),
+        (["build", "--blend", place, *samples], 0, "samples of 8"),
+        (["verify", f"{bucket.root}/nothing"], 1, "nothing"),
     ]
-    for arguments, wanted in rows:
+    for arguments, wanted, words in rows:
         code, out, err = command(one, capsys, *arguments)
-        assert (code, wanted in out) == (0, True), (arguments, out, err)
+        assert (code, words in out + err) == (wanted, True), (arguments, out, err)
     preprocess_command(one, capsys, text, tmp_path / "corpus")
-    found = bucket.files()
     for kind in ("bin", "idx"):
-        wanted = (tmp_path / f"corpus_text_document.{kind}").read_bytes()
-        assert found[f"corpus_text_document.{kind}"] == found[f"again.{kind}"] == wanted
-    code, _, err = command(one, capsys, "verify", f"{bucket.root}/nothing")
-    assert code == 1
-    assert one_sentence(err)
+        content = (tmp_path / f"corpus_text_document.{kind}").read_bytes()
+        assert bucket.files()[f"corpus_text_document.{kind}"] == content
 
 
 # ==============================================================================
@@ -6139,6 +6021,13 @@ def test_commands_on_object_storage(one, bucket, tmp_path, capsys):
 
 class Plain:
     """A subclass without methods of its own."""
+
+
+class Shorter:
+    """A subclass with fewer samples than its arrays."""
+
+    def __len__(self):
+        return 14
 
 
 class Marked:
@@ -6155,23 +6044,35 @@ class Reversed:
         return super().__getitems__(indices[::-1])
 
 
-class Shorter:
-    """A subclass with fewer samples than its arrays."""
+class Unstacked:
+    """A subclass that cannot make batches."""
 
-    def __len__(self):
-        return 14
+    def batch(self, indices):
+        raise NotImplementedError
 
 
-# {kind: (its methods, do threads make its batches, where C does?)}
-KINDS_OF_DATASET = {
+class Shifted:
+    """A reader with tokens of its own."""
+
+    def get(self, *arguments):
+        return super().get(*arguments) + 1
+
+
+KINDS_OF_DATASET = {  # {kind: (its methods, do threads make its batches, where C does?)}
     "plain": (Plain, True),
     "blend": (Plain, True),
     "shorter": (Shorter, True),
     "not mapped": (Plain, False),
+    "blend, not mapped": (Plain, False),
+    "blend, of another config": (Plain, False),
     "numbers": (None, False),
     "marked": (Marked, False),
-    "marked blend": (Marked, False),
+    "blend, marked": (Marked, False),
     "reversed": (Reversed, False),
+    "blend, reversed": (Reversed, False),
+    "unstacked": (Unstacked, False),
+    "blend, unstacked": (Unstacked, False),
+    "own reader": (Plain, False),
 }
 
 
@@ -6184,13 +6085,17 @@ def dataset_of(mm, folder, kind):
         docs = [np.arange(n) + ord(name) for n in range(1, 20)]
         prefixes.append(mk(mm, folder / name, docs, np.uint16))
     methods, _ = KINDS_OF_DATASET[kind]
-    if kind.endswith("blend"):
-        blend = build(mm, [22, 0, 0], config(mm, (prefixes, [1, 2])))[0]
+    fields = {"mmap_bin_files": not kind.endswith("not mapped")}
+    if kind.startswith("blend"):
+        blend = build(mm, [22, 0, 0], config(mm, (prefixes, [1, 2]), **fields))[0]
+        cfg = copy.copy(blend.config) if kind.endswith("config") else blend.config
         cls = type("Blend", (methods, mm.BlendedDataset), {})
-        return cls(blend.datasets, blend.weights, blend.size, blend.config)
+        return cls(blend.datasets, blend.weights, blend.size, cfg)
     cls = type("Whole", (methods, mm.GPTDataset), {})
-    cfg = config(mm, (prefixes[:1], None), mmap_bin_files=kind != "not mapped")
-    return build(mm, [22, 0, 0], cfg, cls)[0]
+    dataset = build(mm, [22, 0, 0], config(mm, (prefixes[:1], None), **fields), cls)[0]
+    if kind == "own reader":
+        dataset.dataset = type("Reader", (Shifted, mm.IndexedDataset), {})(prefixes[0])
+    return dataset
 
 
 def loader_of(mm, dataset, consumed=0, **fields):
@@ -6222,7 +6127,7 @@ def test_batches_are_samples_stacked(mm, tmp_path, kind):
         wanted.append(torch.utils.data.default_collate(samples))
     assert len(wanted) == math.ceil(len(dataset) / 4)
     assert ("mark" in wanted[0]) == (methods is Marked)
-    for num_workers in (0, 2):
+    for num_workers in (0, 1):
         loader = loader_of(mm, dataset, num_workers=num_workers, drop_last=False)
         same_batches(loader, wanted, num_workers)
         assert loader.state_dict()["consumed_samples"] == len(dataset)
@@ -6231,29 +6136,9 @@ def test_batches_are_samples_stacked(mm, tmp_path, kind):
         assert loader.num_workers == (0 if by_threads else num_workers)
 
 
-def test_loaders_of_each_kind(one):
-    """The padding of a last batch is sample None of the dataset."""
-    fields = {"data_parallel_rank": 1, "data_parallel_size": 2}
-    loader = one.build_pretraining_data_loader(Numbers(10), 4, micro_batch_size=2, **fields)
-    assert isinstance(loader, torch.utils.data.DataLoader)
-    assert len(loader) == 1
-    assert [batch["k"].tolist() for batch in loader] == [[6, 7]]
-    assert loader.state_dict()["consumed_samples"] == 8
-    for total, micro, ranks, fields, wanted in [
-        (9, 2, 3, {"drop_last": False}, [[[0, 1], [6, -1]], [[2, 3], [7, -1]], [[4, 5], [8, -1]]]),
-        (9, 2, 3, {}, [[[0, 1]], [[2, 3]], [[4, 5]]]),
-        (3, 9, 2, {"full_validation": True}, [[[0], [2]], [[1], [-1]]]),
-    ]:
-        of_ranks = loaders(one, Numbers(total), micro, ranks, **fields)
-        assert [[batch["k"].tolist() for batch in loader] for loader in of_ranks] == wanted
-        consumed = {loader.state_dict()["consumed_samples"] for loader in of_ranks}
-        assert consumed == {total if fields else 6}
-    for sharding in (False, True):
-        fields = {"dataloader_type": "cyclic", "data_sharding": sharding, "seed": 3}
-        loader = loaders(one, Numbers(40), 2, 2, **fields)[1]
-        sampler = one.MegatronPretrainingRandomSampler(None, 40, 0, 2, 1, 2, sharding, 3)
-        assert [batch["k"].tolist() for batch in loader] == list(sampler)
+def test_types_of_loaders(one):
     data = [1, 2]
+    assert isinstance(loader_of(one, data), torch.utils.data.DataLoader)
     assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
     assert loader_of(one, data, dataloader_type="external") is data
     with pytest.raises(ValueError, match="single, cyclic or external, got 'odd'"):
@@ -6272,43 +6157,52 @@ def test_arguments_of_dataloader_are_for_dataloader(mm, tmp_path):
     assert list(loader) == [["labels"] * 4] * 2
     loader = mm.PretrainingDataLoader(dataset, sampler, num_workers=1, prefetch_factor=3)
     assert loader.num_workers == 1
-    assert [len(batch["tokens"]) for batch in loader] == [4, 4]
-
-
-class TooMany:
-    """A reader of the user's own, which gives a token more than was asked for."""
-
-    def get(self, *arguments):
-        return np.append(super().get(*arguments), 7)
-
-
-def test_what_a_reader_of_the_users_own_gives_is_checked(mm, tmp_path):
-    dataset = dataset_of(mm, tmp_path, "plain")
-    dataset.dataset = type("Reader", (TooMany, mm.IndexedDataset), {})(tmp_path / "a")
-    with pytest.raises(ValueError, match="wanted 9 tokens.* got 1[0-9]"):
-        list(loader_of(mm, dataset))
 
 
 # -- ahead of the training loop --------------------------------------------------------------------
 
 
+def wait_until_threads_end(count):
+    """Nobody waits for the threads of a loader, so they end a little later."""
+    end = time.monotonic() + 20
+    while threading.active_count() > count and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() <= count, "a thread is left"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["plain", "numbers"])
 @pytest.mark.parametrize("order", ["single", "cyclic"])
-def test_the_state_does_not_run_ahead(mm, tmp_path, kind, order):
-    """It counts what was delivered; a resume makes again what was made ahead and not used."""
+def test_a_loop_that_is_left_can_go_on(mm, tmp_path, num_workers, kind, order):
+    """The state counts what was delivered: what was made ahead and not used is made again."""
     dataset = dataset_of(mm, tmp_path, kind)
     fields = {"dataloader_type": order, "seed": 2}
-    wanted = list(loader_of(mm, dataset, **fields))
-    loader = loader_of(mm, dataset, num_workers=2, **fields)
-    found = []
+    whole = list(loader_of(mm, dataset, **fields))
+    before = threading.active_count()
+    loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
     iterator = iter(loader)
-    for step in range(3):
-        found.append(next(iterator))
-        assert loader.state_dict()["consumed_samples"] == 4 * (step + 1)
+    found = [next(iterator), next(iterator)]
+    del iterator
     state = loader.state_dict()
-    for other in (loader_of(mm, dataset, **fields), loader):  # the sampler of this one ran ahead
+    assert state["consumed_samples"] == 8
+    # without a state each pass in order starts at 0; a shuffled one goes on after the last batch
+    same_batches(loader, whole[2:] if order == "cyclic" else whole)
+    assert len(list(loader)) == len(whole)
+    passes = 2 if order == "cyclic" else 1  # shuffled ones are counted over all epochs
+    assert loader.state_dict()["consumed_samples"] == 4 * len(whole) * passes
+    for other in (loader_of(mm, dataset, **fields), loader):
         other.load_state_dict(state)
-        same_batches(found + list(other), wanted)
+        same_batches(found + list(other), whole)
+    # an iterator that runs does not ignore a state that is loaded: it ends with an error
+    running = iter(loader)
+    next(running)
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"iter\(loader\)"):
+        next(running)
+    assert loader.state_dict() == state
+    same_batches(found + list(loader), whole)
+    del loader, other, running
+    wait_until_threads_end(before)
 
 
 @pytest.mark.parametrize("kind, num_workers", [("plain", 0), ("plain", 2), ("not mapped", 0)])
@@ -6323,36 +6217,6 @@ def test_an_error_ahead_reaches_the_loop(mm, tmp_path, kind, num_workers):
     with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}"):
         next(iterator)
     assert loader.state_dict()["consumed_samples"] == len(dataset) // 4 * 4
-
-
-def wait_until_threads_end(count):
-    """Nobody waits for the threads of a loader, so they end a little later."""
-    end = time.monotonic() + 20
-    while threading.active_count() > count and time.monotonic() < end:
-        time.sleep(0.01)
-    assert threading.active_count() <= count, "a thread is left"
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("order", ["single", "cyclic"])
-def test_a_loop_can_be_left_and_begun_again(mm, tmp_path, num_workers, order):
-    """In order each pass starts at 0; shuffled passes go on after the last used batch."""
-    dataset = dataset_of(mm, tmp_path, "plain")
-    before = threading.active_count()
-    fields = {"dataloader_type": order, "seed": 1}
-    whole = list(loader_of(mm, dataset, **fields))
-    loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
-    iterator = iter(loader)
-    next(iterator)
-    next(iterator)
-    del iterator
-    assert loader.state_dict()["consumed_samples"] == 8
-    same_batches(loader, whole[2:] if order == "cyclic" else whole)
-    assert len(list(loader)) == len(whole)
-    passes = 2 if order == "cyclic" else 1  # shuffled ones are counted over all epochs
-    assert loader.state_dict()["consumed_samples"] == 4 * len(whole) * passes
-    del loader
-    wait_until_threads_end(before)
 
 
 def noted(items, begun):
@@ -6372,17 +6236,16 @@ def test_map_ahead(one, limit):
     before = threading.active_count()
     begun = []
     found = []
-    results = one.map_ahead(
-        concurrent.futures.ThreadPoolExecutor(2), limit, divide, noted(range(9), begun)
-    )
+    pool = concurrent.futures.ThreadPoolExecutor(2)
+    results = one.map_ahead(pool, limit, divide, noted(range(9), begun))
     for _ in range(7):
         found.append(next(results))
         assert len(begun) <= len(found) + limit
     with pytest.raises(ZeroDivisionError):
         next(results)
     assert found == [divide(number) for number in range(7)]
+    del pool, results
     wait_until_threads_end(before)
-    assert list(one.map_ahead(concurrent.futures.ThreadPoolExecutor(1), 2, str, [])) == []
 
 
 @pytest.mark.slow
@@ -6399,33 +6262,13 @@ def test_loaders_in_cycles_are_collected(tmp_path):
         dataset = builder.build()[0]
         for _ in range(300):
             loader = mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=2, num_workers=2)
-            iterator = iter(loader)
-            next(iterator)
-            cycle = [iterator]
+            cycle = [iter(loader)]
+            next(cycle[0])
             cycle.append(cycle)
-            del iterator, cycle
+            del cycle
         print("done")"""
     ran = python(code, tmp_path)
     assert ran.stdout == "done\n", ran.stderr
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_ORDER)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_that_is_loaded_while_an_iterator_runs(mm, tmp_path, kind, num_workers):
-    """It is never ignored: the iterator ends with an error, and the next one is at its place."""
-    data = gpt(mm, mk(mm, tmp_path / "p", [range(1, 9)] * 40), 32)
-    fields = fields_of(kind) | {"micro_batch_size": 4, "num_workers": num_workers}
-    loader = mm.build_pretraining_data_loader(data, 0, **fields)
-    wanted = [batch["tokens"].tolist() for batch in loader]
-    loader = mm.build_pretraining_data_loader(data, 0, **fields)
-    state = loader.state_dict()
-    running = iter(loader)
-    next(running)
-    loader.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"iter\(loader\)"):
-        next(running)
-    assert loader.state_dict() == state
-    assert [batch["tokens"].tolist() for batch in loader] == wanted
 
 
 # ==============================================================================
@@ -6452,13 +6295,10 @@ SHARED_ERRORS = [
     (KeyError("text"), KeyError, "text"),
     (StopIteration(), StopIteration, ""),
     (FileNotFoundError(2, "No such file", "a.bin"), FileNotFoundError, "[Errno 2] No such file"),
-    (RuntimeError("rank mismatch"), RuntimeError, "rank mismatch"),
     (ZeroDivisionError("by zero"), RuntimeError, "ZeroDivisionError: by zero"),
-    (AssertionError(), RuntimeError, "AssertionError: "),
     (UnicodeDecodeError("ascii", b"\xff", 0, 1, "no"), RuntimeError, "UnicodeDecodeError: "),
     (ValueError("\U0001f600" * 2000), ValueError, "\U0001f600" * 500),
-    (ValueError("\udcff in a name"), ValueError, "\udcff in a name"),
-    (ValueError('"quotes"\n\0'), ValueError, '"quotes"\n\0'),
+    (ValueError('\udcff "quotes"\n\0'), ValueError, '\udcff "quotes"\n\0'),
     (type("ValueError", (Exception,), {})("own"), RuntimeError, "ValueError: own"),
 ]
 
@@ -6484,7 +6324,6 @@ def the_lowest_of_several_failed_ranks_is_heard(job):
     first = ValueError(f"failed on {job.rank}") if job.rank > 0 else None
     with pytest.raises(ValueError, match="^rank 1: failed on 1$") as caught:
         job.mm.on_every_rank(Failing(first))
-    assert caught.value.__cause__ is first
     with pytest.raises(ValueError, match="^rank 1: failed on 1$"):
         job.mm.on_every_rank(Failing(caught.value))
 
@@ -6514,34 +6353,6 @@ def consumed_samples_are_compared(job):
     job.mm.check_data_consistency(job.rank // 2, pairs)
 
 
-ERROR_SCENARIOS = [
-    an_error_on_one_rank_is_raised_on_all,
-    the_lowest_of_several_failed_ranks_is_heard,
-    steps_that_work_return_their_own_value,
-    an_error_stays_in_its_group,
-    consumed_samples_are_compared,
-]
-TWO_AND_FOUR = [2, pytest.param(4, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("world", TWO_AND_FOUR)
-@pytest.mark.parametrize("scenario", ERROR_SCENARIOS)
-def test_errors_on_ranks(one, run_on_ranks, world, scenario):
-    run_on_ranks(one, world, scenario)
-
-
-@pytest.mark.parametrize("in_a_job", [False, True])
-def test_without_other_ranks_an_error_is_passed_on_as_it_is(one, in_a_job, request):
-    if in_a_job:
-        request.getfixturevalue("group")
-    error = ZeroDivisionError("by zero")
-    with pytest.raises(ZeroDivisionError) as caught:
-        one.on_every_rank(Failing(error))
-    assert caught.value is error
-    assert one.on_every_rank(Failing(value=5)) == 5
-    one.check_data_consistency(5)
-
-
 # -- the builder on ranks --------------------------------------------------------------------------
 
 
@@ -6564,35 +6375,22 @@ def built_tokens(job, cache, is_built_on_rank=yes, cls=None, prefixes=("a", "b")
     return tokens
 
 
-def no():
-    return False
-
-
 def caches_are_shared_or_of_ones_own(job):
     """Upstream: only global rank 0 builds, so a cache a node fails."""
-    shared = built_tokens(job, "shared")
+    counted = mock.patch.object(job.mm, "build_sample_idx", wraps=job.mm.build_sample_idx)
+    with counted as calls:
+        shared = built_tokens(job, "shared")
+    assert calls.call_count == (4 if job.rank == 0 else 0), "two corpora in two splits"
     train, valid, test = shared
     assert len(train) == 60
     assert len(valid) == 7, "ceil(6 / 4) + ceil(6 * 3 / 4)"
     assert not test
     assert built_tokens(job, "shared") == shared, "again"
     assert built_tokens(job, f"own {job.rank}") == shared
-    torch.distributed.barrier()
-    files = [files_of(job.folder / f"{job.mm.IMPLEMENTATION} own {rank}") for rank in (0, 1)]
-    assert files[0]
-    assert set(files[0]) == set(files[1])
     for wanting in range(job.world):
-        wanted = job.rank == wanting
-        found = built_tokens(job, f"by {wanting}", yes if wanted else no)
-        assert found == (shared if wanted else [None, None, None])
-
-
-def rank_0_builds_and_the_others_load(job):
-    """Two corpora in two splits."""
-    built = mock.patch.object(job.mm, "build_sample_idx", wraps=job.mm.build_sample_idx)
-    with built as calls:
-        built_tokens(job, "first")
-    assert calls.call_count == (4 if job.rank == 0 else 0)
+        is_wanted = job.rank == wanting
+        found = built_tokens(job, f"by {wanting}", Failing(value=is_wanted))
+        assert found == (shared if is_wanted else [None, None, None])
 
 
 class CannotBeOpened:
@@ -6618,17 +6416,33 @@ def a_failed_build_is_raised_on_all(job):
         assert built_tokens(job, "shared")[0]
 
 
-BUILDER_SCENARIOS = [
-    caches_are_shared_or_of_ones_own,
-    rank_0_builds_and_the_others_load,
-    a_failed_build_is_raised_on_all,
-]
+@two_or_four_ranks
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        an_error_on_one_rank_is_raised_on_all,
+        the_lowest_of_several_failed_ranks_is_heard,
+        steps_that_work_return_their_own_value,
+        an_error_stays_in_its_group,
+        consumed_samples_are_compared,
+        caches_are_shared_or_of_ones_own,
+        a_failed_build_is_raised_on_all,
+    ],
+)
+def test_errors_on_ranks(one, run_on_ranks, scenario, world):
+    run_on_ranks(one, world, scenario)
 
 
-@pytest.mark.parametrize("world", TWO_AND_FOUR)
-@pytest.mark.parametrize("scenario", BUILDER_SCENARIOS)
-def test_builder_on_ranks(mm, run_on_ranks, world, scenario):
-    run_on_ranks(mm, world, scenario)
+@pytest.mark.parametrize("in_a_job", [False, True])
+def test_without_other_ranks_an_error_is_passed_on_as_it_is(one, in_a_job, request):
+    if in_a_job:
+        request.getfixturevalue("group")
+    error = ZeroDivisionError("by zero")
+    with pytest.raises(ZeroDivisionError) as caught:
+        one.on_every_rank(Failing(error))
+    assert caught.value is error
+    assert one.on_every_rank(Failing(value=5)) == 5
+    one.check_data_consistency(5)
 
 
 # ==============================================================================
@@ -6692,29 +6506,6 @@ def test_large_indices_in_python_are_said_once(mm, tmp_path, monkeypatch, recwar
     said = [str(warning.message) for warning in recwarn]
     assert len(said) == (mm.IMPLEMENTATION == "python")
     assert all("in Python" in sentence for sentence in said)
-
-
-def test_which_datasets_release_the_gil(mm, tmp_path):
-    """Those that C reads: of a mapped corpus, with no method or reader of their own."""
-    prefix = mk(mm, tmp_path / "p", [[1, 2, 3] * 9])
-    plain = gpt(mm, prefix)
-    blend = mm.BlendedDataset([plain], [1], 3, plain.config)
-    for dataset in (plain, blend):
-        assert mm.releases_the_gil(dataset) == (mm.IMPLEMENTATION == "c")
-    arguments = prefix, plain.indices, None, mm.Split.train, plain.config
-    reader = type("Reader", (mm.IndexedDataset,), {})(prefix)
-    others = [Bare(3), mm.GPTDataset(reader, *arguments)]
-    others.append(mm.GPTDataset(mm.IndexedDataset(prefix, mmap=False), *arguments))
-    for part in others[1:]:
-        others.append(mm.BlendedDataset([plain, part], [1, 1], 3, plain.config))
-    others.append(mm.BlendedDataset([plain], [1], 3, config(mm, ([prefix], None))))
-    for name in ("__getitem__", "__getitems__", "pieces", "batch"):
-        cls = type("Own", (mm.GPTDataset,), {name: Bare.__getitem__})
-        others.append(cls(plain.dataset, *arguments))
-    for name in ("__getitem__", "__getitems__", "batch"):
-        cls = type("Own", (mm.BlendedDataset,), {name: Bare.__getitem__})
-        others.append(cls([plain], [1], 3, plain.config))
-    assert [mm.releases_the_gil(dataset) for dataset in others] == [False] * len(others)
 
 
 # -- C gives what the definitions give -------------------------------------------------------------
@@ -6800,36 +6591,25 @@ FLAGS += ["drop_last_partial_validation_sequence"]
 
 
 def random_datasets(mm, folder, seed):
-    """Two GPTDatasets of small random corpora, and a blend of them: on one random config."""
+    """A GPTDataset of a small random corpus on a random config, and a blend of it with itself."""
     rng = np.random.default_rng([16, seed])
     dtype = READ_DTYPES[rng.integers(len(READ_DTYPES))]
     fields = {flag: bool(rng.random() < [0, 0.5, 0.8][seed % 3]) for flag in FLAGS}
     if fields["inter_document_masking"] or not fields["create_attention_mask"]:
         fields["reset_attention_mask"] = False
     fields["add_extra_token_to_sequence"] = bool(rng.integers(2))
-    tokenizer = Tok(eod=int(rng.integers(0, 5)))
+    fields["tokenizer"] = Tok(eod=int(rng.integers(0, 5)))
     if seed % 3:  # else the ids are looked at once only
-        tokenizer.pad = int(rng.integers(-1, 4))
+        fields["tokenizer"].pad = int(rng.integers(-1, 4))
     lowest = 0
     if seed % 2:  # -1 pads where a tokenizer has no pad
         lowest = -1 if np.dtype(dtype).kind == "i" else np.iinfo(dtype).max - 5
-    prefixes = []
-    for d in range(2):
-        docs = [np.add(doc, lowest) for doc in random_docs(rng, most=8, longest=9, vocab=5)]
-        prefixes.append(mk(mm, folder / f"{seed}-{d}", docs, dtype))
-    fields |= {"sequence_length": int(rng.integers(1, 14)), "tokenizer": tokenizer}
-    cfg = config(mm, (prefixes, None), **fields)
-    split = mm.Split.valid if rng.integers(2) else mm.Split.train
-    num_samples = int(rng.integers(1, 20))
-    datasets = []
-    for prefix in prefixes:
-        corpus = mm.IndexedDataset(prefix)
-        documents = np.arange(len(corpus), dtype=np.int32)
-        datasets.append(quiet(mm.GPTDataset, corpus, prefix, documents, num_samples, split, cfg))
-    sizes = [len(ds) for ds in datasets]
-    if 0 in sizes:  # nothing to blend
-        return datasets
-    return [*datasets, mm.BlendedDataset(datasets, sizes, None, cfg)]
+    docs = [np.add(doc, lowest) for doc in random_docs(rng, most=8, longest=9, vocab=5)]
+    prefix = mk(mm, folder / str(seed), docs, dtype)
+    fields["sequence_length"] = int(rng.integers(1, 14))
+    split = str(rng.choice(["train", "valid"]))
+    ds = quiet(gpt, mm, prefix, int(rng.integers(1, 20)), split, **fields)
+    return [ds, mm.BlendedDataset([ds, ds], [len(ds)] * 2, None, ds.config)] if len(ds) else []
 
 
 def damage(ds, seed):
@@ -6865,36 +6645,32 @@ def outcome(function, argument):
 
 
 def test_c_reads_what_the_definitions_read(c, one, tmp_path):
-    """A whole dataset, a damaged one, and a blend of both; the same warnings and errors."""
+    """From whole and from damaged indices; the same warnings and errors."""
     errors = 0
-    for seed in range(round(40 * CASES)):
+    for seed in range(round(60 * CASES)):
         ours = random_datasets(c, tmp_path, seed)
         theirs = random_datasets(one, tmp_path, seed)
-        if len(theirs[0]) > 0:
+        if theirs and seed % 4:
             damage(ours[0], seed)
             damage(theirs[0], seed)
         rng = np.random.default_rng(seed)
-        for k, ds in enumerate(theirs):
-            n = len(ds)
-            if n == 0:
-                continue
+        for mine, other in zip(ours, theirs, strict=True):
+            n = len(other)
             indices = [*rng.integers(-n, n, 5).tolist(), None]
             calls = [("__getitem__", i) for i in (*indices, n, -n - 1, 2**70)]
             for name in ("__getitems__", "batch"):
                 calls += [(name, indices), (name, [*indices, n]), (name, [2**70])]
             for name, argument in calls:
-                note = seed, k, name, argument
-                samples, text = outcome(getattr(ours[k], name), argument)
-                wanted, wanted_text = outcome(getattr(ds, name), argument)
+                note = seed, name, argument
+                samples, text = outcome(getattr(mine, name), argument)
+                wanted, wanted_text = outcome(getattr(other, name), argument)
                 assert text == wanted_text, note
                 same_batches(samples, wanted, note)
                 errors += "wanted a place in .bin" in text or "rebuild the cache" in text
     assert errors > 0
 
 
-# -- hostile arguments: the same sentence from both implementations, never a crash -----------------
-
-REFUSALS = TypeError, ValueError, IndexError, OverflowError
+# -- hostile arguments: an error from both implementations, never a crash --------------------------
 
 
 def read_only(values):
@@ -6904,17 +6680,9 @@ def read_only(values):
 
 
 NUMBERS = np.zeros(4, np.int64)
-GOOD_BLEND = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": NUMBERS}
-GOOD_ARGUMENTS = {
-    "build_sample_idx": {
-        "sizes": int32(4, 3, 6),
-        "document_indices": int32(0, 1, 2),
-        "sequence_length": 4,
-        "num_epochs": 1,
-        "tokens_per_epoch": 13,
-    },
-    BLENDS[0]: GOOD_BLEND | {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4},
-    BLENDS[1]: GOOD_BLEND | {"sizes": np.array([1, 3]), "num_datasets": 2},
+GOOD_BLENDS = {
+    BLENDS[0]: {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4},
+    BLENDS[1]: {"sizes": np.array([1, 3]), "num_datasets": 2},
 }
 HOSTILE_OUTPUTS = {
     "dataset_index": [np.zeros(4, np.int32), [0] * 4, np.zeros(3, np.int16)],
@@ -6924,13 +6692,6 @@ HOSTILE_OUTPUTS = {
 HOSTILE_OUTPUTS["dataset_index"] += [np.zeros((4, 1), np.int16), read_only(np.zeros(4, np.int16))]
 HOSTILE_OUTPUTS["dataset_index"] += [NUMBERS.view(np.int16)[:4]]  # in the memory of the other one
 HOSTILE = {  # {function: {argument: what it refuses}}
-    "build_sample_idx": {
-        "sizes": [np.array([4, 3, 6]), [4, 3, 6], np.ones((3, 1), np.int32), int32(4, 3, -6)],
-        "document_indices": [np.array([0, 1, 2]), int32(), int32(0, 9999999, 2), int32(0, -1, 2)],
-        "sequence_length": [0, 2**70, 4.5],
-        "tokens_per_epoch": [400, -13, 2**62],  # upstream: reads behind its arrays
-        "num_epochs": [None],
-    },
     BLENDS[0]: HOSTILE_OUTPUTS
     | {
         "weights": [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"]],
@@ -6938,31 +6699,16 @@ HOSTILE = {  # {function: {argument: what it refuses}}
     },
     BLENDS[1]: HOSTILE_OUTPUTS | {"sizes": [np.array([2.5, 1.5]), [5, -1], [3, 2], [2**62, 2**62]]},
 }
-HOSTILE_PAIRS = [  # function, and two arguments that it refuses together
-    ("build_sample_idx", {"document_indices": int32(0, 1, 9), "tokens_per_epoch": 6}),
-    ("build_sample_idx", {"document_indices": int32(0, 9, 2), "sizes": int32(-4, 3, 6)}),
-    ("build_sample_idx", {"tokens_per_epoch": 400, "drop_last_partial_sequence": False}),
-    ("build_sample_idx", {"tokens_per_epoch": -13, "num_epochs": -1}),
-    (BLENDS[0], {"weights": np.ones(40000), "num_datasets": 40000}),
-    (BLENDS[1], {"sizes": [2**62] * 4, "num_datasets": 4}),  # the sum wraps to 0
-]
 
 
-def test_hostile_arguments_raise(c, one, monkeypatch):
-    """A part of a sample index names the place in the whole.  Upstream crashes."""
-    monkeypatch.setattr(c, "_DOCUMENTS_OF_A_THREAD", 1)
-    monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=3))
-    rows = list(HOSTILE_PAIRS)
-    for name, arguments in HOSTILE.items():
-        for argument, values in arguments.items():
-            rows += [(name, {argument: value}) for value in values]
-    for name, changed in rows:
-        errors = []
-        for module in (c, one):
-            with pytest.raises(REFUSALS) as caught:
-                getattr(module, name)(**GOOD_ARGUMENTS[name] | changed)
-            errors.append(repr(caught.value))
-        assert errors[0] == errors[1], (name, changed)
+@pytest.mark.parametrize("name", BLENDS)
+def test_hostile_arguments_of_blends(mm, name):
+    """Those of a sample index are refused in section 4.  Upstream crashes."""
+    good = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": NUMBERS}
+    for argument, values in HOSTILE[name].items():
+        for value in values:
+            with pytest.raises((TypeError, ValueError)):
+                getattr(mm, name)(**good | GOOD_BLENDS[name] | {argument: value})
 
 
 # -- what a function of C is given is checked before it is trusted ---------------------------------
@@ -6990,9 +6736,21 @@ def call_c(c, name, call):
 
 
 def toy_call(name):
-    """A good call for the toy corpus in three samples of 4 tokens, or for a blend of two."""
+    """A good call for the toy corpus in three samples of 4 tokens, or for a blend of two.
+
+    In front and behind of each array lies a copy of an item, which would do as one more.
+    """
+    call = toy_arguments(name)
+    for key, value in call.items():
+        if isinstance(value, np.ndarray):
+            call[key] = np.concatenate([value[:1], value, value[-1:]])[1:-1]
+    return call
+
+
+def toy_arguments(name):
     if name in BLENDS:
-        return copy.deepcopy(GOOD_ARGUMENTS[name])
+        outputs = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": np.zeros(4, int)}
+        return outputs | GOOD_BLENDS[name]
     if name == "shuffle":
         key = np.random.RandomState(0).get_state()[1].copy()
         return {"array": np.arange(9), "key": key, "pos": 600}
@@ -7040,11 +6798,27 @@ OUT_OF_RANGE = {  # {function: {argument: values that it refuses in the toy call
         "tokens": [None, np.zeros((3, 0), np.int64)],
         "cu_seqlens": [None],  # without max_seqlen, and that without this
         "max_seqlen": [None],
-        "places": [np.array([0, 1])],
+        "places": [np.array([0, 1]), np.array([3, 1, 2]), np.array([-1, 1, 2])],
+        "wanted": [np.array([3]), np.array([-4])],  # there is no sample 3
         "items": [np.zeros(13, np.uint32), np.zeros(13, np.float32), "aaaabbb"],
-        "pointers": [np.array([0, 16])],
-        "sample_index": [np.zeros((4, 3), np.int32)],
-        "shuffle_index": [int32(0, 1, 2)],
+        "pointers": [
+            np.array([0, 16]),
+            np.array([-4, 16, 28]),
+            np.array([0, 16, 32]),
+            np.array([0, 16, 26]),  # in the middle of a token
+        ],
+        "lengths": [int32(14, 3, 6), int32(-1, 3, 6)],
+        "document_index": [int32(0, 3, 2), int32(0, -1, 2)],
+        "sample_index": [
+            np.zeros((4, 3), np.int32),
+            int32(0, 0, -1, 2, 0, 2, 2, 5).reshape(4, 2),  # begins before the first document
+            int32(0, 0, 1, -1, 2, 0, 2, 5).reshape(4, 2),  # begins before a document
+            int32(0, 0, 1, 0, 2, -2, 2, 5).reshape(4, 2),
+            int32(0, 0, 1, 0, 2, 3, 3, 0).reshape(4, 2),  # ends in a fourth of three
+            int32(0, 0, 1, 0, 2, 1, 2, 6).reshape(4, 2),  # ends behind a document
+            int32(0, 0, 1, 0, 0, 1, 2, 5).reshape(4, 2),  # goes back
+        ],
+        "shuffle_index": [int32(0, 1, 2), np.array([3, 1, 2], np.uint32)],
         "extra": [-1, 2],
         "pad": [2**63],
     },
@@ -7085,7 +6859,7 @@ def refused_calls(name):
         if key in filled and key != "array":  # any array may be shuffled
             wrong += [np.delete(value, -1, axis) for axis in range(value.ndim)]
         for one_of_them in wrong:
-            yield usual | {key: one_of_them}
+            yield toy_call(name) | {key: one_of_them}
     for key in filled:
         for other, values in usual.items():
             if other != key and isinstance(values, np.ndarray):
@@ -7093,69 +6867,35 @@ def refused_calls(name):
                 yield usual | {key: first, other: last}
 
 
+def is_refused(c, name, call):
+    """Does a function of C raise an error, or say that a number leads to no place?"""
+    try:
+        return call_c(c, name, call) == -1
+    except (TypeError, ValueError, IndexError, OverflowError):
+        return True
+
+
 @pytest.mark.parametrize("name", FILLED)
 def test_c_refuses_bad_calls(c, name):
     """And gives back what it has borrowed: no reference and no memory is left."""
-    call_c(c, name, toy_call(name))
     calls = list(refused_calls(name))
+    assert all(is_refused(c, name, call) for call in calls)
+    calls.append(toy_call(name))
+    assert not is_refused(c, name, calls[-1])
     arrays = []
     for call in calls:
-        with pytest.raises(REFUSALS):
-            call_c(c, name, call)
         arrays += [value for value in call.values() if isinstance(value, np.ndarray)]
-    calls.append(toy_call(name))
-    repeat_calls(c, name, calls, 2)  # what Python keeps of a first call is there
     counts = [sys.getrefcount(values) for values in arrays]
-    tracemalloc.start()
-    repeat_calls(c, name, calls, 2)
-    before = tracemalloc.get_traced_memory()[0]
-    repeat_calls(c, name, calls, 40)
-    grown = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert grown < 40 * 8, "no object is so small"
+    memory = []
+    for repeats in (2, 2, 40):  # the first time there is left what Python keeps of a first call
+        tracemalloc.start()
+        for _ in range(repeats):
+            for call in calls:
+                is_refused(c, name, call)
+        memory.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert memory[2] - memory[1] < 40 * 8, "no object is so small"
     assert [sys.getrefcount(values) for values in arrays] == counts
-
-
-def repeat_calls(c, name, calls, count):
-    """Call a function of C so often with each of these, whether it succeeds or fails."""
-    for _ in range(count):
-        for call in calls:
-            with contextlib.suppress(*REFUSALS):
-                call_c(c, name, call)
-
-
-@pytest.mark.parametrize(
-    "k, name, values",
-    [
-        (1, "sample_index", [[0, 0], [-1, 2], [0, 2], [2, 5]]),  # begins before the first one
-        (1, "sample_index", [[0, 0], [1, -1], [2, 0], [2, 5]]),  # begins before a document
-        (1, "sample_index", [[0, 0], [1, 0], [2, -2], [2, 5]]),
-        (2, "sample_index", [[0, 0], [1, 0], [2, 3], [3, 0]]),  # ends in a fourth of three
-        (2, "sample_index", [[0, 0], [1, 0], [2, 1], [2, 6]]),  # ends behind a document
-        (1, "sample_index", [[0, 0], [1, 0], [0, 1], [2, 5]]),  # goes back
-        (0, "document_index", [0, 3, 2]),
-        (0, "document_index", [0, -1, 2]),
-        (0, "shuffle_index", [3, 1, 2]),
-        (3, "places", [0, 1, 2]),  # there is no sample 3
-        (-4, "places", [0, 1, 2]),
-        (0, "places", [3, 1, 2]),
-        (0, "places", [-1, 1, 2]),
-        (0, "pointers", [-4, 16, 28]),
-        (2, "pointers", [0, 16, 32]),
-        (2, "pointers", [0, 16, 26]),  # in the middle of a token
-        (0, "lengths", [14, 3, 6]),
-        (0, "lengths", [-1, 3, 6]),
-    ],
-    ids=str,
-)
-def test_c_reads_nothing_outside_of_an_array(c, k, name, values):
-    """In front and behind of each array lies a copy of an item, which would do as one more."""
-    call = toy_call("read_samples")
-    call |= {"wanted": np.array([k]), name: np.array(values, call[name].dtype)}
-    for key, array in call.items():
-        if isinstance(array, np.ndarray):
-            call[key] = np.concatenate([array[:1], array, array[-1:]])[1:-1]
-    assert call_c(c, "read_samples", call) == -1
 
 
 ODD_NUMBERS = [-(2**63), -1, 0, 1, 2, 7, 625, 2**15, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1]
@@ -7163,19 +6903,17 @@ ODD_NUMBERS = [-(2**63), -1, 0, 1, 2, 7, 625, 2**15, 2**31 - 1, 2**31, 2**40, 2*
 
 @np.errstate(all="ignore")
 def damaged(rng, value):
-    """A value instead of a good one, and mostly nearly as good."""
-    odd = ODD_NUMBERS[rng.integers(len(ODD_NUMBERS))]
-    is_near = rng.random() < 0.5
-    step = int(rng.choice([-1, 1]))
-    if not isinstance(value, np.ndarray):
-        return value + step if is_near and isinstance(value, int) else odd
-    if rng.random() < 0.3:
-        return [value[:-1], value[:0], np.repeat(value, 2, 0)][rng.integers(3)].copy()
-    if value.size > 0:
-        items = value.reshape(-1)
-        at = rng.integers(value.size)
-        items[at] = np.array(items[at].item() + step if is_near else odd).astype(value.dtype)
-    return value
+    """A number that is a little or very wrong; an array with one such item, or a shorter one."""
+    if isinstance(value, np.ndarray):
+        values = value[: rng.integers(4)].copy() if rng.random() < 0.3 else value.copy()
+        if values.size > 0:
+            at = rng.integers(values.size)
+            item = damaged(rng, values.reshape(-1)[at].item())
+            values.reshape(-1)[at] = np.array(item).astype(value.dtype)
+        return values
+    if rng.random() < 0.5:
+        return value + int(rng.choice([-1, 1]))
+    return ODD_NUMBERS[rng.integers(len(ODD_NUMBERS))]
 
 
 @pytest.mark.parametrize("name", FILLED)
@@ -7198,10 +6936,7 @@ def test_fuzzed_calls_of_c(c, name, first, end):
                 moved[...] = values
                 call[key] = moved
         before = copy.deepcopy(memories)
-        try:
-            refused += call_c(c, name, call) == -1
-        except REFUSALS:
-            refused += 1
+        refused += is_refused(c, name, call)
         for key in list(call)[: FILLED[name]]:
             before[key][33:-32] = memories[key][33:-32]
         same_arrays(memories.values(), before.values())
@@ -7297,30 +7032,31 @@ def test_blends_without_vectors(portable, one):
         check_blends(portable, one, name)
 
 
+WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
+    "not wanted": ({"MEGATRON_MIN_C": "0"}, "py3-none-any"),
+    "no compiler": ({"CC": "false"}, "py3-none-any"),
+    "C": ({"MEGATRON_MIN_C": "1"}, "cp311-abi3-"),
+    "C without a compiler": ({"MEGATRON_MIN_C": "1", "CC": "false"}, None),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "variables, tag",
-    [
-        pytest.param({"MEGATRON_MIN_C": "0"}, "py3-none-any", id="not wanted"),
-        pytest.param({"CC": "false"}, "py3-none-any", id="no compiler"),
-        pytest.param({"MEGATRON_MIN_C": "1"}, "cp311-abi3-", id="C"),
-    ],
-)
-def test_a_wheel_without_c_is_pure(sources, variables, tag):
-    if tag == "cp311-abi3-" and "c" not in IMPLEMENTATIONS:
+@pytest.mark.parametrize("case", WHEELS)
+def test_a_wheel_without_c_is_pure(sources, case):
+    """Or it is an error, where C is wanted."""
+    if case == "C" and "c" not in IMPLEMENTATIONS:
         pytest.skip("there is no C compiler")
+    variables, tag = WHEELS[case]
+    if tag is None:
+        with pytest.raises(subprocess.CalledProcessError) as error:
+            run_setup(sources, "bdist_wheel", **variables)
+        assert b"'false'" in error.value.stderr
+        return
     run_setup(sources, "bdist_wheel", **variables)
     [wheel] = (sources / "dist").iterdir()
     assert tag in wheel.name
     modules = {name.partition(".")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert ("_megatron_min" in modules) == (tag != "py3-none-any")
-
-
-@pytest.mark.slow
-def test_a_build_without_c_is_an_error_where_c_is_wanted(sources):
-    with pytest.raises(subprocess.CalledProcessError) as error:
-        run_setup(sources, "bdist_wheel", MEGATRON_MIN_C="1", CC="false")
-    assert b"'false'" in error.value.stderr
+    assert ("_megatron_min" in modules) == (case == "C")
 
 
 @pytest.mark.slow
@@ -7347,7 +7083,6 @@ def test_null_tokenizer(one):
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.tokenize("1 2 30") == [1, 2, 30]
     assert tokenizer.detokenize(np.array([1, 2])) == "1 2"
-    assert json.loads(json.dumps(tokenizer.unique_identifiers)) == tokenizer.unique_identifiers
     assert one.NullTokenizer(7).unique_identifiers != tokenizer.unique_identifiers
 
 
@@ -7358,7 +7093,6 @@ WRONG_TOKENIZERS = {  # what --tokenizer says, and a word of the sentence
     "null:x": "number",
     "bytes:x:y": "bytes:x:y",
     "no_such_module:x": "no_such_module",
-    "json:none": "none",
     "os:path": "no tokenizer",
 }
 
@@ -7389,71 +7123,58 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch, attribute
     monkeypatch.delitem(sys.modules, "my_tokens", raising=False)
     before = list(sys.path)
     tokenizer = one.build_tokenizer(f"my_tokens:{attribute}")
-    assert tokenizer.tokenize("abc") == [3] and tokenizer.eod == 8
+    assert tokenizer.tokenize("abc") == [3]
     assert sys.path == before
 
 
 @pytest.fixture
 def hf(tmp_path):
-    """A tokenizer.json of whole words, made here."""
+    """A tokenizer.json of whole words, made here, which puts </s> in front of a text, if asked."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {"[UNK]": 0, "ja": 1, "nein": 2, "<|endoftext|>": 3, "</s>": 4}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<|endoftext|>", "</s>"])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 4)]
+    )
     path = str(tmp_path / "tokenizer.json")
     tokenizer.save(path)
     return path
 
 
-def test_hugging_face_tokenizer(one, tmp_path, hf, capsys):
-    tokenizer = one.build_tokenizer(hf)
-    assert (tokenizer.vocab_size, tokenizer.eod) == (5, 3)
-    assert tokenizer.tokenize("nein ja") == [2, 1]
-    assert tokenizer.tokenize_batch(["nein ja", "", "was"]) == [[2, 1], [], [0]]
-    other = one.build_tokenizer(hf, "</s>")
-    assert other.eod == 4
-    assert json.dumps(other.unique_identifiers) != json.dumps(tokenizer.unique_identifiers)
-    path = jsonl(tmp_path / "a.jsonl", ["ja nein ja", "", "nein was"])
-    flags = ["--tokenizer", hf, "--eod-token", "</s>", "--append-eod", "--workers", 2]
-    code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *flags)
+@pytest.mark.parametrize(
+    "flags, start, eod",
+    [
+        ([], [], 3),
+        (["--eod-token", "</s>"], [], 4),
+        (["--add-special-tokens"], [4], 3),  # as Llama's file does, for those who ask
+    ],
+)
+def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, flags, start, eod):
+    """In Python and in the commands; its identifiers tell apart what makes other tokens."""
+    plain = one.build_tokenizer(hf)
+    tokenizer = one.build_tokenizer(hf, "</s>" if eod == 4 else None, bool(start))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (5, eod)
+    assert tokenizer.tokenize("nein ja") == [*start, 2, 1]
+    assert tokenizer.tokenize_batch(["nein", "", "was"]) == [[*start, 2], start, [*start, 0]]
+    is_same = json.dumps(tokenizer.unique_identifiers) == json.dumps(plain.unique_identifiers)
+    assert is_same == (flags == [])
+
+    path = jsonl(tmp_path / "a.jsonl", ["ja nein ja", "nein was"])
+    arguments = ["--tokenizer", hf, "--append-eod", "--workers", 2, *flags]
+    code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *arguments)
     assert code == 0, err
-    assert texts_of(one, tmp_path / "o_text_document") == [[1, 2, 1, 4], [], [2, 0, 4]]
-    found = command(one, capsys, "inspect", tmp_path / "o_text_document", "--tokenizer", hf)
-    assert found[0] == 0 and "ja nein ja </s>" in found[1]
-
-
-@pytest.mark.parametrize("adds", [False, True])
-def test_special_tokens_of_a_post_processor(one, tmp_path, hf, capsys, adds):
-    """A file as Llama's, which puts a token before each text; only those who ask get the token."""
-    tokenizers = pytest.importorskip("tokenizers")
-    with_start = tokenizers.Tokenizer.from_file(hf)
-    with_start.post_processor = tokenizers.processors.TemplateProcessing(
-        single="</s> $A", special_tokens=[("</s>", 4)]
-    )
-    path = str(tmp_path / "start.json")
-    with_start.save(path)
-    start = [4] if adds else []
-    tokenizer = one.build_tokenizer(path, add_special_tokens=adds)
-    assert tokenizer.tokenize("ja nein") == [*start, 1, 2]
-    assert tokenizer.tokenize_batch(["ja", "nein"]) == [[*start, 1], [*start, 2]]
-    assert ("add_special_tokens" in tokenizer.unique_identifiers) == adds
-
-    texts = jsonl(tmp_path / "a.jsonl", ["ja", "nein ja"])
-    flags = ["--tokenizer", path, "--append-eod"]
-    if adds:
-        flags.append("--add-special-tokens")
-    code, _, err = preprocess_command(one, capsys, texts, tmp_path / "o", *flags)
-    assert code == 0, err
-    assert texts_of(one, tmp_path / "o_text_document") == [[*start, 1, 3], [*start, 2, 1, 3]]
-
-
-def test_only_a_file_has_special_tokens_to_add(one):
-    with pytest.raises(ValueError, match="tokenizer.json"):
-        one.build_tokenizer("bytes", add_special_tokens=True)
+    wanted = [[*start, 1, 2, 1, eod], [*start, 2, 0, eod]]
+    assert texts_of(one, tmp_path / "o_text_document") == wanted
+    code, out, _ = command(one, capsys, "inspect", tmp_path / "o_text_document", "--tokenizer", hf)
+    assert code == 0
+    assert f"ja nein ja {'</s>' if eod == 4 else '<|endoftext|>'}" in out
 
 
 def test_a_tokenizer_json_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        one.build_tokenizer("bytes", add_special_tokens=True)
     with pytest.raises(ValueError, match="<none>"):
         one.build_tokenizer(hf, "<none>")
     for text in ("hello", '{"a": 1}'):
