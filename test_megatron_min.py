@@ -4599,20 +4599,16 @@ def gradients_over_micro_batches(job, options):
 
 
 def gradients_are_sent_during_backward(job, options):
-    """With overlap the buckets of used parameters, in order; without it all at the end."""
-    ddp = wrapped(job, options | {"use_distributed_optimizer": False})
-    with Collectives() as during:
-        backward(job, ddp)
-    with Collectives() as after:
-        ddp.start_grad_sync()
-    ddp.finish_grad_sync()
-    assert bool(during.calls) == options["overlap_grad_reduce"]
-    assert len(during.calls) + len(after.calls) == len(ddp.grad_shards)
-    ddp = wrapped(job, {"bucket_size": 4, "overlap_grad_reduce": True}, torch.nn.Linear(4, 4))
+    """Those of the bias, then those of the weight; without overlap both at the end."""
+    options = options | {"bucket_size": 4, "use_distributed_optimizer": False}
+    ddp = wrapped(job, options, torch.nn.Linear(4, 4))
     with Collectives() as during:
         ddp(torch.ones(1, 4)).sum().backward()
-    assert during.calls == [("all_reduce", 16), ("all_reduce", 64)], "bias, then weight"
-    ddp.finish_grad_sync()
+    with Collectives() as after:
+        ddp.finish_grad_sync()
+    both = [("all_reduce", 16), ("all_reduce", 64)]
+    assert during.calls == (both if options["overlap_grad_reduce"] else [])
+    assert during.calls + after.calls == both
 
 
 def a_second_backward_without_no_sync(job, options):
@@ -4879,19 +4875,9 @@ def toy_arrays(first=0):
     return [order, np.stack([order, order * 2], 1).astype(np.int64)]
 
 
-class Build:
-    """A build function for two arrays, which counts its calls; with an error it raises that."""
-
-    def __init__(self, first=0, error=None):
-        self.arrays = toy_arrays(first)
-        self.error = error
-        self.calls = 0
-
-    def __call__(self):
-        self.calls += 1
-        if self.error is not None:
-            raise self.error
-        return self.arrays
+def toy_build(first=0):
+    """A build function for two arrays, which counts its calls."""
+    return mock.Mock(return_value=toy_arrays(first))
 
 
 TOY_FILES = ["k-description.txt", "k-manifest.json", "k-order.npy", "k-rows.npy"]
@@ -4909,7 +4895,7 @@ def load_toy(cache, build, **how):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cache.load_or_build(build, **how)
-    same_arrays([cache["order"], cache["rows"]], build.arrays)
+    same_arrays([cache["order"], cache["rows"]], build.return_value)
     return [str(warning.message) for warning in caught]
 
 
@@ -4935,14 +4921,14 @@ def test_built_once_then_loaded(one, tmp_path):
 
     A later version must read the manifest: whoever changes it makes all caches of users stale.
     """
-    build = Build()
+    build = toy_build()
     folder = tmp_path / "new" / "cache"
     assert load_toy(toy_cache(one, folder), build) == []
     files = files_of(folder)
     assert sorted(files) == TOY_FILES
     assert files["k-description.txt"] == b"a toy"
     manifest = {"made_from": {"format": 2, "tokens": 13}, "files": {}}
-    for name, array in zip(("order", "rows"), build.arrays, strict=True):
+    for name, array in zip(("order", "rows"), build.return_value, strict=True):
         content = files[f"k-{name}.npy"]
         same(np.load(io.BytesIO(content)), array)
         manifest["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
@@ -4950,7 +4936,7 @@ def test_built_once_then_loaded(one, tmp_path):
     before = stamps(folder)
     cache = toy_cache(one, folder)
     assert load_toy(cache, build) == []
-    assert build.calls == 1
+    assert build.call_count == 1
     assert stamps(folder) == before
     with pytest.raises(ValueError, match="read-only"):
         cache["order"][0] = 1
@@ -4982,22 +4968,18 @@ DAMAGED_FILES = [  # (name of a file, its new bytes; None: there is no file)
     *TRAPS,
     NO_MANIFEST,
     ("description.txt", b"another toy"),
-    ("description.txt", None),
     ("description.txt", b"\xff"),
-    ("manifest.json", b""),
     ("manifest.json", b"null"),
     ("manifest.json", b"[" * 100_000),
     ("manifest.json", b'{"made_from": null}'),
-    ("manifest.json", b'{"made_from": {"format": 999}}'),
     ("manifest.json", b'{"made_from": {"format": 2, "tokens": 14}}'),
     ("manifest.json", b'{"made_from": {"format": 2, "tokens": 13}}'),
-    ("manifest.json", b'{"made_from": {"format": 2, "tokens": 13}, "files": {"order": 1}}'),
 ]
 
 
 def damaged_toy(one, folder, file, content):
     """Save a toy cache, and put other content into one of its files -> the files before."""
-    load_toy(toy_cache(one, folder), Build())
+    load_toy(toy_cache(one, folder), toy_build())
     whole = files_of(folder)
     path = folder / f"k-{file}"
     path.unlink()
@@ -5015,13 +4997,13 @@ def test_a_damaged_cache_is_rebuilt(one, tmp_path, monkeypatch, file, content):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "cache"
     whole = damaged_toy(one, folder, file, content)
-    build = Build()
+    build = toy_build()
     messages = load_toy(toy_cache(one, folder), build)
     assert len(messages) == (0 if (file, content) == NO_MANIFEST else 1)
     for message in messages:
         assert re.search("is rebuilt: .+", message)
         assert file in message or not file.endswith(".npy")
-    assert build.calls == 1
+    assert build.call_count == 1
     assert files_of(folder) == whole
     assert load_toy(toy_cache(one, folder), build) == []
     assert not os.path.exists("ran")
@@ -5032,7 +5014,7 @@ def test_an_array_that_is_trusted_is_not_unpickled(one, tmp_path, monkeypatch, f
     monkeypatch.chdir(tmp_path)
     damaged_toy(one, tmp_path, file, content)
     cache = toy_cache(one, tmp_path)
-    cache.load_or_build(Build(), trust=True)
+    cache.load_or_build(toy_build(), trust=True)
     with pytest.raises(one.DatasetFormatError, match="npy"):
         cache["order"]
     assert not os.path.exists("ran")
@@ -5044,11 +5026,11 @@ def test_one_rank_reads_the_whole_files_for_all(one, tmp_path, group, monkeypatc
     """The others look at sizes alone: to read a GiB takes a second."""
     monkeypatch.setattr(torch.distributed, "get_rank", mock.Mock(return_value=1))
     damaged_toy(one, tmp_path, "order.npy", ALTERED)
-    unused = Build()
+    unused = toy_build()
     toy_cache(one, tmp_path).load_or_build(unused)
-    assert unused.calls == 0
+    assert unused.call_count == 0
     (tmp_path / "k-order.npy").write_bytes(ORDER[:-5])
-    [message] = load_toy(toy_cache(one, tmp_path), Build())
+    [message] = load_toy(toy_cache(one, tmp_path), toy_build())
     assert "order.npy was" in message
 
 
@@ -5063,7 +5045,7 @@ def test_a_cache_that_another_process_writes_anew_while_it_is_read(one, tmp_path
         return read[path.name]
 
     monkeypatch.setattr(pathlib.Path, "read_text", read_and_remove)
-    assert load_toy(toy_cache(one, tmp_path), Build()) == []
+    assert load_toy(toy_cache(one, tmp_path), toy_build()) == []
     assert files_of(tmp_path) == whole
 
 
@@ -5076,12 +5058,12 @@ def test_an_error_of_the_build_is_no_fault_of_the_cache(one, tmp_path, file, con
     """It is raised as it is, after one call; a warning is of what was wrong with the files."""
     damaged_toy(one, tmp_path, file, content)
     before = files_of(tmp_path)
-    build = Build(error=error("the build"))
+    build = mock.Mock(side_effect=error("the build"))
     with warnings.catch_warnings(record=True) as caught, pytest.raises(error) as raised:
         warnings.simplefilter("always")
         toy_cache(one, tmp_path).load_or_build(build)
-    assert raised.value is build.error
-    assert build.calls == 1
+    assert raised.value is build.side_effect
+    assert build.call_count == 1
     assert len(caught) == (content is not None)
     assert files_of(tmp_path) == before
 
@@ -5092,13 +5074,13 @@ def test_without_a_folder_the_arrays_stay_in_memory(one, tmp_path, monkeypatch, 
     """Below a regular file not even root can make a folder, so there is a warning."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    build = Build()
+    build = toy_build()
     cache = toy_cache(one, folder)
     messages = load_toy(cache, build, **how)
     assert len(messages) == (1 if folder else 0)
     assert all("cannot be written" in message for message in messages)
-    same_arrays(pickled(cache), build.arrays)
-    assert build.calls == 1
+    same_arrays(pickled(cache), build.return_value)
+    assert build.call_count == 1
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -5106,20 +5088,20 @@ def test_without_a_folder_the_arrays_stay_in_memory(one, tmp_path, monkeypatch, 
 @pytest.mark.parametrize("defer", [False, True])
 def test_a_disk_that_is_full_in_the_middle(one, tmp_path, monkeypatch, num_renames, defer):
     """The arrays stay in memory, are pickled whole, and the next job builds right ones."""
-    load_toy(toy_cache(one, tmp_path), Build(7))  # of other data
+    load_toy(toy_cache(one, tmp_path), toy_build(7))  # of other data
     full = OSError(errno.ENOSPC, "No space left on device")
     results = [mock.DEFAULT] * num_renames + [full] * 4
     monkeypatch.setattr(os, "replace", mock.Mock(wraps=os.replace, side_effect=results))
-    build = Build()
+    build = toy_build()
     cache = toy_cache(one, tmp_path, made_from=OF_14)
     *_, message = load_toy(cache, build, defer=defer)
     monkeypatch.undo()
     assert "No space left" in message
-    same_arrays(pickled(cache), build.arrays)
+    same_arrays(pickled(cache), build.return_value)
     assert not glob.glob(f"{tmp_path}/*.tmp")
     assert not (tmp_path / "k-manifest.json").exists(), "nothing vouches for these files"
     load_toy(toy_cache(one, tmp_path, made_from=OF_14), build)
-    assert build.calls == 2
+    assert build.call_count == 2
     assert sorted(os.listdir(tmp_path)) == TOY_FILES
 
 
@@ -5132,7 +5114,7 @@ def test_a_manifest_vouches_for_what_its_own_job_wrote(one, tmp_path, monkeypatc
         if target.endswith("k-order.npy"):
             pathlib.Path(target).write_bytes(ALTERED)
 
-    build = Build()
+    build = toy_build()
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replace_twice)
         toy_cache(one, tmp_path).load_or_build(build)
@@ -5141,17 +5123,17 @@ def test_a_manifest_vouches_for_what_its_own_job_wrote(one, tmp_path, monkeypatc
 
 
 def test_trust_checks_nothing_but_that_the_files_are_there(one, tmp_path):
-    other = Build(7)
+    other = toy_build(7)
     load_toy(toy_cache(one, tmp_path), other)
     os.remove(tmp_path / "k-manifest.json")
     before = stamps(tmp_path)
     load_toy(toy_cache(one, tmp_path, "another", OF_14), other, trust=True)
-    assert other.calls == 1
+    assert other.call_count == 1
     assert stamps(tmp_path) == before
     os.remove(tmp_path / "k-rows.npy")
-    build = Build()
+    build = toy_build()
     assert load_toy(toy_cache(one, tmp_path), build, trust=True) == []
-    assert build.calls == 1
+    assert build.call_count == 1
 
 
 # -- the caches of datasets and blends -------------------------------------------------------------
@@ -5247,18 +5229,6 @@ def test_regenerated_data_make_a_cache_stale(mm, corpus, cache, docs, same_time,
     again, caught = cached(mm, corpus, cache)
     same_arrays(again, found)
     assert not caught
-
-
-def test_mock_data_are_cached_too(one, cache):
-    """They name no file: what the arrays are made of is the split and the settings."""
-    cfg = config(one, sequence_length=4096, path_to_cache=cache)
-    first = build(one, [20, 10, 5], cfg, one.MockGPTDataset)
-    before = stamps(cache)
-    assert len(before) == 15
-    again = build(one, [20, 10, 5], cfg, one.MockGPTDataset)
-    assert stamps(cache) == before
-    for a, b in zip(again, first, strict=True):
-        same_arrays(arrays(a), arrays(b))
 
 
 def build_together(mm, corpus, cache, n, barrier, wanted):
@@ -5383,17 +5353,6 @@ def test_reads_in_several_steps(one, numbers):
         same(source.read(3, 8), np.arange(103, 111, dtype=np.uint16))
     wanted = [(16, 6), (11, 11), (6, 16), (1, 21)]  # bytes that are missing, and their place
     assert [call.args[1:] for call in pread.call_args_list] == wanted
-
-
-def test_an_open_file_is_closed_with_its_source(one, numbers):
-    """Without a ResourceWarning: a dataset has no close()."""
-    source = one.FileTokens(numbers, np.uint16)
-    file = source._file
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        del source
-        gc.collect()
-    assert file.closed
 
 
 # -- three kinds of object storage: memory, a web server, and S3 -----------------------------------
@@ -5704,11 +5663,6 @@ def open_remote(one, place, folder, barrier=None):
     return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
 
 
-def copies_of(folder):
-    """The copies of .idx files in a folder."""
-    return sorted(folder.glob("*.idx"))
-
-
 def downloads_of(web):
     """How often the .idx of a pair was asked for."""
     return [(method, name) for method, name, _ in web.server.requests].count(("GET", "pair.idx"))
@@ -5719,7 +5673,7 @@ def test_an_index_is_copied_once_for_each_state(one, storage, some_pair, tmp_pat
     place = storage.put(prefix)
     for _ in range(2):
         open_remote(one, place, tmp_path / "idx")
-    (first,) = copies_of(tmp_path / "idx")
+    first = file_of(tmp_path / "idx", ".idx")
     assert first.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
     swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
     assert place == storage.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
@@ -5731,7 +5685,7 @@ def test_two_prefixes_have_two_copies(one, web, some_pair, tmp_path):
     """Even of equal bytes."""
     for place in (web.put(some_pair[0]), f"{web.root}/elsewhere/pair"):
         open_remote(one, place, tmp_path / "idx")
-    assert len(copies_of(tmp_path / "idx")) == downloads_of(web) == 2
+    assert len(list((tmp_path / "idx").glob("*.idx"))) == downloads_of(web) == 2
 
 
 @linux
@@ -5740,7 +5694,7 @@ def test_processes_that_start_together_share_one_download(one, web, some_pair, t
     barrier = FORK.Barrier(4)
     job = functools.partial(open_remote, one, place, tmp_path / "idx", barrier)
     assert in_children(job, job, job, job) == [0] * 4
-    assert len(copies_of(tmp_path / "idx")) == downloads_of(web) == 1
+    assert len(list((tmp_path / "idx").glob("*.idx"))) == downloads_of(web) == 1
 
 
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path, monkeypatch):
@@ -5756,7 +5710,7 @@ def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_pa
         patch.setattr(one.RemoteFile, "blocks", blocks_then_change)
         with pytest.raises(OSError, match="pair.idx changed"):
             open_remote(one, place, tmp_path / "idx")
-    assert copies_of(tmp_path / "idx") == []
+    assert not list((tmp_path / "idx").glob("*.idx"))
     open_remote(one, place, tmp_path / "idx")
 
 
@@ -5888,10 +5842,7 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
 @pytest.mark.parametrize(
     "text, wanted",
     [
-        ("s3://bucket/corpus", "s3://bucket/corpus"),
         ("data/a@b?c", "data/a@b?c"),
-        ("https://host/a@b", "https://host/a@b"),
-        ("https://me@host/a", "https://host/a"),
         ("https://me:pass@word@host/a", "https://host/a"),
         ("of https://me:pw@a/x?y=1 and 'http://you:pw@b/z?w=2'", "of https://a/x and 'http://b/z'"),
         (pathlib.Path("a/b"), "a/b"),
@@ -6006,10 +5957,6 @@ def test_commands_on_object_storage(one, bucket, tmp_path, capsys):
     for arguments, wanted, words in rows:
         code, out, err = command(one, capsys, *arguments)
         assert (code, words in out + err) == (wanted, True), (arguments, out, err)
-    preprocess_command(one, capsys, text, tmp_path / "corpus")
-    for kind in ("bin", "idx"):
-        content = (tmp_path / f"corpus_text_document.{kind}").read_bytes()
-        assert bucket.files()[f"corpus_text_document.{kind}"] == content
 
 
 # ==============================================================================
@@ -6021,13 +5968,6 @@ def test_commands_on_object_storage(one, bucket, tmp_path, capsys):
 
 class Plain:
     """A subclass without methods of its own."""
-
-
-class Shorter:
-    """A subclass with fewer samples than its arrays."""
-
-    def __len__(self):
-        return 14
 
 
 class Marked:
@@ -6061,7 +6001,6 @@ class Shifted:
 KINDS_OF_DATASET = {  # {kind: (its methods, do threads make its batches, where C does?)}
     "plain": (Plain, True),
     "blend": (Plain, True),
-    "shorter": (Shorter, True),
     "not mapped": (Plain, False),
     "blend, not mapped": (Plain, False),
     "blend, of another config": (Plain, False),
@@ -6136,15 +6075,6 @@ def test_batches_are_samples_stacked(mm, tmp_path, kind):
         assert loader.num_workers == (0 if by_threads else num_workers)
 
 
-def test_types_of_loaders(one):
-    data = [1, 2]
-    assert isinstance(loader_of(one, data), torch.utils.data.DataLoader)
-    assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
-    assert loader_of(one, data, dataloader_type="external") is data
-    with pytest.raises(ValueError, match="single, cyclic or external, got 'odd'"):
-        loader_of(one, data, dataloader_type="odd")
-
-
 def first_keys(samples):
     """A collate_fn of the user's own."""
     return [sorted(sample)[0] for sample in samples]
@@ -6154,9 +6084,18 @@ def test_arguments_of_dataloader_are_for_dataloader(mm, tmp_path):
     dataset = dataset_of(mm, tmp_path, "plain")
     sampler = mm.MegatronPretrainingSampler(8, 0, 4, 0, 1)
     loader = mm.PretrainingDataLoader(dataset, sampler, collate_fn=first_keys)
+    assert isinstance(loader, torch.utils.data.DataLoader)
     assert list(loader) == [["labels"] * 4] * 2
     loader = mm.PretrainingDataLoader(dataset, sampler, num_workers=1, prefetch_factor=3)
     assert loader.num_workers == 1
+
+
+def test_types_of_loaders(one):
+    data = [1, 2]
+    assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
+    assert loader_of(one, data, dataloader_type="external") is data
+    with pytest.raises(ValueError, match="single, cyclic or external, got 'odd'"):
+        loader_of(one, data, dataloader_type="odd")
 
 
 # -- ahead of the training loop --------------------------------------------------------------------
@@ -6498,21 +6437,15 @@ def test_large_indices_in_python_are_said_once(mm, tmp_path, monkeypatch, recwar
     """What is large is made small here: a million entries take seconds."""
     prefixes = [mk(mm, tmp_path / name, [[1] * 20] * 30) for name in "ab"]
     monkeypatch.setattr(mm, "_has_warned_of_python", False)
-    build(mm, [10, 0, 0], config(mm, (prefixes, [1, 1])))
-    assert [str(warning.message) for warning in recwarn] == []
-    monkeypatch.setattr(mm, "_MANY_ENTRIES", 59)
-    for size in (50, 200):  # the indices of each corpus have fewer entries than the blend at first
+    for size, limit, count in ((10, 10**6, 0), (200, 59, 1), (300, 59, 1)):
+        monkeypatch.setattr(mm, "_MANY_ENTRIES", limit)
         build(mm, [size, 0, 0], config(mm, (prefixes, [1, 1])))
-    said = [str(warning.message) for warning in recwarn]
-    assert len(said) == (mm.IMPLEMENTATION == "python")
-    assert all("in Python" in sentence for sentence in said)
+        said = [str(warning.message) for warning in recwarn]
+        assert len(said) == (count if mm.IMPLEMENTATION == "python" else 0), said
+        assert all("in Python" in sentence for sentence in said)
 
 
 # -- C gives what the definitions give -------------------------------------------------------------
-
-
-def int32(*values):
-    return np.array(values, np.int32)
 
 
 def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
@@ -6680,17 +6613,16 @@ def read_only(values):
 
 
 NUMBERS = np.zeros(4, np.int64)
+HALF = NUMBERS.view(np.int16)[:4]
 GOOD_BLENDS = {
     BLENDS[0]: {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4},
     BLENDS[1]: {"sizes": np.array([1, 3]), "num_datasets": 2},
 }
 HOSTILE_OUTPUTS = {
-    "dataset_index": [np.zeros(4, np.int32), [0] * 4, np.zeros(3, np.int16)],
-    "dataset_sample_index": [np.zeros(4, np.int32), np.zeros(3, np.int64), read_only(NUMBERS)],
+    "dataset_index": [np.zeros(4, np.int32), [0] * 4, np.zeros(3, np.int16), HALF],
+    "dataset_sample_index": [np.zeros((4, 1), np.int64), NUMBERS[:3], read_only(NUMBERS)],
     "num_datasets": [0, -1, 3, 2.0],
 }
-HOSTILE_OUTPUTS["dataset_index"] += [np.zeros((4, 1), np.int16), read_only(np.zeros(4, np.int16))]
-HOSTILE_OUTPUTS["dataset_index"] += [NUMBERS.view(np.int16)[:4]]  # in the memory of the other one
 HOSTILE = {  # {function: {argument: what it refuses}}
     BLENDS[0]: HOSTILE_OUTPUTS
     | {
@@ -6722,6 +6654,10 @@ FILLED = {  # {function: how many arrays it fills, its first arguments}
     "build_exhaustive_blending_indices": 2,
     "read_samples": 7,
 }
+
+
+def int32(*values):
+    return np.array(values, np.int32)
 
 
 def call_c(c, name, call):
@@ -6898,79 +6834,24 @@ def test_c_refuses_bad_calls(c, name):
     assert [sys.getrefcount(values) for values in arrays] == counts
 
 
-ODD_NUMBERS = [-(2**63), -1, 0, 1, 2, 7, 625, 2**15, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1]
-
-
-@np.errstate(all="ignore")
-def damaged(rng, value):
-    """A number that is a little or very wrong; an array with one such item, or a shorter one."""
-    if isinstance(value, np.ndarray):
-        values = value[: rng.integers(4)].copy() if rng.random() < 0.3 else value.copy()
-        if values.size > 0:
-            at = rng.integers(values.size)
-            item = damaged(rng, values.reshape(-1)[at].item())
-            values.reshape(-1)[at] = np.array(item).astype(value.dtype)
-        return values
-    if rng.random() < 0.5:
-        return value + int(rng.choice([-1, 1]))
-    return ODD_NUMBERS[rng.integers(len(ODD_NUMBERS))]
-
-
-@pytest.mark.parametrize("name", FILLED)
-@pytest.mark.parametrize(
-    "first, end", [(0, 200), pytest.param(200, 200 + round(500 * FUZZ), marks=pytest.mark.slow)]
-)
-def test_fuzzed_calls_of_c(c, name, first, end):
-    """Whether it refuses them or not, it writes to the arrays that it fills, and nowhere else."""
-    refused = 0
-    for case in range(first, end):
-        rng = np.random.default_rng([16, case])
-        call = toy_call(name)
-        for key in rng.choice(list(call), 2):
-            call[key] = damaged(rng, call[key])
-        memories = {}
-        for key, values in call.items():
-            if isinstance(values, np.ndarray):  # at an odd address, amid other memory
-                memories[key] = np.full(values.nbytes + 65, 165, np.uint8)
-                moved = memories[key][33:-32].view(values.dtype).reshape(values.shape)
-                moved[...] = values
-                call[key] = moved
-        before = copy.deepcopy(memories)
-        refused += is_refused(c, name, call)
-        for key in list(call)[: FILLED[name]]:
-            before[key][33:-32] = memories[key][33:-32]
-        same_arrays(memories.values(), before.values())
-    assert 0 < refused < end - first
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILLED)
 def test_c_releases_the_gil(c, name):
-    """Another thread runs on in the middle of a call."""
-    stop = threading.Event()
-    ticks = []
-    thread = threading.Thread(target=tick_until, args=(stop, ticks))
+    """Another thread ends while this one does nothing but call."""
+    thread = threading.Thread(target=time.sleep, args=[0.001])
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # only a lock that is released lets the other thread in
     call = toy_call(name)
     try:
         thread.start()
-        before = len(ticks)
         for _ in range(1_000_000):  # a call is short, and the system may wake the thread late
             call_c(c, name, call)
-            if len(ticks) > before:
+            if not thread.is_alive():
                 break
-        assert len(ticks) > before
+        assert not thread.is_alive()
     finally:
-        stop.set()
         sys.setswitchinterval(interval)
         thread.join()
-
-
-def tick_until(stop, ticks):
-    while not stop.is_set():
-        ticks.append(None)
-        time.sleep(0.001)
 
 
 # -- what setup.py builds and packs ----------------------------------------------------------------
