@@ -4628,11 +4628,6 @@ def a_second_backward_without_no_sync(job, options):
     ddp(torch.ones(1, 3)).sum().backward()
     ddp.finish_grad_sync()
     check_gradients(ddp, {"weight": torch.ones(3, 3), "bias": torch.ones(3)})
-    ddp = wrapped(job, options | {"overlap_grad_reduce": False})
-    for _ in range(2):  # without overlap nothing is sent before the end: gradients add up
-        backward(job, ddp)
-    ddp.finish_grad_sync()
-    check_gradients(ddp, {name: 2 * gradient for name, gradient in gradients_of_one().items()})
 
 
 def nan_is_named_with_its_parameter_and_rank(job, options):
@@ -5238,18 +5233,32 @@ def build_together(mm, corpus, cache, n, barrier, wanted):
 
 
 @linux
-def test_jobs_may_build_at_once(mm, corpus, cache):
-    """Over a cache of other data: all get right arrays; the files are whole."""
-    cached(mm, corpus, cache)
-    mk(mm, corpus, [[1] * 20] * 40)
+@pytest.mark.parametrize("stale", [False, True])
+def test_jobs_may_build_at_once(one, tmp_path, cache, stale):
+    """Over nothing, and over a cache of other data: all get right arrays; the files are whole."""
+    corpus = mk(one, tmp_path / "corpus", DOCS)
+    if stale:
+        cached(one, corpus, cache)
+        mk(one, corpus, [[1] * 20] * 40)
     barrier = FORK.Barrier(4)
     jobs = []
     for n in (50, 50, 50, None):
-        wanted, _ = cached(mm, corpus, f"{cache} {n}", n)
-        jobs.append(functools.partial(build_together, mm, corpus, cache, n, barrier, wanted))
+        wanted, _ = cached(one, corpus, f"{cache} {n}", n)
+        jobs.append(functools.partial(build_together, one, corpus, cache, n, barrier, wanted))
     assert in_children(*jobs) == [0, 0, 0, 0]
     assert len(os.listdir(cache)) == 10, "nothing temporary"
-    assert not cached(mm, corpus, cache)[1]
+    assert not cached(one, corpus, cache)[1]
+
+
+def test_a_cache_of_data_that_were_regenerated_while_they_were_open(one, pair, cache):
+    """It is of the old data: nobody takes it for one of the new."""
+    old = one.IndexedDataset(pair)
+    mk(one, pair, [[1] * 20] * len(old))
+    cfg = config(one, ([pair], None), path_to_cache=cache)
+    one.GPTDataset(old, pair, np.arange(4, dtype=np.int32), 20, one.Split.train, cfg)
+    found, [message] = cached(one, pair, cache, 20)
+    assert "idx_" in message
+    same_arrays(found, cached(one, pair, f"{cache} of the new", 20)[0])
 
 
 def is_mapped(folder):
@@ -6387,8 +6396,7 @@ def test_without_other_ranks_an_error_is_passed_on_as_it_is(one, in_a_job, reque
 # ==============================================================================
 # 16. The C kernels
 # ==============================================================================
-# Sections 4 to 6 compare each public function with a plain loop, on both kinds of kernels.  Here C
-# is compared with the definitions in what C has of its own, and C has to refuse what it cannot use.
+# What the kernels compute is tested in sections 4 to 6, too; here is what needs their arguments.
 
 
 @pytest.fixture(scope="session")
@@ -6469,6 +6477,22 @@ def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
         same(c.build_sample_idx(*arguments), one.build_sample_idx(*arguments), arguments)
 
 
+@pytest.mark.parametrize("dtype", ["i4", "u4", "i8"])
+def test_shuffle_goes_on_where_numpy_would(c, dtype):
+    """From any state, and leaves the state behind that numpy would leave."""
+    for rng in cases(10):
+        state = np.random.RandomState(int(rng.integers(2**32)))
+        state.bytes(4 * int(rng.integers(700)))
+        state.normal(size=rng.integers(2))  # of two numbers that are made one is kept
+        ours = np.arange(rng.choice([rng.integers(1500), 140_000])).astype(dtype)
+        theirs = ours.copy()
+        other = copy.deepcopy(state)
+        c.shuffle(ours, state)
+        other.shuffle(theirs)
+        same(ours, theirs)
+        assert repr(state.get_state()) == repr(other.get_state())
+
+
 BLENDS = ["build_blending_indices", "build_exhaustive_blending_indices"]
 
 
@@ -6491,19 +6515,38 @@ def random_blend(rng, name):
     return np.full(places, 77, np.int16)[::step], np.full(places, 77)[::step], *inputs
 
 
-def check_blends(c, one, name):
-    """C fills random blends as the definition does, and no more."""
+def blend_by_a_loop(dataset_index, dataset_sample_index, weights, n, size, most=None):
+    """The dataset with the largest lag, sample by sample; most: how many samples each has."""
+    taken = [0] * n
+    for i in range(size):
+        lags = []
+        for d, weight in enumerate(weights.tolist()):
+            is_used_up = most is not None and taken[d] == most[d]
+            lags.append(-math.inf if is_used_up else weight * max(i, 1) - taken[d])
+        d = lags.index(max(lags))
+        dataset_index[i] = d
+        dataset_sample_index[i] = taken[d]
+        taken[d] += 1
+
+
+def check_blends(mm, name):
+    """Random blends are filled in as a loop does it, and nothing behind them."""
     for case in range(round(60 * CASES)):
         ours = random_blend(np.random.default_rng([16, case]), name)
+        getattr(mm, name)(*ours)
         theirs = random_blend(np.random.default_rng([16, case]), name)
-        getattr(c, name)(*ours)
-        getattr(one, name)(*theirs)
+        if name == "build_blending_indices":
+            blend_by_a_loop(*theirs)
+        else:
+            *outputs, sizes, n = theirs
+            size = int(sizes.sum())
+            blend_by_a_loop(*outputs, sizes / max(size, 1), n, size, sizes.tolist())
         same_arrays(ours, theirs)
 
 
 @pytest.mark.parametrize("name", BLENDS)
-def test_blends_of_c(c, one, name):
-    check_blends(c, one, name)
+def test_blends_by_a_loop(mm, name):
+    check_blends(mm, name)
 
 
 def test_blend_of_as_many_datasets_as_int16_can_number(mm):
@@ -6606,6 +6649,10 @@ def test_c_reads_what_the_definitions_read(c, one, tmp_path):
 # -- hostile arguments: an error from both implementations, never a crash --------------------------
 
 
+def int32(*values):
+    return np.array(values, np.int32)
+
+
 def read_only(values):
     values = values.copy()
     values.flags.writeable = False
@@ -6614,16 +6661,26 @@ def read_only(values):
 
 NUMBERS = np.zeros(4, np.int64)
 HALF = NUMBERS.view(np.int16)[:4]
+GOOD_OUTPUTS = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": NUMBERS}
 GOOD_BLENDS = {
     BLENDS[0]: {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4},
     BLENDS[1]: {"sizes": np.array([1, 3]), "num_datasets": 2},
 }
+GOOD_STREAM = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2)}
+GOOD_STREAM |= {"sequence_length": 4, "num_epochs": 1, "tokens_per_epoch": 13}
 HOSTILE_OUTPUTS = {
     "dataset_index": [np.zeros(4, np.int32), [0] * 4, np.zeros(3, np.int16), HALF],
     "dataset_sample_index": [np.zeros((4, 1), np.int64), NUMBERS[:3], read_only(NUMBERS)],
     "num_datasets": [0, -1, 3, 2.0],
 }
 HOSTILE = {  # {function: {argument: what it refuses}}
+    "build_sample_idx": {
+        "sizes": [np.array([4, 3, 6]), [4, 3, 6], np.ones((3, 1), np.int32), int32(4, 3, -6)],
+        "document_indices": [np.array([0, 1, 2]), int32(), int32(0, 9999999, 2), int32(0, -1, 2)],
+        "sequence_length": [0, -4, 2**32, 2**70, 4.5],
+        "tokens_per_epoch": [400, -13, 2**62],  # upstream: reads behind its arrays
+        "num_epochs": [-1, None],
+    },
     BLENDS[0]: HOSTILE_OUTPUTS
     | {
         "weights": [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"]],
@@ -6633,14 +6690,23 @@ HOSTILE = {  # {function: {argument: what it refuses}}
 }
 
 
-@pytest.mark.parametrize("name", BLENDS)
-def test_hostile_arguments_of_blends(mm, name):
-    """Those of a sample index are refused in section 4.  Upstream crashes."""
-    good = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": NUMBERS}
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_arguments_raise(mm, one, monkeypatch, name):
+    """The same from both implementations: a part of a sample index names the place in the whole.
+
+    Upstream crashes.
+    """
+    monkeypatch.setattr(mm, "_DOCUMENTS_OF_A_THREAD", 1)
+    monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=3))
+    good = GOOD_OUTPUTS | GOOD_BLENDS[name] if name in BLENDS else GOOD_STREAM
     for argument, values in HOSTILE[name].items():
         for value in values:
-            with pytest.raises((TypeError, ValueError)):
-                getattr(mm, name)(**good | GOOD_BLENDS[name] | {argument: value})
+            sentences = []
+            for module in (mm, one):
+                with pytest.raises((IndexError, TypeError, ValueError)) as caught:
+                    getattr(module, name)(**good | {argument: value})
+                sentences.append(repr(caught.value))
+            assert sentences[0] == sentences[1]
 
 
 # -- what a function of C is given is checked before it is trusted ---------------------------------
@@ -6654,10 +6720,6 @@ FILLED = {  # {function: how many arrays it fills, its first arguments}
     "build_exhaustive_blending_indices": 2,
     "read_samples": 7,
 }
-
-
-def int32(*values):
-    return np.array(values, np.int32)
 
 
 def call_c(c, name, call):
@@ -6685,8 +6747,7 @@ def toy_call(name):
 
 def toy_arguments(name):
     if name in BLENDS:
-        outputs = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": np.zeros(4, int)}
-        return outputs | GOOD_BLENDS[name]
+        return GOOD_OUTPUTS | GOOD_BLENDS[name]
     if name == "shuffle":
         key = np.random.RandomState(0).get_state()[1].copy()
         return {"array": np.arange(9), "key": key, "pos": 600}
@@ -6908,9 +6969,9 @@ def test_shuffle_beyond_2_32_items(portable):
 
 
 @pytest.mark.slow
-def test_blends_without_vectors(portable, one):
+def test_blends_without_vectors(portable):
     for name in BLENDS:
-        check_blends(portable, one, name)
+        check_blends(portable, name)
 
 
 WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
