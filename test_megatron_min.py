@@ -5690,11 +5690,20 @@ def test_an_index_is_copied_once_for_each_state(one, storage, some_pair, tmp_pat
     assert lists(ds[:2]) == [docs[1].tolist(), docs[0].tolist()]
 
 
-def test_two_prefixes_have_two_copies(one, web, some_pair, tmp_path):
-    """Even of equal bytes."""
-    for place in (web.put(some_pair[0]), f"{web.root}/elsewhere/pair"):
-        open_remote(one, place, tmp_path / "idx")
-    assert len(list((tmp_path / "idx").glob("*.idx"))) == downloads_of(web) == 2
+def test_a_listing_that_fsspec_keeps_is_no_state(one, s3, some_pair):
+    url = f"{s3.put(some_pair[0])}.idx"
+    file_system, path = fsspec.core.url_to_fs(url)
+    file_system.find(s3.root)
+    type(file_system)(skip_instance_cache=True).pipe_file(path, b"of another process")
+    assert one.file_stamp(url)["size"] == 18
+
+
+def test_two_prefixes_have_two_copies(one, bucket, some_pair, monkeypatch):
+    """Even where the storage says the same of both."""
+    urls = [bucket.put_file(f"{some_pair[0]}.idx", name) for name in ("a.idx", "b.idx")]
+    stamp = one.file_stamp(urls[0])
+    monkeypatch.setattr(one.RemoteFile, "stamp", mock.Mock(return_value=stamp))
+    assert one.fetch_index(urls[0], stamp) != one.fetch_index(urls[1], stamp)
 
 
 @linux
