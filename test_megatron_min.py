@@ -6502,60 +6502,47 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
         assert repr(state.get_state()) == repr(other.get_state())
 
 
-BLENDS = ["build_blending_indices", "build_exhaustive_blending_indices"]
+def blend_by_a_loop(weights, size, most):
+    """[(dataset, its sample), ...]: always of the dataset with the largest lag, if it has more."""
+    taken = [0] * len(weights)
+    pairs = []
+    for i in range(size):
+        lags = []
+        for d, weight in enumerate(weights.tolist()):
+            lags.append(weight * max(i, 1) - taken[d] if taken[d] < most[d] else -math.inf)
+        d = lags.index(max(lags))
+        pairs.append((d, taken[d]))
+        taken[d] += 1
+    return pairs
 
 
-def random_blend(rng, name):
-    """Arguments with ties, near ties and tiny weights; the arrays may be long, or have gaps."""
-    n = int(rng.choice([rng.integers(1, 40), 300], p=[0.9, 0.1]))
-    if name == "build_blending_indices":
+def check_blends(mm):
+    """Of weights with ties, near ties and tiny ones; the arrays may be long, or have gaps."""
+    for rng in cases(60):
+        n = int(rng.choice([rng.integers(1, 40), 300], p=[0.9, 0.1]))
         shapes = [rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]
         weights = shapes[rng.integers(4)] + 1e-9
         if rng.random() < 0.7:
             weights = weights / weights.sum()
         size = int(rng.integers(0, 300))
-        inputs = weights, n, size
-    else:
         sizes = rng.integers(0, 2 + 300 // n, n)
-        size = int(sizes.sum())
-        inputs = sizes, n
-    step = int(rng.choice([1, 1, 2, -1]))
-    places = 2 * size + int(rng.choice([0, 9]))
-    return np.full(places, 77, np.int16)[::step], np.full(places, 77)[::step], *inputs
+        total = int(sizes.sum())
+        of_weights = blend_by_a_loop(weights, size, [size] * n)
+        of_sizes = blend_by_a_loop(sizes / max(total, 1), total, sizes)
+        for function, inputs, wanted in (
+            (mm.build_blending_indices, (weights, n, size), of_weights),
+            (mm.build_exhaustive_blending_indices, (sizes, n), of_sizes),
+        ):
+            step = int(rng.choice([1, 1, 2, -1]))
+            places = 2 * len(wanted) + int(rng.choice([0, 9]))
+            outputs = np.full(places, 77, np.int16)[::step], np.full(places, 77)[::step]
+            function(*outputs, *inputs)
+            found = list(zip(*lists(outputs), strict=True))
+            assert found == wanted + [(77, 77)] * (len(found) - len(wanted)), inputs
 
 
-def blend_by_a_loop(dataset_index, dataset_sample_index, weights, n, size, most=None):
-    """The dataset with the largest lag, sample by sample; most: how many samples each has."""
-    taken = [0] * n
-    for i in range(size):
-        lags = []
-        for d, weight in enumerate(weights.tolist()):
-            is_used_up = most is not None and taken[d] == most[d]
-            lags.append(-math.inf if is_used_up else weight * max(i, 1) - taken[d])
-        d = lags.index(max(lags))
-        dataset_index[i] = d
-        dataset_sample_index[i] = taken[d]
-        taken[d] += 1
-
-
-def check_blends(mm, name):
-    """Random blends are filled in as a loop does it, and nothing behind them."""
-    for case in range(round(60 * CASES)):
-        ours = random_blend(np.random.default_rng([16, case]), name)
-        getattr(mm, name)(*ours)
-        theirs = random_blend(np.random.default_rng([16, case]), name)
-        if name == "build_blending_indices":
-            blend_by_a_loop(*theirs)
-        else:
-            *outputs, sizes, n = theirs
-            size = int(sizes.sum())
-            blend_by_a_loop(*outputs, sizes / max(size, 1), n, size, sizes.tolist())
-        same_arrays(ours, theirs)
-
-
-@pytest.mark.parametrize("name", BLENDS)
-def test_blends_by_a_loop(mm, name):
-    check_blends(mm, name)
+def test_blends_by_a_loop(mm):
+    check_blends(mm)
 
 
 def test_blend_of_as_many_datasets_as_int16_can_number(mm):
@@ -6668,6 +6655,7 @@ def read_only(values):
     return values
 
 
+BLENDS = ["build_blending_indices", "build_exhaustive_blending_indices"]
 NUMBERS = np.zeros(4, np.int64)
 HALF = NUMBERS.view(np.int16)[:4]
 GOOD_OUTPUTS = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": NUMBERS}
@@ -6993,8 +6981,7 @@ def test_shuffle_beyond_2_32_items(portable):
 
 @pytest.mark.slow
 def test_blends_without_vectors(portable):
-    for name in BLENDS:
-        check_blends(portable, name)
+    check_blends(portable)
 
 
 WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
