@@ -3661,35 +3661,16 @@ def check_gradients(ddp, wanted):
     close(found, ddp.grad_shards)
 
 
-OPTIONS = [
-    {
-        "bucket_size": bucket_size,
-        "overlap_grad_reduce": overlap,
-        "use_distributed_optimizer": sharded,
-        "average_in_collective": average,
-        "check_for_nan_in_grad": overlap,
-    }
-    for bucket_size, overlap, sharded, average in itertools.product(
-        (1, 40, 10**9), (False, True), (False, True), (False, True)
-    )
-]
+CHOICES = {
+    "bucket_size": (1, 40, 10**9),
+    "overlap_grad_reduce": (False, True),
+    "use_distributed_optimizer": (False, True),
+    "average_in_collective": (False, True),
+}
+OPTIONS = [dict(zip(CHOICES, row, strict=True)) for row in itertools.product(*CHOICES.values())]
 
 
 # -- gradients of one process ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", range(0, len(OPTIONS), 7))
-def test_gradients_without_torch_distributed(one, number):
-    ddp = one.DistributedDataParallel(Net(), **OPTIONS[number])
-    ddp.broadcast_params()
-    for _ in range(2):
-        ddp.zero_grad_buffer()
-        assert not any(buffer.any() for buffer in ddp.grad_buffers)
-        losses(ddp, *step_data()).mean().backward()
-        one.finalize_model_grads([ddp])
-        check_gradients(ddp, gradients_of_one())
-    ddp.scale_gradients(0.5)
-    check_gradients(ddp, {name: gradient / 2 for name, gradient in gradients_of_one().items()})
 
 
 def test_gradients_live_in_one_buffer_a_dtype(one):
@@ -3702,27 +3683,13 @@ def test_gradients_live_in_one_buffer_a_dtype(one):
     for param in reversed(list(net.parameters())):
         if param.requires_grad:
             assert param.grad is param.main_grad
-            elements = param.grad.flatten().tolist()
-            places[param.dtype] += [elements[0], elements[-1]]
+            places[param.dtype] += param.grad.flatten().tolist()
         else:
             assert param.grad is None
-            assert not hasattr(param, "main_grad")
     assert [buffer.dtype for buffer in ddp.grad_buffers] == list(places)
     for buffer in ddp.grad_buffers:
-        first_and_last = places[buffer.dtype]
-        assert first_and_last == sorted(first_and_last)
-        assert first_and_last[-1] == len(buffer) - 1, "a tied parameter is there once"
-        buckets = [len(shard) for shard in ddp.grad_shards if shard.dtype == buffer.dtype]
-        assert sum(buckets) == len(buffer)
-        assert all(size >= 40 for size in buckets[:-1])
-
-
-def test_nan_is_named_without_torch_distributed(one):
-    ddp = one.DistributedDataParallel(Net(), check_for_nan_in_grad=True)
-    (losses(ddp, *step_data()).mean() * math.nan).backward()
-    with pytest.raises(ValueError, match="nan.*inner.bias"):
-        ddp.finish_grad_sync()
-    ddp.finish_grad_sync()  # it was said
+        assert places[buffer.dtype] == list(range(len(buffer))), "a tied parameter is there once"
+    assert [len(shard) for shard in ddp.grad_shards] == [40, 42, 55, 42]
 
 
 def test_a_dropped_wrapper_is_freed_and_a_model_can_be_wrapped_again(one):
@@ -3742,8 +3709,7 @@ def test_a_dropped_wrapper_is_freed_and_a_model_can_be_wrapped_again(one):
 def test_a_model_without_trainable_parameters(one):
     ddp = one.DistributedDataParallel(Net().requires_grad_(False))
     one.finalize_model_grads([ddp], 3)
-    assert ddp.grad_buffers == []
-    assert ddp.grad_shards == []
+    assert ddp.grad_buffers == ddp.grad_shards == []
     with pytest.raises(ValueError, match="bucket_size"):
         one.DistributedDataParallel(Net(), bucket_size=0)
 
@@ -3783,21 +3749,22 @@ def run_step(mm, step, data, model, **options):
 
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["plain", "wrapped"])
-@pytest.mark.parametrize("is_list", [False, True], ids=["itself", "list"])
 @pytest.mark.parametrize("step", [mean_step, sum_step])
-def test_forward_backward(one, wrap, is_list, step):
+def test_forward_backward(one, wrap, step):
     """Gradients of the mean over all micro-batches; forward_only leaves them as they are."""
-    net = Net()
-    model = one.DistributedDataParallel(net) if wrap else net
-    if is_list:
-        model = [model]
     data = [step_data(seed) for seed in range(3)]
-    wanted = [losses(net, *part).mean().item() for part in data]
-    assert run_step(one, step, data, model) == pytest.approx(wanted)
-    close(gradients(net), gradients_of_one(range(3)))
-    with torch.no_grad():
-        assert run_step(one, step, data, model, forward_only=True) == pytest.approx(wanted)
-    close(gradients(net), gradients_of_one(range(3)))
+    for options in OPTIONS[::7]:
+        net = Net()
+        model = net
+        if wrap:
+            model = [one.DistributedDataParallel(net, **options)]
+            model[0].broadcast_params()
+        wanted = [losses(net, *part).mean().item() for part in data]
+        assert run_step(one, step, data, model) == pytest.approx(wanted)
+        close(gradients(net), gradients_of_one(range(3)))
+        with torch.no_grad():
+            assert run_step(one, step, data, model, forward_only=True) == pytest.approx(wanted)
+        close(gradients(net), gradients_of_one(range(3)))
 
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["plain", "wrapped"])
@@ -3831,33 +3798,27 @@ def backward(job, ddp, seed=0):
     losses(ddp, *job.share(step_data(seed))).mean().backward()
 
 
-def backward_and_finish(job, ddp, seed=0):
-    backward(job, ddp, seed)
-    ddp.finish_grad_sync()
+def gradients_of_several_steps(job, options):
+    """The second takes the branch on no rank.  An optimizer may set gradients to None or to zero.
 
-
-def gradients_of_two_steps(job, options):
-    """The second takes the branch on no rank; to finish it twice changes nothing."""
+    To finish a step twice changes nothing.
+    """
     ddp = wrapped(job, options)
-    for seed in (0, 9):
+    for seed, reset in ((0, "buffer"), (9, "none"), (0, "zero"), (0, "none")):
         wanted = gradients_of_one([seed])
         assert wanted["sometimes.bias"].any() == (seed == 0)
-        ddp.zero_grad_buffer()
-        backward_and_finish(job, ddp, seed)
+        backward(job, ddp, seed)
+        ddp.finish_grad_sync()
         before = [buffer.clone() for buffer in ddp.grad_buffers]
         ddp.finish_grad_sync()
         assert all(map(torch.equal, before, ddp.grad_buffers))
         check_gradients(ddp, wanted)
-
-
-def gradients_of_half_precision(job, options):
-    """Rank r's gradients are r + 1."""
-    ddp = wrapped(job, options, torch.nn.Linear(3, 3, dtype=torch.bfloat16))
-    (ddp(torch.ones(1, 3, dtype=torch.bfloat16)) * (job.rank + 1)).sum().backward()
-    ddp.finish_grad_sync()
-    mean = (job.world + 1) / 2
-    wanted = {name: torch.full_like(param, mean) for name, param in ddp.module.named_parameters()}
-    check_gradients(ddp, wanted)
+        for param in ddp.module.parameters():
+            assert param.grad is getattr(param, "main_grad", None)
+        if reset == "buffer":
+            ddp.zero_grad_buffer()
+        else:
+            ddp.module.zero_grad(set_to_none=reset == "none")
 
 
 def a_rank_without_any_gradient(job, options):
@@ -3883,10 +3844,7 @@ def gradients_over_micro_batches(job, options):
         for part in parts[:2]:
             (losses(ddp, *part).mean() / 3).backward()
     assert not collectives.calls
-    with Collectives() as collectives:
-        (losses(ddp, *parts[2]).mean() / 3).backward()
-    is_seen = options["overlap_grad_reduce"] and not options["use_distributed_optimizer"]
-    assert bool(collectives.calls) == is_seen
+    (losses(ddp, *parts[2]).mean() / 3).backward()
     ddp.finish_grad_sync()
     check_gradients(ddp, wanted)
     for step in (mean_step, sum_step):
@@ -3899,20 +3857,16 @@ def gradients_over_micro_batches(job, options):
 
 
 def gradients_are_sent_during_backward(job, options):
-    """With overlap the buckets of used parameters, in order; without it all at the end."""
-    ddp = wrapped(job, options | {"use_distributed_optimizer": False})
-    with Collectives() as during:
-        backward(job, ddp)
-    with Collectives() as after:
-        ddp.start_grad_sync()
-    ddp.finish_grad_sync()
-    assert bool(during.calls) == options["overlap_grad_reduce"]
-    assert len(during.calls) + len(after.calls) == len(ddp.grad_shards)
-    ddp = wrapped(job, {"bucket_size": 4, "overlap_grad_reduce": True}, torch.nn.Linear(4, 4))
+    """Those of the bias, then those of the weight; without overlap both at the end."""
+    options = options | {"bucket_size": 4, "use_distributed_optimizer": False}
+    ddp = wrapped(job, options, torch.nn.Linear(4, 4))
     with Collectives() as during:
         ddp(torch.ones(1, 4)).sum().backward()
-    assert during.calls == [("all_reduce", 16), ("all_reduce", 64)], "bias, then weight"
-    ddp.finish_grad_sync()
+    with Collectives() as after:
+        ddp.finish_grad_sync()
+    both = [("all_reduce", 16), ("all_reduce", 64)]
+    assert during.calls == (both if options["overlap_grad_reduce"] else [])
+    assert during.calls + after.calls == both
 
 
 def a_second_backward_without_no_sync(job, options):
@@ -3932,40 +3886,19 @@ def a_second_backward_without_no_sync(job, options):
     ddp(torch.ones(1, 3)).sum().backward()
     ddp.finish_grad_sync()
     check_gradients(ddp, {"weight": torch.ones(3, 3), "bias": torch.ones(3)})
-    ddp = wrapped(job, options | {"overlap_grad_reduce": False})
-    for _ in range(2):  # without overlap nothing is sent before the end: gradients add up
-        backward(job, ddp)
-    ddp.finish_grad_sync()
-    check_gradients(ddp, {name: 2 * gradient for name, gradient in gradients_of_one().items()})
-
-
-def gradients_that_an_optimizer_has_set_to_none(job, options):
-    """None means zero, and the next step's are views of the buffer again."""
-    ddp = wrapped(job, options)
-    for set_to_none in (True, True, False, True):
-        backward_and_finish(job, ddp)
-        check_gradients(ddp, gradients_of_one())
-        for param in ddp.module.parameters():
-            if param.requires_grad:
-                assert param.grad is param.main_grad
-                param.grad = None if set_to_none else param.grad.zero_()
-
-
-def times_nan(gradient):
-    return gradient * math.nan
 
 
 def nan_is_named_with_its_parameter_and_rank(job, options):
+    """Once."""
     last = job.world - 1
     ddp = wrapped(job, options | {"check_for_nan_in_grad": True})
-    if job.rank == last:
-        hook = ddp.module.outer.bias.register_hook(times_nan)
-    with pytest.raises(ValueError, match=rf"^rank {last}: nan .*outer\.bias"):
-        backward_and_finish(job, ddp)
-    if job.rank == last:
-        hook.remove()
+    (losses(ddp, *step_data()).mean() * (math.nan if job.rank == last else 1)).backward()
+    with pytest.raises(ValueError, match=rf"^rank {last}: nan .*inner\.bias"):
+        ddp.finish_grad_sync()
+    ddp.finish_grad_sync()
     ddp.zero_grad_buffer()
-    backward_and_finish(job, ddp)
+    backward(job, ddp)
+    ddp.finish_grad_sync()
     check_gradients(ddp, gradients_of_one())
 
 
@@ -4005,13 +3938,11 @@ def gradients_of_uneven_tokens(job, options):
 @pytest.mark.parametrize(
     "scenario",
     [
-        gradients_of_two_steps,
-        gradients_of_half_precision,
+        gradients_of_several_steps,
         a_rank_without_any_gradient,
         gradients_over_micro_batches,
         gradients_are_sent_during_backward,
         a_second_backward_without_no_sync,
-        gradients_that_an_optimizer_has_set_to_none,
         nan_is_named_with_its_parameter_and_rank,
         parameters_of_the_groups_first_rank,
         gradients_of_uneven_tokens,
@@ -4066,7 +3997,7 @@ def test_gradients_of_parallel_batches(one, run_on_ranks, world):
 # ==============================================================================
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+@pytest.mark.parametrize("mode", [0o600, 0o666])
 def test_a_file_appears_whole_at_the_end(one, tmp_path, mode):
     """With the permissions of the file that it replaces."""
     path = tmp_path / "a"
@@ -4088,11 +4019,11 @@ def test_commit_and_discard_by_hand(one, tmp_path):
     new.file.write(b"one")
     new.commit()
     new.discard()
-    assert new.file.closed
     assert sorted(os.listdir(tmp_path)) == ["a", os.path.basename(other.temporary)]
     other.file.write(b"two")
     other.discard()
     other.discard()
+    assert new.file.closed
     assert other.file.closed
     assert files_of(tmp_path) == {"a": b"one"}
 
@@ -4175,20 +4106,6 @@ def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkey
     assert one.IndexedDataset(tmp_path / "p")[0].tolist() == [2, 3]
 
 
-def test_a_pair_whose_index_fails_is_no_pair(one, tmp_path, monkeypatch):
-    """The new .bin without an .idx: no reader takes it for whole, and a new run mends it."""
-    write_pair(one, tmp_path, 1, None)
-    renames = mock.Mock(wraps=os.replace, side_effect=[mock.DEFAULT, OSError("no disk")])
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no disk"):
-        patch.setattr(os, "replace", renames)
-        write_pair(one, tmp_path, 2, None)
-    assert files_of(tmp_path) == {"p.bin": b"\1\1"}
-    with pytest.raises(FileNotFoundError):
-        one.IndexedDataset(tmp_path / "p")
-    write_pair(one, tmp_path, 3, None)
-    assert one.IndexedDataset(tmp_path / "p")[0].tolist() == [1, 1, 1]
-
-
 def test_a_mapped_file(one, tmp_path):
     """Read-only; the array alone keeps the mapping; an empty file is an empty array."""
     (tmp_path / "a").write_bytes(b"abc")
@@ -4220,19 +4137,9 @@ def toy_arrays(first=0):
     return [order, np.stack([order, order * 2], 1).astype(np.int64)]
 
 
-class Build:
-    """A build function for two arrays, which counts its calls; with an error it raises that."""
-
-    def __init__(self, first=0, error=None):
-        self.arrays = toy_arrays(first)
-        self.error = error
-        self.calls = 0
-
-    def __call__(self):
-        self.calls += 1
-        if self.error is not None:
-            raise self.error
-        return self.arrays
+def toy_build(first=0):
+    """A build function for two arrays, which counts its calls."""
+    return mock.Mock(return_value=toy_arrays(first))
 
 
 TOY_FILES = ["k-description.txt", "k-manifest.json", "k-order.npy", "k-rows.npy"]
@@ -4250,7 +4157,7 @@ def load_toy(cache, build, **how):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cache.load_or_build(build, **how)
-    same_arrays([cache["order"], cache["rows"]], build.arrays)
+    same_arrays([cache["order"], cache["rows"]], build.return_value)
     return [str(warning.message) for warning in caught]
 
 
@@ -4276,14 +4183,14 @@ def test_built_once_then_loaded(one, tmp_path):
 
     A later version must read the manifest: whoever changes it makes all caches of users stale.
     """
-    build = Build()
+    build = toy_build()
     folder = tmp_path / "new" / "cache"
     assert load_toy(toy_cache(one, folder), build) == []
     files = files_of(folder)
     assert sorted(files) == TOY_FILES
     assert files["k-description.txt"] == b"a toy"
     manifest = {"made_from": {"format": 2, "tokens": 13}, "files": {}}
-    for name, array in zip(("order", "rows"), build.arrays, strict=True):
+    for name, array in zip(("order", "rows"), build.return_value, strict=True):
         content = files[f"k-{name}.npy"]
         same(np.load(io.BytesIO(content)), array)
         manifest["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
@@ -4291,7 +4198,7 @@ def test_built_once_then_loaded(one, tmp_path):
     before = stamps(folder)
     cache = toy_cache(one, folder)
     assert load_toy(cache, build) == []
-    assert build.calls == 1
+    assert build.call_count == 1
     assert stamps(folder) == before
     with pytest.raises(ValueError, match="read-only"):
         cache["order"][0] = 1
@@ -4313,35 +4220,28 @@ def npy(array):
 
 ORDER, PAIRS = (npy(array) for array in toy_arrays())
 ALTERED = ORDER[:-3] + b"\xff" + ORDER[-2:]
-DAMAGED_ARRAYS = [  # (name of a file, its new bytes; None: there is no file)
-    ("rows.npy", PAIRS[:-5]),
-    ("order.npy", ALTERED),
-    ("order.npy", b""),
-    ("order.npy", None),
-    ("order.npy", npy(np.arange(50.0))),
-    ("order.npy", npy(np.arange(49, dtype=np.int32))),
-]
 TRAPS = [("order.npy", npy(np.array([Trap()], object))), ("order.npy", pickle.dumps(Trap()))]
 NO_MANIFEST = ("manifest.json", None)  # as in upstream's caches, and in those being written
-DAMAGED_TEXTS = [
+DAMAGED_FILES = [  # (name of a file, its new bytes; None: there is no file)
+    ("rows.npy", PAIRS[:-5]),
+    ("order.npy", ALTERED),
+    ("order.npy", None),
+    ("order.npy", npy(np.arange(50.0))),
+    *TRAPS,
     NO_MANIFEST,
-    ("description.txt", None),
+    ("description.txt", b"another toy"),
     ("description.txt", b"\xff"),
-    ("manifest.json", b"\xff"),
-    ("manifest.json", b""),
-    ("manifest.json", b"[]"),
     ("manifest.json", b"null"),
     ("manifest.json", b"[" * 100_000),
     ("manifest.json", b'{"made_from": null}'),
-    ("manifest.json", b'{"made_from": {"format": 999}}'),
+    ("manifest.json", b'{"made_from": {"format": 2, "tokens": 14}}'),
     ("manifest.json", b'{"made_from": {"format": 2, "tokens": 13}}'),
-    ("manifest.json", b'{"made_from": {"format": 2, "tokens": 13}, "files": {"order": 1}}'),
 ]
 
 
 def damaged_toy(one, folder, file, content):
     """Save a toy cache, and put other content into one of its files -> the files before."""
-    load_toy(toy_cache(one, folder), Build())
+    load_toy(toy_cache(one, folder), toy_build())
     whole = files_of(folder)
     path = folder / f"k-{file}"
     path.unlink()
@@ -4350,7 +4250,7 @@ def damaged_toy(one, folder, file, content):
     return whole
 
 
-@pytest.mark.parametrize("file, content", DAMAGED_ARRAYS + TRAPS + DAMAGED_TEXTS)
+@pytest.mark.parametrize("file, content", DAMAGED_FILES)
 def test_a_damaged_cache_is_rebuilt(one, tmp_path, monkeypatch, file, content):
     """With one warning, which names the array; nothing in it is run.
 
@@ -4359,62 +4259,40 @@ def test_a_damaged_cache_is_rebuilt(one, tmp_path, monkeypatch, file, content):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "cache"
     whole = damaged_toy(one, folder, file, content)
-    build = Build()
+    build = toy_build()
     messages = load_toy(toy_cache(one, folder), build)
     assert len(messages) == (0 if (file, content) == NO_MANIFEST else 1)
     for message in messages:
         assert re.search("is rebuilt: .+", message)
         assert file in message or not file.endswith(".npy")
-    assert build.calls == 1
+    assert build.call_count == 1
     assert files_of(folder) == whole
     assert load_toy(toy_cache(one, folder), build) == []
     assert not os.path.exists("ran")
 
 
-@pytest.mark.parametrize("file, content", DAMAGED_ARRAYS + TRAPS)
-def test_a_damaged_array_that_is_trusted_is_not_unpickled(
-    one, tmp_path, monkeypatch, file, content
-):
-    """Without checks: an error, or an array of numbers."""
+@pytest.mark.parametrize("file, content", TRAPS)
+def test_an_array_that_is_trusted_is_not_unpickled(one, tmp_path, monkeypatch, file, content):
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "cache"
-    damaged_toy(one, folder, file, content)
-    cache = toy_cache(one, folder)
-    with contextlib.suppress(ValueError, EOFError, OSError):
-        quiet(cache.load_or_build, Build(), trust=True)
-        assert cache["order"].dtype != object
+    damaged_toy(one, tmp_path, file, content)
+    cache = toy_cache(one, tmp_path)
+    cache.load_or_build(toy_build(), trust=True)
+    with pytest.raises(one.DatasetFormatError, match="npy"):
+        cache["order"]
     assert not os.path.exists("ran")
-    if (file, content) in TRAPS:
-        np.load(folder / f"k-{file}", allow_pickle=True)
-        assert os.path.exists("ran"), "whoever unpickles it is caught"
-
-
-@pytest.mark.parametrize(
-    "description, made_from, word",
-    [
-        ("another toy", OF_13, "description"),
-        ("a toy", OF_14, "tokens was 13, is 14"),
-        ("a toy", {"tokens": 13, "documents": 3}, "documents was None, is 3"),
-    ],
-)
-def test_a_cache_of_other_data_is_rebuilt(one, tmp_path, description, made_from, word):
-    load_toy(toy_cache(one, tmp_path), Build(7))
-    build = Build()
-    [message] = load_toy(toy_cache(one, tmp_path, description, made_from), build)
-    assert word in message
-    assert build.calls == 1
-    assert load_toy(toy_cache(one, tmp_path, description, made_from), build) == []
+    np.load(tmp_path / f"k-{file}", allow_pickle=True)
+    assert os.path.exists("ran"), "whoever unpickles it is caught"
 
 
 def test_one_rank_reads_the_whole_files_for_all(one, tmp_path, group, monkeypatch):
     """The others look at sizes alone: to read a GiB takes a second."""
     monkeypatch.setattr(torch.distributed, "get_rank", mock.Mock(return_value=1))
     damaged_toy(one, tmp_path, "order.npy", ALTERED)
-    unused = Build()
+    unused = toy_build()
     toy_cache(one, tmp_path).load_or_build(unused)
-    assert unused.calls == 0
+    assert unused.call_count == 0
     (tmp_path / "k-order.npy").write_bytes(ORDER[:-5])
-    [message] = load_toy(toy_cache(one, tmp_path), Build())
+    [message] = load_toy(toy_cache(one, tmp_path), toy_build())
     assert "order.npy was" in message
 
 
@@ -4429,7 +4307,7 @@ def test_a_cache_that_another_process_writes_anew_while_it_is_read(one, tmp_path
         return read[path.name]
 
     monkeypatch.setattr(pathlib.Path, "read_text", read_and_remove)
-    assert load_toy(toy_cache(one, tmp_path), Build()) == []
+    assert load_toy(toy_cache(one, tmp_path), toy_build()) == []
     assert files_of(tmp_path) == whole
 
 
@@ -4437,19 +4315,17 @@ def test_a_cache_that_another_process_writes_anew_while_it_is_read(one, tmp_path
 
 
 @pytest.mark.parametrize("error", [KeyError, OSError, KeyboardInterrupt])
-@pytest.mark.parametrize(
-    "file, content", [("manifest.json", None), ("manifest.json", b"{}"), ("rows.npy", PAIRS[:-5])]
-)
+@pytest.mark.parametrize("file, content", [NO_MANIFEST, ("rows.npy", PAIRS[:-5])])
 def test_an_error_of_the_build_is_no_fault_of_the_cache(one, tmp_path, file, content, error):
     """It is raised as it is, after one call; a warning is of what was wrong with the files."""
     damaged_toy(one, tmp_path, file, content)
     before = files_of(tmp_path)
-    build = Build(error=error("the build"))
+    build = mock.Mock(side_effect=error("the build"))
     with warnings.catch_warnings(record=True) as caught, pytest.raises(error) as raised:
         warnings.simplefilter("always")
         toy_cache(one, tmp_path).load_or_build(build)
-    assert raised.value is build.error
-    assert build.calls == 1
+    assert raised.value is build.side_effect
+    assert build.call_count == 1
     assert len(caught) == (content is not None)
     assert files_of(tmp_path) == before
 
@@ -4460,37 +4336,34 @@ def test_without_a_folder_the_arrays_stay_in_memory(one, tmp_path, monkeypatch, 
     """Below a regular file not even root can make a folder, so there is a warning."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    build = Build()
+    build = toy_build()
     cache = toy_cache(one, folder)
     messages = load_toy(cache, build, **how)
     assert len(messages) == (1 if folder else 0)
     assert all("cannot be written" in message for message in messages)
-    same_arrays(pickled(cache), build.arrays)
-    assert build.calls == 1
+    same_arrays(pickled(cache), build.return_value)
+    assert build.call_count == 1
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("num_renames", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_renames", range(4))
 @pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("stale", [False, True])
-def test_a_disk_that_is_full_in_the_middle(one, tmp_path, monkeypatch, num_renames, defer, stale):
+def test_a_disk_that_is_full_in_the_middle(one, tmp_path, monkeypatch, num_renames, defer):
     """The arrays stay in memory, are pickled whole, and the next job builds right ones."""
-    if stale:
-        load_toy(toy_cache(one, tmp_path), Build(7))
+    load_toy(toy_cache(one, tmp_path), toy_build(7))  # of other data
     full = OSError(errno.ENOSPC, "No space left on device")
     results = [mock.DEFAULT] * num_renames + [full] * 4
     monkeypatch.setattr(os, "replace", mock.Mock(wraps=os.replace, side_effect=results))
-    build = Build()
+    build = toy_build()
     cache = toy_cache(one, tmp_path, made_from=OF_14)
     *_, message = load_toy(cache, build, defer=defer)
     monkeypatch.undo()
     assert "No space left" in message
-    assert build.calls == 1
-    same_arrays(pickled(cache), build.arrays)
+    same_arrays(pickled(cache), build.return_value)
     assert not glob.glob(f"{tmp_path}/*.tmp")
     assert not (tmp_path / "k-manifest.json").exists(), "nothing vouches for these files"
     load_toy(toy_cache(one, tmp_path, made_from=OF_14), build)
-    assert build.calls == 2
+    assert build.call_count == 2
     assert sorted(os.listdir(tmp_path)) == TOY_FILES
 
 
@@ -4503,7 +4376,7 @@ def test_a_manifest_vouches_for_what_its_own_job_wrote(one, tmp_path, monkeypatc
         if target.endswith("k-order.npy"):
             pathlib.Path(target).write_bytes(ALTERED)
 
-    build = Build()
+    build = toy_build()
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replace_twice)
         toy_cache(one, tmp_path).load_or_build(build)
@@ -4538,17 +4411,17 @@ def test_a_header_that_numpy_cannot_parse(one, tmp_path):
 
 
 def test_trust_checks_nothing_but_that_the_files_are_there(one, tmp_path):
-    other = Build(7)
+    other = toy_build(7)
     load_toy(toy_cache(one, tmp_path), other)
     os.remove(tmp_path / "k-manifest.json")
     before = stamps(tmp_path)
     load_toy(toy_cache(one, tmp_path, "another", OF_14), other, trust=True)
-    assert other.calls == 1
+    assert other.call_count == 1
     assert stamps(tmp_path) == before
     os.remove(tmp_path / "k-rows.npy")
-    build = Build()
+    build = toy_build()
     assert load_toy(toy_cache(one, tmp_path), build, trust=True) == []
-    assert build.calls == 1
+    assert build.call_count == 1
 
 
 # -- the caches of datasets and blends -------------------------------------------------------------
@@ -4575,28 +4448,12 @@ def cached(mm, corpus, cache, n=50, **fields):
     return found, [str(warning.message) for warning in caught]
 
 
-KEYS = ["class", "dataset_path", "num_samples", "index_split", "random_seed"]
-KEYS += ["sequence_length", "split", "split_matrix", "tokenizer"]
-
-
-def test_cache_files_of_a_dataset(mm, tmp_path, cache):
-    """Names, description and hash are upstream's; the manifest tells the state of the pair."""
-    corpus = mk(mm, tmp_path / "p", [[1] * 3] * 9000)  # an .idx of 180,042 bytes
-    ds = gpt(mm, corpus, 50, path_to_cache=cache)
-    values = ["GPTDataset", corpus, 50, "train", 1234, 8, "1,0,0", [(0, 1.0), None, None]]
-    values.append(Tok().unique_identifiers)
-    description = json.dumps(dict(zip(KEYS, values, strict=True)), indent=4)
-    digest = hashlib.md5(description.encode()).hexdigest()
-    assert ds.unique_description == description
-    assert ds.unique_description_hash == digest
-    files = files_of(cache)
-    stem = f"{digest}-GPTDataset-train"
-    assert files.pop(f"{stem}-description.txt").decode() == description
-    for name in ("document_index", "sample_index", "shuffle_index"):
-        same(np.load(io.BytesIO(files.pop(f"{stem}-{name}.npy"))), getattr(ds, name))
-    manifest = json.loads(files.pop(f"{stem}-manifest.json"))
-    assert not files
+def test_the_manifest_tells_the_state_of_a_pair(one, tmp_path, cache):
+    """The other files, their names and what is in them are compared with upstream's at the end."""
+    corpus = mk(one, tmp_path / "p", [[1] * 3] * 9000)  # an .idx of 180,042 bytes
+    gpt(one, corpus, 50, path_to_cache=cache)
     content = pathlib.Path(f"{corpus}.idx").read_bytes()
+    manifest = json.loads(file_of(cache, "-GPTDataset-train-manifest.json").read_text())
     assert manifest["made_from"] == {
         "format": 2,
         "documents": [0, 9000, None],
@@ -4606,9 +4463,11 @@ def test_cache_files_of_a_dataset(mm, tmp_path, cache):
         "idx_mtime_ns": os.stat(f"{corpus}.idx").st_mtime_ns,
         "idx_ends": hashlib.md5(content[: 1 << 16] + content[-1 << 16 :]).hexdigest(),
     }
+    gpt(one, corpus)
+    assert os.listdir(f"{corpus}/cache/GPTDataset_indices"), "the default folder"
 
 
-def test_other_samples_have_another_key(mm, corpus, cache):
+def test_other_samples_have_another_key(one, pair, cache):
     """Flags and documents too, which upstream's key leaves out; each is found again."""
     kinds = [
         {"split": "train"},
@@ -4621,35 +4480,19 @@ def test_other_samples_have_another_key(mm, corpus, cache):
         {"tokenizer": Tok(1)},
         {"documents": np.arange(0, dtype=np.int32), "n": None},
     ]
-    for documents in (range(9), range(9, 18), range(0, 18, 2), range(1, 18, 2)):
+    for documents in ([0, 1], [2, 3], [0, 2], [1, 3]):
         kinds.append({"documents": np.array(documents, np.int32)})
     built = []
     for number, fields in enumerate(kinds):
-        found, caught = cached(mm, corpus, cache, **fields)
+        found, caught = cached(one, pair, cache, **fields)
         assert not caught
         assert len(os.listdir(cache)) == 5 * (number + 1), fields
-        if "documents" in fields:
-            assert set(found[0]) == set(fields["documents"])
         built.append(found)
     for fields, found in zip(kinds, built, strict=True):
-        again, caught = cached(mm, corpus, cache, fast_cache_load=True, **fields)
+        again, caught = cached(one, pair, cache, fast_cache_load=True, **fields)
         same_arrays(again, found)
         assert not caught
     assert len(os.listdir(cache)) == 5 * len(kinds)
-
-
-def test_the_usual_key_is_upstreams(mm, corpus, tmp_path):
-    """A whole corpus of a split of its own, a split, and one that rounds to no documents."""
-    other = mk(mm, tmp_path / "other", [[1] * 30] * 9)
-    for fields in (
-        {"blend_per_split": [([corpus], None), ([other], None), None]},
-        {"blend": ([corpus], None), "split": "8,2,0"},
-        {"blend": ([corpus], None), "split": "9999,1,0"},
-    ):
-        for ds in build(mm, [20, None, 0], config(mm, **fields))[:2]:
-            assert list(ds.unique_identifiers) == KEYS
-    assert len(ds) == 0
-    assert os.listdir(f"{corpus}/cache/GPTDataset_indices"), "the default folder"
 
 
 @pytest.mark.parametrize(
@@ -4676,49 +4519,39 @@ def test_regenerated_data_make_a_cache_stale(mm, corpus, cache, docs, same_time,
     assert not caught
 
 
-def test_a_cache_of_data_that_were_regenerated_while_they_were_open(mm, corpus, cache):
-    """It is of the old data: nobody takes it for one of the new."""
-    old = mm.IndexedDataset(corpus)
-    documents = np.arange(9, dtype=np.int32)
-    mk(mm, corpus, [[1] * 20] * len(old))
-    cfg = config(mm, ([corpus], None), path_to_cache=cache)
-    mm.GPTDataset(old, corpus, documents, 20, mm.Split.train, cfg)
-    found, [message] = cached(mm, corpus, cache, 20, documents=documents)
-    assert "idx_" in message
-    same_arrays(found, cached(mm, corpus, cache + "2", 20, documents=documents)[0])
-
-
-def test_mock_data_are_cached_too(mm, cache):
-    """They name no file: what the arrays are made of is the split and the settings."""
-    cfg = config(mm, sequence_length=4096, path_to_cache=cache)
-    first = build(mm, [20, 10, 5], cfg, mm.MockGPTDataset)
-    before = stamps(cache)
-    assert len(before) == 15
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = build(mm, [20, 10, 5], cfg, mm.MockGPTDataset)
-    assert stamps(cache) == before
-    for a, b in zip(again, first, strict=True):
-        same_arrays(arrays(a), arrays(b))
+def build_together(mm, corpus, cache, n, barrier, wanted):
+    """What one of several jobs does."""
+    barrier.wait(60)
+    same_arrays(cached(mm, corpus, cache, n)[0], wanted)
 
 
 @linux
-def test_jobs_may_build_at_once(mm, corpus, cache):
+@pytest.mark.parametrize("stale", [False, True])
+def test_jobs_may_build_at_once(one, tmp_path, cache, stale):
     """Over nothing, and over a cache of other data: all get right arrays; the files are whole."""
-    for generation in range(2):
-        wanted = {n: cached(mm, corpus, f"{cache}{generation}", n)[0] for n in (50, None)}
-        barrier = FORK.Barrier(4)
+    corpus = mk(one, tmp_path / "corpus", DOCS)
+    if stale:
+        cached(one, corpus, cache)
+        mk(one, corpus, [[1] * 20] * 40)
+    barrier = FORK.Barrier(4)
+    jobs = []
+    for n in (50, 50, 50, None):
+        wanted, _ = cached(one, corpus, f"{cache} {n}", n)
+        jobs.append(functools.partial(build_together, one, corpus, cache, n, barrier, wanted))
+    assert in_children(*jobs) == [0, 0, 0, 0]
+    assert len(os.listdir(cache)) == 10, "nothing temporary"
+    assert not cached(one, corpus, cache)[1]
 
-        def job(n, barrier=barrier, wanted=wanted):
-            barrier.wait(60)
-            same_arrays(cached(mm, corpus, cache, n)[0], wanted[n])
 
-        jobs = [functools.partial(job, n) for n in (50, 50, 50, None)]
-        assert in_children(*jobs) == [0, 0, 0, 0]
-        assert len(os.listdir(cache)) == 10, "nothing temporary"
-        for n in (50, None):
-            assert not cached(mm, corpus, cache, n)[1]
-        mk(mm, corpus, [[1] * 20] * 40)
+def test_a_cache_of_data_that_were_regenerated_while_they_were_open(one, pair, cache):
+    """It is of the old data: nobody takes it for one of the new."""
+    old = one.IndexedDataset(pair)
+    mk(one, pair, [[1] * 20] * len(old))
+    cfg = config(one, ([pair], None), path_to_cache=cache)
+    one.GPTDataset(old, pair, np.arange(4, dtype=np.int32), 20, one.Split.train, cfg)
+    found, [message] = cached(one, pair, cache, 20)
+    assert "idx_" in message
+    same_arrays(found, cached(one, pair, f"{cache} of the new", 20)[0])
 
 
 def is_mapped(folder):
@@ -4759,21 +4592,12 @@ def test_a_pickled_dataset_is_small_and_works(mm, tmp_path, cache, blend):
     text = pickle.dumps(ds)
     assert len(text) < 10_000
     again = pickle.loads(text)
-    assert len(again) == len(ds)
-    ks = [0, 77, len(ds) - 1]
-    same_samples(again.batch([*ks, None]), ds.batch([*ks, None]))
+    ks = [0, 77, len(again) - 1, None]
+    same_samples(again.batch(ks), ds.batch(ks))
     shutil.rmtree(cache)
     with pytest.raises(FileNotFoundError, match=r"_index\.npy"):
         pickle.loads(text)[0]
     same_samples(ds.batch(ks), again.batch(ks))
-
-
-def test_fast_cache_load_trusts(mm, corpus, cache):
-    built, _ = cached(mm, corpus, cache, fast_cache_load=True)  # none yet, so it is built
-    np.save(file_of(cache, "shuffle_index.npy"), built[2][::-1].copy())
-    found, caught = cached(mm, corpus, cache, fast_cache_load=True)
-    same_arrays(found, [built[0], built[1], built[2][::-1]])
-    assert not caught
 
 
 # ==============================================================================
@@ -4787,40 +4611,6 @@ def numbers(tmp_path):
     path = tmp_path / "numbers.bin"
     path.write_bytes(np.arange(100, 120, dtype=np.uint16).tobytes())
     return path
-
-
-@pytest.fixture(params=["MappedTokens", "FileTokens"])
-def source_class(one, request):
-    """Each class of token sources."""
-    return getattr(one, request.param)
-
-
-def test_a_source_reads_any_place(source_class, numbers, tmp_path):
-    """One by one or many at once; places may overlap, repeat and be empty."""
-    spans = [(0, 20), (0, 1), (19, 1), (18, 2), (7, 5), (1, 3), (0, 0), (20, 0), (7, 5)]
-    source = source_class(numbers, np.uint16)
-    os.unlink(numbers)  # an open source outlives the name of its file
-    for (start, count), found in zip(spans, source.read_many(spans), strict=True):
-        wanted = np.arange(100 + start, 100 + start + count, dtype=np.uint16)
-        same(source.read(start, count), wanted)
-        same(found, wanted)
-    assert source.read_many([]) == []
-    (tmp_path / "empty.bin").write_bytes(b"")
-    same(source_class(tmp_path / "empty.bin", np.int32).read(0, 0), np.empty(0, np.int32))
-
-
-@pytest.mark.parametrize("mmap, name", [(True, "MappedTokens"), (False, "FileTokens")])
-def test_a_dataset_reads_its_very_tokens(one, pair, mmap, name):
-    """An access is one read; a slice asks for all of its places at once."""
-    ds = one.IndexedDataset(pair, mmap=mmap)
-    cls = getattr(one, name)
-    with mock.patch.object(cls, "read", autospec=True, side_effect=cls.read) as read:
-        ds.get(3, offset=1, length=2)
-        ds[0]
-    assert [call.args[1:] for call in read.call_args_list] == [(6, 2), (0, 3)]
-    with mock.patch.object(cls, "read_many", autospec=True, side_effect=cls.read_many) as read:
-        ds[1:]
-    assert [call.args[1] for call in read.call_args_list] == [[(3, 2), (5, 0), (5, 4)]]
 
 
 def test_a_mapped_read_copies_nothing(one, numbers):
@@ -4842,8 +4632,7 @@ def test_views_outlive_the_dataset(one, pair):
     del ds
     gc.collect()
     assert dropped() is None
-    assert tokens.tolist() == [3] * 4
-    assert lengths.tolist() == [3, 2, 0, 4]
+    assert lists([tokens, lengths]) == [[3] * 4, [3, 2, 0, 4]]
 
 
 def test_a_short_read_is_an_error(one, numbers):
@@ -4868,26 +4657,13 @@ def test_reads_in_several_steps(one, numbers):
     assert [call.args[1:] for call in pread.call_args_list] == wanted
 
 
-def test_an_open_file_is_closed_with_its_source(one, numbers):
-    """Without a ResourceWarning: a dataset has no close()."""
-    source = one.FileTokens(numbers, np.uint16)
-    tokens = source.read(0, 3)
-    file = source._file
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        del source
-        gc.collect()
-    assert file.closed
-    assert tokens.tolist() == [100, 101, 102]
-
-
-# -- Object storage ----------------------------------------------------------------------------
+# -- three kinds of object storage: memory, a web server, and S3 -----------------------------------
 
 SECRET = "s3cret"
 
 
-class QuietHandler(http.server.BaseHTTPRequestHandler):
-    """Answers that keep their connection, and no log."""
+class RangeHandler(http.server.BaseHTTPRequestHandler):
+    """Serves the files of a folder, whole or a range of them."""
 
     protocol_version = "HTTP/1.1"
     wbufsize = 1 << 16  # head and body in one packet
@@ -4895,124 +4671,49 @@ class QuietHandler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *details):
         """Nothing."""
 
-    def answer(self, status, headers=(), body=b"", num_bytes=None):
-        """Send an answer, of whose body only so many bytes arrive."""
-        self.send_response(status)
-        for name, value in dict(headers).items():
-            self.send_header(name, value)
-        if "Content-Length" not in dict(headers):
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body[:num_bytes])
-        if num_bytes is not None:
-            self.close_connection = True
-
-
-class RangeHandler(QuietHandler):
-    """Serves the files of a folder, whole or a range of them."""
-
     def do_GET(self):
         server = self.server
         name = self.path.rpartition("/")[2]
-        server.requests.append((self.command, name, self.headers.get("Range")))
+        wanted = self.headers.get("Range", "")
+        server.requests.append((self.command, name, wanted))
         path = pathlib.Path(server.folder, name)
-        if server.status is not None or not path.is_file():
-            self.answer(server.status or 404)
+        status = next(server.faults, server.status)
+        if not isinstance(status, int) and not path.is_file():
+            status = 404
+        if isinstance(status, int):
+            self.answer(status)
             return
         content = path.read_bytes()
-        headers = {"ETag": hashlib.md5(content).hexdigest(), "Accept-Ranges": "bytes"}
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if wanted is None or server.ignores_ranges:
-            self.answer(200, headers, content)
-        else:
-            self.answer(206, headers, content[int(wanted[1]) : int(wanted[2]) + 1])
+        tag = hashlib.md5(content).hexdigest()
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)
+        if found is None or status == "whole":
+            self.answer(200, content, ETag=tag)
+            return
+        body = content[int(found[1]) : int(found[2]) + 1]
+        if status == "short":
+            body = body[1:]
+        self.answer(206, body, is_cut=status == "cut", ETag=tag)
 
     do_HEAD = do_GET
 
-
-class FaultyHandler(QuietHandler):
-    """Passes requests on; of five answers, one is an error, or slow, or cut short."""
-
-    def do_GET(self):
-        server = self.server
-        size = int(self.headers.get("Content-Length", 0))
-        sent = self.rfile.read(size)
-        with server.lock:
-            fault = server.random.choice([None, "error", "slow", "cut"], p=[0.8, 0.1, 0.02, 0.08])
-            server.faults[str(fault)] += 1
-        if fault == "error":
-            self.answer(503)
-            return
-        if fault == "slow":
-            time.sleep(0.02)
-        connection = http.client.HTTPConnection(*server.target)
-        connection.request(self.command, self.path, sent, dict(self.headers))
-        reply = connection.getresponse()
-        body = reply.read()
-        connection.close()
-        headers = {}
-        for name, value in reply.getheaders():
-            if name.lower() not in ("connection", "transfer-encoding", "server", "date"):
-                headers[name.title()] = value
-        num_bytes = len(body) // 2 if fault == "cut" and body else None
-        self.answer(reply.status, headers, body, num_bytes)
-
-    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
-
-
-class StorageServer(http.server.ThreadingHTTPServer):
-    """One thread for each connection."""
-
-    daemon_threads = True
-    request_queue_size = 256  # a batch opens many at once; those over the limit wait for seconds
-
-
-@contextlib.contextmanager
-def serve(handler, **attributes):
-    """A server in a thread -> the server, with its URL."""
-    server = StorageServer(("127.0.0.1", 0), handler)
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    vars(server).update(attributes)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def forget_file_systems():
-    """fsspec keeps file systems, with the server that they were made for."""
-    for name in ("http", "s3"):
-        with contextlib.suppress(ImportError):
-            fsspec.get_filesystem_class(name).clear_instance_cache()
-
-
-def forget_s3fs(monkeypatch):
-    """Have fsspec import the package again, which an earlier test may have used."""
-    forget_file_systems()
-    classes = sys.modules["fsspec.registry"]._registry
-    monkeypatch.delitem(classes, "s3", raising=False)
-
-
-@pytest.fixture
-def new_file_systems():
-    """For tests that change the server, or the packages; to make new ones takes a second."""
-    yield
-    forget_file_systems()
+    def answer(self, status, body=b"", is_cut=False, **headers):
+        """Send an answer, of whose body only a half arrives if it is cut."""
+        self.send_response(status)
+        headers |= {"Content-Length": str(len(body)), "Accept-Ranges": "bytes"}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[: len(body) // 2] if is_cut else body)
+        self.close_connection = is_cut
 
 
 class Storage:
-    """A place on object storage, that tests put pairs to."""
+    """A place on object storage: the URL that readers know, and the one that files are put to."""
 
-    def __init__(self, kind, root, folder):
-        self.kind = kind
+    def __init__(self, root, target=None):
         self.root = root
-        self.folder = folder
-        self.server = None
+        self._file_system, self._place = fsspec.core.url_to_fs(str(target or root))
 
     def put(self, prefix):
         """Copy a local pair -> the prefix of the copy."""
@@ -5022,21 +4723,67 @@ class Storage:
         return f"{self.root}/{name}"
 
     def put_file(self, path, name):
-        """Copy one file."""
-        if self.kind == "http":
-            shutil.copy(path, self.folder / name)
-        else:
-            file_system, place = fsspec.core.url_to_fs(f"{self.root}/{name}")
-            file_system.put_file(str(path), place)
+        """Copy one file -> the URL of the copy."""
+        self._file_system.put_file(str(path), f"{self._place}/{name}")
+        return f"{self.root}/{name}"
 
     def files(self):
         """{name: bytes} of all that is there."""
-        if self.kind == "http":
-            return files_of(self.folder)
-        file_system, place = fsspec.core.url_to_fs(self.root)
-        file_system.invalidate_cache()
-        found = file_system.find(place) if file_system.exists(place) else []
-        return {path.rpartition("/")[2]: file_system.cat_file(path) for path in found}
+        self._file_system.invalidate_cache()
+        if not self._file_system.exists(self._place):
+            return {}
+        found = self._file_system.find(self._place)
+        return {path.rpartition("/")[2]: self._file_system.cat_file(path) for path in found}
+
+
+def forget_s3fs(monkeypatch):
+    """Have fsspec import the package again, which an earlier test may have used."""
+    with contextlib.suppress(ImportError):
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+    classes = sys.modules["fsspec.registry"]._registry
+    monkeypatch.delitem(classes, "s3", raising=False)
+
+
+@pytest.fixture
+def no_pauses(tmp_path, monkeypatch):
+    """Retries at once; copies of .idx files below tmp_path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    for implementation in IMPLEMENTATIONS:
+        with contextlib.suppress(pytest.skip.Exception):
+            remote_file = copy_of_module(implementation).RemoteFile
+            monkeypatch.setattr(remote_file, "_PAUSES", (0, 0, 0, 0))
+
+
+@pytest.fixture
+def bucket(no_pauses, monkeypatch):
+    """Object storage in this process, empty."""
+    file_system = fsspec.get_filesystem_class("memory")
+    monkeypatch.setattr(file_system, "store", {})
+    monkeypatch.setattr(file_system, "pseudo_dirs", [""])
+    return Storage("memory://bucket")
+
+
+@pytest.fixture
+def web(no_pauses, tmp_path):
+    """A web server that serves ranges, and writes nothing."""
+    pytest.importorskip("aiohttp")
+    folder = tmp_path / "web"
+    folder.mkdir()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RangeHandler)
+    server.daemon_threads = True
+    server.socket.listen(256)  # a batch opens many at once; those over the limit wait for seconds
+    server.folder = folder
+    server.requests = []
+    server.faults = iter([])  # of the next requests: a status, "cut", "short", "whole", or None
+    server.status = None  # of all others
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    storage = Storage(f"http://127.0.0.1:{server.server_port}/bucket", folder)
+    storage.server = server
+    yield storage
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 @pytest.fixture(scope="session")
@@ -5052,38 +4799,6 @@ def s3_server():
 
 
 @pytest.fixture
-def no_pauses(tmp_path, monkeypatch):
-    """Retries at once; copies of .idx files below tmp_path."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    for implementation in IMPLEMENTATIONS:
-        with contextlib.suppress(pytest.skip.Exception):
-            remote_file = copy_of_module(implementation).RemoteFile
-            monkeypatch.setattr(remote_file, "_PAUSES", (0, 0, 0, 0))
-
-
-@pytest.fixture
-def bucket(no_pauses, tmp_path, monkeypatch):
-    """Object storage in this process, empty."""
-    file_system = fsspec.get_filesystem_class("memory")
-    monkeypatch.setattr(file_system, "store", {})
-    monkeypatch.setattr(file_system, "pseudo_dirs", [""])
-    return Storage("memory", "memory://bucket", tmp_path)
-
-
-@pytest.fixture
-def web(no_pauses, tmp_path):
-    """A web server that serves ranges, and writes nothing."""
-    pytest.importorskip("aiohttp")
-    folder = tmp_path / "web"
-    folder.mkdir()
-    facts = {"folder": folder, "requests": [], "status": None, "ignores_ranges": False}
-    with serve(RangeHandler, **facts) as server:
-        storage = Storage("http", f"{server.url}/bucket", folder)
-        storage.server = server
-        yield storage
-
-
-@pytest.fixture
 def s3(no_pauses, s3_server, tmp_path, monkeypatch):
     """A bucket of its own on the S3 server."""
     import s3fs
@@ -5096,18 +4811,12 @@ def s3(no_pauses, s3_server, tmp_path, monkeypatch):
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # it pauses before its own retries
     bucket = re.sub("[^a-z0-9]", "-", tmp_path.name.lower())
     s3fs.S3FileSystem().mkdir(bucket)
-    return Storage("s3", f"s3://{bucket}/data", tmp_path)
+    return Storage(f"s3://{bucket}/data")
 
 
 @pytest.fixture(params=["bucket", "web", "s3"])
 def storage(request):
     """Each kind of object storage."""
-    return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(params=["bucket", "s3"])
-def writable(request):
-    """Each kind of object storage that pairs can be written to."""
     return request.getfixturevalue(request.param)
 
 
@@ -5119,138 +4828,94 @@ def some_pair(one, tmp_path):
     return mk(one, tmp_path / "local" / "pair", docs, np.uint16), docs
 
 
-# -- reading
+# -- reading ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block_bytes", [0, 500, 1 << 20])
+@pytest.mark.parametrize("name", ["MappedTokens", "FileTokens", 0, 3, 16, 1000])
+def test_a_source_reads_any_place(one, bucket, numbers, name):
+    """One by one or many at once; places may overlap, repeat and be empty; a number: of blocks."""
+    if isinstance(name, int):
+        source = one.RemoteTokens(bucket.put_file(numbers, "numbers.bin"), np.uint16, name)
+    else:
+        source = getattr(one, name)(numbers, np.uint16)
+        os.unlink(numbers)  # an open source outlives the name of its file
+    spans = [(0, 20), (0, 1), (19, 1), (18, 2), (7, 5), (1, 3), (0, 0), (20, 0), (7, 5)]
+    for (start, count), found in zip(spans, source.read_many(spans), strict=True):
+        wanted = np.arange(100 + start, 100 + start + count, dtype=np.uint16)
+        same(source.read(start, count), wanted)
+        same(found, wanted)
+    assert source.read_many([]) == []
+
+
+@pytest.mark.parametrize("block_bytes", [0, 500])
 def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, block_bytes):
     prefix, docs = some_pair
     config = one.ObjectStorageConfig(bin_chunk_nbytes=block_bytes)
     ds = one.IndexedDataset(storage.put(prefix), object_storage_config=config, check=True)
-    local = one.IndexedDataset(prefix)
-    assert lists(ds[:]) == lists(local[:]) == [doc.tolist() for doc in docs]
-    for i in (0, 17, -1):
-        for offset in range(0, len(docs[i]), 5):
-            same(ds.get(i, offset), local.get(i, offset))
-    assert ds.dtype is local.dtype
+    assert lists(ds[:]) == [doc.tolist() for doc in docs]
+    assert ds.get(3, 2).tolist() == docs[3][2:].tolist()
     copied = b"".join(tokens.tobytes() for tokens in ds.blocks_of_tokens())
     assert copied == pathlib.Path(f"{prefix}.bin").read_bytes()
 
 
-@pytest.mark.parametrize("start, count", [(0, 20), (0, 1), (19, 1), (7, 5), (0, 0), (20, 0)])
-@pytest.mark.parametrize("block_bytes", [0, 3, 16, 1000])
-def test_a_remote_source_reads_any_place(one, bucket, numbers, start, count, block_bytes):
-    bucket.put_file(numbers, "numbers.bin")
-    source = one.RemoteTokens("memory://bucket/numbers.bin", np.uint16, block_bytes)
-    wanted = np.arange(100 + start, 100 + start + count, dtype=np.uint16)
-    same(source.read(start, count), wanted)
-    found = source.read_many([(18, 2), (start, count), (5, 0), (18, 2)])
-    assert lists(found) == [[118, 119], wanted.tolist(), [], [118, 119]]
-    assert source.read_many([]) == []
+def ranges_of(web, read, *arguments):
+    """The ranges that the web server is asked for in a call, sorted."""
+    web.server.requests.clear()
+    read(*arguments)
+    return sorted(place for _, _, place in web.server.requests if place)
 
 
 def test_exact_ranges_and_blocks(one, web, numbers):
     """Exact ranges: the bytes that are asked for, each once.  Blocks: the last eight are kept."""
-    web.put_file(numbers, "numbers.bin")  # 40 bytes
-    requests = web.server.requests
-    exact = one.RemoteTokens(f"{web.root}/numbers.bin", np.uint16)
-    assert lists(exact.read_many([(2, 2), (9, 1), (2, 2)])) == [[102, 103], [109], [102, 103]]
-    assert sorted(place for _, _, place in requests) == ["bytes=18-19", "bytes=4-7"]
-    blocks = one.RemoteTokens(f"{web.root}/numbers.bin", np.uint16, 4)
-    requests.clear()
-    blocks.read(3, 2)
-    assert sorted(place for _, _, place in requests) == ["bytes=4-7", "bytes=8-11"]
-    requests.clear()
-    blocks.read(2, 4)  # the same blocks
-    assert requests == []
-    blocks.read(6, 14)  # seven more: the oldest goes
-    requests.clear()
-    assert blocks.read(4, 16).tolist() == list(range(104, 120))
-    assert requests == []
-    blocks.read(2, 1)
-    assert [place for _, _, place in requests] == ["bytes=4-7"]
+    url = web.put_file(numbers, "numbers.bin")  # 40 bytes
+    exact = one.RemoteTokens(url, np.uint16)
+    found = ranges_of(web, exact.read_many, [(2, 2), (9, 1), (2, 2)])
+    assert found == ["bytes=18-19", "bytes=4-7"]
+    blocks = one.RemoteTokens(url, np.uint16, 4)
+    assert ranges_of(web, blocks.read, 3, 2) == ["bytes=4-7", "bytes=8-11"]
+    assert ranges_of(web, blocks.read, 2, 4) == [], "the same blocks"
+    assert len(ranges_of(web, blocks.read, 6, 14)) == 7, "seven more: the oldest goes"
+    assert ranges_of(web, blocks.read, 4, 16) == []
+    assert ranges_of(web, blocks.read, 2, 1) == ["bytes=4-7"]
+    blocks = one.RemoteTokens(url, np.uint16, 32)
+    assert ranges_of(web, blocks.read, 15, 5) == ["bytes=0-31", "bytes=32-39"], "to the end"
 
 
-def test_the_last_block_is_as_long_as_the_rest(one, web, numbers):
-    web.put_file(numbers, "numbers.bin")
-    source = one.RemoteTokens(f"{web.root}/numbers.bin", np.uint16, 32)
-    assert source.read(15, 5).tolist() == [115, 116, 117, 118, 119]
-    assert sorted(place for _, _, place in web.server.requests if place) == [
-        "bytes=0-31",
-        "bytes=32-39",
-    ]
-
-
-class OwnTokens:
-    """A mixin with other tokens."""
-
-    def _query_document_sample_shuffle_indices(self, idx):
-        tokens, documents = super()._query_document_sample_shuffle_indices(idx)
-        return tokens + 1, documents
-
-
-class OwnSamples:
-    """A mixin with other samples."""
-
-    def __getitem__(self, idx):
-        return {**super().__getitem__(idx), "own": torch.ones(1)}
-
-
-@pytest.mark.parametrize("place", ["bucket", "file"])
-def test_a_batch_is_one_read(mm, bucket, some_pair, place):
-    """All pieces of a batch, also of padding, and of a blend for each of its datasets."""
-    prefix, _ = some_pair
-    fields = {"mmap_bin_files": False, "sequence_length": 16, "eod_mask_loss": True}
-    fields["tokenizer"] = Tok(eod=int(some_pair[1][3][-1]))
-    wanted = build(mm, [50, 0, 0], config(mm, ([prefix], None), **fields))[0]
-    other = bucket.put(prefix) if place == "bucket" else prefix
-    fields["object_storage_cache_path"] = str(bucket.folder / "idx")
-    ds = build(mm, [50, 0, 0], config(mm, ([other], None), **fields))[0]
-    source_class = type(ds.dataset._tokens)
-    indices = [3, None, 11, 0]
-    with mock.patch.object(
-        source_class, "read_many", autospec=True, side_effect=source_class.read_many
-    ) as read_many:
-        samples = ds.__getitems__(indices)
-        batch = ds.batch(indices)
-        ds[5]
-    assert read_many.call_count == 3
-    pieces = ds.pieces(3) + ds.pieces(0) + ds.pieces(11) + ds.pieces(0)
-    assert len(read_many.call_args_list[0].args[1]) == len(pieces)
-    for k, sample in zip(indices, samples, strict=True):
-        same_samples(sample, wanted[k])
-    same_samples(batch, wanted.batch(indices))
+def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
+    """All pieces of a batch, also of padding; of a blend one for each of its corpora."""
+    prefix, docs = some_pair
+    prefixes = [prefix, mk(mm, tmp_path / "local" / "second", docs[::-1], np.uint16)]
+    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
+    local = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
+    prefixes = [bucket.put(prefix) for prefix in prefixes]
+    remote = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
+    ds = remote.datasets[0]
+    reads = [(ds.__getitem__, 5, 1), (ds.__getitems__, [3, None, 11, 0], 1), (remote.batch, [3], 1)]
+    reads += [(ds.batch, [3, None, 11, 0], 1), (ds.dataset.__getitem__, slice(1, 9), 1)]
+    reads += [(remote.batch, [*range(40), None], 2)]
+    cls = mm.RemoteTokens
+    for read, argument, wanted in reads:
+        with mock.patch.object(cls, "read_many", autospec=True, side_effect=cls.read_many) as calls:
+            read(argument)
+        assert calls.call_count == wanted, (read, argument)
+    same_samples(remote.batch([*range(40), None]), local.batch([*range(40), None]))
+    for sample, k in zip(ds.__getitems__([3, None]), [3, None], strict=True):
+        same_samples(sample, local.datasets[0][k])
     with pytest.raises(IndexError):
         ds.__getitems__([0, len(ds)])
 
 
-def test_a_batch_of_a_remote_blend(mm, bucket, some_pair, tmp_path):
-    """One read for each corpus; one of them is local."""
-    prefix, docs = some_pair
-    second = mk(mm, tmp_path / "local" / "second", docs[::-1], np.uint16)
-    fields = {"path_to_cache": str(tmp_path / "cache")}
-    wanted = build(mm, [40, 0, 0], config(mm, ([prefix, second], [2, 3]), **fields))[0]
-    places = [bucket.put(prefix), second]
-    ds = build(mm, [40, 0, 0], config(mm, (places, [2, 3]), **fields))[0]
-    indices = [*range(12), None]
-    same_samples(ds.batch(indices), wanted.batch(indices))
-    source_class = mm.RemoteTokens
-    with mock.patch.object(
-        source_class, "read_many", autospec=True, side_effect=source_class.read_many
-    ) as read_many:
-        ds.batch(indices)
-    assert read_many.call_count == 1
+def of_its_own(self, idx):
+    raise KeyError("of its own")
 
 
-@pytest.mark.parametrize("mixin, key", [(OwnTokens, "tokens"), (OwnSamples, "own")])
-def test_batches_of_a_subclass_are_its_samples(mm, bucket, some_pair, mixin, key):
-    prefix, _ = some_pair
-    cls = type("Own", (mixin, mm.GPTDataset), {})
-    wanted = build(mm, [20, 0, 0], config(mm, ([prefix], None)), cls)[0]
-    ds = build(mm, [20, 0, 0], config(mm, ([bucket.put(prefix)], None)), cls)[0]
-    for k, sample in enumerate(ds.__getitems__(range(5))):
-        same_samples(sample, wanted[k])
-        same(sample[key], ds[k][key])
+@pytest.mark.parametrize("method", ["__getitem__", "_query_document_sample_shuffle_indices"])
+def test_a_batch_is_read_as_a_subclass_reads_its_samples(one, pair, method):
+    """One by one, also where a batch of GPTDataset is one read."""
+    cls = type("Own", (one.GPTDataset,), {method: of_its_own})
+    ds = build(one, [2, 0, 0], config(one, ([pair], None), mmap_bin_files=False), cls)[0]
+    with pytest.raises(KeyError, match="of its own"):
+        ds.__getitems__([0])
 
 
 def test_many_pieces_are_checked_as_one_is(one, bucket, some_pair):
@@ -5263,23 +4928,7 @@ def test_many_pieces_are_checked_as_one_is(one, bucket, some_pair):
             ds.get_many([(1, 0, 0), piece])
 
 
-# -- the builder and its caches
-
-
-def test_a_remote_blend_equals_the_local_one(mm, storage, some_pair, tmp_path):
-    """Samples and their order; nothing but index files lies in the two local folders."""
-    prefix, _ = some_pair
-    samples = {}
-    for name, place in (("local", prefix), ("remote", storage.put(prefix))):
-        fields = {"path_to_cache": str(tmp_path / name), "split": "70,30,0"}
-        fields["object_storage_cache_path"] = str(tmp_path / "idx")
-        cfg = config(mm, ([place, place], [1, 2]), **fields)
-        train, valid, _ = build(mm, [30, 10, 0], cfg)
-        samples[name] = [train.batch(range(30)), valid.batch(range(10))]
-    for found, wanted in zip(samples["remote"], samples["local"], strict=True):
-        same_samples(found, wanted)
-    assert {path.suffix for path in (tmp_path / "idx").iterdir()} == {".idx", ".lock"}
-    assert not (tmp_path / "home").exists()
+# -- local folders: the indices of datasets, and copies of .idx files ------------------------------
 
 
 @pytest.mark.parametrize("folder", [None, "idx"])
@@ -5292,6 +4941,7 @@ def test_without_path_to_cache_indices_lie_beside_the_idx(one, bucket, some_pair
     first = build(one, [9, 0, 0], config(one, ([prefix], None), **fields))[0]
     names = os.listdir(place / "GPTDataset_indices")
     assert f"{first.unique_description_hash}-GPTDataset-train-manifest.json" in names
+    assert {path.suffix for path in place.iterdir() if path.is_file()} == {".idx", ".lock"}
     with mock.patch.object(one, "build_sample_idx") as build_again:
         build(one, [9, 0, 0], config(one, ([prefix], None), **fields))
     assert not build_again.called
@@ -5308,79 +4958,59 @@ def test_caches_are_local_folders(one, bucket, some_pair):
         one.ObjectStorageConfig(bin_chunk_nbytes=-1)
 
 
-# -- copies of .idx files
+def open_remote(one, place, folder, barrier=None):
+    """Open a pair, together with other processes."""
+    if barrier is not None:
+        barrier.wait(60)
+    return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
 
 
-def copies_of(folder):
-    """The copies of .idx files in a folder."""
-    return sorted(pathlib.Path(folder).glob("*.idx"))
+def downloads_of(web):
+    """How often the .idx of a pair was asked for."""
+    return [(method, name) for method, name, _ in web.server.requests].count(("GET", "pair.idx"))
 
 
 def test_an_index_is_copied_once_for_each_state(one, storage, some_pair, tmp_path):
-    """Two prefixes have two copies, even of equal bytes; a new state has a copy of its own."""
     prefix, docs = some_pair
-    settings = one.ObjectStorageConfig(tmp_path / "idx")
     place = storage.put(prefix)
     for _ in range(2):
-        one.IndexedDataset(place, object_storage_config=settings)
-    (first,) = copies_of(tmp_path / "idx")
+        open_remote(one, place, tmp_path / "idx")
+    first = file_of(tmp_path / "idx", ".idx")
     assert first.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
-    if storage.kind == "http":
-        gets = [name for method, name, _ in storage.server.requests if method == "GET"]
-        assert gets.count("pair.idx") == 1
-        one.IndexedDataset(f"{storage.root}/elsewhere/pair", object_storage_config=settings)
-        assert len(copies_of(tmp_path / "idx")) == 2
     swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
-    changed = storage.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
-    assert changed == place
-    ds = one.IndexedDataset(place, object_storage_config=settings)
+    assert place == storage.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
+    ds = open_remote(one, place, tmp_path / "idx")
     assert lists(ds[:2]) == [docs[1].tolist(), docs[0].tolist()]
 
 
-def open_remote(one, place, folder, barrier=None):
-    """Open a pair, together with others -> its lengths."""
-    if barrier is not None:
-        barrier.wait()
-    settings = one.ObjectStorageConfig(folder)
-    return one.IndexedDataset(place, object_storage_config=settings).sequence_lengths.tolist()
+def test_a_listing_that_fsspec_keeps_is_no_state(one, s3, some_pair):
+    url = f"{s3.put(some_pair[0])}.idx"
+    file_system, path = fsspec.core.url_to_fs(url)
+    file_system.find(s3.root)
+    type(file_system)(skip_instance_cache=True).pipe_file(path, b"of another process")
+    assert one.file_stamp(url)["size"] == 18
 
 
-def open_in_process(place, folder, barrier, results):
-    """What a forked process does."""
-    results.put(open_remote(copy_of_module("python"), place, folder, barrier))
+def test_two_prefixes_have_two_copies(one, bucket, some_pair, monkeypatch):
+    """Even where the storage says the same of both."""
+    urls = [bucket.put_file(f"{some_pair[0]}.idx", name) for name in ("a.idx", "b.idx")]
+    stamp = one.file_stamp(urls[0])
+    monkeypatch.setattr(one.RemoteFile, "stamp", mock.Mock(return_value=stamp))
+    assert one.fetch_index(urls[0], stamp) != one.fetch_index(urls[1], stamp)
 
 
 @linux
-@pytest.mark.parametrize("by", ["threads", "processes"])
-def test_those_that_start_together_share_one_download(one, web, some_pair, tmp_path, by):
-    prefix, docs = some_pair
-    place = web.put(prefix)
-    folder = tmp_path / "idx"
-    if by == "threads":
-        barrier = threading.Barrier(4)
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            calls = [pool.submit(open_remote, one, place, folder, barrier) for _ in range(4)]
-            found = [call.result() for call in calls]
-    else:
-        barrier = FORK.Barrier(4)
-        results = FORK.Queue()
-        arguments = (place, folder, barrier, results)
-        processes = [FORK.Process(target=open_in_process, args=arguments) for _ in range(4)]
-        for process in processes:
-            process.start()
-        found = [results.get(timeout=60) for _ in processes]
-        for process in processes:
-            process.join()
-    assert found == [[len(doc) for doc in docs]] * 4
-    gets = [name for method, name, _ in web.server.requests if method == "GET"]
-    assert gets.count("pair.idx") == 1
-    assert len(copies_of(folder)) == 1
+def test_processes_that_start_together_share_one_download(one, web, some_pair, tmp_path):
+    place = web.put(some_pair[0])
+    barrier = FORK.Barrier(4)
+    job = functools.partial(open_remote, one, place, tmp_path / "idx", barrier)
+    assert in_children(job, job, job, job) == [0] * 4
+    assert len(list((tmp_path / "idx").glob("*.idx"))) == downloads_of(web) == 1
 
 
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path, monkeypatch):
     """No copy stays; the next opening finds the new one."""
     place = bucket.put(some_pair[0])
-    settings = one.ObjectStorageConfig(tmp_path / "idx")
     blocks = one.RemoteFile.blocks
 
     def blocks_then_change(self, size):
@@ -5390,134 +5020,69 @@ def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(one.RemoteFile, "blocks", blocks_then_change)
         with pytest.raises(OSError, match="pair.idx changed"):
-            one.IndexedDataset(place, object_storage_config=settings)
-    assert copies_of(tmp_path / "idx") == []
-    one.IndexedDataset(place, object_storage_config=settings)
+            open_remote(one, place, tmp_path / "idx")
+    assert not list((tmp_path / "idx").glob("*.idx"))
+    open_remote(one, place, tmp_path / "idx")
 
 
-def test_a_copy_in_a_folder_that_cannot_be_written(one, bucket, some_pair, tmp_path, monkeypatch):
-    """A copy that exists needs no lock."""
+def test_a_copy_that_exists_needs_no_lock(one, bucket, some_pair, tmp_path, monkeypatch):
+    """So it may lie in a folder that cannot be written."""
     place = bucket.put(some_pair[0])
-    settings = one.ObjectStorageConfig(tmp_path / "idx")
-    one.IndexedDataset(place, object_storage_config=settings)
+    open_remote(one, place, tmp_path / "idx")
     monkeypatch.setattr(one.fcntl, "flock", None)
-    one.IndexedDataset(place, object_storage_config=settings)
-
-
-# -- pickles, forks, threads, worker processes
+    open_remote(one, place, tmp_path / "idx")
 
 
 def read_remote(ds, k):
-    """What another process does with a dataset."""
+    """What another thread or process does with a dataset."""
     return ds[k]["tokens"].tolist()
 
 
 @linux
 def test_remote_datasets_in_other_threads_and_processes(one, web, some_pair, tmp_path):
     fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
-    fields["object_storage_cache_path"] = str(tmp_path / "idx")
     ds = build(one, [24, 0, 0], config(one, ([web.put(some_pair[0])], None), **fields))[0]
     wanted = [ds[k]["tokens"].tolist() for k in range(24)]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(read_remote, [ds] * 24, range(24))) == wanted
-    with concurrent.futures.ProcessPoolExecutor(2, FORK) as pool:
-        assert list(pool.map(read_remote, [ds] * 24, range(24))) == wanted
+    for pool in (
+        concurrent.futures.ThreadPoolExecutor(4),
+        concurrent.futures.ProcessPoolExecutor(2, FORK),
+    ):
+        with pool:
+            assert list(pool.map(read_remote, [ds] * 24, range(24))) == wanted
     assert read_remote(pickle.loads(pickle.dumps(ds)), 5) == wanted[5]
     loader = one.build_pretraining_data_loader(ds, 0, micro_batch_size=4, num_workers=2)
     found = [row for batch in loader for row in batch["tokens"].tolist()]
     assert found[:24] == wanted
 
 
-@pytest.mark.slow
-def test_a_spawned_process_opens_a_remote_pair(one, s3, some_pair):
-    place = s3.put(some_pair[0])
-    code = (
-        "import sys, pickle, megatron_min as mm\n"
-        "ds = pickle.loads(pickle.dumps(mm.IndexedDataset(sys.argv[1])))\n"
-        "print(ds[1].tolist())"
-    )
-    finished = python(code, place)
-    assert finished.stdout.strip() == str(some_pair[1][1].tolist()), finished.stderr
-
-
-# -- faults
-
-
-def read_with_faults(one, place, docs, settings):
-    """Open and read, often: each result right, or a clear error -> (numbers of both)."""
-    right = 0
-    errors = 0
-    for k in range(15):
-        try:
-            ds = one.IndexedDataset(place, object_storage_config=settings)
-            pieces = [(i, 0, len(docs[i])) for i in range(k, k + 8)]
-            found = ds.get_many(pieces)
-        except OSError as error:
-            assert place in str(error)
-            errors += 1
-            continue
-        assert lists(found) == [docs[i].tolist() for i in range(k, k + 8)]
-        right += 1
-    return right, errors
+# -- faults ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block_bytes", [0, 100])
-@pytest.mark.parametrize("kind", ["web", pytest.param("s3", marks=pytest.mark.slow)])
-def test_a_server_with_faults(
-    one, some_pair, tmp_path, monkeypatch, request, new_file_systems, kind, block_bytes
-):
-    """A fifth of the answers are errors, slow, or cut short: a proxy between us and the server."""
-    storage = request.getfixturevalue(kind)
+def test_a_server_with_faults(one, web, some_pair, tmp_path, block_bytes):
+    """Of each nine answers one is an error, one is cut off, and one lacks a byte."""
     prefix, docs = some_pair
-    place = storage.put(prefix)
-    url = storage.server.url if kind == "web" else os.environ["AWS_ENDPOINT_URL"]
-    host, _, port = url.removeprefix("http://").partition(":")
-    facts = {"target": (host, int(port)), "lock": threading.Lock(), "faults": collections.Counter()}
+    place = web.put(prefix)
+    web.server.faults = itertools.cycle([None, 503, None, None, None, "cut", None, None, "short"])
     settings = one.ObjectStorageConfig(tmp_path / "idx", block_bytes)
-    with serve(FaultyHandler, random=np.random.default_rng(5), **facts) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        forget_file_systems()
-        place = place.replace(url, proxy.url)
-        right, errors = read_with_faults(one, place, docs, settings)
-    assert right > 3 * errors
-    assert proxy.faults["error"] > 2
-    assert proxy.faults["cut"] > 1
+    for k in range(15):
+        ds = one.IndexedDataset(place, object_storage_config=settings)
+        found = ds.get_many([(i, 0, len(docs[i])) for i in range(k, k + 8)])
+        assert lists(found) == [docs[i].tolist() for i in range(k, k + 8)]
 
 
-def test_memory_with_faults(one, bucket, some_pair, tmp_path, monkeypatch):
-    """The same, where the file system itself fails."""
-    prefix, docs = some_pair
-    place = bucket.put(prefix)
-    file_system = fsspec.get_filesystem_class("memory")
-    rng = np.random.default_rng(6)
-    faults = collections.Counter()
-    cat_file = file_system.cat_file
-    info = file_system.info
-
-    def faulty_cat_file(self, path, start=None, end=None):
-        content = cat_file(self, path, start, end)
-        fault = rng.choice(["none", "error", "cut"], p=[0.8, 0.1, 0.1])
-        faults[fault] += 1
-        if fault == "error":
-            raise TimeoutError("slow")
-        return content[: len(content) // 2] if fault == "cut" else content
-
-    def faulty_info(self, path, **options):
-        if rng.random() < 0.2:
-            raise ConnectionResetError("reset")
-        return info(self, path, **options)
-
-    monkeypatch.setattr(file_system, "cat_file", faulty_cat_file)
-    monkeypatch.setattr(file_system, "info", faulty_info)
-    right, errors = read_with_faults(one, place, docs, one.ObjectStorageConfig(tmp_path / "idx"))
-    assert right > 9 * errors
-    assert min(faults.values()) > 2
+@pytest.mark.parametrize("fault", ["cut", "short", 408, 429, 500])
+def test_only_what_failed_is_asked_for_again(one, web, numbers, fault):
+    source = one.RemoteTokens(web.put_file(numbers, "numbers.bin"), np.uint16)
+    web.server.faults = iter([fault])
+    found = ranges_of(web, source.read_many, [(0, 1), (5, 2)])
+    assert len(found) == 3
+    assert set(found) == {"bytes=0-1", "bytes=10-13"}
 
 
-def test_only_what_failed_is_asked_for_again(one, web, numbers, monkeypatch):
-    """With growing pauses, and in the end an error that names the object."""
-    web.put_file(numbers, "numbers.bin")
-    source = one.RemoteTokens(f"{web.root}/numbers.bin", np.uint16)
+def test_pauses_grow_and_end_in_an_error(one, web, numbers, monkeypatch):
+    """It names the object."""
+    source = one.RemoteTokens(web.put_file(numbers, "numbers.bin"), np.uint16)
     pauses = []
     monkeypatch.setattr(one.RemoteFile, "_PAUSES", (1, 2, 3))
     monkeypatch.setattr(one.time, "sleep", pauses.append)
@@ -5526,19 +5091,6 @@ def test_only_what_failed_is_asked_for_again(one, web, numbers, monkeypatch):
         source.read(2, 2)
     assert pauses == [1, 2, 3]
     assert len(web.server.requests) == 4
-    web.server.status = None
-    answers = []
-    cat_file = fsspec.get_filesystem_class("http")._cat_file
-
-    async def first_is_short(self, url, start=None, end=None):
-        is_first = len(answers) == 0
-        answers.append((start, end))
-        content = await cat_file(self, url, start, end)
-        return content[1:] if is_first else content
-
-    monkeypatch.setattr(fsspec.get_filesystem_class("http"), "_cat_file", first_is_short)
-    assert lists(source.read_many([(0, 1), (5, 2)])) == [[100], [105, 106]]
-    assert answers == [(0, 2), (10, 14), (0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -5548,14 +5100,11 @@ def test_only_what_failed_is_asked_for_again(one, web, numbers, monkeypatch):
         (401, PermissionError),
         (403, PermissionError),
         (400, OSError),
-        (416, OSError),
+        ("whole", OSError),  # a server without ranges would send the whole object for each
     ],
 )
-def test_permanent_errors_are_raised_at_once(one, web, numbers, monkeypatch, status, error):
-    web.put_file(numbers, "numbers.bin")
-    source = one.RemoteTokens(f"{web.root}/numbers.bin", np.uint16)
-    monkeypatch.setattr(one.RemoteFile, "_PAUSES", (1, 1))
-    monkeypatch.setattr(one.time, "sleep", None)
+def test_permanent_errors_are_raised_at_once(one, web, numbers, status, error):
+    source = one.RemoteTokens(web.put_file(numbers, "numbers.bin"), np.uint16)
     web.server.status = status
     with pytest.raises(error, match=r"numbers\.bin"):
         source.read(2, 2)
@@ -5564,68 +5113,30 @@ def test_permanent_errors_are_raised_at_once(one, web, numbers, monkeypatch, sta
         one.IndexedDataset(f"{web.root}/pair")
 
 
-def test_a_server_without_ranges(one, web, numbers, monkeypatch):
-    """It would send the whole object for each range: refused at the first answer."""
-    web.put_file(numbers, "numbers.bin")
-    web.server.ignores_ranges = True
-    monkeypatch.setattr(one.time, "sleep", None)
-    source = one.RemoteTokens(f"{web.root}/numbers.bin", np.uint16)
-    with pytest.raises(OSError, match=r"numbers\.bin.* range"):
-        source.read(2, 2)
-    assert len(web.server.requests) == 1
-
-
-@pytest.mark.parametrize(
-    "name", ["s3://no-such-bucket/pair", "s3://{bucket}/missing", "s3://{bucket}"]
-)
+@pytest.mark.parametrize("name", ["s3://no-such-bucket/pair", "{root}/missing"])
 def test_what_is_missing_on_s3(one, s3, monkeypatch, name):
     monkeypatch.setattr(one.time, "sleep", None)
-    place = name.format(bucket=s3.root.removeprefix("s3://"))
+    place = name.format(root=s3.root)
     with pytest.raises(FileNotFoundError, match=re.escape(place)):
         one.IndexedDataset(place)
     assert not one.IndexedDataset.exists(place)
-
-
-class Status(Exception):
-    """As of the libraries for HTTP."""
-
-    def __init__(self, status):
-        self.status = status
 
 
 class NoCredentialsError(Exception):
     """As of botocore."""
 
 
-@pytest.mark.parametrize(
-    "error, is_permanent",
-    [
-        (Status(404), True),
-        (Status(403), True),
-        (Status(408), False),
-        (Status(429), False),
-        (Status(500), False),
-        (Status(503), False),
-        (NoCredentialsError(), True),
-        (TimeoutError(), False),
-        (ConnectionResetError(), False),
-        (EOFError(), False),
-        (OSError(errno.EBUSY, "slow down"), False),
-        (OSError(errno.EIO, "internal"), False),
-        (OSError(errno.EINVAL, "no such range"), True),
-        (OSError(errno.EPERM, "no such method"), True),
-        (FileNotFoundError(), True),
-        (PermissionError(), True),
-        (ImportError(), True),
-        (ValueError(), True),
-    ],
-    ids=str,
-)
-def test_which_errors_are_permanent(one, error, is_permanent):
-    assert one._is_permanent(error) == is_permanent
+PERMANENT = [NoCredentialsError(), FileNotFoundError(), PermissionError(), ValueError()]
+PERMANENT.append(OSError(errno.EINVAL, "no such range"))
+PASSING = [TimeoutError(), ConnectionResetError(), EOFError(), OSError(errno.EBUSY, "slow down")]
 
 
-def test_a_missing_package_for_a_storage_is_named(one, monkeypatch, new_file_systems):
+@pytest.mark.parametrize("error", PERMANENT + PASSING, ids=repr)
+def test_which_errors_are_permanent(one, error):
+    assert one._is_permanent(error) == (error in PERMANENT)
+
+
+def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     forget_s3fs(monkeypatch)
     with pytest.raises(ImportError, match=r"s3://bucket/pair.idx needs .*\[storage\]"):
@@ -5636,16 +5147,13 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch, new_file_sys
         one.IndexedDataset("nonsense://bucket/pair")
 
 
-# -- credentials
+# -- credentials -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "text, wanted",
     [
-        ("s3://bucket/corpus", "s3://bucket/corpus"),
         ("data/a@b?c", "data/a@b?c"),
-        ("https://host/a@b", "https://host/a@b"),
-        ("https://me@host/a", "https://host/a"),
         ("https://me:pass@word@host/a", "https://host/a"),
         ("of https://me:pw@a/x?y=1 and 'http://you:pw@b/z?w=2'", "of https://a/x and 'http://b/z'"),
         (pathlib.Path("a/b"), "a/b"),
@@ -5655,31 +5163,24 @@ def test_credentials_are_left_out(one, text, wanted):
     assert one.hide_credentials(text) == wanted
 
 
-@pytest.mark.parametrize(
-    "fault", ["missing", "forbidden", "unavailable", "torn", "outside", "refused"]
-)
-@pytest.mark.parametrize("secret", ["user", "query"])
-def test_no_message_shows_a_credential(one, web, some_pair, secret, fault, capsys):
+@pytest.mark.parametrize("fault", ["missing", "torn", "outside", "refused", 403, 503])
+@pytest.mark.parametrize("url", ["{root}/pair", "{web}/x?X-Amz-Signature=s3cret&to=/pair"])
+def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     """Not even those of the errors that led to an error, as Python prints them."""
     web.put(some_pair[0])
-    place = web.root.replace("://", f"://me:{SECRET}@")
-    url = f"{place}/pair"
-    if secret == "query":
-        url = f"{web.root}/x?X-Amz-Signature={SECRET}&to=/pair"
+    url = url.format(root=web.root.replace("://", f"://me:{SECRET}@"), web=web.root)
     if fault == "missing":
         url += "2"
     if fault == "torn":
-        os.truncate(web.folder / "pair.bin", 10)
-    web.server.status = {"forbidden": 403, "unavailable": 503}.get(fault)
+        os.truncate(web.server.folder / "pair.bin", 10)
     if fault == "refused":
-        url = url.replace(web.server.url.rpartition(":")[2], "9")
+        url = url.replace(str(web.server.server_port), "9")
+    if isinstance(fault, int):
+        web.server.status = fault
     with pytest.raises((OSError, ValueError, IndexError)) as caught:
-        ds = one.IndexedDataset(url)
-        if fault == "outside":
-            ds[100]
+        one.IndexedDataset(url)[100]
     text = "".join(traceback.format_exception(caught.value))
     assert SECRET not in "".join(line for line in text.splitlines() if "Error" in line)
-    assert SECRET not in str(caught.value)
     assert caught.value.__cause__ is None
     assert "127.0.0.1" in str(caught.value)
     code, out, err = command(one, capsys, "verify", url)
@@ -5687,55 +5188,54 @@ def test_no_message_shows_a_credential(one, web, some_pair, secret, fault, capsy
     assert code == (0 if fault == "outside" else 1)
 
 
-# -- writing
+# -- writing ---------------------------------------------------------------------------------------
 
 
-def test_a_pair_is_written_to_object_storage(one, writable, some_pair, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["bucket", "s3"])
+def test_a_pair_is_written_to_object_storage(one, some_pair, tmp_path, monkeypatch, request, kind):
     """Equal to the local one; nothing stays in the folder of temporary files."""
+    storage = request.getfixturevalue(kind)
     prefix, docs = some_pair
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    place = f"{writable.root}/pair"
+    place = f"{storage.root}/pair"
     with one.IndexedDatasetBuilder(f"{place}.bin", np.uint16) as builder:
         for doc in docs:
             builder.add_document(doc, [len(doc)])
-        assert writable.files() == {}
-    local = files_of(os.path.dirname(prefix))
-    assert writable.files() == local
-    one.merge([place, place], f"{writable.root}/twice")
+        assert storage.files() == {}
+    one.merge([place, place], f"{storage.root}/twice")
     one.merge([prefix, prefix], tmp_path / "local" / "twice")
-    assert writable.files() == files_of(tmp_path / "local")
+    assert storage.files() == files_of(tmp_path / "local")
     with pytest.raises(ZeroDivisionError), one.IndexedDatasetBuilder(f"{place}.bin") as builder:
         builder.add_item([1])
         raise ZeroDivisionError
     with pytest.raises(ValueError, match="both input and output"):
         one.merge([place], place)
-    assert writable.files() == files_of(tmp_path / "local")
+    assert storage.files() == files_of(tmp_path / "local")
     assert os.listdir(temporary) == []
 
 
-@pytest.mark.parametrize("before", [None, b"old"])
-def test_an_upload_that_fails(one, writable, tmp_path, monkeypatch, before):
+@pytest.mark.parametrize("before", [{}, {"object": b"old"}])
+def test_an_upload_that_fails(one, bucket, tmp_path, monkeypatch, before):
     """The old object stays, or none is there; the local file goes."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    place = f"{writable.root}/object"
-    if before is not None:
+    place = f"{bucket.root}/object"
+    for content in before.values():
         with one.NewFile(place) as file:
-            file.write(before)
-    file_system, _ = fsspec.core.url_to_fs(place)
+            file.write(content)
     put = mock.Mock(side_effect=ConnectionResetError(f"of https://me:{SECRET}@host/"))
-    with mock.patch.object(file_system, "put_file", put):
-        with pytest.raises(OSError, match="object: ConnectionResetError") as caught:
-            with one.NewFile(place) as file:
-                file.write(b"new")
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "put_file", put)
+    with pytest.raises(OSError, match="object: ConnectionResetError") as caught:
+        with one.NewFile(place) as file:
+            file.write(b"new")
     assert SECRET not in str(caught.value)
     assert put.call_count == 5
-    assert writable.files() == ({} if before is None else {"object": before})
+    assert bucket.files() == before
     assert list(tmp_path.glob("*.tmp")) == []
 
 
-def test_an_old_index_never_stands_beside_new_tokens(one, bucket, some_pair, monkeypatch):
+def test_an_old_remote_index_never_stands_beside_new_tokens(one, bucket, some_pair, monkeypatch):
     place = bucket.put(some_pair[0])
     put = one.RemoteFile._put
     names = []
@@ -5751,38 +5251,23 @@ def test_an_old_index_never_stands_beside_new_tokens(one, bucket, some_pair, mon
     assert one.IndexedDataset(place)[0].tolist() == [1, 2]
 
 
-def test_commands_on_object_storage(one, writable, tmp_path, capsys, monkeypatch):
+def test_commands_on_object_storage(one, bucket, tmp_path, capsys):
     """preprocess, merge, inspect, verify and build take such prefixes."""
-    text = tmp_path / "text.jsonl"
-    text.write_text('{"text": "aaaa"}\n{"text": "bbb"}\n' * 40)
-    root = writable.root
-    place = f"{root}/corpus_text_document"
-    local = tmp_path / "local"
-    local.mkdir()
+    text = jsonl(tmp_path / "text.jsonl", ["aaaa", "bbb"] * 40)
+    place = f"{bucket.root}/corpus_text_document"
     numbers = "80 sequences, 80 documents, 280 tokens of uint16"
-    config = ["--random-seed", "1", "--sequence-length", "8", "--split", "1"]
-    cache = ["--path-to-cache", tmp_path / "cache"]
+    samples = "--sizes 9 0 0 --random-seed 1 --sequence-length 8 --split 1".split()
     rows = [
-        (
-            ["preprocess", "--input", text, "--output-prefix", f"{root}/corpus", "--no-verbose"],
-            numbers,
-        ),
-        (["inspect", place], "sequence 0: [97, 97, 97, 97]"),
-        (["verify", place], f"whole: {place}: {numbers}"),
-        (["merge", "--input", place, place, "--output-prefix", f"{root}/twice"], "160 sequences"),
-        (["build", "--blend", place, "--sizes", "9", "0", "0", *config, *cache], "samples of 8"),
-        (["build", "--blend", place, "--sizes", "9", "0", "0", *config], "samples of 8"),
+        (["preprocess", "--input", text, "--output-prefix", f"{bucket.root}/corpus"], 0, numbers),
+        (["inspect", place], 0, "sequence 0: [97, 97, 97, 97]"),
+        (["verify", place], 0, f"whole: {place}: {numbers}"),
+        (["merge", "--input", place, "--output-prefix", f"{bucket.root}/all"], 0, "80 sequences"),
+        (["build", "--blend", place, *samples], 0, "samples of 8"),
+        (["verify", f"{bucket.root}/nothing"], 1, "nothing"),
     ]
-    for arguments, wanted in rows:
+    for arguments, wanted, words in rows:
         code, out, err = command(one, capsys, *arguments)
-        assert (code, wanted in out) == (0, True), (arguments, out, err)
-    assert preprocess_command(one, capsys, text, local / "corpus")[0] == 0
-    found = writable.files()
-    for name, content in files_of(local).items():
-        assert found[name] == content
-    code, _, err = command(one, capsys, "verify", f"{root}/nothing")
-    assert code == 1
-    assert one_sentence(err)
+        assert (code, words in out + err) == (wanted, True), (arguments, out, err)
 
 
 # -- what else servers and URLs are like
@@ -5880,23 +5365,34 @@ class Reversed:
         return super().__getitems__(indices[::-1])
 
 
-class Shorter:
-    """A subclass with fewer samples than its arrays."""
+class Unstacked:
+    """A subclass that cannot make batches."""
 
-    def __len__(self):
-        return 14
+    def batch(self, indices):
+        raise NotImplementedError
 
 
-# {kind: (its methods, do threads make its batches, where C does?)}
-KINDS_OF_DATASET = {
+class Shifted:
+    """A reader with tokens of its own."""
+
+    def get(self, *arguments):
+        return super().get(*arguments) + 1
+
+
+KINDS_OF_DATASET = {  # {kind: (its methods, do threads make its batches, where C does?)}
     "plain": (Plain, True),
     "blend": (Plain, True),
-    "shorter": (Shorter, True),
     "not mapped": (Plain, False),
+    "blend, not mapped": (Plain, False),
+    "blend, of another config": (Plain, False),
     "numbers": (None, False),
     "marked": (Marked, False),
-    "marked blend": (Marked, False),
+    "blend, marked": (Marked, False),
     "reversed": (Reversed, False),
+    "blend, reversed": (Reversed, False),
+    "unstacked": (Unstacked, False),
+    "blend, unstacked": (Unstacked, False),
+    "own reader": (Plain, False),
 }
 
 
@@ -5909,13 +5405,17 @@ def dataset_of(mm, folder, kind):
         docs = [np.arange(n) + ord(name) for n in range(1, 20)]
         prefixes.append(mk(mm, folder / name, docs, np.uint16))
     methods, _ = KINDS_OF_DATASET[kind]
-    if kind.endswith("blend"):
-        blend = build(mm, [22, 0, 0], config(mm, (prefixes, [1, 2])))[0]
+    fields = {"mmap_bin_files": not kind.endswith("not mapped")}
+    if kind.startswith("blend"):
+        blend = build(mm, [22, 0, 0], config(mm, (prefixes, [1, 2]), **fields))[0]
+        cfg = copy.copy(blend.config) if kind.endswith("config") else blend.config
         cls = type("Blend", (methods, mm.BlendedDataset), {})
-        return cls(blend.datasets, blend.weights, blend.size, blend.config)
+        return cls(blend.datasets, blend.weights, blend.size, cfg)
     cls = type("Whole", (methods, mm.GPTDataset), {})
-    cfg = config(mm, (prefixes[:1], None), mmap_bin_files=kind != "not mapped")
-    return build(mm, [22, 0, 0], cfg, cls)[0]
+    dataset = build(mm, [22, 0, 0], config(mm, (prefixes[:1], None), **fields), cls)[0]
+    if kind == "own reader":
+        dataset.dataset = type("Reader", (Shifted, mm.IndexedDataset), {})(prefixes[0])
+    return dataset
 
 
 def loader_of(mm, dataset, consumed=0, **fields):
@@ -5947,42 +5447,13 @@ def test_batches_are_samples_stacked(mm, tmp_path, kind):
         wanted.append(torch.utils.data.default_collate(samples))
     assert len(wanted) == math.ceil(len(dataset) / 4)
     assert ("mark" in wanted[0]) == (methods is Marked)
-    for num_workers in (0, 2):
+    for num_workers in (0, 1):
         loader = loader_of(mm, dataset, num_workers=num_workers, drop_last=False)
         same_batches(loader, wanted, num_workers)
         assert loader.state_dict()["consumed_samples"] == len(dataset)
         assert loader.makes_batches == by_threads
         assert loader.num_threads == (num_workers if by_threads else 0)
         assert loader.num_workers == (0 if by_threads else num_workers)
-
-
-def test_loaders_of_each_kind(one):
-    """The padding of a last batch is sample None of the dataset."""
-    fields = {"data_parallel_rank": 1, "data_parallel_size": 2}
-    loader = one.build_pretraining_data_loader(Numbers(10), 4, micro_batch_size=2, **fields)
-    assert isinstance(loader, torch.utils.data.DataLoader)
-    assert len(loader) == 1
-    assert [batch["k"].tolist() for batch in loader] == [[6, 7]]
-    assert loader.state_dict()["consumed_samples"] == 8
-    for total, micro, ranks, fields, wanted in [
-        (9, 2, 3, {"drop_last": False}, [[[0, 1], [6, -1]], [[2, 3], [7, -1]], [[4, 5], [8, -1]]]),
-        (9, 2, 3, {}, [[[0, 1]], [[2, 3]], [[4, 5]]]),
-        (3, 9, 2, {"full_validation": True}, [[[0], [2]], [[1], [-1]]]),
-    ]:
-        of_ranks = loaders(one, Numbers(total), micro, ranks, **fields)
-        assert [[batch["k"].tolist() for batch in loader] for loader in of_ranks] == wanted
-        consumed = {loader.state_dict()["consumed_samples"] for loader in of_ranks}
-        assert consumed == {total if fields else 6}
-    for sharding in (False, True):
-        fields = {"dataloader_type": "cyclic", "data_sharding": sharding, "seed": 3}
-        loader = loaders(one, Numbers(40), 2, 2, **fields)[1]
-        sampler = one.MegatronPretrainingRandomSampler(None, 40, 0, 2, 1, 2, sharding, 3)
-        assert [batch["k"].tolist() for batch in loader] == list(sampler)
-    data = [1, 2]
-    assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
-    assert loader_of(one, data, dataloader_type="external") is data
-    with pytest.raises(ValueError, match="single, cyclic or external, got 'odd'"):
-        loader_of(one, data, dataloader_type="odd")
 
 
 def first_keys(samples):
@@ -5994,46 +5465,64 @@ def test_arguments_of_dataloader_are_for_dataloader(mm, tmp_path):
     dataset = dataset_of(mm, tmp_path, "plain")
     sampler = mm.MegatronPretrainingSampler(8, 0, 4, 0, 1)
     loader = mm.PretrainingDataLoader(dataset, sampler, collate_fn=first_keys)
+    assert isinstance(loader, torch.utils.data.DataLoader)
     assert list(loader) == [["labels"] * 4] * 2
     loader = mm.PretrainingDataLoader(dataset, sampler, num_workers=1, prefetch_factor=3)
     assert loader.num_workers == 1
-    assert [len(batch["tokens"]) for batch in loader] == [4, 4]
 
 
-class TooMany:
-    """A reader of the user's own, which gives a token more than was asked for."""
-
-    def get(self, *arguments):
-        return np.append(super().get(*arguments), 7)
-
-
-def test_what_a_reader_of_the_users_own_gives_is_checked(mm, tmp_path):
-    dataset = dataset_of(mm, tmp_path, "plain")
-    dataset.dataset = type("Reader", (TooMany, mm.IndexedDataset), {})(tmp_path / "a")
-    with pytest.raises(ValueError, match="wanted 9 tokens.* got 1[0-9]"):
-        list(loader_of(mm, dataset))
+def test_types_of_loaders(one):
+    data = [1, 2]
+    assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
+    assert loader_of(one, data, dataloader_type="external") is data
+    with pytest.raises(ValueError, match="single, cyclic or external, got 'odd'"):
+        loader_of(one, data, dataloader_type="odd")
 
 
 # -- ahead of the training loop --------------------------------------------------------------------
 
 
+def wait_until_threads_end(count):
+    """Nobody waits for the threads of a loader, so they end a little later."""
+    end = time.monotonic() + 20
+    while threading.active_count() > count and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() <= count, "a thread is left"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["plain", "numbers"])
 @pytest.mark.parametrize("order", ["single", "cyclic"])
-def test_the_state_does_not_run_ahead(mm, tmp_path, kind, order):
-    """It counts what was delivered; a resume makes again what was made ahead and not used."""
+def test_a_loop_that_is_left_can_go_on(mm, tmp_path, num_workers, kind, order):
+    """The state counts what was delivered: what was made ahead and not used is made again."""
     dataset = dataset_of(mm, tmp_path, kind)
     fields = {"dataloader_type": order, "seed": 2}
-    wanted = list(loader_of(mm, dataset, **fields))
-    loader = loader_of(mm, dataset, num_workers=2, **fields)
-    found = []
+    whole = list(loader_of(mm, dataset, **fields))
+    before = threading.active_count()
+    loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
     iterator = iter(loader)
-    for step in range(3):
-        found.append(next(iterator))
-        assert loader.state_dict()["consumed_samples"] == 4 * (step + 1)
+    found = [next(iterator), next(iterator)]
+    del iterator
     state = loader.state_dict()
-    for other in (loader_of(mm, dataset, **fields), loader):  # the sampler of this one ran ahead
+    assert state["consumed_samples"] == 8
+    # without a state each pass in order starts at 0; a shuffled one goes on after the last batch
+    same_batches(loader, whole[2:] if order == "cyclic" else whole)
+    assert len(list(loader)) == len(whole)
+    passes = 2 if order == "cyclic" else 1  # shuffled ones are counted over all epochs
+    assert loader.state_dict()["consumed_samples"] == 4 * len(whole) * passes
+    for other in (loader_of(mm, dataset, **fields), loader):
         other.load_state_dict(state)
-        same_batches(found + list(other), wanted)
+        same_batches(found + list(other), whole)
+    # an iterator that runs does not ignore a state that is loaded: it ends with an error
+    running = iter(loader)
+    next(running)
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"iter\(loader\)"):
+        next(running)
+    assert loader.state_dict() == state
+    same_batches(found + list(loader), whole)
+    del loader, other, running
+    wait_until_threads_end(before)
 
 
 @pytest.mark.parametrize("kind, num_workers", [("plain", 0), ("plain", 2), ("not mapped", 0)])
@@ -6048,36 +5537,6 @@ def test_an_error_ahead_reaches_the_loop(mm, tmp_path, kind, num_workers):
     with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}"):
         next(iterator)
     assert loader.state_dict()["consumed_samples"] == len(dataset) // 4 * 4
-
-
-def wait_until_threads_end(count):
-    """Nobody waits for the threads of a loader, so they end a little later."""
-    end = time.monotonic() + 20
-    while threading.active_count() > count and time.monotonic() < end:
-        time.sleep(0.01)
-    assert threading.active_count() <= count, "a thread is left"
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("order", ["single", "cyclic"])
-def test_a_loop_can_be_left_and_begun_again(mm, tmp_path, num_workers, order):
-    """In order each pass starts at 0; shuffled passes go on after the last used batch."""
-    dataset = dataset_of(mm, tmp_path, "plain")
-    before = threading.active_count()
-    fields = {"dataloader_type": order, "seed": 1}
-    whole = list(loader_of(mm, dataset, **fields))
-    loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
-    iterator = iter(loader)
-    next(iterator)
-    next(iterator)
-    del iterator
-    assert loader.state_dict()["consumed_samples"] == 8
-    same_batches(loader, whole[2:] if order == "cyclic" else whole)
-    assert len(list(loader)) == len(whole)
-    passes = 2 if order == "cyclic" else 1  # shuffled ones are counted over all epochs
-    assert loader.state_dict()["consumed_samples"] == 4 * len(whole) * passes
-    del loader
-    wait_until_threads_end(before)
 
 
 def noted(items, begun):
@@ -6097,17 +5556,16 @@ def test_map_ahead(one, limit):
     before = threading.active_count()
     begun = []
     found = []
-    results = one.map_ahead(
-        concurrent.futures.ThreadPoolExecutor(2), limit, divide, noted(range(9), begun)
-    )
+    pool = concurrent.futures.ThreadPoolExecutor(2)
+    results = one.map_ahead(pool, limit, divide, noted(range(9), begun))
     for _ in range(7):
         found.append(next(results))
         assert len(begun) <= len(found) + limit
     with pytest.raises(ZeroDivisionError):
         next(results)
     assert found == [divide(number) for number in range(7)]
+    del pool, results
     wait_until_threads_end(before)
-    assert list(one.map_ahead(concurrent.futures.ThreadPoolExecutor(1), 2, str, [])) == []
 
 
 @pytest.mark.slow
@@ -6124,33 +5582,13 @@ def test_loaders_in_cycles_are_collected(tmp_path):
         dataset = builder.build()[0]
         for _ in range(300):
             loader = mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=2, num_workers=2)
-            iterator = iter(loader)
-            next(iterator)
-            cycle = [iterator]
+            cycle = [iter(loader)]
+            next(cycle[0])
             cycle.append(cycle)
-            del iterator, cycle
+            del cycle
         print("done")"""
     ran = python(code, tmp_path)
     assert ran.stdout == "done\n", ran.stderr
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_ORDER)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_that_is_loaded_while_an_iterator_runs(mm, tmp_path, kind, num_workers):
-    """It is never ignored: the iterator ends with an error, and the next one is at its place."""
-    data = gpt(mm, mk(mm, tmp_path / "p", [range(1, 9)] * 40), 32)
-    fields = fields_of(kind) | {"micro_batch_size": 4, "num_workers": num_workers}
-    loader = mm.build_pretraining_data_loader(data, 0, **fields)
-    wanted = [batch["tokens"].tolist() for batch in loader]
-    loader = mm.build_pretraining_data_loader(data, 0, **fields)
-    state = loader.state_dict()
-    running = iter(loader)
-    next(running)
-    loader.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"iter\(loader\)"):
-        next(running)
-    assert loader.state_dict() == state
-    assert [batch["tokens"].tolist() for batch in loader] == wanted
 
 
 def test_an_error_of_the_items_comes_after_the_results_before_it(one):
@@ -6193,13 +5631,10 @@ SHARED_ERRORS = [
     (KeyError("text"), KeyError, "text"),
     (StopIteration(), StopIteration, ""),
     (FileNotFoundError(2, "No such file", "a.bin"), FileNotFoundError, "[Errno 2] No such file"),
-    (RuntimeError("rank mismatch"), RuntimeError, "rank mismatch"),
     (ZeroDivisionError("by zero"), RuntimeError, "ZeroDivisionError: by zero"),
-    (AssertionError(), RuntimeError, "AssertionError: "),
     (UnicodeDecodeError("ascii", b"\xff", 0, 1, "no"), RuntimeError, "UnicodeDecodeError: "),
     (ValueError("\U0001f600" * 2000), ValueError, "\U0001f600" * 500),
-    (ValueError("\udcff in a name"), ValueError, "\udcff in a name"),
-    (ValueError('"quotes"\n\0'), ValueError, '"quotes"\n\0'),
+    (ValueError('\udcff "quotes"\n\0'), ValueError, '\udcff "quotes"\n\0'),
     (type("ValueError", (Exception,), {})("own"), RuntimeError, "ValueError: own"),
 ]
 
@@ -6225,7 +5660,6 @@ def the_lowest_of_several_failed_ranks_is_heard(job):
     first = ValueError(f"failed on {job.rank}") if job.rank > 0 else None
     with pytest.raises(ValueError, match="^rank 1: failed on 1$") as caught:
         job.mm.on_every_rank(Failing(first))
-    assert caught.value.__cause__ is first
     with pytest.raises(ValueError, match="^rank 1: failed on 1$"):
         job.mm.on_every_rank(Failing(caught.value))
 
@@ -6255,34 +5689,6 @@ def consumed_samples_are_compared(job):
     job.mm.check_data_consistency(job.rank // 2, pairs)
 
 
-ERROR_SCENARIOS = [
-    an_error_on_one_rank_is_raised_on_all,
-    the_lowest_of_several_failed_ranks_is_heard,
-    steps_that_work_return_their_own_value,
-    an_error_stays_in_its_group,
-    consumed_samples_are_compared,
-]
-TWO_AND_FOUR = [2, pytest.param(4, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("world", TWO_AND_FOUR)
-@pytest.mark.parametrize("scenario", ERROR_SCENARIOS)
-def test_errors_on_ranks(one, run_on_ranks, world, scenario):
-    run_on_ranks(one, world, scenario)
-
-
-@pytest.mark.parametrize("in_a_job", [False, True])
-def test_without_other_ranks_an_error_is_passed_on_as_it_is(one, in_a_job, request):
-    if in_a_job:
-        request.getfixturevalue("group")
-    error = ZeroDivisionError("by zero")
-    with pytest.raises(ZeroDivisionError) as caught:
-        one.on_every_rank(Failing(error))
-    assert caught.value is error
-    assert one.on_every_rank(Failing(value=5)) == 5
-    one.check_data_consistency(5)
-
-
 # -- the builder on ranks --------------------------------------------------------------------------
 
 
@@ -6305,35 +5711,22 @@ def built_tokens(job, cache, is_built_on_rank=yes, cls=None, prefixes=("a", "b")
     return tokens
 
 
-def no():
-    return False
-
-
 def caches_are_shared_or_of_ones_own(job):
     """Upstream: only global rank 0 builds, so a cache a node fails."""
-    shared = built_tokens(job, "shared")
+    counted = mock.patch.object(job.mm, "build_sample_idx", wraps=job.mm.build_sample_idx)
+    with counted as calls:
+        shared = built_tokens(job, "shared")
+    assert calls.call_count == (4 if job.rank == 0 else 0), "two corpora in two splits"
     train, valid, test = shared
     assert len(train) == 60
     assert len(valid) == 7, "ceil(6 / 4) + ceil(6 * 3 / 4)"
     assert not test
     assert built_tokens(job, "shared") == shared, "again"
     assert built_tokens(job, f"own {job.rank}") == shared
-    torch.distributed.barrier()
-    files = [files_of(job.folder / f"{job.mm.IMPLEMENTATION} own {rank}") for rank in (0, 1)]
-    assert files[0]
-    assert set(files[0]) == set(files[1])
     for wanting in range(job.world):
-        wanted = job.rank == wanting
-        found = built_tokens(job, f"by {wanting}", yes if wanted else no)
-        assert found == (shared if wanted else [None, None, None])
-
-
-def rank_0_builds_and_the_others_load(job):
-    """Two corpora in two splits."""
-    built = mock.patch.object(job.mm, "build_sample_idx", wraps=job.mm.build_sample_idx)
-    with built as calls:
-        built_tokens(job, "first")
-    assert calls.call_count == (4 if job.rank == 0 else 0)
+        is_wanted = job.rank == wanting
+        found = built_tokens(job, f"by {wanting}", Failing(value=is_wanted))
+        assert found == (shared if is_wanted else [None, None, None])
 
 
 class CannotBeOpened:
@@ -6359,22 +5752,39 @@ def a_failed_build_is_raised_on_all(job):
         assert built_tokens(job, "shared")[0]
 
 
-BUILDER_SCENARIOS = [
-    caches_are_shared_or_of_ones_own,
-    rank_0_builds_and_the_others_load,
-    a_failed_build_is_raised_on_all,
-]
+@two_or_four_ranks
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        an_error_on_one_rank_is_raised_on_all,
+        the_lowest_of_several_failed_ranks_is_heard,
+        steps_that_work_return_their_own_value,
+        an_error_stays_in_its_group,
+        consumed_samples_are_compared,
+        caches_are_shared_or_of_ones_own,
+        a_failed_build_is_raised_on_all,
+    ],
+)
+def test_errors_on_ranks(one, run_on_ranks, scenario, world):
+    run_on_ranks(one, world, scenario)
 
 
-@pytest.mark.parametrize("world", TWO_AND_FOUR)
-@pytest.mark.parametrize("scenario", BUILDER_SCENARIOS)
-def test_builder_on_ranks(mm, run_on_ranks, world, scenario):
-    run_on_ranks(mm, world, scenario)
+@pytest.mark.parametrize("in_a_job", [False, True])
+def test_without_other_ranks_an_error_is_passed_on_as_it_is(one, in_a_job, request):
+    if in_a_job:
+        request.getfixturevalue("group")
+    error = ZeroDivisionError("by zero")
+    with pytest.raises(ZeroDivisionError) as caught:
+        one.on_every_rank(Failing(error))
+    assert caught.value is error
+    assert one.on_every_rank(Failing(value=5)) == 5
+    one.check_data_consistency(5)
 
 
 # ==============================================================================
 # 16. The C kernels
 # ==============================================================================
+# What the kernels compute is tested in sections 4 to 6, too; here is what needs their arguments.
 
 
 @pytest.fixture(scope="session")
@@ -6419,237 +5829,99 @@ def test_without_a_build(monkeypatch, tmp_path, setting, error, wanted):
     assert [str(warning.message).rpartition(" ")[2] for warning in caught] == wanted
 
 
-# -- calls of the kernels, and what plain loops make of them ---------------------------------------
-#
-# A call is the arguments of a function of _megatron_min, by name and in order.  Those of the two
-# blends are also the arguments of the public functions of their names.
-
-BLENDS = ["build_blending_indices", "build_exhaustive_blending_indices"]
-REFUSALS = TypeError, ValueError, IndexError, OverflowError
-
-
-def call_c(c, name, call):
-    """Call a function of C, which takes no keywords; read_samples wants its arguments in groups."""
-    kernel = getattr(c._megatron_min, name)
-    values = list(call.values())
-    if name == "read_samples":
-        outputs = tuple(values[:7])
-        groups = tuple(values[9:12]), tuple(values[12:15]), tuple(values[15:])
-        return kernel(outputs, *values[7:9], *groups)
-    return kernel(*values)
+def test_large_indices_in_python_are_said_once(mm, tmp_path, monkeypatch, recwarn):
+    """What is large is made small here: a million entries take seconds."""
+    prefixes = [mk(mm, tmp_path / name, [[1] * 20] * 30) for name in "ab"]
+    monkeypatch.setattr(mm, "_has_warned_of_python", False)
+    for size, limit, count in ((10, 10**6, 0), (200, 59, 1), (300, 59, 1)):
+        monkeypatch.setattr(mm, "_MANY_ENTRIES", limit)
+        build(mm, [size, 0, 0], config(mm, (prefixes, [1, 1])))
+        said = [str(warning.message) for warning in recwarn]
+        assert len(said) == (count if mm.IMPLEMENTATION == "python" else 0), said
+        assert all("in Python" in sentence for sentence in said)
 
 
-def copied(values):
-    """A copy of the arguments of a call, for another call."""
-    return pickle.loads(pickle.dumps(values))
+# -- C gives what the definitions give -------------------------------------------------------------
 
 
-def int32(*values):
-    return np.array(values, np.int32)
+def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
+    """However many cores: as many parts, side by side; empty documents on every edge."""
+    monkeypatch.setattr(c, "_DOCUMENTS_OF_A_THREAD", 1)
+    monkeypatch.setattr(c.build_sample_idx, "__wrapped__", None)  # C alone has to do it
+    for rng in cases(100):
+        scale = int(rng.choice([1, 1, 700, 5000]))  # C has loops of its own for long and short ones
+        sizes = rng.integers(0, rng.choice([2, 5, 40]), 20) * scale
+        if rng.integers(2):  # else documents end where samples do
+            sizes = np.where(sizes > 0, sizes + rng.integers(0, scale, 20), 0)
+        sizes = sizes.astype(np.int32)
+        documents = np.repeat(rng.integers(0, 20, rng.integers(1, 60)), rng.integers(1, 3))
+        tokens = int(sizes[documents].sum())
+        if rng.random() < 0.2:  # documents behind the last row
+            tokens = int(rng.integers(0, tokens + 1))
+        arguments = [sizes, documents.astype(np.int32), int(rng.integers(1, 12)) * scale, 1, tokens]
+        arguments += (rng.random(rng.integers(3)) < 0.5).tolist()
+        cores = rng.choice([None, *range(1, 9)])
+        monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=cores))
+        same(c.build_sample_idx(*arguments), one.build_sample_idx(*arguments), arguments)
 
 
-def toy_call(name):
-    """A good call for the toy corpus in three samples of 4 tokens, or for a blend of two."""
-    if name == "shuffle":
-        key = np.random.RandomState(0).get_state()[1].copy()
-        return {"array": np.arange(9), "key": key, "pos": 600}
-    if name in BLENDS:
-        call = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": np.zeros(4, int)}
-        if name == "build_blending_indices":
-            return call | {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4}
-        return call | {"sizes": np.array([1, 3]), "num_datasets": 2}
-    sizes = int32(9, 4, 3, 6, 9)[1:4]  # in front and behind lies what would do as well
-    documents = int32(0, 1, 2)
-    if name == "build_sample_idx":
-        call = {"sample_index": np.zeros((4, 2), np.int32), "sizes": sizes}
-        call |= {"document_index": documents, "sequence_length": 4, "add_extra_token": 1}
-        return call | {"last_token": 13, "first_row": 0, "first_document": 0, "before": 0}
-    call = {key: np.zeros((3, 4), np.int64) for key in ("tokens", "labels")}
-    call |= {"loss_mask": np.zeros((3, 4), np.float32), "position_ids": np.zeros((3, 4), np.int64)}
-    call |= {"cu_seqlens": np.zeros((3, 5), np.int32), "max_seqlen": np.zeros(3, np.int32)}
-    call |= {"attention_mask": np.zeros((3, 1, 4, 4), bool)}
-    call |= {"places": np.arange(3), "wanted": np.array([0, -2, 2])}
-    call |= {"items": int32(*b"aaaabbbcccccc"), "pointers": np.array([0, 16, 28])}
-    call |= {"lengths": sizes, "document_index": documents}
-    call |= {"sample_index": int32(0, 0, 1, 0, 2, 1, 2, 5).reshape(4, 2)}
-    call |= {"shuffle_index": np.arange(3, dtype=np.uint32), "extra": 1, "pad": -1, "eod": 0}
-    return call | {"by_eod": True, "mask_loss": True, "reset_mask": True}
+@pytest.mark.parametrize("dtype", ["i4", "u4", "i8"])
+def test_shuffle_goes_on_where_numpy_would(c, dtype):
+    """From any state, and leaves the state behind that numpy would leave."""
+    for rng in cases(10):
+        state = np.random.RandomState(int(rng.integers(2**32)))
+        state.bytes(4 * int(rng.integers(700)))
+        state.normal(size=rng.integers(2))  # of two numbers that are made one is kept
+        ours = np.arange(rng.choice([rng.integers(1500), 140_000])).astype(dtype)
+        theirs = ours.copy()
+        other = copy.deepcopy(state)
+        c.shuffle(ours, state)
+        other.shuffle(theirs)
+        same(ours, theirs)
+        assert repr(state.get_state()) == repr(other.get_state())
 
 
-def random_stream(rng):
-    """Lengths, documents, and the tokens of a sample, for each of which C has a loop of its own."""
-    scale = int(rng.choice([1, 1, 700, 5000]))
-    sizes = rng.integers(0, rng.choice([2, 5, 40]), 20) * scale
-    if rng.integers(2):  # else documents end where samples do
-        sizes = np.where(sizes > 0, sizes + rng.integers(0, scale, 20), 0)
-    documents = np.repeat(rng.integers(0, 20, rng.integers(1, 60)), rng.integers(1, 3))
-    return sizes.astype(np.int32), documents.astype(np.int32), int(rng.integers(1, 12)) * scale
-
-
-def random_part_of_an_index(rng):
-    """A call of build_sample_idx for a part of a longer stream."""
-    sizes, documents, S = random_stream(rng)
-    x = int(rng.integers(2))
-    # doubles do not hold all whole numbers above 2**53
-    before = int(rng.choice([0, rng.integers(1, 1000), rng.integers(2**52, 2**60)]))
-    first_row = (before - x) // S + 1 if before else 0
-    last_row = (before + int(sizes[documents].sum()) - x) // S
-    rows = np.full((max(0, last_row + 1 - first_row), 2), 77, rng.choice(["i4", "i8"]))
-    first_document = int(rng.integers(5))
-    if rows.dtype == np.int64 and rng.random() < 0.5:
-        first_document = int(rng.integers(2**31, 2**60))
-    call = {"sample_index": rows, "sizes": sizes, "document_index": documents}
-    call |= {"sequence_length": S, "add_extra_token": x, "last_token": last_row * S + x}
-    return call | {"first_row": first_row, "first_document": first_document, "before": before}
-
-
-def random_shuffle(rng):
-    items = np.arange(rng.integers(1500)).astype(rng.choice(["i4", "u4", "i8"]))
-    key = rng.integers(0, 2**32, 624, np.uint32)
-    return {"array": items, "key": key, "pos": int(rng.integers(625))}
-
-
-def random_outputs(rng, size):
-    """The arrays for a blend, which may be too long."""
-    places = size + int(rng.choice([0, 0, 9]))
-    outputs = {"dataset_index": np.full(places, 77, np.int16)}
-    return outputs | {"dataset_sample_index": np.full(places, 77)}
-
-
-def random_blend(rng):
-    """Weights with ties, near ties and tiny ones; normalized or not."""
-    n = int(rng.choice([rng.integers(1, 40), 300], p=[0.9, 0.1]))
-    shapes = [rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]
-    weights = shapes[rng.integers(4)] + 1e-9
-    if rng.random() < 0.7:
-        weights = weights / weights.sum()
-    size = int(rng.integers(0, 300))
-    return random_outputs(rng, size) | {"weights": weights, "num_datasets": n, "size": size}
-
-
-def random_exhaustive_blend(rng):
-    n = int(rng.choice([rng.integers(1, 40), 300], p=[0.9, 0.1]))
-    sizes = rng.integers(0, 2 + 300 // n, n)
-    return random_outputs(rng, int(sizes.sum())) | {"sizes": sizes, "num_datasets": n}
-
-
-def random_batch(rng):
-    """The toy corpus under any settings; some arrays may be missing."""
-    call = toy_call("read_samples")
-    for missing in (["cu_seqlens", "max_seqlen"], ["attention_mask"]):
-        if rng.integers(2):
-            call |= dict.fromkeys(missing)
-    call |= {"extra": int(rng.integers(2)), "pad": int(rng.choice([-1, 97, 2**40])), "eod": 98}
-    for flag in ("by_eod", "mask_loss", "reset_mask"):
-        call[flag] = bool(rng.integers(2))
-    return call
-
-
-def rows_by_a_loop(rows, sizes, documents, S, x, last_token, first_row, first_document, before):
-    """Fill a part of a sample index, in Python's integers -> the tokens up to its end."""
-    ends = [before]
-    for document in documents.tolist():
-        ends.append(ends[-1] + int(sizes[document]))
-    d = 0
-    for k in range(len(rows)):
-        target = (first_row + k) * S + x
-        if k == len(rows) - 1:
-            target = last_token
-        if first_row + k > 0:
-            while ends[d + 1] < target:
-                d += 1
-            rows[k] = first_document + d, target - x - ends[d]
-        else:
-            rows[k] = 0
-    return ends[-1]
-
-
-def shuffle_by_numpy(items, key, position):
-    """Shuffle with numpy's generator, from this state on -> its new position."""
-    state = np.random.RandomState()
-    state.set_state(("MT19937", key, position))
-    state.shuffle(items)
-    _, key[:], position, *_ = state.get_state()
-    return position
-
-
-def blend_by_a_loop(dataset_index, dataset_sample_index, weights, num_datasets, size, most=None):
-    """The dataset with the largest lag, sample by sample; most: how many samples each has."""
-    weights = weights.tolist()
-    taken = [0] * num_datasets
+def blend_by_a_loop(weights, size, most):
+    """[(dataset, its sample), ...]: always of the dataset with the largest lag, if it has more."""
+    taken = [0] * len(weights)
+    pairs = []
     for i in range(size):
         lags = []
-        for d, weight in enumerate(weights):
-            is_used_up = most is not None and taken[d] == most[d]
-            lags.append(-math.inf if is_used_up else weight * max(i, 1) - taken[d])
+        for d, weight in enumerate(weights.tolist()):
+            lags.append(weight * max(i, 1) - taken[d] if taken[d] < most[d] else -math.inf)
         d = lags.index(max(lags))
-        dataset_index[i] = d
-        dataset_sample_index[i] = taken[d]
+        pairs.append((d, taken[d]))
         taken[d] += 1
+    return pairs
 
 
-def exhaustive_blend_by_a_loop(dataset_index, dataset_sample_index, sizes, num_datasets):
-    outputs = dataset_index, dataset_sample_index
-    total = int(sizes.sum())
-    blend_by_a_loop(*outputs, sizes / max(total, 1), num_datasets, total, sizes.tolist())
-
-
-KERNELS = {  # {function: (how many arrays it fills, its first arguments; random calls; a loop)}
-    "build_sample_idx": (1, random_part_of_an_index, rows_by_a_loop),
-    "shuffle": (2, random_shuffle, shuffle_by_numpy),
-    "build_blending_indices": (2, random_blend, blend_by_a_loop),
-    "build_exhaustive_blending_indices": (2, random_exhaustive_blend, exhaustive_blend_by_a_loop),
-    "read_samples": (7, random_batch, None),  # whose definition reads a dataset
-}
-
-
-def filled_by(name):
-    """The names of the arrays that a function of C fills."""
-    num_filled, _, _ = KERNELS[name]
-    return list(toy_call(name))[:num_filled]
-
-
-# -- the public functions --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", BLENDS)
-def test_blends_by_a_loop(mm, name):
-    _, random_call, loop = KERNELS[name]
+def check_blends(mm):
+    """Of weights with ties, near ties and tiny ones; the arrays may be long, or have gaps."""
     for rng in cases(60):
-        ours = random_call(rng)
-        theirs = copied(ours)
-        getattr(mm, name)(**ours)
-        loop(*theirs.values())
-        same(ours["dataset_index"], theirs["dataset_index"], theirs)
-        same(ours["dataset_sample_index"], theirs["dataset_sample_index"], theirs)
+        n = int(rng.choice([rng.integers(1, 40), rng.integers(33, 300)]))  # C has loops for both
+        shapes = [rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]
+        weights = shapes[rng.integers(4)] + 1e-9
+        if rng.random() < 0.7:
+            weights = weights / weights.sum()
+        size = int(rng.integers(0, 1000))
+        sizes = rng.integers(0, 2 + 300 // n, n)
+        total = int(sizes.sum())
+        of_weights = blend_by_a_loop(weights, size, [size] * n)
+        of_sizes = blend_by_a_loop(sizes / max(total, 1), total, sizes)
+        for function, inputs, wanted in (
+            (mm.build_blending_indices, (weights, n, size), of_weights),
+            (mm.build_exhaustive_blending_indices, (sizes, n), of_sizes),
+        ):
+            step = int(rng.choice([1, 1, 2, -1]))
+            places = 2 * len(wanted) + int(rng.choice([0, 9]))
+            outputs = np.full(places, 77, np.int16)[::step], np.full(places, 77)[::step]
+            function(*outputs, *inputs)
+            found = list(zip(*lists(outputs), strict=True))
+            assert found == wanted + [(77, 77)] * (len(found) - len(wanted)), inputs
 
 
-@pytest.mark.parametrize(
-    "which, sample, weights",
-    [
-        ((0, 4), (1, 5), (8, 10)),  # side by side in memory
-        ((16, 20), (0, 4), (8, 10)),
-        ((4, 8), (2, 6), (8, 10)),
-        ((16, 20), (0, 4), (0, 2)),  # over the weights, which are copied first
-        ((16, 24, 2), (0, 4), (8, 10)),  # with gaps, or backwards
-        ((31, 27, -1), (6, None, -2), (8, 10)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name, inputs", [(BLENDS[0], "weights"), (BLENDS[1], "sizes")])
-def test_arrays_of_a_blend_may_lie_anywhere(mm, name, inputs, which, sample, weights):
-    """Nothing else is written."""
-    call = toy_call(name)
-    memory = np.full(12, 77)
-    moved = memory[slice(*weights)].view(call[inputs].dtype)
-    moved[:] = call[inputs]
-    wanted = memory.copy()
-    wanted.view(np.int16)[slice(*which)] = 1, 0, 1, 1
-    wanted[slice(*sample)] = 0, 0, 1, 2
-    call |= {"dataset_index": memory.view(np.int16)[slice(*which)], inputs: moved}
-    call |= {"dataset_sample_index": memory[slice(*sample)]}
-    getattr(mm, name)(**call)
-    same(memory, wanted)
+def test_blends_by_a_loop(mm):
+    check_blends(mm)
 
 
 def test_blend_of_as_many_datasets_as_int16_can_number(mm):
@@ -6661,129 +5933,6 @@ def test_blend_of_as_many_datasets_as_int16_can_number(mm):
         mm.build_blending_indices(which, sample, np.full(32767, 1 / 32767), 32767, 5)
 
 
-def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
-    """However many cores: as many parts, side by side; empty documents on every edge."""
-    monkeypatch.setattr(c, "_DOCUMENTS_OF_A_THREAD", 1)
-    monkeypatch.setattr(c.build_sample_idx, "__wrapped__", None)  # C alone has to do it
-    for rng in cases(100):
-        sizes, documents, S = random_stream(rng)
-        tokens = int(sizes[documents].sum())
-        if rng.random() < 0.2:  # documents behind the last row
-            tokens = int(rng.integers(0, tokens + 1))
-        arguments = [sizes, documents, S, 1, tokens, *(rng.random(rng.integers(3)) < 0.5).tolist()]
-        cores = rng.choice([None, *range(1, 9)])
-        monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=cores))
-        same(c.build_sample_idx(*arguments), one.build_sample_idx(*arguments), arguments)
-
-
-@pytest.mark.parametrize("dtype", ["i4", "u4", "i8", "i2", "f8", ">i4"])
-def test_shuffle_goes_on_where_numpy_would(c, dtype):
-    """From any state, and leaves the state behind that numpy would leave."""
-    for rng in cases(10):
-        state = np.random.RandomState(int(rng.integers(2**32)))
-        state.bytes(4 * int(rng.integers(700)))
-        state.normal(size=rng.integers(2))  # of two numbers that are made one is kept
-        num_items = rng.choice([rng.integers(1500), 140_000])  # few use few bits of a draw
-        ours = np.arange(num_items).astype(dtype)
-        theirs = ours.copy()
-        other = copied(state)
-        c.shuffle(ours, state)
-        other.shuffle(theirs)
-        same(ours, theirs)
-        assert repr(state.get_state()) == repr(other.get_state())
-
-
-# -- hostile arguments: the same exception from both implementations, never a crash ----------------
-
-
-def read_only(values):
-    values = values.copy()
-    values.flags.writeable = False
-    return values
-
-
-def good_arguments(name):
-    """Arguments of a public function, by name."""
-    if name in BLENDS:
-        return toy_call(name)
-    arguments = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2)}
-    return arguments | {"sequence_length": 4, "num_epochs": 1, "tokens_per_epoch": 13}
-
-
-OVERLAP = np.zeros(4, np.int64)
-HOSTILE_OUTPUTS = [  # of both blends: (error, argument, values)
-    (TypeError, "dataset_index", [np.zeros(4, np.int32), [0] * 4]),
-    (ValueError, "dataset_index", [np.zeros(3, np.int16), np.zeros((4, 1), np.int16)]),
-    (ValueError, "dataset_index", [read_only(np.zeros(4, np.int16))]),
-    (TypeError, "dataset_sample_index", [np.zeros(4, np.int32)]),
-    (ValueError, "dataset_sample_index", [np.zeros(3, np.int64), read_only(OVERLAP)]),
-    (ValueError, "num_datasets", [0, -1, 3]),
-    (TypeError, "num_datasets", [2.0]),
-]
-HOSTILE = {
-    "build_sample_idx": [
-        (TypeError, "sizes", [np.array([4, 3, 6]), np.array([4.0, 3.0, 6.0]), [4, 3, 6]]),
-        (ValueError, "sizes", [np.ones((3, 1), np.int32), int32(4, 3, -6)]),
-        (TypeError, "document_indices", [np.array([0, 1, 2])]),
-        (ValueError, "document_indices", [np.zeros((3, 1), np.int32), int32()]),
-        (IndexError, "document_indices", [int32(0, 9999999, 2), int32(0, -1, 2)]),
-        (ValueError, "sequence_length", [0, -4, 2**32, 2**63 - 1, 2**70]),
-        (TypeError, "sequence_length", [4.5]),
-        (ValueError, "tokens_per_epoch", [400, -13, 2**62]),  # upstream: reads behind its arrays
-        (TypeError, "num_epochs", [None]),
-    ],
-    "build_blending_indices": [
-        *HOSTILE_OUTPUTS,
-        (ValueError, "weights", [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"]]),
-        (ValueError, "size", [5, -1]),
-        (TypeError, "size", [2.5]),
-    ],
-    "build_exhaustive_blending_indices": [
-        *HOSTILE_OUTPUTS,
-        (ValueError, "sizes", [np.array([2.5, 1.5]), [5, -1], [3, 2], [2**62, 2**62]]),
-    ],
-}
-HALF = OVERLAP.view(np.int16)[:4]
-HOSTILE_PAIRS = [
-    ("build_sample_idx", IndexError, "document_indices", int32(0, 1, 9), "tokens_per_epoch", 6),
-    ("build_sample_idx", IndexError, "document_indices", int32(0, 9, 2), "sizes", int32(4, 3, -6)),
-    ("build_sample_idx", IndexError, "document_indices", int32(0, 9, 2), "sizes", int32(-4, 3, 6)),
-    ("build_sample_idx", ValueError, "tokens_per_epoch", 400, "drop_last_partial_sequence", False),
-    ("build_sample_idx", ValueError, "tokens_per_epoch", 2**40, "num_epochs", 2**40),
-    ("build_sample_idx", ValueError, "tokens_per_epoch", -13, "num_epochs", -1),
-    (BLENDS[0], ValueError, "dataset_index", HALF, "dataset_sample_index", OVERLAP),
-    (BLENDS[1], ValueError, "dataset_index", HALF, "dataset_sample_index", OVERLAP),
-    (BLENDS[0], ValueError, "weights", np.ones(40000), "num_datasets", 40000),
-    (BLENDS[1], ValueError, "sizes", [2**62] * 4, "num_datasets", 4),  # the sum wraps to 0
-]
-
-
-def hostile_rows():
-    """(function, error, {argument: value, ...}) of each row above."""
-    for name, rows in HOSTILE.items():
-        for error, argument, values in rows:
-            for value in values:
-                yield name, error, {argument: value}
-    for name, error, first, value, second, other in HOSTILE_PAIRS:
-        yield name, error, {first: value, second: other}
-
-
-@pytest.mark.parametrize("name, error, changed", list(hostile_rows()), ids=str)
-def test_hostile_arguments_raise(mm, one, monkeypatch, name, error, changed):
-    """A part of a sample index names the place in the whole.  Upstream crashes."""
-    monkeypatch.setattr(mm, "_DOCUMENTS_OF_A_THREAD", 1)
-    monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=3))
-    sentences = []
-    for module in (mm, one):
-        with pytest.raises(error) as caught:
-            getattr(module, name)(**good_arguments(name) | changed)
-        assert caught.type is error
-        sentences.append(str(caught.value))
-    assert sentences[0] == sentences[1]
-
-
-# -- the copy of the module with C reads what the copy without C reads -----------------------------
-
 READ_DTYPES = [np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64]
 INDEX_ARRAYS = ["document_index", "sample_index", "shuffle_index"]
 ENTRIES = ["sequence_lengths", "sequence_pointers"]
@@ -6793,38 +5942,25 @@ FLAGS += ["drop_last_partial_validation_sequence"]
 
 
 def random_datasets(mm, folder, seed):
-    """Two GPTDatasets of small random corpora, and a blend of them: on one random config."""
+    """A GPTDataset of a small random corpus on a random config, and a blend of it with itself."""
     rng = np.random.default_rng([16, seed])
     dtype = READ_DTYPES[rng.integers(len(READ_DTYPES))]
-    fields = {}
-    for flag in FLAGS:
-        fields[flag] = bool(rng.random() < [0, 0.5, 0.8][seed % 3])
+    fields = {flag: bool(rng.random() < [0, 0.5, 0.8][seed % 3]) for flag in FLAGS}
     if fields["inter_document_masking"] or not fields["create_attention_mask"]:
         fields["reset_attention_mask"] = False
     fields["add_extra_token_to_sequence"] = bool(rng.integers(2))
-    tokenizer = Tok(eod=int(rng.integers(0, 5)))
+    fields["tokenizer"] = Tok(eod=int(rng.integers(0, 5)))
     if seed % 3:  # else the ids are looked at once only
-        tokenizer.pad = int(rng.integers(-1, 4))
+        fields["tokenizer"].pad = int(rng.integers(-1, 4))
     lowest = 0
     if seed % 2:  # -1 pads where a tokenizer has no pad
         lowest = -1 if np.dtype(dtype).kind == "i" else np.iinfo(dtype).max - 5
-    prefixes = []
-    for d in range(2):
-        docs = [np.add(doc, lowest) for doc in random_docs(rng, most=8, longest=9, vocab=5)]
-        prefixes.append(mk(mm, folder / f"{seed}-{d}", docs, dtype))
-    fields |= {"sequence_length": int(rng.integers(1, 14)), "tokenizer": tokenizer}
-    cfg = config(mm, (prefixes, None), **fields)
-    split = mm.Split.valid if rng.integers(2) else mm.Split.train
-    num_samples = int(rng.integers(1, 20))
-    datasets = []
-    for prefix in prefixes:
-        corpus = mm.IndexedDataset(prefix)
-        documents = np.arange(len(corpus), dtype=np.int32)
-        datasets.append(quiet(mm.GPTDataset, corpus, prefix, documents, num_samples, split, cfg))
-    sizes = [len(ds) for ds in datasets]
-    if 0 in sizes:  # nothing to blend
-        return datasets
-    return [*datasets, mm.BlendedDataset(datasets, sizes, None, cfg)]
+    docs = [np.add(doc, lowest) for doc in random_docs(rng, most=8, longest=9, vocab=5)]
+    prefix = mk(mm, folder / str(seed), docs, dtype)
+    fields["sequence_length"] = int(rng.integers(1, 14))
+    split = str(rng.choice(["train", "valid"]))
+    ds = quiet(gpt, mm, prefix, int(rng.integers(1, 20)), split, **fields)
+    return [ds, mm.BlendedDataset([ds, ds], [len(ds)] * 2, None, ds.config)] if len(ds) else []
 
 
 def damage(ds, seed):
@@ -6860,66 +5996,160 @@ def outcome(function, argument):
 
 
 def test_c_reads_what_the_definitions_read(c, one, tmp_path):
-    """A whole dataset, a damaged one, and a blend of both; the same warnings and errors."""
+    """From whole and from damaged indices; the same warnings and errors."""
     errors = 0
-    for seed in range(round(40 * CASES)):
+    for seed in range(round(60 * CASES)):
         ours = random_datasets(c, tmp_path, seed)
         theirs = random_datasets(one, tmp_path, seed)
-        if len(theirs[0]) > 0:
+        if theirs and seed % 4:
             damage(ours[0], seed)
             damage(theirs[0], seed)
         rng = np.random.default_rng(seed)
-        for k, ds in enumerate(theirs):
-            n = len(ds)
-            if n == 0:
-                continue
+        for mine, other in zip(ours, theirs, strict=True):
+            n = len(other)
             indices = [*rng.integers(-n, n, 5).tolist(), None]
             calls = [("__getitem__", i) for i in (*indices, n, -n - 1, 2**70)]
             for name in ("__getitems__", "batch"):
                 calls += [(name, indices), (name, [*indices, n]), (name, [2**70])]
             for name, argument in calls:
-                note = seed, k, name, argument
-                samples, text = outcome(getattr(ours[k], name), argument)
-                wanted, wanted_text = outcome(getattr(ds, name), argument)
+                note = seed, name, argument
+                samples, text = outcome(getattr(mine, name), argument)
+                wanted, wanted_text = outcome(getattr(other, name), argument)
                 assert text == wanted_text, note
                 same_batches(samples, wanted, note)
                 errors += "wanted a place in .bin" in text or "rebuild the cache" in text
     assert errors > 0
 
 
-def test_which_datasets_release_the_gil(mm, tmp_path):
-    """Those that C reads: of a mapped corpus, with no method or reader of their own."""
-    prefix = mk(mm, tmp_path / "p", [[1, 2, 3] * 9])
-    plain = gpt(mm, prefix)
-    blend = mm.BlendedDataset([plain], [1], 3, plain.config)
-    arguments = prefix, plain.indices, None, mm.Split.train, plain.config
-    unmapped = mm.GPTDataset(mm.IndexedDataset(prefix, mmap=False), *arguments)
-    reader = type("Reader", (mm.IndexedDataset,), {})(prefix)
-    others = [Bare(3), unmapped, mm.GPTDataset(reader, *arguments)]
-    for name in ("__getitem__", "__getitems__", "pieces", "_query_document_sample_shuffle_indices"):
-        cls = type("Own", (mm.GPTDataset,), {name: Bare.__getitem__})
-        others.append(cls(plain.dataset, *arguments))
-    for part in others[1:]:
-        others.append(mm.BlendedDataset([plain, part], [1, 1], 3, plain.config))
-    others.append(mm.BlendedDataset([plain], [1], 3, config(mm, ([prefix], None))))
-    cls = type("Own", (mm.GPTDataset,), {"batch": Bare.__getitem__})
-    others.append(cls(plain.dataset, *arguments))
-    for name in ("__getitem__", "__getitems__", "batch"):
-        cls = type("Own", (mm.BlendedDataset,), {name: Bare.__getitem__})
-        others.append(cls([plain], [1], 3, plain.config))
-    for dataset in (plain, blend):
-        assert mm.releases_the_gil(dataset) == (mm.IMPLEMENTATION == "c")
-    assert [mm.releases_the_gil(dataset) for dataset in others] == [False] * len(others)
+# -- hostile arguments: an error from both implementations, never a crash --------------------------
+
+
+def int32(*values):
+    return np.array(values, np.int32)
+
+
+def read_only(values):
+    values = values.copy()
+    values.flags.writeable = False
+    return values
+
+
+BLENDS = ["build_blending_indices", "build_exhaustive_blending_indices"]
+NUMBERS = np.zeros(4, np.int64)
+HALF = NUMBERS.view(np.int16)[:4]
+GOOD_OUTPUTS = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": NUMBERS}
+GOOD_BLENDS = {
+    BLENDS[0]: {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4},
+    BLENDS[1]: {"sizes": np.array([1, 3]), "num_datasets": 2},
+}
+GOOD_STREAM = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2)}
+GOOD_STREAM |= {"sequence_length": 4, "num_epochs": 1, "tokens_per_epoch": 13}
+HOSTILE_OUTPUTS = {
+    "dataset_index": [np.zeros(4, np.int32), [0] * 4, np.zeros(3, np.int16), HALF],
+    "dataset_sample_index": [np.zeros((4, 1), np.int64), NUMBERS[:3], read_only(NUMBERS)],
+    "num_datasets": [0, -1, 3, 2.0],
+}
+HOSTILE = {  # {function: {argument: what it refuses}}
+    "build_sample_idx": {
+        "sizes": [np.array([4, 3, 6]), [4, 3, 6], np.ones((3, 1), np.int32), int32(4, 3, -6)],
+        "document_indices": [np.array([0, 1, 2]), int32(), int32(0, 9999999, 2), int32(0, -1, 2)],
+        "sequence_length": [0, -4, 2**32, 2**70, 4.5],
+        "tokens_per_epoch": [400, -13, 2**62],  # upstream: reads behind its arrays
+        "num_epochs": [-1, None],
+    },
+    BLENDS[0]: HOSTILE_OUTPUTS
+    | {
+        "weights": [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"]],
+        "size": [5, -1, 2.5],
+    },
+    BLENDS[1]: HOSTILE_OUTPUTS | {"sizes": [np.array([2.5, 1.5]), [5, -1], [3, 2], [2**62, 2**62]]},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_arguments_raise(mm, one, monkeypatch, name):
+    """The same from both implementations: a part of a sample index names the place in the whole.
+
+    Upstream crashes.
+    """
+    monkeypatch.setattr(mm, "_DOCUMENTS_OF_A_THREAD", 1)
+    monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=3))
+    good = GOOD_OUTPUTS | GOOD_BLENDS[name] if name in BLENDS else GOOD_STREAM
+    for argument, values in HOSTILE[name].items():
+        for value in values:
+            sentences = []
+            for module in (mm, one):
+                with pytest.raises((IndexError, TypeError, ValueError)) as caught:
+                    getattr(module, name)(**good | {argument: value})
+                sentences.append(repr(caught.value))
+            assert sentences[0] == sentences[1]
 
 
 # -- what a function of C is given is checked before it is trusted ---------------------------------
+#
+# A call is the arguments of a function of _megatron_min, by name and in order.
 
-# {function: {argument: values that it refuses in the toy call}}
-OUT_OF_RANGE = {
+FILLED = {  # {function: how many arrays it fills, its first arguments}
+    "build_sample_idx": 1,
+    "shuffle": 2,
+    "build_blending_indices": 2,
+    "build_exhaustive_blending_indices": 2,
+    "read_samples": 7,
+}
+
+
+def call_c(c, name, call):
+    """Call a function of C, which takes no keywords; read_samples wants its arguments in groups."""
+    kernel = getattr(c._megatron_min, name)
+    values = list(call.values())
+    if name == "read_samples":
+        outputs = tuple(values[:7])
+        groups = tuple(values[9:12]), tuple(values[12:15]), tuple(values[15:])
+        return kernel(outputs, *values[7:9], *groups)
+    return kernel(*values)
+
+
+def toy_call(name):
+    """A good call for the toy corpus in three samples of 4 tokens, or for a blend of two.
+
+    In front and behind of each array lies a copy of an item, which would do as one more.
+    """
+    call = toy_arguments(name)
+    for key, value in call.items():
+        if isinstance(value, np.ndarray):
+            call[key] = np.concatenate([value[:1], value, value[-1:]])[1:-1]
+    return call
+
+
+def toy_arguments(name):
+    if name in BLENDS:
+        return GOOD_OUTPUTS | GOOD_BLENDS[name]
+    if name == "shuffle":
+        key = np.random.RandomState(0).get_state()[1].copy()
+        return {"array": np.arange(9), "key": key, "pos": 600}
+    sizes = int32(4, 3, 6)
+    documents = int32(0, 1, 2)
+    if name == "build_sample_idx":
+        call = {"sample_index": np.zeros((4, 2), np.int32), "sizes": sizes}
+        call |= {"document_index": documents, "sequence_length": 4, "add_extra_token": 1}
+        return call | {"last_token": 13, "first_row": 0, "first_document": 0, "before": 0}
+    call = {key: np.zeros((3, 4), np.int64) for key in ("tokens", "labels")}
+    call |= {"loss_mask": np.zeros((3, 4), np.float32), "position_ids": np.zeros((3, 4), np.int64)}
+    call |= {"cu_seqlens": np.zeros((3, 5), np.int32), "max_seqlen": np.zeros(3, np.int32)}
+    call |= {"attention_mask": np.zeros((3, 1, 4, 4), bool)}
+    call |= {"places": np.arange(3), "wanted": np.array([0, -2, 2])}
+    call |= {"items": int32(*b"aaaabbbcccccc"), "pointers": np.array([0, 16, 28])}
+    call |= {"lengths": sizes, "document_index": documents}
+    call |= {"sample_index": int32(0, 0, 1, 0, 2, 1, 2, 5).reshape(4, 2)}
+    call |= {"shuffle_index": np.arange(3, dtype=np.uint32), "extra": 1, "pad": -1, "eod": 0}
+    return call | {"by_eod": True, "mask_loss": True, "reset_mask": True}
+
+
+OUT_OF_RANGE = {  # {function: {argument: values that it refuses in the toy call}}
     "build_sample_idx": {
         "sample_index": [np.zeros((4, 3), np.int32)],
         "sizes": [int32(8, -1, 6)],
-        "document_index": [int32(0, 3, 2), int32(0, 1, -1), int32(0, 1)],
+        "document_index": [int32(0, 3, 2), int32(-1, 1, 2), int32(0, 1)],
         "sequence_length": [0, -1, 2**62, 2**63],
         "add_extra_token": [-1, 2],
         "last_token": [-5, 9, 14, 2**62],  # of the row before, of the next, ...
@@ -6976,7 +6206,7 @@ def overlapping(values, others):
 def refused_calls(name):
     """The toy call with an argument, or two, that a function of C has to refuse."""
     usual = toy_call(name)
-    filled = filled_by(name)
+    filled = list(usual)[: FILLED[name]]
     for key, value in usual.items():
         wrong = list(OUT_OF_RANGE[name].get(key, []))
         if isinstance(value, np.ndarray):
@@ -6986,7 +6216,7 @@ def refused_calls(name):
         if key in filled and key != "array":  # any array may be shuffled
             wrong += [np.delete(value, -1, axis) for axis in range(value.ndim)]
         for one_of_them in wrong:
-            yield usual | {key: one_of_them}
+            yield toy_call(name) | {key: one_of_them}
     for key in filled:
         for other, values in usual.items():
             if other != key and isinstance(values, np.ndarray):
@@ -6994,47 +6224,36 @@ def refused_calls(name):
                 yield usual | {key: first, other: last}
 
 
-@pytest.mark.parametrize("name", KERNELS)
+def is_refused(c, name, call):
+    """Does a function of C raise an error?"""
+    try:
+        call_c(c, name, call)
+    except (TypeError, ValueError, IndexError, OverflowError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", FILLED)
 def test_c_refuses_bad_calls(c, name):
-    call_c(c, name, toy_call(name))
-    for call in refused_calls(name):
-        with pytest.raises(REFUSALS):
-            call_c(c, name, call)
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_c_gives_back_what_it_borrows(c, name):
-    """No reference and no memory is left by calls that succeed, nor by calls that fail."""
-    calls = [toy_call(name), *refused_calls(name)]
+    """And gives back what it has borrowed: no reference and no memory is left."""
+    calls = list(refused_calls(name))
+    assert all(is_refused(c, name, call) for call in calls)
+    calls.append(toy_call(name))
+    assert call_c(c, name, calls[-1]) != -1
     arrays = []
     for call in calls:
         arrays += [value for value in call.values() if isinstance(value, np.ndarray)]
-    repeat_calls(c, name, calls, 2)  # what Python keeps of a first call is there
     counts = [sys.getrefcount(values) for values in arrays]
-    tracemalloc.start()
-    repeat_calls(c, name, calls, 2)
-    before = tracemalloc.get_traced_memory()[0]
-    repeat_calls(c, name, calls, 40)
-    grown = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert grown < 40 * 8, "no object is so small"
+    memory = []
+    for repeats in (2, 2, 40):  # the first time there is left what Python keeps of a first call
+        tracemalloc.start()
+        for _ in range(repeats):
+            for call in calls:
+                is_refused(c, name, call)
+        memory.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert memory[2] - memory[1] < 40 * 8, "no object is so small"
     assert [sys.getrefcount(values) for values in arrays] == counts
-
-
-def repeat_calls(c, name, calls, count):
-    """Call a function of C so often with each of these, whether it succeeds or fails."""
-    for _ in range(count):
-        for call in calls:
-            with contextlib.suppress(*REFUSALS):
-                call_c(c, name, call)
-
-
-def test_c_reads_the_toy_corpus(c):
-    call = toy_call("read_samples")
-    assert call_c(c, "read_samples", call) == 0
-    assert bytes(call["tokens"].reshape(-1).tolist()) == b"aaaabbbccccc"
-    call |= {"extra": 0, "sample_index": np.zeros((4, 2), np.int32)}
-    assert call_c(c, "read_samples", call) == 0, "padding is no real token"
 
 
 @pytest.mark.parametrize("dtype, pad", [("u1", 98), ("i4", -1)])
@@ -7047,251 +6266,56 @@ def test_c_finds_real_tokens_that_equal_the_pad_id(c, dtype, pad):
     assert call_c(c, "read_samples", call) == 4
 
 
-@pytest.mark.parametrize(
-    "k, name, values",
-    [
-        (1, "sample_index", [[0, 0], [-1, 2], [0, 2], [2, 5]]),  # begins before the first one
-        (1, "sample_index", [[0, 0], [1, -1], [2, 0], [2, 5]]),  # begins before a document
-        (1, "sample_index", [[0, 0], [1, 0], [2, -2], [2, 5]]),
-        (2, "sample_index", [[0, 0], [1, 0], [2, 3], [3, 0]]),  # ends in a fourth of three
-        (2, "sample_index", [[0, 0], [1, 0], [2, 1], [2, 6]]),  # ends behind a document
-        (1, "sample_index", [[0, 0], [1, 0], [0, 1], [2, 5]]),  # goes back
-        (0, "document_index", [0, 3, 2]),
-        (0, "document_index", [0, -1, 2]),
-        (0, "shuffle_index", [3, 1, 2]),
-        (3, "places", [0, 1, 2]),  # there is no sample 3
-        (-4, "places", [0, 1, 2]),
-        (0, "places", [3, 1, 2]),
-        (0, "places", [-1, 1, 2]),
-        (0, "pointers", [-4, 16, 28]),
-        (2, "pointers", [0, 16, 32]),
-        (2, "pointers", [0, 16, 26]),  # in the middle of a token
-        (0, "lengths", [14, 3, 6]),
-        (0, "lengths", [-1, 3, 6]),
-    ],
-    ids=str,
-)
-def test_c_reads_nothing_outside_of_an_array(c, k, name, values):
-    """In front and behind of each array lies a copy of an item, which would do as one more."""
-    call = toy_call("read_samples")
-    call |= {"wanted": np.array([k]), name: np.array(values, call[name].dtype)}
-    for key, array in call.items():
-        if isinstance(array, np.ndarray):
-            call[key] = np.concatenate([array[:1], array, array[-1:]])[1:-1]
-    assert call_c(c, "read_samples", call) == -1
+NO_PLACES = [  # (sample, array, values in it that lead that sample to no place)
+    (1, "sample_index", [[0, 0], [-1, 2], [0, 2], [2, 5]]),  # begins before the first document
+    (1, "sample_index", [[0, 0], [1, -1], [2, 0], [2, 5]]),  # begins before a document
+    (1, "sample_index", [[0, 0], [1, 0], [2, -2], [2, 5]]),
+    (2, "sample_index", [[0, 0], [1, 0], [2, 3], [3, 0]]),  # ends in a fourth of three
+    (2, "sample_index", [[0, 0], [1, 0], [2, 1], [2, 6]]),  # ends behind a document
+    (1, "sample_index", [[0, 0], [1, 0], [0, 1], [2, 5]]),  # goes back
+    (0, "document_index", [0, 3, 2]),
+    (0, "document_index", [0, -1, 2]),
+    (0, "shuffle_index", [3, 1, 2]),
+    (3, "places", [0, 1, 2]),  # there is no sample 3
+    (-4, "places", [0, 1, 2]),
+    (0, "places", [3, 1, 2]),
+    (0, "places", [-1, 1, 2]),
+    (0, "pointers", [-4, 16, 28]),
+    (2, "pointers", [0, 16, 32]),
+    (2, "pointers", [0, 16, 26]),  # in the middle of a token
+    (0, "lengths", [14, 3, 6]),
+    (0, "lengths", [-1, 3, 6]),
+]
 
 
-# -- random calls of these functions ---------------------------------------------------------------
-
-
-ODD_NUMBERS = [-(2**63), -1, 0, 1, 2, 7, 625, 2**15, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1]
-
-
-@np.errstate(all="ignore")
-def damaged(rng, value):
-    """A value instead of a good one, and mostly nearly as good."""
-    odd = ODD_NUMBERS[rng.integers(len(ODD_NUMBERS))]
-    is_near = rng.random() < 0.5
-    step = int(rng.choice([-1, 1]))
-    if not isinstance(value, np.ndarray):
-        return value + step if is_near and isinstance(value, int) else odd
-    if rng.random() < 0.3:
-        return [value[:-1], value[:0], np.repeat(value, 2, 0)][rng.integers(3)].copy()
-    if value.size > 0:
-        items = value.reshape(-1)
-        at = rng.integers(value.size)
-        items[at] = np.array(items[at].item() + step if is_near else odd).astype(value.dtype)
-    return value
-
-
-def put_amid_other_memory(values, rng):
-    """A copy of an array at some address -> the memory around the copy, and the copy."""
-    memory = np.full(values.nbytes + 65, 165, np.uint8)
-    first = 32 + rng.integers(2)
-    moved = memory[first : first + values.nbytes].view(values.dtype).reshape(values.shape)
-    moved[...] = values
-    return memory, moved
-
-
-def fuzz_c(c, name, rng):
-    """Call a function of C, mostly with damaged arguments: it refuses, or does what it should.
-
-    Nothing outside of the arrays that it fills is written.  True if it refused.
-    """
-    _, random_call, loop = KERNELS[name]
-    call = random_call(rng)
-    num_damaged = rng.integers(3)
-    for key in rng.choice(list(call), num_damaged):
-        call[key] = damaged(rng, call[key])
-    memories = []
-    for key, value in call.items():
-        if isinstance(value, np.ndarray):
-            memory, call[key] = put_amid_other_memory(value, rng)
-            memories.append(memory)
-    theirs = copied(call)
-    is_refused = False
-    try:
-        found = call_c(c, name, call)
-    except REFUSALS:
-        is_refused = True
-    for memory in memories:
-        assert bytes(memory[:32]) == bytes(memory[-32:]) == bytes([165] * 32)
-    if is_refused or loop is None:
-        theirs |= {key: call[key] for key in filled_by(name)}
-        is_refused = is_refused or found == -1
-    else:
-        assert found == loop(*theirs.values())
-    for key, value in call.items():
-        same(value, theirs[key], theirs)
-    assert not is_refused or num_damaged > 0
-    return is_refused
-
-
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(
-    "first, end", [(0, 100), pytest.param(100, 100 + round(150 * FUZZ), marks=pytest.mark.slow)]
-)
-def test_fuzzed_calls_of_c(c, name, first, end):
-    refused = 0
-    for case in range(first, end):
-        refused += fuzz_c(c, name, np.random.default_rng([16, case]))
-    assert 0 < refused < end - first
-
-
-# -- threads ---------------------------------------------------------------------------------------
-
-
-def long_call(name):
-    """A call for which a function of C works for some milliseconds."""
-    n = 400_000
-    call = toy_call(name)
-    if name in BLENDS:
-        call |= {"dataset_index": np.zeros(n, np.int16), "dataset_sample_index": np.zeros(n, int)}
-        return call | ({"size": n} if "size" in call else {"sizes": np.array([n // 4, 3 * n // 4])})
-    if name == "shuffle":
-        return call | {"array": np.arange(n)}
-    if name == "build_sample_idx":
-        call |= {"sample_index": np.zeros((n + 1, 2), np.int32), "add_extra_token": 0}
-        return call | {"document_index": np.zeros(n, np.int32), "last_token": 4 * n}
-    for key in ("tokens", "labels", "position_ids"):
-        call[key] = np.zeros((1, n), np.int64)
-    call |= {"loss_mask": np.zeros((1, n), np.float32), "wanted": np.array([0])}
-    call |= {"cu_seqlens": None, "max_seqlen": None, "attention_mask": None}
-    call |= {"items": np.ones(n + 1, np.uint8), "pointers": np.array([0]), "lengths": int32(n + 1)}
-    return call | {"document_index": int32(0), "sample_index": int32(0, 0, 0, n).reshape(2, 2)}
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_c_in_eight_threads(c, name):
-    """At once, on the same inputs, with outputs of their own."""
-    usual = long_call(name)
-    calls = []
-    for _ in range(9):
-        calls.append(usual | copied({key: usual[key] for key in filled_by(name)}))
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(call_c, c, name, call) for call in calls[1:]]
-        found = [future.result() for future in futures]
-    assert found == [call_c(c, name, calls[0])] * 8
-    for call in calls[1:]:
-        for key in filled_by(name):
-            same(call[key], calls[0][key])
+def test_c_reads_nothing_outside_of_an_array(c):
+    for k, name, values in NO_PLACES:
+        call = toy_call("read_samples") | {"wanted": np.array([k])}
+        call[name][...] = values
+        assert call_c(c, "read_samples", call) == -1, (k, name, values)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", FILLED)
 def test_c_releases_the_gil(c, name):
-    """Another thread runs on in the middle of a call."""
-    stop = threading.Event()
-    ticks = []
-    thread = threading.Thread(target=tick_until, args=(stop, ticks))
+    """Another thread ends while this one does nothing but call."""
+    thread = threading.Thread(target=time.sleep, args=[0.001])
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # only a lock that is released lets the other thread in
-    call = long_call(name)
+    call = toy_call(name)
     try:
         thread.start()
-        for _ in range(100):  # the system may wake the thread late
-            before = len(ticks)
+        for _ in range(1_000_000):  # a call is short, and the system may wake the thread late
             call_c(c, name, call)
-            if len(ticks) > before:
+            if not thread.is_alive():
                 break
-        assert len(ticks) > before
+        assert not thread.is_alive()
     finally:
-        stop.set()
         sys.setswitchinterval(interval)
         thread.join()
 
 
-def tick_until(stop, ticks):
-    while not stop.is_set():
-        ticks.append(None)
-        time.sleep(0.001)
-
-
-# -- the loops for other machines, and for arrays that no test can hold ----------------------------
-
-
-@pytest.fixture(scope="module")
-def portable(tmp_path_factory):
-    """C as built for a machine without SSE2; shuffles take two words a draw from 1000 items on."""
-    if "c" not in IMPLEMENTATIONS or not (HERE / "setup.py").exists():
-        pytest.skip("the C kernels are switched off, or have no setup.py")
-    pytest.importorskip("setuptools")
-    folder = tmp_path_factory.mktemp("portable")
-    for name in ("setup.py", "megatron_min.py", "_helpers.c"):
-        shutil.copy(HERE / name, folder)
-    env = os.environ | {"MEGATRON_MIN_CFLAGS": "-O1 -U__SSE2__ -DLAST_SHORT_DRAW=999"}
-    run = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    subprocess.run(run, cwd=folder, env=env, check=True, capture_output=True)
-    built = glob.glob(f"{folder}/_megatron_min*.*")
-    if not built:
-        pytest.skip("there is no C compiler")
-    spec = importlib.util.spec_from_file_location("_megatron_min", built[0])
-    return types.SimpleNamespace(_megatron_min=importlib.util.module_from_spec(spec))
-
-
-@pytest.mark.slow
-def test_shuffle_beyond_2_32_items(portable):
-    """Where i has more than 32 bits, here from 1000 on, a draw is two words, the high one first."""
-    state = np.random.RandomState(7)
-    _, key, position, *_ = state.get_state()
-    draws = iter(np.frombuffer(state.bytes(4 * 20_000), "<u4").tolist())
-    found, wanted = np.arange(3000), list(range(3000))
-    position = portable._megatron_min.shuffle(found, key, position)
-    for i in range(2999, 0, -1):
-        j = i + 1
-        while j > i:
-            j = next(draws)
-            if i > 999:
-                j = j << 32 | next(draws)
-            j &= (1 << i.bit_length()) - 1
-        wanted[i], wanted[j] = wanted[j], wanted[i]
-    assert found.tolist() == wanted
-    state.set_state(("MT19937", key, position))
-    assert np.frombuffer(state.bytes(4), "<u4")[0] == next(draws), "and no draw more"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BLENDS)
-def test_blends_without_vectors(portable, name):
-    for case in range(60):
-        fuzz_c(portable, name, np.random.default_rng([17, case]))
-
-
-def test_large_indices_in_python_are_said_once(mm, tmp_path, monkeypatch, recwarn):
-    """What is large is made small here: a million entries take seconds."""
-    prefixes = [mk(mm, tmp_path / name, [[1] * 20] * 30) for name in "ab"]
-    monkeypatch.setattr(mm, "_has_warned_of_python", False)
-    build(mm, [10, 0, 0], config(mm, (prefixes, [1, 1])))
-    assert [str(warning.message) for warning in recwarn] == []
-    monkeypatch.setattr(mm, "_MANY_ENTRIES", 59)
-    for size in (50, 200):  # the indices of each corpus have fewer entries than the blend at first
-        build(mm, [size, 0, 0], config(mm, (prefixes, [1, 1])))
-    said = [str(warning.message) for warning in recwarn]
-    assert len(said) == (mm.IMPLEMENTATION == "python")
-    assert all("in Python" in sentence for sentence in said)
-
-
-# -- what setup.py packs ---------------------------------------------------------------------------
+# -- what setup.py builds and packs ----------------------------------------------------------------
 
 
 def run_setup(folder, *words, **variables):
@@ -7312,30 +6336,68 @@ def sources(tmp_path):
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "variables, tag",
-    [
-        pytest.param({"MEGATRON_MIN_C": "0"}, "py3-none-any", id="not wanted"),
-        pytest.param({"CC": "false"}, "py3-none-any", id="no compiler"),
-        pytest.param({"MEGATRON_MIN_C": "1"}, "cp311-abi3-", id="C"),
-    ],
-)
-def test_a_wheel_without_c_is_pure(sources, variables, tag):
-    if tag == "cp311-abi3-" and "c" not in IMPLEMENTATIONS:
+@pytest.fixture
+def portable(c, sources, monkeypatch):
+    """C as built for a machine without SSE2; shuffles take two words a draw from 1000 items on."""
+    flags = "-O1 -U__SSE2__ -DLAST_SHORT_DRAW=999"
+    run_setup(sources, "build_ext", "--inplace", MEGATRON_MIN_CFLAGS=flags)
+    built = glob.glob(f"{sources}/_megatron_min*.*")
+    if not built:
         pytest.skip("there is no C compiler")
+    spec = importlib.util.spec_from_file_location("_megatron_min", built[0])
+    monkeypatch.setattr(c, "_megatron_min", importlib.util.module_from_spec(spec))
+    return c
+
+
+@pytest.mark.slow
+def test_shuffle_beyond_2_32_items(portable):
+    """Where i has more than 32 bits, here from 1000 on, a draw is two words, the high one first."""
+    state = np.random.RandomState(7)
+    draws = iter(np.frombuffer(copy.deepcopy(state).bytes(4 * 20_000), "<u4").tolist())
+    found, wanted = np.arange(3000), list(range(3000))
+    portable.shuffle(found, state)
+    for i in range(2999, 0, -1):
+        j = i + 1
+        while j > i:
+            j = next(draws)
+            if i > 999:
+                j = j << 32 | next(draws)
+            j &= (1 << i.bit_length()) - 1
+        wanted[i], wanted[j] = wanted[j], wanted[i]
+    assert found.tolist() == wanted
+    assert np.frombuffer(state.bytes(4), "<u4")[0] == next(draws), "and no draw more"
+
+
+@pytest.mark.slow
+def test_blends_without_vectors(portable):
+    check_blends(portable)
+
+
+WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
+    "not wanted": ({"MEGATRON_MIN_C": "0"}, "py3-none-any"),
+    "no compiler": ({"CC": "false"}, "py3-none-any"),
+    "C": ({"MEGATRON_MIN_C": "1"}, "cp311-abi3-"),
+    "C without a compiler": ({"MEGATRON_MIN_C": "1", "CC": "false"}, None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WHEELS)
+def test_a_wheel_without_c_is_pure(sources, case):
+    """Or it is an error, where C is wanted."""
+    if case == "C" and "c" not in IMPLEMENTATIONS:
+        pytest.skip("there is no C compiler")
+    variables, tag = WHEELS[case]
+    if tag is None:
+        with pytest.raises(subprocess.CalledProcessError) as error:
+            run_setup(sources, "bdist_wheel", **variables)
+        assert b"'false'" in error.value.stderr
+        return
     run_setup(sources, "bdist_wheel", **variables)
     [wheel] = (sources / "dist").iterdir()
     assert tag in wheel.name
     modules = {name.partition(".")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert ("_megatron_min" in modules) == (tag != "py3-none-any")
-
-
-@pytest.mark.slow
-def test_a_build_without_c_is_an_error_where_c_is_wanted(sources):
-    with pytest.raises(subprocess.CalledProcessError) as error:
-        run_setup(sources, "bdist_wheel", MEGATRON_MIN_C="1", CC="false")
-    assert b"'false'" in error.value.stderr
+    assert ("_megatron_min" in modules) == (case == "C")
 
 
 @pytest.mark.slow
@@ -7362,7 +6424,6 @@ def test_null_tokenizer(one):
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.tokenize("1 2 30") == [1, 2, 30]
     assert tokenizer.detokenize(np.array([1, 2])) == "1 2"
-    assert json.loads(json.dumps(tokenizer.unique_identifiers)) == tokenizer.unique_identifiers
     assert one.NullTokenizer(7).unique_identifiers != tokenizer.unique_identifiers
 
 
@@ -7373,7 +6434,6 @@ WRONG_TOKENIZERS = {  # what --tokenizer says, and a word of the sentence
     "null:x": "number",
     "bytes:x:y": "bytes:x:y",
     "no_such_module:x": "no_such_module",
-    "json:none": "none",
     "os:path": "no tokenizer",
 }
 
@@ -7404,71 +6464,58 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch, attribute
     monkeypatch.delitem(sys.modules, "my_tokens", raising=False)
     before = list(sys.path)
     tokenizer = one.build_tokenizer(f"my_tokens:{attribute}")
-    assert tokenizer.tokenize("abc") == [3] and tokenizer.eod == 8
+    assert tokenizer.tokenize("abc") == [3]
     assert sys.path == before
 
 
 @pytest.fixture
 def hf(tmp_path):
-    """A tokenizer.json of whole words, made here."""
+    """A tokenizer.json of whole words, made here, which puts </s> in front of a text, if asked."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {"[UNK]": 0, "ja": 1, "nein": 2, "<|endoftext|>": 3, "</s>": 4}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<|endoftext|>", "</s>"])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 4)]
+    )
     path = str(tmp_path / "tokenizer.json")
     tokenizer.save(path)
     return path
 
 
-def test_hugging_face_tokenizer(one, tmp_path, hf, capsys):
-    tokenizer = one.build_tokenizer(hf)
-    assert (tokenizer.vocab_size, tokenizer.eod) == (5, 3)
-    assert tokenizer.tokenize("nein ja") == [2, 1]
-    assert tokenizer.tokenize_batch(["nein ja", "", "was"]) == [[2, 1], [], [0]]
-    other = one.build_tokenizer(hf, "</s>")
-    assert other.eod == 4
-    assert json.dumps(other.unique_identifiers) != json.dumps(tokenizer.unique_identifiers)
-    path = jsonl(tmp_path / "a.jsonl", ["ja nein ja", "", "nein was"])
-    flags = ["--tokenizer", hf, "--eod-token", "</s>", "--append-eod", "--workers", 2]
-    code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *flags)
+@pytest.mark.parametrize(
+    "flags, start, eod",
+    [
+        ([], [], 3),
+        (["--eod-token", "</s>"], [], 4),
+        (["--add-special-tokens"], [4], 3),  # as Llama's file does, for those who ask
+    ],
+)
+def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, flags, start, eod):
+    """In Python and in the commands; its identifiers tell apart what makes other tokens."""
+    plain = one.build_tokenizer(hf)
+    tokenizer = one.build_tokenizer(hf, "</s>" if eod == 4 else None, bool(start))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (5, eod)
+    assert tokenizer.tokenize("nein ja") == [*start, 2, 1]
+    assert tokenizer.tokenize_batch(["nein", "", "was"]) == [[*start, 2], start, [*start, 0]]
+    is_same = json.dumps(tokenizer.unique_identifiers) == json.dumps(plain.unique_identifiers)
+    assert is_same == (flags == [])
+
+    path = jsonl(tmp_path / "a.jsonl", ["ja nein ja", "nein was"])
+    arguments = ["--tokenizer", hf, "--append-eod", "--workers", 2, *flags]
+    code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *arguments)
     assert code == 0, err
-    assert texts_of(one, tmp_path / "o_text_document") == [[1, 2, 1, 4], [], [2, 0, 4]]
-    found = command(one, capsys, "inspect", tmp_path / "o_text_document", "--tokenizer", hf)
-    assert found[0] == 0 and "ja nein ja </s>" in found[1]
-
-
-@pytest.mark.parametrize("adds", [False, True])
-def test_special_tokens_of_a_post_processor(one, tmp_path, hf, capsys, adds):
-    """A file as Llama's, which puts a token before each text; only those who ask get the token."""
-    tokenizers = pytest.importorskip("tokenizers")
-    with_start = tokenizers.Tokenizer.from_file(hf)
-    with_start.post_processor = tokenizers.processors.TemplateProcessing(
-        single="</s> $A", special_tokens=[("</s>", 4)]
-    )
-    path = str(tmp_path / "start.json")
-    with_start.save(path)
-    start = [4] if adds else []
-    tokenizer = one.build_tokenizer(path, add_special_tokens=adds)
-    assert tokenizer.tokenize("ja nein") == [*start, 1, 2]
-    assert tokenizer.tokenize_batch(["ja", "nein"]) == [[*start, 1], [*start, 2]]
-    assert ("add_special_tokens" in tokenizer.unique_identifiers) == adds
-
-    texts = jsonl(tmp_path / "a.jsonl", ["ja", "nein ja"])
-    flags = ["--tokenizer", path, "--append-eod"]
-    if adds:
-        flags.append("--add-special-tokens")
-    code, _, err = preprocess_command(one, capsys, texts, tmp_path / "o", *flags)
-    assert code == 0, err
-    assert texts_of(one, tmp_path / "o_text_document") == [[*start, 1, 3], [*start, 2, 1, 3]]
-
-
-def test_only_a_file_has_special_tokens_to_add(one):
-    with pytest.raises(ValueError, match="tokenizer.json"):
-        one.build_tokenizer("bytes", add_special_tokens=True)
+    wanted = [[*start, 1, 2, 1, eod], [*start, 2, 0, eod]]
+    assert texts_of(one, tmp_path / "o_text_document") == wanted
+    code, out, _ = command(one, capsys, "inspect", tmp_path / "o_text_document", "--tokenizer", hf)
+    assert code == 0
+    assert f"ja nein ja {'</s>' if eod == 4 else '<|endoftext|>'}" in out
 
 
 def test_a_tokenizer_json_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        one.build_tokenizer("bytes", add_special_tokens=True)
     with pytest.raises(ValueError, match="<none>"):
         one.build_tokenizer(hf, "<none>")
     for text in ("hello", '{"a": 1}'):
