@@ -8771,15 +8771,10 @@ class ChatTokenizer(Tok):
         return np.array(tokens), np.array(targets)
 
 
-def chat_config(one, path, **fields):
-    """A config for SFTDataset, with S = 8."""
-    fields = {"tokenizer": ChatTokenizer(pad=999)} | fields
-    return config(one, ([str(path)], None), **fields)
-
-
 def chat(one, path, n=None, rows=None, **fields):
-    """An SFTDataset of n samples over all (or the given) rows of a file."""
-    cfg = chat_config(one, path, **fields)
+    """An SFTDataset of n samples over all (or the given) rows of a file; S = 8."""
+    fields = {"tokenizer": ChatTokenizer(pad=999)} | fields
+    cfg = config(one, ([str(path)], None), **fields)
     opened = one.SFTDataset.build_low_level_dataset(str(path), cfg)
     rows = np.arange(len(opened), dtype=np.int32) if rows is None else np.array(rows, np.int32)
     return one.SFTDataset(opened, str(path), rows, n, one.Split.train, cfg)
@@ -8815,60 +8810,41 @@ def random_rows(rng, count, longest):
     return texts
 
 
-def brute_chat_sample(texts, k, S, pad, eod, cp):
-    """Sample k by the rules of upstream, one after the other, on lists."""
-    messages = messages_of(texts[k % len(texts)])
-    conversations = []
-    for message in messages:
-        if message["role"] == "system" or not conversations:
-            conversations.append([])
-        conversations[-1].append(message)
+def brute_chat_sample(text, S, pad, eod, cp):
+    """A sample by the rules of upstream, one after the other, on a list."""
     fill = eod if pad is None else pad
-    tokens = []
-    targets = []
-    positions = []
-    filled = []
-    cu_seqlens = [0]
-    for conversation in conversations:
+    places = []  # token, target, position, is it filled up?
+    ends = [0]
+    for conversation in re.split(r"\|(?=s)", text):
         position = 0
-        for message in conversation:
-            for number in message["content"].split():
-                tokens.append(int(number))
-                targets.append(int(number) if message["role"] == "assistant" else -100)
-                positions.append(position)
-                filled.append(False)
+        for part in conversation.split("|"):
+            for number in part[2:].split():
+                target = int(number) if part[0] == "a" else -100
+                places.append((int(number), target, position, False))
                 position += 1
-        while cp > 1 and len(tokens) % (2 * cp):
-            tokens.append(fill)
-            targets.append(fill)
-            positions.append(position)
-            filled.append(True)
+        while cp > 1 and len(places) % (2 * cp):
+            places.append((fill, fill, position, True))
             position += 1
-        cu_seqlens.append(len(tokens))
-        if len(tokens) >= S + 1:
-            tokens = tokens[:S] + [fill]
-            targets = targets[:S] + [fill]
-            positions = positions[: S + 1]
-            filled = filled[:S] + [True]
+        ends.append(len(places))
+        if len(places) > S:
+            places = places[:S]
             break
-    while len(tokens) < S + 1:
-        tokens.append(fill)
-        targets.append(fill)
-        positions.append(position)
-        filled.append(True)
+    while len(places) < S + 1:
+        places.append((fill, fill, position, True))
         position += 1
-    cu_seqlens[-1] = S
+    ends[-1] = S
+    tokens, targets, positions, filled = zip(*places, strict=True)
     loss_mask = []
     for label, is_filled in zip(targets[1:], filled[1:], strict=True):
         is_padding = is_filled if pad is None else label == pad
         loss_mask.append(0.0 if is_padding or label == -100 else 1.0)
-    longest = max(end - begin for begin, end in itertools.pairwise(cu_seqlens))
+    longest = max(end - begin for begin, end in itertools.pairwise(ends))
     return {
         "tokens": np.array(tokens[:-1]),
         "labels": np.array(targets[1:]),
         "loss_mask": np.array(loss_mask, np.float32),
         "position_ids": np.array(positions[:-1]),
-        "cu_seqlens": np.array((cu_seqlens + [S] * (S + 1))[: S + 1], np.int32),
+        "cu_seqlens": np.array((ends + [S] * (S + 1))[: S + 1], np.int32),
         "max_seqlen": np.array(longest, np.int32),
     }
 
@@ -8888,14 +8864,12 @@ def brute_chat_sample(texts, k, S, pad, eod, cp):
 )
 def test_samples_of_conversations_by_hand(one, tmp_path, row, cp, tokens, labels, ends, longest):
     path = write_rows(tmp_path / "chat.jsonl", [row])
-    ds = chat(one, path, tokenizer=ChatTokenizer(pad=99), context_parallel_size=cp)
-    sample = ds[0]
+    sample = chat(one, path, tokenizer=ChatTokenizer(pad=99), context_parallel_size=cp)[0]
     keys = "tokens labels loss_mask position_ids cu_seqlens max_seqlen"
     assert list(sample) == keys.split()
     assert sample["tokens"].tolist() == [int(token) for token in tokens.split()]
-    assert sample["labels"].tolist() == [
-        int(label) for label in labels.replace("x", "-100").split()
-    ]
+    wanted = [int(label) for label in labels.replace("x", "-100").split()]
+    assert sample["labels"].tolist() == wanted
     assert sample["cu_seqlens"].tolist() == (ends + [8] * 9)[:9]
     assert sample["max_seqlen"].item() == longest
 
@@ -8912,7 +8886,9 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
         fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
         ds = chat(one, path, 2 * len(texts), **fields)
         for k in range(len(ds)):
-            same_samples(ds[k], brute_chat_sample(texts, k, S, pad, 0, cp), (texts, k, S, cp))
+            text = texts[k % len(texts)]
+            same_samples(ds[k], brute_chat_sample(text, S, pad, 0, cp), (text, S, cp))
+        same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(S)})
 
 
 def test_the_plain_template(one, tmp_path):
@@ -8929,27 +8905,17 @@ def test_the_plain_template(one, tmp_path):
     assert sample["labels"][learned].tolist() == [*b"yo", 256]
 
 
-def test_padding_sample_has_no_loss(one, tmp_path):
-    ds = chat(one, write_rows(tmp_path / "chat.jsonl", ["a:1 2 3"]))
-    same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(8)})
-
-
-@pytest.mark.parametrize("rows", ["jsonl", "parquet"])
-def test_rows_are_found_wherever_they_lie(one, tmp_path, monkeypatch, rows):
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_are_found_wherever_they_lie(one, tmp_path, monkeypatch, kind):
     """Lines of all lengths around the ends of blocks, empty lines, a last line without an end."""
     monkeypatch.setattr(one.JsonlRows, "_BLOCK", 64)
     for rng in cases(30):
-        texts = random_rows(rng, int(rng.integers(1, 9)), 30)
-        wanted = [messages_of(text) for text in texts]
-        if rows == "parquet":
-            pyarrow = pytest.importorskip("pyarrow")
-            parquet = pytest.importorskip("pyarrow.parquet")
-            path = tmp_path / "chat.parquet"
-            table = pyarrow.table({"id": range(len(wanted)), "messages": wanted})
-            parquet.write_table(table, path, row_group_size=int(rng.integers(1, 5)))
+        wanted = [messages_of(text) for text in random_rows(rng, int(rng.integers(1, 9)), 30)]
+        path = tmp_path / f"chat.{kind}"
+        if kind == "parquet":
+            write_parquet(path, {"messages": wanted}, row_group_size=int(rng.integers(1, 5)))
             found = one.ParquetRows(path)
         else:
-            path = tmp_path / "chat.jsonl"
             empty = ["", "\n", "\r\n\n"]
             content = str(rng.choice(empty))
             for messages in wanted:
@@ -8987,14 +8953,14 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line, words):
         ds[1]
 
 
-def test_a_line_too_short_for_a_row_is_not_lost(one, tmp_path):
+@pytest.mark.parametrize("lines", [["7", "row"], ["row", "7"]])
+def test_a_line_too_short_for_a_row_is_not_lost(one, tmp_path, lines):
     """Only white space may stand between rows."""
     row = json.dumps({"messages": messages_of("a:1")})
-    for place, content in enumerate([f"7\n{row}\n", f"{row}\n7\n"]):
-        path = tmp_path / f"chat{place}.jsonl"
-        path.write_text(content)
-        with pytest.raises(ValueError, match="no JSON"):
-            chat(one, path)[0]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(lines).replace("row", row) + "\n")
+    with pytest.raises(ValueError, match="no JSON"):
+        chat(one, path)[0]
 
 
 @pytest.mark.parametrize(
@@ -9020,49 +8986,36 @@ def test_a_tokenizer_with_fewer_targets_than_tokens_is_named(one, tmp_path):
         ds[0]
 
 
-def test_parquet_says_what_is_missing(one, tmp_path, monkeypatch):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "chat.parquet"
-    parquet.write_table(pyarrow.table({"text": ["a"]}), path)
+def test_parquet_without_messages(one, tmp_path):
     with pytest.raises(ValueError, match='column "messages", found text'):
-        one.ParquetRows(path)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"the package pyarrow: .*megatron-min\[storage\]"):
-        one.ParquetRows(path)
+        one.ParquetRows(write_parquet(tmp_path / "chat.parquet", {"text": ["a"]}))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_fine_tuning_sets_in_builder_blend_loader_and_resume(mm, tmp_path, workers):
-    """Split, blend and batches of fine-tuning sets, and a run that goes on where it stopped."""
+def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
+    """A run goes on where it stopped, and not with another file under the same name."""
     rng = np.random.default_rng(0)
-    paths = []
-    for name in "ab":
-        texts = random_rows(rng, 20, 5)
-        paths.append(str(write_rows(tmp_path / f"{name}.jsonl", texts)))
-    cfg = config(mm, (paths, [1, 3]), split="8,1,1", tokenizer=ChatTokenizer(pad=999))
-    train, valid, test = build(mm, [24, 4, 0], cfg, mm.SFTDataset)
+    paths = [str(write_rows(tmp_path / name, random_rows(rng, 20, 5))) for name in "ab"]
+    cfg = config(one, (paths, [1, 3]), split="8,1,1", tokenizer=ChatTokenizer(pad=999))
+    train, valid, test = build(one, [24, 4, 0], cfg, one.SFTDataset)
     assert (len(train), len(valid), len(test)) == (24, 4, 0)
     assert [len(part.indices) for part in (*train.datasets, *valid.datasets)] == [16, 16, 2, 2]
-    arguments = {"micro_batch_size": 4, "num_workers": workers, "dataloader_type": "cyclic"}
-    loader = mm.build_pretraining_data_loader(train, 0, **arguments)
-    batches = list(loader)
-    assert batches[0]["tokens"].shape == (4, 8)
+    arguments = {"micro_batch_size": 4, "num_workers": 2, "dataloader_type": "cyclic"}
+    batches = list(one.build_pretraining_data_loader(train, 0, **arguments))
     assert batches[0]["cu_seqlens"].shape == (4, 9)
-
-    first = mm.build_pretraining_data_loader(train, 0, **arguments)
+    first = one.build_pretraining_data_loader(train, 0, **arguments)
     iterator = iter(first)
-    begun = [next(iterator) for _ in range(3)]
-    later = mm.build_pretraining_data_loader(train, 0, **arguments)
-    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for found, wanted in zip([*begun, *later], batches, strict=True):
+    for wanted in batches[:3]:
+        same_samples(next(iterator), wanted)
+    state = first.state_dict()
+    later = one.build_pretraining_data_loader(train, 0, **arguments)
+    later.load_state_dict(state)
+    for found, wanted in zip(later, batches[3:], strict=True):
         same_samples(found, wanted)
-
-    write_rows(tmp_path / "a.jsonl", ["a:1"] * 20)  # another file under the same name
-    changed, _, _ = build(mm, [24, 4, 0], cfg, mm.SFTDataset)
-    other = mm.build_pretraining_data_loader(changed, 0, **arguments)
+    write_rows(tmp_path / "a", ["a:1"] * 20)
+    changed, _, _ = build(one, [24, 4, 0], cfg, one.SFTDataset)
+    other = one.build_pretraining_data_loader(changed, 0, **arguments)
     with pytest.raises(ValueError, match="does not fit"):
-        other.load_state_dict(first.state_dict())
+        other.load_state_dict(state)
 
 
 # ==============================================================================
