@@ -8510,22 +8510,20 @@ def test_sentences_without_a_model_of_english(one, tmp_path, monkeypatch, capsys
 # -- Documents ---------------------------------------------------------------------------------
 
 
-class Batched(Tok):
-    """A tokenizer that takes many texts at once, and none of them if one is bad."""
-
-    def tokenize_batch(self, texts):
-        return [self.tokenize(text) for text in texts]
+def numbers_of(texts):
+    """A tokenize_batch(), which takes many texts at once, and none of them if one is bad."""
+    return [[int(number) for number in text.split()] for text in texts]
 
 
-class Forgetful(Tok):
-    """A tokenizer that loses the last of many texts."""
-
-    def tokenize_batch(self, texts):
-        return [self.tokenize(text) for text in texts[:-1]]
+def forget_the_last(texts):
+    """A tokenize_batch() that loses a text."""
+    return numbers_of(texts[:-1])
 
 
 XY = {"json_keys": ["y", "x"]}
-SKIP = {"on_error": "skip", "tokenizer": Batched()}
+BATCHED = {"tokenizer": Tok(tokenize_batch=numbers_of)}
+FORGETFUL = {"tokenizer": Tok(tokenize_batch=forget_the_last)}
+SKIP = {"on_error": "skip"} | BATCHED
 LARGE = {"tokenizer": Tok(vocab_size=70001)}
 DOCUMENTS = [  # the file, arguments, and the documents of the pair of each key
     (b'{"x": "a", "y": "b", "z": 3}\n{"y": "", "x": "c"}\n', XY, [[[98], []], [[97], [99]]]),
@@ -8590,8 +8588,8 @@ BAD_TEXTS = {  # a line, and a word of the reason
 }
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
     "tokenizer": (GOOD + b'{"text": "2 x"}\n', {"tokenizer": Tok()}, r"a\.jsonl: line 2: .*'x'"),
-    "batch": (GOOD + b'{"text": "2 x"}\n', {"tokenizer": Batched()}, r"a\.jsonl: line 2: .*'x'"),
-    "lost texts": (GOOD * 2, {"tokenizer": Forgetful()}, "tokenize_batch"),
+    "batch": (GOOD + b'{"text": "2 x"}\n', BATCHED, r"a\.jsonl: line 2: .*'x'"),
+    "lost texts": (GOOD * 2, FORGETFUL, "tokenize_batch"),
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
     "after blocks": (b'{"text": "%s"}\n' % (b"x" * 1000) * 5000 + b"oops\n", {}, r"line 5001\b"),
     "in a worker": (GOOD + b"oops\n", {"workers": 2}, r"a\.jsonl: line 2: "),
@@ -8665,45 +8663,16 @@ def test_a_full_disk_is_found_before_the_first_pair_has_its_name(one, tmp_path, 
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-class Killer(Tok):
-    """Its worker dies at the text 13."""
-
-    def tokenize(self, text):
-        if text == "13":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().tokenize(text)
-
-
-@linux
-def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", ["1 2", "13", "3"])
-    with pytest.raises(RuntimeError, match="(?i)worker|process"):
-        one.preprocess(path, tmp_path / "o", Killer(), workers=2)
-    assert os.listdir(tmp_path) == ["a.jsonl"]
-
-
-class Clock:
-    """A clock that goes on by some seconds whenever someone looks at it."""
-
-    def __init__(self, step):
-        self.step = step
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += self.step
-        return self.now
-
-
 @pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (2, 5), (60, 10)])
 def test_progress_in_the_middle_of_the_work(
     one, long_text, tmp_path, monkeypatch, capsys, seconds_a_block, fewest
 ):
     """A line at most every five seconds while blocks are written, and one at the end."""
-    clock = Clock(seconds_a_block)
+    clock = mock.Mock(side_effect=itertools.count(0, seconds_a_block))
     monkeypatch.setattr(time, "perf_counter", clock)
     one.preprocess(long_text / "twice.jsonl", tmp_path / "o", verbose=True)
     *middle, last = capsys.readouterr().err.strip().split("\n")
-    assert fewest <= len(middle) <= clock.now / 5
+    assert fewest <= len(middle) <= clock.call_count * seconds_a_block / 5
     assert re.match(r"408 documents, 8\.\d MB, [\d.]+ MB/s, (\d+ documents/s, )?done in ", last)
     left = [re.search(r" 8\.\d MB, .*, (.+) left$", line)[1] for line in middle]
     assert left == sorted(left, reverse=True)
@@ -8712,7 +8681,8 @@ def test_progress_in_the_middle_of_the_work(
 
 def test_progress_of_little_work(one, tmp_path, monkeypatch, capsys):
     """No rate that says nothing; and no word at all if nobody asks."""
-    monkeypatch.setattr(time, "perf_counter", Clock(0.01))
+    clock = mock.Mock(side_effect=itertools.count(0, 0.01))
+    monkeypatch.setattr(time, "perf_counter", clock)
     path = jsonl(tmp_path / "a.jsonl.gz", ["a"])
     one.preprocess(path, tmp_path / "o")
     one.preprocess(path, tmp_path / "o", verbose=True)
@@ -8760,46 +8730,44 @@ def chat(one, path, n=None, rows=None, **fields):
     return one.SFTDataset(opened, str(path), rows, n, one.Split.train, cfg)
 
 
-def messages_of(text):
-    """ "s:1 2|a:3" -> the messages of a row; s, u and a are system, user and assistant."""
-    roles = {"s": "system", "u": "user", "a": "assistant"}
-    messages = []
-    for part in text.split("|"):
-        role, _, content = part.partition(":")
-        messages.append({"role": roles[role], "content": content})
-    return messages
+ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 
 
-def write_rows(path, texts):
-    """A file of JSON lines with one row for each text of messages_of() -> its path."""
-    lines = [json.dumps({"messages": messages_of(text)}) + "\n" for text in texts]
-    path.write_text("".join(lines))
+def write_rows(path, rows):
+    """A file of JSON lines with these rows, each a list of messages -> its path."""
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     return path
 
 
 def random_rows(rng, count, longest):
-    """Texts for messages_of(), of one to five conversations each."""
-    texts = []
+    """Rows of one to five conversations each, of numbers for ChatTokenizer."""
+    rows = []
     for _ in range(count):
-        parts = []
+        messages = []
         for _ in range(rng.integers(1, 6)):
-            for role in "sua"[rng.integers(0, 2) :]:
+            roles = ["system", "user", "assistant"][rng.integers(0, 2) :]
+            for role in roles[: rng.integers(1, 4)]:
                 numbers = rng.integers(1, 50, rng.integers(1, longest))
-                parts.append(f"{role}:{' '.join(map(str, numbers))}")
-        texts.append("|".join(parts))
-    return texts
+                messages.append({"role": role, "content": " ".join(map(str, numbers))})
+        rows.append(messages)
+    return rows
 
 
-def brute_chat_sample(text, S, pad, eod, cp):
+def brute_chat_sample(messages, S, pad, eod, cp):
     """A sample by the rules of upstream, one after the other, on a list."""
     fill = eod if pad is None else pad
+    conversations = []
+    for message in messages:
+        if message["role"] == "system" or not conversations:
+            conversations.append([])
+        conversations[-1].append(message)
     places = []  # token, target, position, is it filled up?
     ends = [0]
-    for conversation in re.split(r"\|(?=s)", text):
+    for conversation in conversations:
         position = 0
-        for part in conversation.split("|"):
-            for number in part[2:].split():
-                target = int(number) if part[0] == "a" else -100
+        for message in conversation:
+            for number in message["content"].split():
+                target = int(number) if message["role"] == "assistant" else -100
                 places.append((int(number), target, position, False))
                 position += 1
         while cp > 1 and len(places) % (2 * cp):
@@ -8833,17 +8801,17 @@ def brute_chat_sample(text, S, pad, eod, cp):
 def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
     """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
     for rng in cases(40):
-        texts = random_rows(rng, int(rng.integers(1, 6)), int(rng.integers(2, 12)))
+        rows = random_rows(rng, int(rng.integers(1, 6)), int(rng.integers(2, 12)))
         S = int(2 ** rng.uniform(0, 5))
         cp = int(rng.integers(1, 4))
-        path = write_rows(tmp_path / "chat.jsonl", texts)
+        path = write_rows(tmp_path / "chat.jsonl", rows)
         tokenizer = ChatTokenizer(pad=pad)
         fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
-        ds = chat(one, path, 2 * len(texts), **fields)
+        ds = chat(one, path, 2 * len(rows), **fields)
         for k in range(len(ds)):
-            text = texts[k % len(texts)]
-            same_samples(ds[k], brute_chat_sample(text, S, pad, 0, cp), (text, S, cp))
-        assert list(ds[0]) == list(brute_chat_sample(text, S, pad, 0, cp)), "in this order"
+            wanted = brute_chat_sample(rows[k % len(rows)], S, pad, 0, cp)
+            same_samples(ds[k], wanted, (rows[k % len(rows)], S, cp))
+            assert list(ds[k]) == list(wanted), "in this order"
         same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(S)})
 
 
@@ -8852,7 +8820,7 @@ def test_rows_are_found_wherever_they_lie(one, tmp_path, monkeypatch, kind):
     """Lines of all lengths around the ends of blocks, empty lines, a last line without an end."""
     monkeypatch.setattr(one.JsonlRows, "_BLOCK", 64)
     for rng in cases(30):
-        wanted = [messages_of(text) for text in random_rows(rng, int(rng.integers(1, 9)), 30)]
+        wanted = random_rows(rng, int(rng.integers(1, 9)), 30)
         path = tmp_path / f"chat.{kind}"
         if kind == "parquet":
             write_parquet(path, {"messages": wanted}, row_group_size=int(rng.integers(1, 5)))
@@ -8886,7 +8854,7 @@ def test_rows_are_found_wherever_they_lie(one, tmp_path, monkeypatch, kind):
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line, words):
-    good = json.dumps({"messages": messages_of("u:1|a:2")})
+    good = json.dumps({"messages": ROW})
     path = tmp_path / "chat.jsonl"
     path.write_text(f"{good}\n\n{line}\n{good}\n")
     ds = chat(one, path, tokenizer=Tok())
@@ -8898,7 +8866,7 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line, words):
 @pytest.mark.parametrize("lines", [["7", "row"], ["row", "7"]])
 def test_a_line_too_short_for_a_row_is_not_lost(one, tmp_path, lines):
     """Only white space may stand between rows."""
-    row = json.dumps({"messages": messages_of("a:1")})
+    row = json.dumps({"messages": ROW})
     path = tmp_path / "chat.jsonl"
     path.write_text("\n".join(lines).replace("row", row) + "\n")
     with pytest.raises(ValueError, match="no JSON"):
@@ -8915,7 +8883,7 @@ def test_a_line_too_short_for_a_row_is_not_lost(one, tmp_path, lines):
     ],
 )
 def test_what_fine_tuning_refuses(one, tmp_path, name, fields, words):
-    path = write_rows(tmp_path / name, ["a:1"])
+    path = write_rows(tmp_path / name, [ROW])
     with pytest.raises(ValueError, match=words):
         chat(one, path, **fields)
 
@@ -8923,7 +8891,7 @@ def test_what_fine_tuning_refuses(one, tmp_path, name, fields, words):
 def test_a_tokenizer_with_fewer_targets_than_tokens_is_named(one, tmp_path):
     tokenizer = ChatTokenizer()
     tokenizer.tokenize_conversation = mock.Mock(return_value=([1, 2], [1]))
-    ds = chat(one, write_rows(tmp_path / "chat.jsonl", ["a:1"]), tokenizer=tokenizer)
+    ds = chat(one, write_rows(tmp_path / "chat.jsonl", [ROW]), tokenizer=tokenizer)
     with pytest.raises(ValueError, match="line 1: the tokenizer gave 2 tokens and 1 targets"):
         ds[0]
 
@@ -8953,7 +8921,7 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     later.load_state_dict(state)
     for found, wanted in zip(later, batches[3:], strict=True):
         same_samples(found, wanted)
-    write_rows(tmp_path / "a", ["a:1"] * 20)
+    write_rows(tmp_path / "a", [ROW] * 20)
     changed, _, _ = build(one, [24, 4, 0], cfg, one.SFTDataset)
     other = one.build_pretraining_data_loader(changed, 0, **arguments)
     with pytest.raises(ValueError, match="does not fit"):
@@ -9869,18 +9837,21 @@ class Signalled:
 
 
 @linux
-@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, code):
+@pytest.mark.parametrize(
+    "name, workers, code", [("SIGINT", 1, 130), ("SIGTERM", 1, 143), ("SIGKILL", 2, 1)]
+)
+def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, workers, code):
     """The tokenizer signals its own process, in the middle of the work: no file is left."""
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "signalled", raising=False)
     path = jsonl(tmp_path / "a.jsonl", [name])
     before = signal.getsignal(signal.SIGTERM)
-    flags = ["--tokenizer", "signalled:Signalled"]
+    flags = ["--tokenizer", "signalled:Signalled", "--workers", workers]
     found, _, err = preprocess_command(one, capsys, path, "o", *flags)
     assert signal.getsignal(signal.SIGTERM) is before
     assert found == code and "Traceback" not in err
+    assert name != "SIGKILL" or "process" in err
     assert {*os.listdir(tmp_path)} - {"__pycache__"} == {"a.jsonl", "signalled.py"}
 
 
@@ -10987,24 +10958,6 @@ def test_the_data_path_of_pretrain_gpt(mm, up, readme, tmp_path, group, monkeypa
                 same(found, wanted[key], (key, k))
 
 
-def losses_of_training(folder, num_ranks, *layout):
-    """Run the script in a folder that holds train.py and a corpus -> the losses that it prints."""
-    launcher = []
-    if num_ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
-    arguments = [sys.executable, *launcher, "train.py", "corpus_text_document", *layout]
-    done = subprocess.run(
-        [str(argument) for argument in arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return re.findall(r"loss (\d+\.\d+)", done.stdout)
-
-
 @pytest.mark.slow
 def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_path):
     script = readme_script(readme, "python train.py PREFIX")
@@ -11012,8 +10965,19 @@ def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_pa
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
     one.preprocess(jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "corpus", append_eod=True)
-    alone = losses_of_training(tmp_path, 1)
-    assert len(alone) == 4
-    assert float(alone[-1]) < float(alone[0])  # it learns
-    for num_ranks, layout in [(2, (2,)), (4, ()), (4, (2, 2))]:
-        assert losses_of_training(tmp_path, num_ranks, *layout) == alone, (num_ranks, layout)
+    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    losses = []
+    for launcher, layout in (
+        ([], []),
+        ([*torchrun, "2"], ["2"]),
+        ([*torchrun, "4"], []),
+        ([*torchrun, "4"], ["2", "2"]),
+    ):
+        run = [sys.executable, *launcher, "train.py", "corpus_text_document", *layout]
+        done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        losses.append(re.findall(r"loss (\d+\.\d+)", done.stdout))
+        assert losses[-1] == losses[0], layout
+    assert len(losses[0]) == 4
+    assert float(losses[0][-1]) < float(losses[0][0])  # it learns
