@@ -8801,7 +8801,7 @@ def brute_chat_sample(messages, S, pad, eod, cp):
 def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
     """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
     for rng in cases(40):
-        rows = random_rows(rng, int(rng.integers(1, 6)), int(rng.integers(2, 12)))
+        rows = random_rows(rng, int(rng.integers(1, 6)), int(rng.choice([2, 3, 12])))
         S = int(2 ** rng.uniform(0, 5))
         cp = int(rng.integers(1, 4))
         path = write_rows(tmp_path / "chat.jsonl", rows)
@@ -8813,6 +8813,13 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
             same_samples(ds[k], wanted, (rows[k % len(rows)], S, cp))
             assert list(ds[k]) == list(wanted), "in this order"
         same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(S)})
+
+
+def test_more_conversations_than_places(one, tmp_path):
+    """Of three conversations of one token each two fit."""
+    row = [{"role": "system", "content": "5"}] * 3
+    ds = chat(one, write_rows(tmp_path / "chat.jsonl", [row]), sequence_length=2)
+    same_samples(ds[0], brute_chat_sample(row, 2, 999, 0, 1))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
