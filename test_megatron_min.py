@@ -8375,57 +8375,23 @@ def test_a_damaged_file_is_named(one, tmp_path, extension, damage):
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", path.name]
 
 
-TWO_COLUMNS = {"n": [1, 2, 3], "x": ["é\n", "", "c"], "y": ["d", "e", "f"]}
-TWO_DOCUMENTS = [[[0xC3, 0xA9, 10], [], [99]], [[100], [101], [102]]]
-PARQUET = {  # columns, arguments, and the documents of each key or a word of the error
-    "keys": (TWO_COLUMNS, {"json_keys": ["x", "y"]}, TWO_DOCUMENTS),
-    "no rows": ({"text": []}, {}, [[]]),
-    "no such column": (TWO_COLUMNS, {}, "a.parquet: wanted a column 'text', got n, x, y"),
-    "numbers": (TWO_COLUMNS, {"json_keys": "n"}, "a.parquet: row 1: wanted .* text under 'n'"),
-    "bytes": ({"text": [b"a"]}, {}, "a.parquet: row 1: wanted"),
-    "a missing text": ({"text": ["a"] * 299 + [None]}, {}, "a.parquet: row 300: wanted"),
-    "skipped": ({"text": ["a", None, "c"]}, {"on_error": "skip"}, [[[97], [99]]]),
-}
-
-
-@pytest.mark.parametrize("case", PARQUET)
-def test_parquet(one, tmp_path, case):
-    columns, arguments, wanted = PARQUET[case]
-    path = write_parquet(tmp_path / "a.parquet", columns, row_group_size=2)
-    if isinstance(wanted, str):
-        with pytest.raises(ValueError, match=wanted):
-            one.preprocess(path, tmp_path / "o", **arguments)
-        return
-    made = quiet(one.preprocess, path, tmp_path / "o", **arguments)
-    assert [texts_of(one, prefix) for prefix in made.values()] == wanted
-
-
-@pytest.fixture
-def memory():
-    """The objects of memory://, fsspec's file system for tests."""
-    file_system = fsspec.filesystem("memory")
-    yield file_system
-    file_system.store.clear()
-    file_system.pseudo_dirs[:] = [""]
-
-
 @pytest.mark.parametrize("count", [1, 3, 40])
-def test_inputs_of_all_kinds_from_all_places(one, tmp_path, memory, count):
+def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     """URLs, patterns of URLs, and files, in any order.
 
     Of shards, a compressed file is dealt as a whole, Parquet by its row groups.
     """
-    contents = {"b2": GOOD * 3, "b1": LINES + b"\n", "b10": b'{"text": "x"}'}
-    for name, content in contents.items():
-        memory.pipe_file(f"/books/{name}.jsonl", content)
-    memory.makedirs("/books/b3.jsonl")
+    memory = fsspec.filesystem("memory")
+    for name, content in (("b2", GOOD * 3), ("b1", LINES + b"\n"), ("b10", b'{"text": "x"}')):
+        memory.pipe_file(f"{tmp_path}/{name}.jsonl", content)
+    memory.makedirs(f"{tmp_path}/b3.jsonl")
     compressed = tmp_path / "c.jsonl.gz"
     compressed.write_bytes(compress(GOOD, ".gz"))
     parquet = write_parquet(tmp_path / "d.parquet", {"text": list("pqrst")}, row_group_size=2)
     for path in (compressed, parquet):
-        memory.pipe_file(f"/books/{path.name}", path.read_bytes())
-    inputs = ["memory://books/c.jsonl.gz", compressed, parquet, "memory://books/b*.jsonl"]
-    merged = make_shards(one, [*inputs, "memory://books/d.parquet"], tmp_path, count)
+        memory.pipe_file(str(path), path.read_bytes())
+    inputs = [f"memory://{compressed}", compressed, parquet, f"memory://{tmp_path}/b*.jsonl"]
+    merged = make_shards(one, [*inputs, f"memory://{parquet}"], tmp_path, count)
     texts = ["1", "1", *"pqrst", "a", "bcdefg", "", "h", "x", "1", "1", "1", *"pqrst"]
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
 
@@ -8520,24 +8486,35 @@ def forget_the_last(texts):
     return numbers_of(texts[:-1])
 
 
+def write_input(content):
+    """A file of these lines, or of these columns, in the current folder -> its name."""
+    if isinstance(content, dict):
+        return write_parquet("a.parquet", content, row_group_size=2)
+    pathlib.Path("a.jsonl").write_bytes(content)
+    return "a.jsonl"
+
+
 XY = {"json_keys": ["y", "x"]}
+COLUMNS = {"n": [1, 2, 3], "x": ["é\n", "", "c"], "y": ["d", "e", "f"]}
 BATCHED = {"tokenizer": Tok(tokenize_batch=numbers_of)}
 FORGETFUL = {"tokenizer": Tok(tokenize_batch=forget_the_last)}
 SKIP = {"on_error": "skip"} | BATCHED
 LARGE = {"tokenizer": Tok(vocab_size=70001)}
-DOCUMENTS = [  # the file, arguments, and the documents of the pair of each key
+ENCODED = [  # the file, arguments, and the documents of the pair of each key
     (b'{"x": "a", "y": "b", "z": 3}\n{"y": "", "x": "c"}\n', XY, [[[98], []], [[97], [99]]]),
     (b'{"x": "1", "y": "2"}\n{"x": "3", "y": "n"}\n', XY | SKIP, [[[2]], [[1]]]),
     (b'{"text": "1"}\n{"text": 5}\n{"text": "x"}\n{"text": "3"}', SKIP, [[[1], [3]]]),
     (b'{"text": "1 70000"}\n', LARGE, [[[1, 70000]]]),
+    (COLUMNS, XY, [[[100], [101], [102]], [[0xC3, 0xA9, 10], [], [99]]]),
+    ({"text": []}, {}, [[]]),
+    ({"text": ["1", None, "3"]}, SKIP, [[[1], [3]]]),
 ]
 
 
-@pytest.mark.parametrize("content, arguments, wanted", DOCUMENTS)
-def test_documents_of_a_file(one, tmp_path, content, arguments, wanted):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(content)
-    made = quiet(one.preprocess, path, tmp_path / "new" / "folder" / "o", **arguments)
+@pytest.mark.parametrize("content, arguments, wanted", ENCODED)
+def test_documents_of_a_file(one, tmp_path, monkeypatch, content, arguments, wanted):
+    monkeypatch.chdir(tmp_path)
+    made = quiet(one.preprocess, write_input(content), "new/folder/o", **arguments)
     assert list(made) == arguments.get("json_keys", ["text"])
     assert [texts_of(one, prefix) for prefix in made.values()] == wanted
 
@@ -8593,6 +8570,10 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
     "after blocks": (b'{"text": "%s"}\n' % (b"x" * 1000) * 5000 + b"oops\n", {}, r"line 5001\b"),
     "in a worker": (GOOD + b"oops\n", {"workers": 2}, r"a\.jsonl: line 2: "),
+    "no such column": (COLUMNS, {}, "a.parquet: wanted a column 'text', got n, x, y"),
+    "numbers": (COLUMNS, {"json_keys": "n"}, "a.parquet: row 1: wanted .* text under 'n'"),
+    "bytes": ({"text": [b"a"]}, {}, "a.parquet: row 1: wanted"),
+    "a missing text": ({"text": ["a"] * 299 + [None]}, {}, "a.parquet: row 300: wanted"),
     "no file": (GOOD, {"input": "none.jsonl"}, "none.jsonl"),
     "no file of a pattern": (GOOD, {"input": ["a.jsonl", "*.none"]}, r"\*\.none"),
     "a folder": (GOOD, {"input": "."}, "folder: name its files"),
@@ -8619,10 +8600,10 @@ def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatc
     """Upstream: hangs at a bad line, and leaves a .bin of no bytes."""
     content, arguments, words = REFUSED[case]
     monkeypatch.chdir(tmp_path)
-    pathlib.Path("a.jsonl").write_bytes(content)
+    path = write_input(content)
     with pytest.raises((ValueError, OSError), match=words):
-        one.preprocess(**{"input": "a.jsonl", "output_prefix": "o"} | arguments)
-    assert os.listdir() == ["a.jsonl"]
+        one.preprocess(**{"input": path, "output_prefix": "o"} | arguments)
+    assert os.listdir() == [path]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -8911,7 +8892,8 @@ def test_parquet_without_messages(one, tmp_path):
 def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     """A run goes on where it stopped, and not with another file under the same name."""
     rng = np.random.default_rng(0)
-    paths = [str(write_rows(tmp_path / name, random_rows(rng, 20, 5))) for name in "ab"]
+    rows = random_rows(rng, 20, 5)
+    paths = [str(write_rows(tmp_path / name, rows)) for name in "ab"]
     cfg = config(one, (paths, [1, 3]), split="8,1,1", tokenizer=ChatTokenizer(pad=999))
     train, valid, test = build(one, [24, 4, 0], cfg, one.SFTDataset)
     assert (len(train), len(valid), len(test)) == (24, 4, 0)
@@ -8928,7 +8910,7 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     later.load_state_dict(state)
     for found, wanted in zip(later, batches[3:], strict=True):
         same_samples(found, wanted)
-    write_rows(tmp_path / "a", [ROW] * 20)
+    write_rows(tmp_path / "a", rows[::-1])
     changed, _, _ = build(one, [24, 4, 0], cfg, one.SFTDataset)
     other = one.build_pretraining_data_loader(changed, 0, **arguments)
     with pytest.raises(ValueError, match="does not fit"):
@@ -9003,17 +8985,17 @@ def test_trace_and_find_of_random_datasets(mm, tmp_path):
             assert ds.find(sequence) == ds.find(ds.dataset_path, sequence) == wanted
 
 
-BLENDS = {  # weights of three corpora, a size, and fields of the config
+KINDS_OF_BLENDS = {  # weights of three corpora, a size, and fields of the config
     "weights": ([5, 3, 0], 60, {}),
     "exhaustive": (None, None, {}),
     "phases": (None, None, {"blend_phases": [(10, [1, 1, 0]), (25, [0, 1, 3]), (5, [1, 1, 1])]}),
 }
 
 
-@pytest.mark.parametrize("kind", BLENDS)
+@pytest.mark.parametrize("kind", KINDS_OF_BLENDS)
 def test_trace_and_find_of_blends(mm, tmp_path, kind):
     """Also of a pair that is in the blend twice."""
-    weights, size, fields = BLENDS[kind]
+    weights, size, fields = KINDS_OF_BLENDS[kind]
     rng = np.random.default_rng(1)
     a, b = (mk_sentences(mm, tmp_path / name, rng) for name in "ab")
     cfg = config(mm, ([a, b, a], weights), stable_order=kind == "phases", **fields)
@@ -9164,7 +9146,7 @@ def six_corpora(mm, tmp_path):
     return prefixes
 
 
-def random_blend(rng, prefixes):
+def random_corpora(rng, prefixes):
     """Up to five of the prefixes, with weights or without."""
     chosen = [str(prefix) for prefix in rng.choice(prefixes, rng.integers(1, 6), replace=False)]
     weights = rng.dirichlet(np.ones(len(chosen))) + 0.05
@@ -9185,14 +9167,14 @@ def random_build(rng, prefixes):
         "num_dataset_builder_threads": int(rng.integers(1, 3)),
     }
     if rng.random() < 0.5:
-        fields["blend"] = random_blend(rng, prefixes)
+        fields["blend"] = random_corpora(rng, prefixes)
         fields["split"] = str(rng.choice(["8,1,1", "90,10,0", "1,0,0", "5,4,1"]))
         if fields["blend"][1] is None and rng.random() < 0.5:
             sizes = [None] * 3
         return sizes, fields
-    blends = [random_blend(rng, prefixes) if rng.random() < 0.8 else None for _ in range(3)]
+    blends = [random_corpora(rng, prefixes) if rng.random() < 0.8 else None for _ in range(3)]
     if not any(blends):
-        blends[0] = random_blend(rng, prefixes)
+        blends[0] = random_corpora(rng, prefixes)
     fields["blend_per_split"] = blends
     valid = blends[1]
     is_unweighted = valid is not None and valid[1] is None
@@ -9712,8 +9694,8 @@ def test_options_of_the_command_line_come_before_those_of_the_file(one, run_fold
     assert (row["path_prefix"], row["samples_drawn"]) == ("b", 30)
 
 
-PHASES = "blend_phases = [[7, [1, 2]], [5, [1.5, 0]]]\nstable_order = true"
-PER_SPLIT = 'blend_per_split = [[["a", "b"], [1, 2]], ["b"], []]\nsizes = [9, 5, 0]'
+PHASES_OF_FILE = "blend_phases = [[7, [1, 2]], [5, [1.5, 0]]]\nstable_order = true"
+BLENDS_OF_FILE = 'blend_per_split = [[["a", "b"], [1, 2]], ["b"], []]\nsizes = [9, 5, 0]'
 
 
 @pytest.mark.parametrize(
@@ -9723,10 +9705,10 @@ PER_SPLIT = 'blend_per_split = [[["a", "b"], [1, 2]], ["b"], []]\nsizes = [9, 5,
         ('blend = ["a", "b"]\nsizes = [9, "none", 0]', "--blend a b --sizes 9 none 0"),
         ('blend = [["a", "b"]]', "--blend a b"),
         (
-            'blend = ["a", "b"]\n' + PHASES,
+            'blend = ["a", "b"]\n' + PHASES_OF_FILE,
             "--blend a b --phase 7 1 2 --phase 5 1.5 0 --stable-order",
         ),
-        (PER_SPLIT, "--train-blend 1 a 2 b --valid-blend b --sizes 9 5 0"),
+        (BLENDS_OF_FILE, "--train-blend 1 a 2 b --valid-blend b --sizes 9 5 0"),
         ('tokenizer = "null:300"\nblend = ["a"]', "--blend a --tokenizer null:300"),
     ],
 )
