@@ -9306,7 +9306,9 @@ def test_notes_of_a_plan(one, tmp_path, case):
     for i, count in enumerate(counts):
         prefixes.append(mk(one, tmp_path / f"p{i}", [[1] * 9] * count))
     cfg = config(one, (prefixes, weights), **fields)
-    notes = quiet(one.plan, cfg, [size, 0, 0], 4).notes
+    planned = quiet(one.plan, cfg, [size, 0, 0], 4)
+    notes = planned.notes
+    assert all(row.tokens_cut == row.tokens for row in planned if row.samples_built == 0)
     assert [note for note in notes if re.search(word, note)], notes
     assert len(set(notes)) == len(notes)
 
