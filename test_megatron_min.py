@@ -9205,8 +9205,8 @@ def parts_of(built):
     return parts
 
 
-FLAGS_OF_LENGTHS = ["add_extra_token_to_sequence", "drop_last_partial_validation_sequence"]
-FLAGS_OF_LENGTHS += ["stable_order"]
+FLAGS_OF_PLANS = ["add_extra_token_to_sequence", "drop_last_partial_validation_sequence"]
+FLAGS_OF_PLANS += ["stable_order", "reset_position_ids"]
 
 
 def returned_or_refused(function, *arguments):
@@ -9221,7 +9221,7 @@ def test_plan_equals_what_is_built_and_drawn(mm, six_corpora, tmp_path):
     """Without reading a token, or writing a file."""
     for number, rng in enumerate(cases(40)):
         sizes, fields = random_build(rng, six_corpora)
-        fields |= {name: bool(rng.integers(2)) for name in FLAGS_OF_LENGTHS}
+        fields |= {name: bool(rng.integers(2)) for name in FLAGS_OF_PLANS}
         fields["mid_level_dataset_surplus"] = float(rng.choice([0, 0.005, 0.2]))
         folder = tmp_path / f"cache{number}"
         cfg = config(mm, **fields, path_to_cache=str(folder))
