@@ -10472,12 +10472,12 @@ def test_a_subclass_serves_both(mm, up, tmp_path, extra):
         cfg = config_class(3, 8, path_to_cache=cache, image_h=2, image_w=3, **fields)
         built.append(quiet(build, names, [0, 20, 0], cfg, cls)[1])
     ours, theirs = built
-    same_dataset(ours, theirs)
     theirs.masks_and_position_ids_are_cacheable = False
     loader = mm.build_pretraining_data_loader(ours, 0, micro_batch_size=1)
     for k, batch in enumerate(loader):
         wanted = quiet(theirs.__getitem__, k)
         same_samples({key: values[0] for key, values in batch.items()}, wanted, k)
+    same_dataset(ours, theirs)
 
 
 def test_states_of_a_rerun_data_iterator_have_upstreams_keys(one, up):
