@@ -54,7 +54,6 @@ import sys
 import tempfile
 import threading
 import time
-import tokenize
 import traceback
 import tracemalloc
 import types
@@ -4386,20 +4385,20 @@ def test_a_manifest_vouches_for_what_its_own_job_wrote(one, tmp_path, monkeypatc
 
 def test_a_cache_that_is_replaced_while_it_is_loaded(one, tmp_path, monkeypatch):
     """What was checked is no longer what is mapped: the cache is built anew."""
-    toy_cache(one, tmp_path).load_or_build(Build())
+    toy_cache(one, tmp_path).load_or_build(toy_build())
     map_arrays = one.IndexCache._map_arrays
 
     def replace_and_map(cache):
-        toy_cache(one, tmp_path, made_from=OF_14)._save(Build(7)())
+        toy_cache(one, tmp_path, made_from=OF_14)._save(toy_build(7)())
         return map_arrays(cache)
 
-    build = Build()
+    build = toy_build()
     cache = toy_cache(one, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(one.IndexCache, "_map_arrays", replace_and_map)
         [message] = load_toy(cache, build)
     assert "another process replaces it" in message
-    assert build.calls == 1
+    assert build.call_count == 1
 
 
 def test_a_header_that_numpy_cannot_parse(one, tmp_path):
@@ -6550,23 +6549,25 @@ def long_text(one, tmp_path_factory):
     return folder
 
 
+def bytes_of_pair(prefix):
+    """The contents of .bin and .idx."""
+    return [pathlib.Path(f"{prefix}.{kind}").read_bytes() for kind in ("bin", "idx")]
+
+
 @pytest.mark.parametrize("name, workers", [("a.jsonl", 1), ("a.jsonl.gz", 2), ("a.jsonl", 3)])
 def test_any_number_of_workers_equals_the_plain_loop(one, long_text, tmp_path, name, workers):
     path = long_text / name
     made = one.preprocess([path, str(path)], tmp_path / "o", append_eod=True, workers=workers)
     assert made == {"text": f"{tmp_path}/o_text_document"}
-    wanted = files_of(long_text)
-    assert files_of(tmp_path) == {
-        "o_text_document.bin": wanted["plain.bin"],
-        "o_text_document.idx": wanted["plain.idx"],
-    }
+    assert bytes_of_pair(made["text"]) == bytes_of_pair(long_text / "plain")
+    assert len(os.listdir(tmp_path)) == 2
 
 
 # -- Shards ------------------------------------------------------------------------------------
 
 
 def make_shards(one, inputs, folder, count, **arguments):
-    """Make all shards, and merge them -> the bytes of the merged .bin and .idx."""
+    """Make all shards, and merge them -> the prefix of the merged pair."""
     shards = []
     for index in range(count):
         made = one.preprocess(inputs, folder / "s", shard=(index, count), **arguments)
@@ -6574,7 +6575,7 @@ def make_shards(one, inputs, folder, count, **arguments):
     assert len(set(shards)) == count and shards == sorted(shards)
     one.check_all_shards(shards)
     one.merge(shards, folder / "merged")
-    return [pathlib.Path(f"{folder}/merged.{kind}").read_bytes() for kind in ("bin", "idx")]
+    return folder / "merged"
 
 
 LINES = b'{"text": "a"}\n\n{"text": "bcdefg"}\n \n{"text": ""}\r\n{"text": "h"}'
@@ -6595,51 +6596,24 @@ def test_merged_shards_equal_the_single_job(one, tmp_path, case):
     for number, content in enumerate(contents):
         paths.append(tmp_path / f"{number}.jsonl")
         paths[-1].write_bytes(content)
-    made = quiet(one.preprocess, paths, tmp_path / "whole", append_eod=True)["text"]
-    wanted = [pathlib.Path(f"{made}.{kind}").read_bytes() for kind in ("bin", "idx")]
-    assert quiet(make_shards, one, paths, tmp_path, count, append_eod=True) == wanted
+    whole = quiet(one.preprocess, paths, tmp_path / "whole", append_eod=True)["text"]
+    merged = quiet(make_shards, one, paths, tmp_path, count, append_eod=True)
+    assert bytes_of_pair(merged) == bytes_of_pair(whole)
 
 
-@pytest.mark.parametrize("names, count", [("a.gz b c.gz d.parquet", 25), ("d.parquet", 2)])
-def test_shards_of_files_of_all_kinds(one, tmp_path, names, count):
-    """A compressed file is dealt as a whole, Parquet by its row groups."""
-    texts = [str(i) * (i % 7) for i in range(300)]
-    paths = []
-    for name in names.split():
-        if name == "d.parquet":
-            paths.append(write_parquet(tmp_path / name, {"text": texts}, row_group_size=50))
-        else:
-            paths.append(jsonl(tmp_path / name, texts))
-    made = one.preprocess(paths, tmp_path / "whole")["text"]
-    assert texts_of(one, made) == [list(text.encode()) for text in texts * len(paths)]
-    wanted = [pathlib.Path(f"{made}.{kind}").read_bytes() for kind in ("bin", "idx")]
-    assert make_shards(one, paths, tmp_path, count) == wanted
+def bytes_read():
+    """How many bytes this process has read from files so far, on Linux."""
+    return int(pathlib.Path("/proc/self/io").read_text().split()[1])
 
 
-class CountingFile(io.FileIO):
-    """A file that counts the bytes that are read from it."""
-
-    num_read = 0
-
-    def readinto(self, buffer):
-        count = super().readinto(buffer)
-        CountingFile.num_read += count
-        return count
-
-
-def open_counting(path):
-    """In place of the function that opens an input."""
-    return io.BufferedReader(CountingFile(path))
-
-
-def test_a_shard_reads_its_share_and_no_more(one, tmp_path, monkeypatch):
-    path = jsonl(tmp_path / "a.jsonl", ["x" * 100] * 20_000)
-    monkeypatch.setattr(one, "_open_input", open_counting)
+@linux
+def test_a_shard_reads_its_share_and_no_more(one, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ["x" * 100] * 10_000)
     for index in range(4):
-        CountingFile.num_read = 0
+        before = bytes_read()
         one.preprocess(path, tmp_path / "s", shard=(index, 4))
         share = os.path.getsize(path) / 4
-        assert share <= CountingFile.num_read < share + 4 * io.DEFAULT_BUFFER_SIZE
+        assert share <= bytes_read() - before < 1.2 * share
 
 
 def touch(path):
@@ -6647,12 +6621,10 @@ def touch(path):
     os.utime(path, ns=(1, 1))
 
 
-SHARD = {"shard": (1, 2)}
 MADE_ANEW = {  # what happens to which file, arguments of the second job, is the shard made anew?
     "nothing": (None, None, {}, False),
     "other workers": (None, None, {"workers": 2, "verbose": True}, False),
     "an input changed": (touch, "b.jsonl", {}, True),
-    "an input more": (None, None, {"input": ["a.jsonl", "b.jsonl", "a.jsonl"]}, True),
     "inputs in another order": (None, None, {"input": ["b.jsonl", "a.jsonl"]}, True),
     "another tokenizer": (None, None, {"tokenizer": Tok(256, 257)}, True),
     "eods": (None, None, {"append_eod": True}, True),
@@ -6671,27 +6643,15 @@ def test_a_shard_is_made_once(one, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
         pathlib.Path(name).write_bytes(b'{"text": "1", "other": "22"}\n' * 3)
-    common = {"input": ["a.jsonl", "b.jsonl"], "output_prefix": "s", **SHARD}
+    common = {"input": ["a.jsonl", "b.jsonl"], "output_prefix": "s", "shard": (1, 2)}
     one.preprocess(**common)
     if happens is not None:
         happens(changed)
     write = mock.Mock(wraps=one._write_pairs)
     monkeypatch.setattr(one, "_write_pairs", write)
     for number_of_calls in (is_anew, is_anew):  # the third job finds what the second has made
-        made = quiet(one.preprocess, **common | arguments)
+        one.preprocess(**common | arguments)
         assert write.call_count == number_of_calls
-    fresh = quiet(one.preprocess, **common | arguments | {"output_prefix": "fresh"})
-    assert texts_of(one, made["text"]) == texts_of(one, fresh["text"])
-
-
-@pytest.mark.parametrize("index, count, said", [(0, 3, 1), (1, 3, 0), (2, 3, 0), (0, 1, 1)])
-def test_an_empty_file_is_said_by_one_shard(one, tmp_path, recwarn, index, count, said):
-    """And a shard in which no line of a file begins says nothing."""
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "%s"}\n' % (b"x" * 1000))
-    (tmp_path / "b.jsonl").write_bytes(b"")
-    one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", shard=(index, count))
-    warned = [str(warning.message) for warning in recwarn]
-    assert len(warned) == said and all("b.jsonl (1 file)" in words for words in warned)
 
 
 def test_a_bad_line_of_a_shard(one, tmp_path):
@@ -6699,11 +6659,10 @@ def test_a_bad_line_of_a_shard(one, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(GOOD * 10 + b"oops\n")
     one.preprocess(path, tmp_path / "o", shard=(0, 2))
+    before = os.listdir(tmp_path)
     with pytest.raises(ValueError, match=r"a\.jsonl: line 5 from byte 84 on: "):
         one.preprocess(path, tmp_path / "o", shard=(1, 2))
-    left = sorted(os.listdir(tmp_path))
-    pair = [f"o_text_document_00000_of_00002.{kind}" for kind in ("bin", "idx")]
-    assert left == ["a.jsonl", "o_00000_of_00002.json", *pair]
+    assert os.listdir(tmp_path) == before
 
 
 LAUNCHERS = [
@@ -6716,63 +6675,48 @@ LAUNCHERS = [
 
 @pytest.mark.parametrize("variables, wanted", LAUNCHERS)
 def test_the_launcher_says_which_shard(one, tmp_path, monkeypatch, capsys, variables, wanted):
-    """The command asks it; --shard says something else."""
+    """Unless --shard says something else."""
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert one.shard_of_launcher() == wanted
     path = jsonl(tmp_path / "a.jsonl", ["a"])
     made = mock.Mock(wraps=one.preprocess)
     monkeypatch.setattr(one, "preprocess", made)
-    for flags, shard in (([], wanted), (["--shard", "1/3"], (1, 3)), (["--shard", "0/1"], (0, 1))):
-        code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *flags)
-        assert code == 0, err
+    for flags, shard in (([], wanted), (["--shard", "0/1"], (0, 1))):
+        assert preprocess_command(one, capsys, path, tmp_path / "o", *flags)[0] == 0
         assert made.call_args.kwargs["shard"] == shard
 
 
 def test_shards_by_commands(one, tmp_path, monkeypatch, capsys):
-    """The last lines that each shard prints are the commands that merge them, for each key."""
+    """The last lines that a shard prints are the commands that merge all, one for each key."""
     monkeypatch.chdir(tmp_path)
     pathlib.Path("a.jsonl").write_bytes(b'{"x": "1", "y": "2"}\n' * 5)
     keys = ["--json-keys", "x", "y"]
     preprocess_command(one, capsys, "a.jsonl", "whole", *keys)
-    preprocess_command(one, capsys, "a.jsonl", "s", *keys, "--shard", "0/2")  # is not merged
-    for index in range(3):
-        code, out, err = preprocess_command(
-            one, capsys, "a.jsonl", "s", *keys, "--shard", f"{index}/3"
-        )
+    for shard in ("0/2", "0/3", "1/3", "2/3"):  # the first is one of two: it is not merged
+        flags = [*keys, "--shard", shard]
+        code, out, err = preprocess_command(one, capsys, "a.jsonl", "s", *flags)
         assert code == 0, err
-    for line in out.strip().split("\n")[-2:]:
-        words = []
-        for word in line.partition("megatron-min ")[2].split():
-            words += sorted(glob.glob(word)) or [word]
-        incomplete = [word for word in words if "_00001_" not in word]
-        code, _, err = command(one, capsys, *incomplete)
-        assert code == 1 and one_sentence(err) and "00001_of_00003" in err
-        assert command(one, capsys, *words)[0] == 0
-    files = files_of(".")
-    for name in ("x_document.bin", "x_document.idx", "y_document.bin", "y_document.idx"):
-        assert files[f"s_{name}"] == files[f"whole_{name}"]
+    for line, key in zip(out.strip().split("\n")[-2:], "xy", strict=True):
+        _, *merge_shards, pattern, option, prefix = line.split()
+        shards = sorted(glob.glob(pattern))
+        assert command(one, capsys, *merge_shards, *shards, option, prefix)[0] == 0
+        assert bytes_of_pair(f"s_{key}_document") == bytes_of_pair(f"whole_{key}_document")
 
 
-SHARD_NAMES = [  # prefixes to merge, and a word of the error
-    (["a", "b"], None),
-    (["a_00000_of_00002", "a_00001_of_00002", "b", "c_00000_of_00001"], None),
-    (["a_00000_of_00002", "a_00001_of_00002"] * 2, None),
-    (["a_00000_of_00002"], "wanted a_00001_of_00002"),
-    (["a_00001_of_00002", "a_00000_of_00002"], "wanted a_00000_of_00002"),
-    (["a_00000_of_00002", "b_00001_of_00002"], "wanted a_00001_of_00002"),
-    (["a_00000_of_00003", "a_00002_of_00003"], "wanted a_00001_of_00003"),
-    (["a_00000_of_00003", "b"], "wanted a_00001_of_00003"),
-]
-
-
-@pytest.mark.parametrize("prefixes, words", SHARD_NAMES)
+@pytest.mark.parametrize(
+    "prefixes, words",
+    [
+        (["a_00000_of_00002"], "wanted a_00001_of_00002"),
+        (["a_00001_of_00002", "a_00000_of_00002"], "wanted a_00000_of_00002"),
+        (["a_00000_of_00002", "b_00001_of_00002"], "wanted a_00001_of_00002"),
+        (["a_00000_of_00003", "a_00002_of_00003"], "wanted a_00001_of_00003"),
+        (["a_00000_of_00003", "b"], "wanted a_00001_of_00003"),
+    ],
+)
 def test_all_shards_or_none(one, prefixes, words):
-    if words is None:
-        one.check_all_shards(prefixes)
-        return
+    one.check_all_shards(["a_00000_of_00002", "a_00001_of_00002", "b", "c_00000_of_00001"])
     with pytest.raises(ValueError, match=words):
         one.check_all_shards(prefixes)
 
@@ -6784,19 +6728,18 @@ def test_torchrun_makes_and_merges_all_shards(one, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"x": "12", "y": "3"}\n' * 1000)
     prefixes = one.preprocess(path, tmp_path / "whole", json_keys=["x", "y"])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    flags = ["--input", path, "--output-prefix", tmp_path / "s", "--json-keys", "x", "y"]
-    run = [*launch, "2", "-m", "megatron_min", "preprocess", *flags]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run += ["-m", "megatron_min", "preprocess", "--input", path, "--json-keys", "x", "y"]
+    run += ["--output-prefix", tmp_path / "s"]
     env = os.environ | {"PYTHONPATH": str(HERE)}
     for times_found in (0, 2):
         ran = subprocess.run(run, capture_output=True, text=True, env=env, timeout=200)
         assert ran.returncode == 0, ran.stderr
         assert ran.stderr.count("is there already") == times_found
         for key, prefix in prefixes.items():
-            for kind in ("bin", "idx"):
-                wanted = pathlib.Path(f"{prefix}.{kind}").read_bytes()
-                assert (tmp_path / f"s_{key}_document.{kind}").read_bytes() == wanted
-                (tmp_path / f"s_{key}_document.{kind}").unlink()
+            merged = f"{tmp_path}/s_{key}_document"
+            assert bytes_of_pair(merged) == bytes_of_pair(prefix)
+            os.remove(f"{merged}.idx")
     path.write_bytes(path.read_bytes() + b"oops\n")
     ran = subprocess.run(run, capture_output=True, text=True, env=env, timeout=200)
     assert ran.returncode != 0 and "a.jsonl: line " in ran.stderr
@@ -6817,142 +6760,65 @@ def compress(content, extension):
     return module.compress(content)
 
 
-@pytest.mark.parametrize("extension", COMPRESSED)
-def test_compressed_inputs(one, long_text, tmp_path, extension):
-    """A file may be two compressed files laid end to end; blank and bad lines are counted."""
-    content = (long_text / "a.jsonl").read_bytes()
-    half = len(content) // 2
-    data = compress(content[:half], extension) + compress(content[half:], extension)
-    (tmp_path / f"a.jsonl{extension}").write_bytes(data)
-    (tmp_path / f"b.jsonl{extension}").write_bytes(compress(b"", extension))
-    (tmp_path / f"c.jsonl{extension}").write_bytes(compress(GOOD + b"oops\n", extension))
-    twice = [tmp_path / f"a.jsonl{extension}"] * 2
-    made = one.preprocess(twice, tmp_path / "o", append_eod=True)["text"]
-    for kind in ("bin", "idx"):
-        wanted = (long_text / f"plain.{kind}").read_bytes()
-        assert pathlib.Path(f"{made}.{kind}").read_bytes() == wanted
-    with pytest.warns(UserWarning, match="no document came from .*b.jsonl"):
-        one.preprocess(tmp_path / f"b.jsonl{extension}", tmp_path / "o")
-    with pytest.raises(ValueError, match=r"c\.jsonl\S+: line 2: "):
-        one.preprocess(tmp_path / f"c.jsonl{extension}", tmp_path / "o")
-
-
-@pytest.mark.parametrize("damage", ["cut off", "a byte changed", "of another kind"])
-@pytest.mark.parametrize("extension", COMPRESSED)
-def test_a_damaged_compressed_file_is_named(one, tmp_path, extension, damage):
-    content = b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(3000))
-    whole = compress(content, extension)
-    data = bytearray(whole)
-    if damage == "cut off":
-        data = data[:-20]
-    elif damage == "a byte changed":
-        data[len(data) // 2] ^= 1
-        if extension == ".zst":  # frames have a checksum only if one asks for it
-            data[0] ^= 1
-    else:
-        data = b"text" + data
-    (tmp_path / f"a.jsonl{extension}").write_bytes(whole)
-    (tmp_path / f"b.jsonl{extension}").write_bytes(data)
-    before = sorted(os.listdir(tmp_path))
-    with pytest.raises(ValueError, match=r"b\.jsonl.*: "):
-        one.preprocess(tmp_path / "*.jsonl*", tmp_path / "o")
-    assert sorted(os.listdir(tmp_path)) == before
-
-
 def write_parquet(path, columns, **arguments):
     """Write a Parquet file -> its path."""
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(sys.modules["pyarrow"].table(columns), path, **arguments)
-    return str(path)
+    return path
 
 
-TWO_COLUMNS = {"n": [1, 2, 3], "x": ["é\n", "", "c"], "y": ["d", "e", "f"]}
-TWO_DOCUMENTS = [[[0xC3, 0xA9, 10], [], [99]], [[100], [101], [102]]]
-PARQUET = {  # columns, arguments, and the documents of each key or a word of the error
-    "keys": (TWO_COLUMNS, {"json_keys": ["x", "y"]}, TWO_DOCUMENTS),
-    "no rows": ({"text": []}, {}, [[]]),
-    "no such column": (TWO_COLUMNS, {}, "a.parquet: wanted a column 'text', got n, x, y"),
-    "numbers": (TWO_COLUMNS, {"json_keys": "n"}, "a.parquet: row 1: wanted .* text under 'n'"),
-    "bytes": ({"text": [b"a"]}, {}, "a.parquet: row 1: wanted"),
-    "a missing text": ({"text": ["a"] * 299 + [None]}, {}, "a.parquet: row 300: wanted"),
-    "skipped": ({"text": ["a", None, "c"]}, {"on_error": "skip"}, [[[97], [99]]]),
-}
+@pytest.mark.parametrize("extension", COMPRESSED)
+def test_compressed_inputs(one, long_text, tmp_path, extension):
+    """A file may be two compressed files laid end to end; it may be empty; lines are counted."""
+    content = (long_text / "a.jsonl").read_bytes()
+    half = len(content) // 2
+    paths = [tmp_path / f"{name}.jsonl{extension}" for name in "abc"]
+    paths[0].write_bytes(compress(content[:half], extension) + compress(content[half:], extension))
+    paths[1].write_bytes(compress(b"", extension))
+    paths[2].write_bytes(compress(GOOD + b"oops\n", extension))
+    with pytest.warns(UserWarning, match=r"no document came from .*b\.jsonl"):
+        made = one.preprocess([*paths[:2], paths[0]], tmp_path / "o", append_eod=True)
+    assert bytes_of_pair(made["text"]) == bytes_of_pair(long_text / "plain")
+    with pytest.raises(ValueError, match=r"c\.jsonl\S+: line 2: "):
+        one.preprocess(paths[2], tmp_path / "o")
 
 
-@pytest.mark.parametrize("case", PARQUET)
-def test_parquet(one, tmp_path, case):
-    columns, arguments, wanted = PARQUET[case]
-    path = write_parquet(tmp_path / "a.parquet", columns, row_group_size=2)
-    if isinstance(wanted, str):
-        with pytest.raises(ValueError, match=wanted):
-            one.preprocess(path, tmp_path / "o", **arguments)
-        assert os.listdir(tmp_path) == ["a.parquet"]
-        return
-    made = quiet(one.preprocess, path, tmp_path / "o", **arguments)
-    assert [texts_of(one, prefix) for prefix in made.values()] == wanted
-
-
-@pytest.mark.parametrize("damage", ["cut off", "a page changed", "no Parquet"])
-def test_a_damaged_parquet_file_is_named(one, tmp_path, damage):
-    texts = [str(i) for i in range(1000)]
-    path = write_parquet(tmp_path / "a.parquet", {"text": texts}, compression="gzip")
-    data = bytearray(pathlib.Path(path).read_bytes())
-    if damage == "cut off":
-        del data[-20:]
-    elif damage == "a page changed":
-        data[100:200] = bytes(100)
+@pytest.mark.parametrize("damage", ["cut off", "its begin lost"])
+@pytest.mark.parametrize("extension", [*COMPRESSED, ".parquet"])
+def test_a_damaged_file_is_named(one, tmp_path, extension, damage):
+    texts = [str(i * i) for i in range(3000)]
+    path = tmp_path / f"b.jsonl{extension}"
+    if extension == ".parquet":
+        write_parquet(path, {"text": texts}, compression="gzip")
     else:
-        data = GOOD * 10
-    pathlib.Path(path).write_bytes(data)
-    with pytest.raises(ValueError, match=r"a\.parquet: "):
-        one.preprocess(path, tmp_path / "o")
-    assert os.listdir(tmp_path) == ["a.parquet"]
+        content = pathlib.Path(jsonl(tmp_path / "a.jsonl", texts)).read_bytes()
+        path.write_bytes(compress(content, extension))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20] if damage == "cut off" else b"\xff" * 200 + whole[200:])
+    with pytest.raises(ValueError, match=r"b\.jsonl\S+: .*damaged"):
+        one.preprocess([jsonl(tmp_path / "a.jsonl", texts), path], tmp_path / "o")
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", path.name]
 
 
-@pytest.fixture
-def memory():
-    """The objects of memory://, fsspec's file system for tests: {name: bytes} to write to."""
-    fsspec = pytest.importorskip("fsspec")
-    file_system = fsspec.filesystem("memory")
-    yield file_system
-    file_system.store.clear()
-    file_system.pseudo_dirs[:] = [""]
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
+    """URLs, patterns of URLs, and files, in any order.
 
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_remote_inputs(one, tmp_path, memory, count):
-    """URLs, patterns of URLs, and files, in any order; lines, compressed lines, Parquet."""
-    contents = {"b2": GOOD * 3, "b1": LINES + b"\n", "b10": b'{"text": "x"}'}
-    for name, content in contents.items():
-        memory.pipe_file(f"/books/{name}.jsonl", content)
-    memory.pipe_file("/books/c.jsonl.gz", compress(GOOD, ".gz"))
-    memory.makedirs("/books/b3.jsonl")
-    parquet = pathlib.Path(write_parquet(tmp_path / "d.parquet", {"text": ["p", "q"]}))
-    memory.pipe_file("/books/d.parquet", parquet.read_bytes())
-    inputs = ["memory://books/c.jsonl.gz", parquet, "memory://books/b*.jsonl"]
-    inputs.append("memory://books/d.parquet")
-    wanted = [[49], [112], [113], [97], list(b"bcdefg"), [], [104], [120], [49], [49], [49]]
-    make_shards(one, inputs, tmp_path, count)
-    assert texts_of(one, tmp_path / "merged") == [*wanted, [112], [113]]
-
-
-REMOTE_FAULTS = {  # a URL, the error, and a word of it
-    "memory://none.jsonl": (FileNotFoundError, "memory://none.jsonl: no such file"),
-    "memory://none*.jsonl": (FileNotFoundError, "matches none"),
-    "unheard://a.jsonl": (OSError, "unheard"),
-    "memory://me:secret@none.jsonl": (FileNotFoundError, "memory://none.jsonl: no such file"),
-    "memory://torn.jsonl.gz": (ValueError, "memory://torn.jsonl.gz: damaged"),
-}
-
-
-@pytest.mark.parametrize("url", REMOTE_FAULTS)
-def test_faults_of_remote_inputs(one, tmp_path, memory, url):
-    memory.pipe_file("/torn.jsonl.gz", compress(GOOD, ".gz")[:-5])
-    kind, words = REMOTE_FAULTS[url]
-    with pytest.raises(kind, match=re.escape(words)) as error:
-        one.preprocess(url, tmp_path / "o")
-    assert "secret" not in str(error.value)
-    assert os.listdir(tmp_path) == []
+    Of shards, a compressed file is dealt as a whole, Parquet by its row groups.
+    """
+    memory = fsspec.filesystem("memory")
+    for name, content in (("b2", GOOD * 3), ("b1", LINES + b"\n"), ("b10", b'{"text": "x"}')):
+        memory.pipe_file(f"{tmp_path}/{name}.jsonl", content)
+    memory.makedirs(f"{tmp_path}/b3.jsonl")
+    compressed = tmp_path / "c.jsonl.gz"
+    compressed.write_bytes(compress(GOOD, ".gz"))
+    parquet = write_parquet(tmp_path / "d.parquet", {"text": list("pqrst")}, row_group_size=2)
+    for path in (compressed, parquet):
+        memory.pipe_file(str(path), path.read_bytes())
+    inputs = [f"memory://{compressed}", compressed, parquet, f"memory://{tmp_path}/b*.jsonl"]
+    merged = make_shards(one, [*inputs, f"memory://{parquet}"], tmp_path, count)
+    texts = ["1", "1", *"pqrst", "a", "bcdefg", "", "h", "x", "1", "1", "1", *"pqrst"]
+    assert texts_of(one, merged) == [list(text.encode()) for text in texts]
 
 
 NEEDED = [  # the package that is missing, the input, arguments, and the extra that has it
@@ -6985,13 +6851,6 @@ def test_a_package_that_lacks_another_is_not_called_missing(one, tmp_path, monke
         one.import_extra("incomplete", "tools", "a.jsonl")
 
 
-class FullStops:
-    """In the place of nltk's Punkt: a sentence ends with a full stop."""
-
-    def tokenize(self, text):
-        return re.findall(r"[^.]+\.?", text)
-
-
 SENTENCES = [  # a line, and the texts of its sequences; $ is eod
     ("1 2. 3.", ["1 2.", " 3.$"]),
     ("", []),
@@ -7003,73 +6862,78 @@ SENTENCES = [  # a line, and the texts of its sequences; $ is eod
 
 @pytest.mark.parametrize("workers, append_eod", [(1, True), (2, False)])
 def test_sentences_are_sequences(one, tmp_path, monkeypatch, workers, append_eod):
-    monkeypatch.setattr(one, "_load_sentence_splitter", FullStops)
+    """They are found by nltk's model of English."""
+    punkt = mock.Mock()
+    full_stops = types.SimpleNamespace(tokenize=re.compile(r"[^.]+\.?").findall)
+    punkt.PunktTokenizer.return_value = full_stops
+    monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", punkt)
     path = jsonl(tmp_path / "a.jsonl", [text for text, _ in SENTENCES])
     flags = {"split_sentences": True, "append_eod": append_eod, "workers": workers}
     made = one.preprocess(path, tmp_path / "o", **flags)
     assert made == {"text": f"{tmp_path}/o_text_sentence"}
+    punkt.PunktTokenizer.assert_called_with("english")
     pair = one.IndexedDataset(made["text"])
-    found = [one.ByteTokenizer().detokenize(ids[ids < 256]) for ids in pair[:]]
-    wanted = [sentence for _, sentences in SENTENCES for sentence in sentences]
-    assert found == [sentence.removesuffix("$") for sentence in wanted]
-    assert [256 in ids for ids in pair[:]] == [append_eod and "$" in text for text in wanted]
+    found = [bytes((ids % 220).tolist()).decode() for ids in pair[:]]  # 256 % 220 is a $
+    wanted = []
+    for _, sentences in SENTENCES:
+        wanted += [text if append_eod else text.removesuffix("$") for text in sentences]
+    assert found == wanted
     assert pair.document_indices.tolist() == [0, 2, 2, 3, 5, 8]
 
 
-def test_sentences_of_nltk(one, tmp_path, monkeypatch, capsys):
-    """Its English model where it is installed; else its untrained splitter, and a warning."""
+def test_sentences_without_a_model_of_english(one, tmp_path, monkeypatch, capsys):
     punkt = pytest.importorskip("nltk.tokenize.punkt")
     path = jsonl(tmp_path / "a.jsonl", ["I see.  You do? Yes", "\n"])
     monkeypatch.setattr(punkt, "PunktTokenizer", mock.Mock(side_effect=LookupError))
-    with pytest.warns(UserWarning, match="nltk.downloader punkt_tab"):
-        made = one.preprocess(path, tmp_path / "o", split_sentences=True)
-    pair = one.IndexedDataset(made["text"])
+    code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", "--split-sentences")
+    assert code == 0 and "nltk.downloader punkt_tab" in err
+    pair = one.IndexedDataset(tmp_path / "o_text_sentence")
     assert [bytes(ids.tolist()) for ids in pair[:]] == [b"I see.", b"You do?", b"Yes"]
     assert pair.document_indices.tolist() == [0, 3, 3]
-    flags = ["--split-sentences"]
-    assert preprocess_command(one, capsys, path, tmp_path / "c", *flags)[0] == 0
-    assert len(one.IndexedDataset(tmp_path / "c_text_sentence")) == 3
-    english = mock.Mock(return_value=FullStops())
-    monkeypatch.setattr(punkt, "PunktTokenizer", english)
-    made = one.preprocess(path, tmp_path / "o", split_sentences=True)
-    assert english.call_args.args == ("english",)
-    assert len(one.IndexedDataset(made["text"])) == 3
 
 
 # -- Documents ---------------------------------------------------------------------------------
 
 
-class Batched(Tok):
-    """A tokenizer that takes many texts at once, and none of them if one is bad."""
-
-    def tokenize_batch(self, texts):
-        return [self.tokenize(text) for text in texts]
+def numbers_of(texts):
+    """A tokenize_batch(), which takes many texts at once, and none of them if one is bad."""
+    return [[int(number) for number in text.split()] for text in texts]
 
 
-class Forgetful(Tok):
-    """A tokenizer that loses the last of many texts."""
+def forget_the_last(texts):
+    """A tokenize_batch() that loses a text."""
+    return numbers_of(texts[:-1])
 
-    def tokenize_batch(self, texts):
-        return [self.tokenize(text) for text in texts[:-1]]
+
+def write_input(content):
+    """A file of these lines, or of these columns, in the current folder -> its name."""
+    if isinstance(content, dict):
+        return write_parquet("a.parquet", content, row_group_size=2)
+    pathlib.Path("a.jsonl").write_bytes(content)
+    return "a.jsonl"
 
 
 XY = {"json_keys": ["y", "x"]}
-SKIP = {"on_error": "skip", "tokenizer": Batched()}
+COLUMNS = {"n": [1, 2, 3], "x": ["é\n", "", "c"], "y": ["d", "e", "f"]}
+BATCHED = {"tokenizer": Tok(tokenize_batch=numbers_of)}
+FORGETFUL = {"tokenizer": Tok(tokenize_batch=forget_the_last)}
+SKIP = {"on_error": "skip"} | BATCHED
 LARGE = {"tokenizer": Tok(vocab_size=70001)}
-DOCUMENTS = [  # the file, arguments, and the documents of the pair of each key
+ENCODED = [  # the file, arguments, and the documents of the pair of each key
     (b'{"x": "a", "y": "b", "z": 3}\n{"y": "", "x": "c"}\n', XY, [[[98], []], [[97], [99]]]),
     (b'{"x": "1", "y": "2"}\n{"x": "3", "y": "n"}\n', XY | SKIP, [[[2]], [[1]]]),
     (b'{"text": "1"}\n{"text": 5}\n{"text": "x"}\n{"text": "3"}', SKIP, [[[1], [3]]]),
-    (b'{"text": "ab"}\n{"text": "c"}', {}, [[[97, 98], [99]]]),
     (b'{"text": "1 70000"}\n', LARGE, [[[1, 70000]]]),
+    (COLUMNS, XY, [[[100], [101], [102]], [[0xC3, 0xA9, 10], [], [99]]]),
+    ({"text": []}, {}, [[]]),
+    ({"text": ["1", None, "3"]}, SKIP, [[[1], [3]]]),
 ]
 
 
-@pytest.mark.parametrize("content, arguments, wanted", DOCUMENTS)
-def test_documents_of_a_file(one, tmp_path, content, arguments, wanted):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(content)
-    made = quiet(one.preprocess, path, tmp_path / "new" / "folder" / "o", **arguments)
+@pytest.mark.parametrize("content, arguments, wanted", ENCODED)
+def test_documents_of_a_file(one, tmp_path, monkeypatch, content, arguments, wanted):
+    monkeypatch.chdir(tmp_path)
+    made = quiet(one.preprocess, write_input(content), "new/folder/o", **arguments)
     assert list(made) == arguments.get("json_keys", ["text"])
     assert [texts_of(one, prefix) for prefix in made.values()] == wanted
 
@@ -7089,12 +6953,11 @@ def test_standard_input(one, tmp_path, monkeypatch, workers):
     """Whole, and cut off within a line, as when the program that writes into the pipe is killed."""
     text = b'{"text": "ab"}\n{"text": "c"}'
     path = jsonl(tmp_path / "a.jsonl", ["d"])
-    for content in (text[:-2], text):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        if content != text:
-            with pytest.raises(ValueError, match="^-: line 2: "):
-                one.preprocess(["-", path], tmp_path / "o", workers=workers)
-            assert os.listdir(tmp_path) == ["a.jsonl"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text[:-2])))
+    with pytest.raises(ValueError, match="^-: line 2: "):
+        one.preprocess(["-", path], tmp_path / "o", workers=workers)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     made = one.preprocess(["-", path], tmp_path / "o", workers=workers)
     assert texts_of(one, made["text"]) == [[97, 98], [99], [100]]
 
@@ -7121,13 +6984,22 @@ BAD_TEXTS = {  # a line, and a word of the reason
 }
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
     "tokenizer": (GOOD + b'{"text": "2 x"}\n', {"tokenizer": Tok()}, r"a\.jsonl: line 2: .*'x'"),
-    "batch": (GOOD + b'{"text": "2 x"}\n', {"tokenizer": Batched()}, r"a\.jsonl: line 2: .*'x'"),
-    "lost texts": (GOOD * 2, {"tokenizer": Forgetful()}, "tokenize_batch"),
+    "batch": (GOOD + b'{"text": "2 x"}\n', BATCHED, r"a\.jsonl: line 2: .*'x'"),
+    "lost texts": (GOOD * 2, FORGETFUL, "tokenize_batch"),
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
     "after blocks": (b'{"text": "%s"}\n' % (b"x" * 1000) * 5000 + b"oops\n", {}, r"line 5001\b"),
+    "in a worker": (GOOD + b"oops\n", {"workers": 2}, r"a\.jsonl: line 2: "),
+    "no such column": (COLUMNS, {}, "a.parquet: wanted a column 'text', got n, x, y"),
+    "numbers": (COLUMNS, {"json_keys": "n"}, "a.parquet: row 1: wanted .* text under 'n'"),
+    "bytes": ({"text": [b"a"]}, {}, "a.parquet: row 1: wanted"),
+    "a missing text": ({"text": ["a"] * 299 + [None]}, {}, "a.parquet: row 300: wanted"),
     "no file": (GOOD, {"input": "none.jsonl"}, "none.jsonl"),
     "no file of a pattern": (GOOD, {"input": ["a.jsonl", "*.none"]}, r"\*\.none"),
     "a folder": (GOOD, {"input": "."}, "folder: name its files"),
+    "no object": (GOOD, {"input": "memory://none.jsonl"}, "^memory://none.jsonl: no such file"),
+    "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
+    "no such storage": (GOOD, {"input": "unheard://a.jsonl"}, "unheard"),
+    "a secret": (GOOD, {"input": "memory://me:secret@none.jsonl"}, "^memory://none.jsonl: no such"),
     "no input": (GOOD, {"input": []}, "input"),
     "an output in a file": (GOOD, {"output_prefix": "a.jsonl/b/o"}, r"a\.jsonl.* is a file"),
     "no key": (GOOD, {"json_keys": []}, "key"),
@@ -7138,11 +7010,9 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "on_error": (GOOD, {"on_error": "maybe"}, "stop or skip"),
     "no eod": (GOOD, {"tokenizer": Tok(eod=None), "append_eod": True}, "a tokenizer with eod"),
 }
-for bad_line, word in BAD_TEXTS.items():
-    for num_workers in (1, 2):
-        content = GOOD * 2 + bad_line + b"\n" + GOOD
-        case = f"{bad_line[:20].decode('latin-1')} {num_workers}"
-        REFUSED[case] = (content, {"workers": num_workers}, rf"a\.jsonl: line 3: .*{word}")
+for line, word in BAD_TEXTS.items():
+    words = rf"a\.jsonl: line 3: .*{word}"
+    REFUSED[line[:20].decode("latin-1")] = (GOOD * 2 + line + b"\n" + GOOD, {}, words)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -7150,10 +7020,10 @@ def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatc
     """Upstream: hangs at a bad line, and leaves a .bin of no bytes."""
     content, arguments, words = REFUSED[case]
     monkeypatch.chdir(tmp_path)
-    pathlib.Path("a.jsonl").write_bytes(content)
+    path = write_input(content)
     with pytest.raises((ValueError, OSError), match=words):
-        one.preprocess(**{"input": "a.jsonl", "output_prefix": "o"} | arguments)
-    assert os.listdir() == ["a.jsonl"]
+        one.preprocess(**{"input": path, "output_prefix": "o"} | arguments)
+    assert os.listdir() == [path]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -7168,15 +7038,19 @@ def test_bad_lines_are_skipped_and_counted(one, tmp_path, capsys, workers):
 
 
 def test_files_without_documents_are_said(one, tmp_path, recwarn):
+    """By one shard alone, and not by one in which no line of a file begins."""
     for name, content in (("a", GOOD), ("b", b""), ("c", b"\n"), ("d", b"bad\n" * 1000)):
         (tmp_path / f"{name}.jsonl").write_bytes(content)
     one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", on_error="skip")
     one.preprocess(tmp_path / "b.jsonl", tmp_path / "o")
-    said = [str(warning.message) for warning in recwarn]
-    assert "1,000 bad lines;" in said[0] and "d.jsonl: line 1: " in said[0]
-    assert re.search(r"no document .*b\.jsonl, .*c\.jsonl, .*d\.jsonl \(3 files\)", said[1])
-    assert re.search(r"no document .*b\.jsonl: the pairs are empty", said[2])
-    assert len(said) == 3
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "%s"}\n' % (b"x" * 1000))
+    for index in range(3):
+        one.preprocess(tmp_path / "[ab].jsonl", tmp_path / "o", shard=(index, 3))
+    left_out, some, none, of_shard = [str(warning.message) for warning in recwarn]
+    assert "1,000 bad lines;" in left_out and "d.jsonl: line 1: " in left_out
+    assert re.search(r"no document .*b\.jsonl, .*c\.jsonl, .*d\.jsonl \(3 files\)", some)
+    assert re.search(r"no document .*b\.jsonl: the pairs are empty", none)
+    assert "b.jsonl (1 file)" in of_shard
 
 
 def test_a_full_disk_is_found_before_the_first_pair_has_its_name(one, tmp_path, monkeypatch):
@@ -7207,31 +7081,17 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path):
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-class Clock:
-    """A clock that goes on by some seconds whenever someone looks at it."""
-
-    def __init__(self, step):
-        self.step = step
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += self.step
-        return self.now
-
-
 @pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (4, 5), (60, 10)])
 def test_progress_in_the_middle_of_the_work(
     one, long_text, tmp_path, monkeypatch, capsys, seconds_a_block, fewest
 ):
     """A line at most every ten seconds while blocks are written, and one at the end."""
-    clock = Clock(seconds_a_block)
+    clock = mock.Mock(side_effect=itertools.count(0, seconds_a_block))
     monkeypatch.setattr(time, "perf_counter", clock)
     one.preprocess(long_text / "twice.jsonl", tmp_path / "o", verbose=True)
     *middle, last = capsys.readouterr().err.strip().split("\n")
-    assert fewest <= len(middle) <= clock.now / 10
+    assert fewest <= len(middle) <= clock.call_count * seconds_a_block / 10
     assert re.match(r"408 documents, 8\.\d MB, [\d.]+ MB/s, (\d+ documents/s, )?done in ", last)
-    documents = [int(line.split()[0]) for line in middle]
-    assert documents == sorted(set(documents)), "each line tells something new"
     left = [re.search(r" 8\.\d MB, .*, (.+) left$", line)[1] for line in middle]
     assert left == sorted(left, reverse=True)
     assert " 0 documents/s" not in last
@@ -7239,14 +7099,13 @@ def test_progress_in_the_middle_of_the_work(
 
 def test_progress_of_little_work(one, tmp_path, monkeypatch, capsys):
     """No rate that says nothing; and no word at all if nobody asks."""
-    monkeypatch.setattr(time, "perf_counter", Clock(0.01))
+    clock = mock.Mock(side_effect=itertools.count(0, 0.01))
+    monkeypatch.setattr(time, "perf_counter", clock)
     path = jsonl(tmp_path / "a.jsonl.gz", ["a"])
+    one.preprocess(path, tmp_path / "o")
     one.preprocess(path, tmp_path / "o", verbose=True)
     size = os.path.getsize(path)
     assert capsys.readouterr().err == f"1 document, {size} bytes, done in 0:00:00\n"
-    monkeypatch.setattr(time, "perf_counter", Clock(60))
-    one.preprocess(path, tmp_path / "o")
-    assert capsys.readouterr().err == ""
 
 
 def test_memory_of_a_long_line(one, tmp_path):
@@ -7378,185 +7237,118 @@ class ChatTokenizer(Tok):
         return np.array(tokens), np.array(targets)
 
 
-def chat_config(one, path, **fields):
-    """A config for SFTDataset, with S = 8."""
-    fields = {"tokenizer": ChatTokenizer(pad=999)} | fields
-    return config(one, ([str(path)], None), **fields)
-
-
 def chat(one, path, n=None, rows=None, **fields):
-    """An SFTDataset of n samples over all (or the given) rows of a file."""
-    cfg = chat_config(one, path, **fields)
+    """An SFTDataset of n samples over all (or the given) rows of a file; S = 8."""
+    fields = {"tokenizer": ChatTokenizer(pad=999)} | fields
+    cfg = config(one, ([str(path)], None), **fields)
     opened = one.SFTDataset.build_low_level_dataset(str(path), cfg)
     rows = np.arange(len(opened), dtype=np.int32) if rows is None else np.array(rows, np.int32)
     return one.SFTDataset(opened, str(path), rows, n, one.Split.train, cfg)
 
 
-def messages_of(text):
-    """ "s:1 2|a:3" -> the messages of a row; s, u and a are system, user and assistant."""
-    roles = {"s": "system", "u": "user", "a": "assistant"}
-    messages = []
-    for part in text.split("|"):
-        role, _, content = part.partition(":")
-        messages.append({"role": roles[role], "content": content})
-    return messages
+ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 
 
-def write_rows(path, texts):
-    """A file of JSON lines with one row for each text of messages_of() -> its path."""
-    lines = [json.dumps({"messages": messages_of(text)}) + "\n" for text in texts]
-    path.write_text("".join(lines))
+def write_rows(path, rows):
+    """A file of JSON lines with these rows, each a list of messages -> its path."""
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     return path
 
 
 def random_rows(rng, count, longest):
-    """Texts for messages_of(), of one to five conversations each."""
-    texts = []
+    """Rows of one to five conversations each, of numbers for ChatTokenizer."""
+    rows = []
     for _ in range(count):
-        parts = []
+        messages = []
         for _ in range(rng.integers(1, 6)):
-            for role in "sua"[rng.integers(0, 2) :]:
+            roles = ["system", "user", "assistant"][rng.integers(0, 2) :]
+            for role in roles[: rng.integers(1, 4)]:
                 numbers = rng.integers(1, 50, rng.integers(1, longest))
-                parts.append(f"{role}:{' '.join(map(str, numbers))}")
-        texts.append("|".join(parts))
-    return texts
+                messages.append({"role": role, "content": " ".join(map(str, numbers))})
+        rows.append(messages)
+    return rows
 
 
-def brute_chat_sample(texts, k, S, pad, eod, cp):
-    """Sample k by the rules of upstream, one after the other, on lists."""
-    messages = messages_of(texts[k % len(texts)])
+def brute_chat_sample(messages, S, pad, eod, cp):
+    """A sample by the rules of upstream, one after the other, on a list."""
+    fill = eod if pad is None else pad
     conversations = []
     for message in messages:
         if message["role"] == "system" or not conversations:
             conversations.append([])
         conversations[-1].append(message)
-    fill = eod if pad is None else pad
-    tokens = []
-    targets = []
-    positions = []
-    filled = []
-    cu_seqlens = [0]
+    places = []  # token, target, position, is it filled up?
+    ends = [0]
     for conversation in conversations:
         position = 0
         for message in conversation:
             for number in message["content"].split():
-                tokens.append(int(number))
-                targets.append(int(number) if message["role"] == "assistant" else -100)
-                positions.append(position)
-                filled.append(False)
+                target = int(number) if message["role"] == "assistant" else -100
+                places.append((int(number), target, position, False))
                 position += 1
-        while cp > 1 and len(tokens) % (2 * cp):
-            tokens.append(fill)
-            targets.append(fill)
-            positions.append(position)
-            filled.append(True)
+        while cp > 1 and len(places) % (2 * cp):
+            places.append((fill, fill, position, True))
             position += 1
-        cu_seqlens.append(len(tokens))
-        if len(tokens) >= S + 1:
-            tokens = tokens[:S] + [fill]
-            targets = targets[:S] + [fill]
-            positions = positions[: S + 1]
-            filled = filled[:S] + [True]
+        ends.append(len(places))
+        if len(places) > S:
+            places = places[:S]
             break
-    while len(tokens) < S + 1:
-        tokens.append(fill)
-        targets.append(fill)
-        positions.append(position)
-        filled.append(True)
+    while len(places) < S + 1:
+        places.append((fill, fill, position, True))
         position += 1
-    cu_seqlens[-1] = S
+    ends[-1] = S
+    tokens, targets, positions, filled = zip(*places, strict=True)
     loss_mask = []
     for label, is_filled in zip(targets[1:], filled[1:], strict=True):
         is_padding = is_filled if pad is None else label == pad
         loss_mask.append(0.0 if is_padding or label == -100 else 1.0)
-    longest = max(end - begin for begin, end in itertools.pairwise(cu_seqlens))
+    longest = max(end - begin for begin, end in itertools.pairwise(ends))
     return {
         "tokens": np.array(tokens[:-1]),
         "labels": np.array(targets[1:]),
         "loss_mask": np.array(loss_mask, np.float32),
         "position_ids": np.array(positions[:-1]),
-        "cu_seqlens": np.array((cu_seqlens + [S] * (S + 1))[: S + 1], np.int32),
+        "cu_seqlens": np.array((ends + [S] * (S + 1))[: S + 1], np.int32),
         "max_seqlen": np.array(longest, np.int32),
     }
-
-
-# S = 8, pad 99, eod 0; x is -100
-@pytest.mark.parametrize(
-    ("row", "cp", "tokens", "labels", "ends", "longest"),
-    [
-        ("u:1 2|a:3 4", 1, "1 2 3 4 99 99 99 99", "x 3 4 99 99 99 99 99", [0, 8], 8),
-        ("u:1|a:2|s:3|a:4", 1, "1 2 3 4 99 99 99 99", "2 x 4 99 99 99 99 99", [0, 2, 8], 6),
-        ("u:1|a:2|s:3|a:4", 2, "1 2 99 99 3 4 99 99", "2 99 99 x 4 99 99 99", [0, 4, 8], 4),
-        ("u:1|a:2 3 4 5 6 7 8", 1, "1 2 3 4 5 6 7 8", "2 3 4 5 6 7 8 99", [0, 8], 8),
-        ("u:1|a:2 3 4 5 6 7 8 9", 1, "1 2 3 4 5 6 7 8", "2 3 4 5 6 7 8 99", [0, 8], 8),
-        ("a:1 2 3 4 5|s:6|a:7 8 9|s:10", 1, "1 2 3 4 5 6 7 8", "2 3 4 5 x 7 8 99", [0, 5, 8], 5),
-    ],
-    ids=["fills up", "two conversations", "in pieces for cp", "just fits", "is cut", "drops"],
-)
-def test_samples_of_conversations_by_hand(one, tmp_path, row, cp, tokens, labels, ends, longest):
-    path = write_rows(tmp_path / "chat.jsonl", [row])
-    ds = chat(one, path, tokenizer=ChatTokenizer(pad=99), context_parallel_size=cp)
-    sample = ds[0]
-    keys = "tokens labels loss_mask position_ids cu_seqlens max_seqlen"
-    assert list(sample) == keys.split()
-    assert sample["tokens"].tolist() == [int(token) for token in tokens.split()]
-    assert sample["labels"].tolist() == [
-        int(label) for label in labels.replace("x", "-100").split()
-    ]
-    assert sample["cu_seqlens"].tolist() == (ends + [8] * 9)[:9]
-    assert sample["max_seqlen"].item() == longest
 
 
 @pytest.mark.parametrize("pad", [999, None, 7])
 def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
     """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
     for rng in cases(40):
-        texts = random_rows(rng, int(rng.integers(1, 6)), int(rng.integers(2, 12)))
+        rows = random_rows(rng, int(rng.integers(1, 6)), int(rng.choice([2, 3, 12])))
         S = int(2 ** rng.uniform(0, 5))
         cp = int(rng.integers(1, 4))
-        path = write_rows(tmp_path / "chat.jsonl", texts)
+        path = write_rows(tmp_path / "chat.jsonl", rows)
         tokenizer = ChatTokenizer(pad=pad)
         fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
-        ds = chat(one, path, 2 * len(texts), **fields)
+        ds = chat(one, path, 2 * len(rows), **fields)
         for k in range(len(ds)):
-            same_samples(ds[k], brute_chat_sample(texts, k, S, pad, 0, cp), (texts, k, S, cp))
+            wanted = brute_chat_sample(rows[k % len(rows)], S, pad, 0, cp)
+            same_samples(ds[k], wanted, (rows[k % len(rows)], S, cp))
+            assert list(ds[k]) == list(wanted), "in this order"
+        same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(S)})
 
 
-def test_the_plain_template(one, tmp_path):
-    """A tokenizer without tokenize_conversation learns the assistant's texts and their eods."""
-    rows = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"messages": rows + rows[:1]}))
-    sample = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=40)[0]
-    text = b"user: hi\nassistant: yo"
-    begin = text.index(b"yo")
-    assert sample["tokens"].tolist() == [*text, 256, *b"user: hi\n"] + [256] * 8
-    learned = np.flatnonzero(sample["loss_mask"]).tolist()
-    assert learned == [begin - 1, begin, begin + 1]
-    assert sample["labels"][learned].tolist() == [*b"yo", 256]
+def test_more_conversations_than_places(one, tmp_path):
+    """Of three conversations of one token each two fit."""
+    row = [{"role": "system", "content": "5"}] * 3
+    ds = chat(one, write_rows(tmp_path / "chat.jsonl", [row]), sequence_length=2)
+    same_samples(ds[0], brute_chat_sample(row, 2, 999, 0, 1))
 
 
-def test_padding_sample_has_no_loss(one, tmp_path):
-    ds = chat(one, write_rows(tmp_path / "chat.jsonl", ["a:1 2 3"]))
-    same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(8)})
-
-
-@pytest.mark.parametrize("rows", ["jsonl", "parquet"])
-def test_rows_are_found_wherever_they_lie(one, tmp_path, monkeypatch, rows):
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_are_found_wherever_they_lie(one, tmp_path, monkeypatch, kind):
     """Lines of all lengths around the ends of blocks, empty lines, a last line without an end."""
     monkeypatch.setattr(one.JsonlRows, "_BLOCK", 64)
     for rng in cases(30):
-        texts = random_rows(rng, int(rng.integers(1, 9)), 30)
-        wanted = [messages_of(text) for text in texts]
-        if rows == "parquet":
-            pyarrow = pytest.importorskip("pyarrow")
-            parquet = pytest.importorskip("pyarrow.parquet")
-            path = tmp_path / "chat.parquet"
-            table = pyarrow.table({"id": range(len(wanted)), "messages": wanted})
-            parquet.write_table(table, path, row_group_size=int(rng.integers(1, 5)))
+        wanted = random_rows(rng, int(rng.integers(1, 9)), 30)
+        path = tmp_path / f"chat.{kind}"
+        if kind == "parquet":
+            write_parquet(path, {"messages": wanted}, row_group_size=int(rng.integers(1, 5)))
             found = one.ParquetRows(path)
         else:
-            path = tmp_path / "chat.jsonl"
             empty = ["", "\n", "\r\n\n"]
             content = str(rng.choice(empty))
             for messages in wanted:
@@ -7585,13 +7377,23 @@ def test_rows_are_found_wherever_they_lie(one, tmp_path, monkeypatch, rows):
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line, words):
-    good = json.dumps({"messages": messages_of("u:1|a:2")})
+    good = json.dumps({"messages": ROW})
     path = tmp_path / "chat.jsonl"
     path.write_text(f"{good}\n\n{line}\n{good}\n")
     ds = chat(one, path, tokenizer=Tok())
     assert len(ds) == 3
     with pytest.raises(ValueError, match=rf"chat\.jsonl, line 3: .*{words}"):
         ds[1]
+
+
+@pytest.mark.parametrize("lines", [["7", "row"], ["row", "7"]])
+def test_a_line_too_short_for_a_row_is_not_lost(one, tmp_path, lines):
+    """Only white space may stand between rows."""
+    row = json.dumps({"messages": ROW})
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(lines).replace("row", row) + "\n")
+    with pytest.raises(ValueError, match="no JSON"):
+        chat(one, path)[0]
 
 
 @pytest.mark.parametrize(
@@ -7605,7 +7407,7 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line, words):
     ],
 )
 def test_what_fine_tuning_refuses(one, tmp_path, name, fields, words):
-    path = write_rows(tmp_path / name, ["a:1"])
+    path = write_rows(tmp_path / name, [ROW])
     with pytest.raises(ValueError, match=words):
         chat(one, path, **fields)
 
@@ -7613,54 +7415,42 @@ def test_what_fine_tuning_refuses(one, tmp_path, name, fields, words):
 def test_a_tokenizer_with_fewer_targets_than_tokens_is_named(one, tmp_path):
     tokenizer = ChatTokenizer()
     tokenizer.tokenize_conversation = mock.Mock(return_value=([1, 2], [1]))
-    ds = chat(one, write_rows(tmp_path / "chat.jsonl", ["a:1"]), tokenizer=tokenizer)
+    ds = chat(one, write_rows(tmp_path / "chat.jsonl", [ROW]), tokenizer=tokenizer)
     with pytest.raises(ValueError, match="line 1: the tokenizer gave 2 tokens and 1 targets"):
         ds[0]
 
 
-def test_parquet_says_what_is_missing(one, tmp_path, monkeypatch):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "chat.parquet"
-    parquet.write_table(pyarrow.table({"text": ["a"]}), path)
+def test_parquet_without_messages(one, tmp_path):
     with pytest.raises(ValueError, match='column "messages", found text'):
-        one.ParquetRows(path)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"the package pyarrow: .*megatron-min\[storage\]"):
-        one.ParquetRows(path)
+        one.ParquetRows(write_parquet(tmp_path / "chat.parquet", {"text": ["a"]}))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_fine_tuning_sets_in_builder_blend_loader_and_resume(mm, tmp_path, workers):
-    """Split, blend and batches of fine-tuning sets, and a run that goes on where it stopped."""
+def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
+    """A run goes on where it stopped, and not with another file under the same name."""
     rng = np.random.default_rng(0)
-    paths = []
-    for name in "ab":
-        texts = random_rows(rng, 20, 5)
-        paths.append(str(write_rows(tmp_path / f"{name}.jsonl", texts)))
-    cfg = config(mm, (paths, [1, 3]), split="8,1,1", tokenizer=ChatTokenizer(pad=999))
-    train, valid, test = build(mm, [24, 4, 0], cfg, mm.SFTDataset)
+    rows = random_rows(rng, 20, 5)
+    paths = [str(write_rows(tmp_path / name, rows)) for name in "ab"]
+    cfg = config(one, (paths, [1, 3]), split="8,1,1", tokenizer=ChatTokenizer(pad=999))
+    train, valid, test = build(one, [24, 4, 0], cfg, one.SFTDataset)
     assert (len(train), len(valid), len(test)) == (24, 4, 0)
     assert [len(part.indices) for part in (*train.datasets, *valid.datasets)] == [16, 16, 2, 2]
-    arguments = {"micro_batch_size": 4, "num_workers": workers, "dataloader_type": "cyclic"}
-    loader = mm.build_pretraining_data_loader(train, 0, **arguments)
-    batches = list(loader)
-    assert batches[0]["tokens"].shape == (4, 8)
+    arguments = {"micro_batch_size": 4, "num_workers": 2, "dataloader_type": "cyclic"}
+    batches = list(one.build_pretraining_data_loader(train, 0, **arguments))
     assert batches[0]["cu_seqlens"].shape == (4, 9)
-
-    first = mm.build_pretraining_data_loader(train, 0, **arguments)
+    first = one.build_pretraining_data_loader(train, 0, **arguments)
     iterator = iter(first)
-    begun = [next(iterator) for _ in range(3)]
-    later = mm.build_pretraining_data_loader(train, 0, **arguments)
-    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for found, wanted in zip([*begun, *later], batches, strict=True):
+    for wanted in batches[:3]:
+        same_samples(next(iterator), wanted)
+    state = first.state_dict()
+    later = one.build_pretraining_data_loader(train, 0, **arguments)
+    later.load_state_dict(state)
+    for found, wanted in zip(later, batches[3:], strict=True):
         same_samples(found, wanted)
-
-    write_rows(tmp_path / "a.jsonl", ["a:1"] * 20)  # another file under the same name
-    changed, _, _ = build(mm, [24, 4, 0], cfg, mm.SFTDataset)
-    other = mm.build_pretraining_data_loader(changed, 0, **arguments)
+    write_rows(tmp_path / "a", rows[::-1])
+    changed, _, _ = build(one, [24, 4, 0], cfg, one.SFTDataset)
+    other = one.build_pretraining_data_loader(changed, 0, **arguments)
     with pytest.raises(ValueError, match="does not fit"):
-        other.load_state_dict(first.state_dict())
+        other.load_state_dict(state)
 
 
 def test_blank_lines_are_no_rows_but_are_counted(one, tmp_path):
@@ -7676,7 +7466,7 @@ def test_parquet_files_are_told_apart(one, tmp_path):
     identities = []
     path = tmp_path / "chat.parquet"
     for text in ("aaaa", "bbbb"):
-        write_parquet(path, {"messages": [messages_of(f"a:{text}")]})
+        write_parquet(path, {"messages": [[{"role": "assistant", "content": text}]]})
         identities.append(one.ParquetRows(path).identity())
     assert identities[0]["size"] == identities[1]["size"]
     assert identities[0] != identities[1]
@@ -7717,29 +7507,21 @@ def random_gpt(mm, folder, rng):
     return gpt(mm, prefix, n, ["train", "valid"][rng.integers(2)], documents, **fields)
 
 
-def document_of(pair, sequence):
-    """The document that a sequence belongs to, by looking at all documents."""
-    bounds = pair.document_indices.tolist()
-    [document] = [m for m in range(len(bounds) - 1) if bounds[m] <= sequence < bounds[m + 1]]
-    return document
-
-
 def check_spans(ds, k):
     """The spans of a sample are its tokens, one after the other, and are where they say."""
     tokens, _ = ds._query_document_sample_shuffle_indices(k)
     in_file = np.fromfile(f"{ds.dataset_path}.bin", np.uint16)
-    parts = [[]]
+    bounds = ds.dataset.document_indices
     at = 0
     for span in ds.trace(k):
         assert span.path_prefix == ds.dataset_path and span.length > 0
         assert span.sample_offset == at
+        assert bounds[span.document] <= span.sequence < bounds[span.document + 1]
+        first, rest = divmod(span.byte_offset, 2)
+        part = tokens[at : at + span.length].tolist()
+        assert rest == 0 and in_file[first : first + span.length].tolist() == part
+        assert ds.dataset.get(span.sequence, span.offset, span.length).tolist() == part
         at += span.length
-        assert span.document == document_of(ds.dataset, span.sequence)
-        parts.append(ds.dataset.get(span.sequence, span.offset, span.length))
-        first = span.byte_offset // 2
-        assert span.byte_offset % 2 == 0
-        np.testing.assert_array_equal(in_file[first : first + span.length], parts[-1])
-    np.testing.assert_array_equal(np.concatenate(parts), tokens[:at])
     assert set(tokens[at:].tolist()) <= {ds._pad_token_id}
 
 
@@ -7763,63 +7545,42 @@ def test_trace_and_find_of_random_datasets(mm, tmp_path):
             assert ds.find(sequence) == ds.find(ds.dataset_path, sequence) == wanted
 
 
-def blend_of_kind(mm, prefixes, kind):
-    """A training set of each kind of blend."""
-    fields = {}
-    weights = [5, 3, 0]
-    size = 60
-    if kind == "exhaustive":
-        weights = size = None
-    if kind == "phases":
-        fields["blend_phases"] = [(10, [1, 1, 0]), (25, [0, 1, 3]), (5, [1, 1, 1])]
-        size = None
-    cfg = config(mm, (prefixes, weights), stable_order=kind == "phases", **fields)
-    return build(mm, [size, 0, 0], cfg)[0]
+KINDS_OF_BLENDS = {  # weights of three corpora, a size, and fields of the config
+    "weights": ([5, 3, 0], 60, {}),
+    "exhaustive": (None, None, {}),
+    "phases": (None, None, {"blend_phases": [(10, [1, 1, 0]), (25, [0, 1, 3]), (5, [1, 1, 1])]}),
+}
 
 
-@pytest.mark.parametrize("kind", ["weights", "exhaustive", "phases"])
+@pytest.mark.parametrize("kind", KINDS_OF_BLENDS)
 def test_trace_and_find_of_blends(mm, tmp_path, kind):
     """Also of a pair that is in the blend twice."""
+    weights, size, fields = KINDS_OF_BLENDS[kind]
     rng = np.random.default_rng(1)
-    prefixes = [mk_sentences(mm, tmp_path / name, rng) for name in "ab"]
-    prefixes.append(prefixes[0])
-    blend = blend_of_kind(mm, prefixes, kind)
+    a, b = (mk_sentences(mm, tmp_path / name, rng) for name in "ab")
+    cfg = config(mm, ([a, b, a], weights), stable_order=kind == "phases", **fields)
+    blend = build(mm, [size, 0, 0], cfg)[0]
     for i in range(len(blend)):
         d, k = blend._place(i)
         assert blend.trace(i) == blend.datasets[d].trace(k) != []
     assert blend.trace(-1) == blend.trace(len(blend) - 1)
-    for prefix in set(prefixes):
+    for prefix in (a, b):
         for sequence in range(len(mm.IndexedDataset(prefix))):
             assert blend.find(prefix, sequence) == samples_with(blend, prefix, sequence)
-    assert any(blend.find(prefixes[0], i) for i in range(4))
 
 
 def test_find_makes_its_arrays_once_and_pickles_none(mm, tmp_path):
     prefix = mk(mm, tmp_path / "p", [[1] * 9] * 500)
     cfg = config(mm, ([prefix, prefix], [1, 1]), path_to_cache=str(tmp_path / "cache"))
     blend = build(mm, [300, 0, 0], cfg)[0]
-    dataset = blend.datasets[0]
     before = len(pickle.dumps(blend))
     sequence = blend.trace(0)[0].sequence
     found = blend.find(prefix, sequence)
-    finder, places = dataset._finder, blend._places[0]
-    assert 0 in found and blend.find(prefix, sequence) == found
-    assert dataset._finder is finder and blend._places[0] is places
-    pickled = pickle.dumps(blend)
-    assert len(pickled) == before
-    assert pickle.loads(pickled).find(prefix, sequence) == found
-    assert blend._places[0] is places  # the blend itself keeps what it has
-
-
-def test_find_in_a_subclass_with_fewer_samples(mm, tmp_path):
-    class Shorter(mm.GPTDataset):
-        def __len__(self):
-            return 3
-
-    prefix = mk(mm, tmp_path / "p", [[1] * 9] * 20)
-    ds = build(mm, [15, 0, 0], config(mm, ([prefix], None)), Shorter)[0]
-    found = [k for sequence in range(20) for k in ds.find(sequence)]
-    assert set(found) == {0, 1, 2}
+    finder = blend.datasets[0]._finder
+    places = blend._places[0]
+    assert blend.find(prefix, sequence) == found and 0 in found
+    assert blend.datasets[0]._finder is finder and blend._places[0] is places
+    assert len(pickle.dumps(blend)) == before
 
 
 def test_what_cannot_be_traced_or_found(mm, tmp_path):
@@ -7827,65 +7588,41 @@ def test_what_cannot_be_traced_or_found(mm, tmp_path):
     ds = gpt(mm, a, 5, documents=np.arange(4, dtype=np.int32))
     blend = build(mm, [5, 0, 0], config(mm, ([a, a], [1, 1])))[0]
     assert ds.find(8) == []  # of another split
-    with pytest.raises(ValueError, match="other is not the pair"):
-        ds.find("other", 1)
-    with pytest.raises(ValueError, match=f"other is not in the blend.*{re.escape(a)}"):
-        blend.find("other", 1)
-    for call, arguments in ((ds.find, [9]), (ds.trace, [len(ds)]), (blend.trace, [len(blend)])):
-        with pytest.raises(IndexError):
-            call(*arguments)
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
-    chat = build(mm, [2, 0, 0], config(mm, ([str(path)], None), sequence_length=16), mm.SFTDataset)
-    with pytest.raises(NotImplementedError, match="SFTDataset"):
-        chat[0].trace(0)
-    with pytest.raises(NotImplementedError, match="SFTDataset"):
-        chat[0].find(0)
+    chat = build(mm, [2, 0, 0], config(mm, ([str(path)], None)), mm.SFTDataset)[0]
+    for call, arguments, kind, words in (
+        (ds.find, ["other", 1], ValueError, "other is not the pair"),
+        (blend.find, ["other", 1], ValueError, f"other is not in the blend.*{re.escape(a)}"),
+        (ds.find, [9], IndexError, "9"),
+        (ds.trace, [len(ds)], IndexError, str(len(ds))),
+        (blend.trace, [len(blend)], IndexError, str(len(blend))),
+        (chat.trace, [0], NotImplementedError, "SFTDataset"),
+        (chat.find, [0], NotImplementedError, "SFTDataset"),
+    ):
+        with pytest.raises(kind, match=words):
+            call(*arguments)
 
 
-def test_mock_data_have_no_file(mm):
-    ds = build(mm, [5, 0, 0], config(mm, tokenizer=Tok()), mm.MockGPTDataset)[0]
-    [*_, last] = ds.trace(0)
+def test_mock_data_have_no_file(one):
+    cfg = config(one, tokenizer=Tok())
+    built = build(one, [10, 0, 0], cfg, one.MockGPTDataset)
+    wanted = [(None, len(ds)) for ds in built]
+    planned = one.plan(cfg, [10, 0, 0])
+    assert [(row.path_prefix, row.samples_built) for row in planned] == wanted
+    [*_, last] = built[0].trace(0)
     assert last.path_prefix is None and last.byte_offset is None and last.document == last.sequence
-    assert 0 in ds.find(last.sequence)
+    assert 0 in built[0].find(last.sequence)
 
 
-class Counted:
+class Counted(Bare):
     """A dataset whose sample k is k, traced to [k]; padding is -1."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
 
     def __getitem__(self, k):
         return -1 if k is None else k
 
     def trace(self, k):
         return [k]
-
-
-def steps_of_loaders(mm, dataset, steps, global_batch_size, dp, cyclic, **fields):
-    """[[(rank, micro-batch, sample), ...] of each step], as the loaders of all ranks give them."""
-    batches = []
-    for rank in range(dp):
-        loader = mm.build_pretraining_data_loader(
-            dataset, data_parallel_rank=rank, data_parallel_size=dp, **fields
-        )
-        batches.append(mm.cyclic_iter(loader) if cyclic else iter(loader))
-    of_rank = fields["micro_batch_size"]
-    if fields.get("full_validation"):
-        of_rank = 1
-    found = []
-    for _ in range(steps):
-        rows = []
-        for rank in range(dp):
-            count = global_batch_size // (dp * of_rank)
-            for micro_batch, samples in enumerate(itertools.islice(batches[rank], count)):
-                rows += [(rank, micro_batch, k) for k in samples.tolist()]
-        found.append(rows)
-    return found
 
 
 @pytest.mark.parametrize("dp", [1, 3])
@@ -7906,47 +7643,29 @@ def steps_of_loaders(mm, dataset, steps, global_batch_size, dp, cyclic, **fields
 def test_explain_equals_the_loaders(one, dp, consumed, fields):
     """Of a run of 5 steps of 12 samples over 43 samples; "cyclic" goes on in the next epoch."""
     dataset = Counted(43)
-    fields = {"micro_batch_size": 2, **fields}
-    cyclic = fields.get("dataloader_type") == "cyclic"
-    steps = 5 if cyclic else (43 - consumed) // 12
-    steps += fields.get("drop_last", True) is False or bool(fields.get("full_validation"))
-    arguments = dataset, steps, 12, dp, cyclic
-    wanted = steps_of_loaders(one, *arguments, consumed_samples=consumed, **fields)
+    fields = {"micro_batch_size": 2, "consumed_samples": consumed, **fields}
+    of_rank = 1 if "full_validation" in fields else 2
+    steps = (43 - consumed) // 12 + ("drop_last" in fields or "full_validation" in fields)
+    loaders = []
+    for rank in range(dp):
+        place = {"data_parallel_rank": rank, "data_parallel_size": dp}
+        loader = one.build_pretraining_data_loader(dataset, **place, **fields)
+        if "dataloader_type" in fields:
+            loader = one.cyclic_iter(loader)
+            steps = 5
+        loaders.append(iter(loader))
     for step in range(steps):
+        wanted = []
+        for rank, loader in enumerate(loaders):
+            batches = itertools.islice(loader, 12 // (dp * of_rank))
+            for micro_batch, samples in enumerate(batches):
+                wanted += [(rank, micro_batch, k) for k in samples.tolist()]
         layout = {"global_batch_size": 12, "data_parallel_size": dp}
-        explained = one.explain(dataset, step, consumed_samples=consumed, **layout, **fields)
         found = []
-        for rank, micro_batch, k, spans in explained:
+        for rank, micro_batch, k, spans in one.explain(dataset, step, **layout, **fields):
             assert spans == ([] if k is None else [k])
             found.append((rank, micro_batch, -1 if k is None else k))
-        assert found == wanted[step] != []
-
-
-def test_explain_a_step_of_phases(mm, tmp_path):
-    """The spans are the tokens that the ranks read, after a resume."""
-    prefixes = [mk(mm, tmp_path / name, random_docs(np.random.default_rng(5))) for name in "ab"]
-    phases = [(13, [1, 2]), (20, [1, 0])]
-    cfg = config(mm, (prefixes, None), blend_phases=phases, stable_order=True)
-    train = build(mm, [None, 0, 0], cfg)[0]
-    pairs = {prefix: mm.IndexedDataset(prefix) for prefix in prefixes}
-    loaders = []
-    for rank in range(2):
-        place = {"data_parallel_rank": rank, "data_parallel_size": 2}
-        first = mm.build_pretraining_data_loader(train, 0, micro_batch_size=2, **place)
-        batches = iter(first)
-        for _ in range(2):
-            next(batches)
-        loader = mm.build_pretraining_data_loader(train, 0, micro_batch_size=1, **place)
-        loader.load_state_dict(first.state_dict())
-        loaders.append(iter(loader))
-    layout = {"global_batch_size": 4, "micro_batch_size": 1, "data_parallel_size": 2}
-    for step in range(3):
-        explained = mm.explain(train, step, consumed_samples=8, **layout)
-        assert len(explained) == 4
-        for rank, _, _, spans in explained:
-            batch = next(loaders[rank])
-            text = np.concatenate([pairs[s[0]].get(s.sequence, s.offset, s.length) for s in spans])
-            assert batch["labels"][0].tolist() == text[1:].tolist()
+        assert found == wanted != []
 
 
 @pytest.mark.parametrize(
@@ -7971,34 +7690,58 @@ def test_what_explain_refuses(one, step, fields, word):
 # -- plan --------------------------------------------------------------------------------------
 
 
-def random_plan(rng, prefixes):
-    """Random (fields of a config, sizes) for blends of these pairs."""
-    names = rng.choice(prefixes, rng.integers(1, 4)).tolist()
-    weights = rng.integers(1, 9, len(names)).tolist()
+@pytest.fixture
+def six_corpora(mm, tmp_path):
+    rng = np.random.default_rng(21)
+    prefixes = []
+    for name in "abcdef":
+        docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
+        prefixes.append(mk(mm, tmp_path / "corpora" / name, docs, np.uint16))
+    return prefixes
+
+
+def random_corpora(rng, prefixes):
+    """Up to five of the prefixes, with weights or without."""
+    chosen = [str(prefix) for prefix in rng.choice(prefixes, rng.integers(1, 6), replace=False)]
+    weights = rng.dirichlet(np.ones(len(chosen))) + 0.05
+    if rng.random() < 0.3:
+        weights = rng.integers(1, 5, len(chosen)).astype(float)
+    if rng.random() < 0.4:
+        return chosen, None
+    as_text = rng.random() < 0.3  # as in a JSON file of arguments
+    return chosen, [str(weight) if as_text else weight for weight in weights.tolist()]
+
+
+def random_build(rng, prefixes):
+    """Random (sizes, fields of a config), in all modes that upstream's builder takes."""
+    sizes = rng.integers(1, 400, 3).tolist()
     fields = {
-        "sequence_length": int(rng.integers(2, 9)),
-        "add_extra_token_to_sequence": bool(rng.integers(2)),
-        "drop_last_partial_validation_sequence": bool(rng.integers(2)),
-        "stable_order": bool(rng.integers(2)),
-        "mid_level_dataset_surplus": float(rng.choice([0, 0.005, 0.2])),
+        "sequence_length": int(rng.integers(4, 16)),
+        "random_seed": int(rng.integers(9999)),
+        "num_dataset_builder_threads": int(rng.integers(1, 3)),
     }
-    sizes = rng.integers(1, 90, 3).tolist()
-    match rng.integers(4):
-        case 0:  # one epoch of each corpus
-            fields |= {"blend": (names, None), "split": "7,2,1"}
-            sizes = [None, 0, 4]
-        case 1:
-            fields |= {"blend": (names, weights), "split": "7,2,1"}
-        case 2:
-            fields |= {"blend": (names, None), "split": "1,0,0", "stable_order": True}
-            phases = [(30, [1] * len(names)), (9, weights)]
-            fields["blend_phases"] = phases
-            sizes = [None, 0, 0]
-        case 3:
-            fields["blend_per_split"] = [(names, weights), (names, None), None]
-            fields |= {"multiple_validation_sets": True, "full_validation": True}
+    if rng.random() < 0.5:
+        fields["blend"] = random_corpora(rng, prefixes)
+        fields["split"] = str(rng.choice(["8,1,1", "90,10,0", "1,0,0", "5,4,1"]))
+        if fields["blend"][1] is None and rng.random() < 0.5:
+            sizes = [None] * 3
+        return sizes, fields
+    blends = [random_corpora(rng, prefixes) if rng.random() < 0.8 else None for _ in range(3)]
+    if not any(blends):
+        blends[0] = random_corpora(rng, prefixes)
+    fields["blend_per_split"] = blends
+    valid = blends[1]
+    is_unweighted = valid is not None and valid[1] is None
+    if is_unweighted and len(valid[0]) > 1 and rng.random() < 0.6:
+        fields["multiple_validation_sets"] = True
+        fields["full_validation"] = bool(rng.integers(2))
+        if fields["full_validation"]:
             sizes[1] = None
-    return fields, sizes
+    elif rng.random() < 0.4:
+        fields["full_validation"] = True
+        if is_unweighted and rng.random() < 0.5:
+            sizes[1] = None
+    return sizes, fields
 
 
 def parts_of(built):
@@ -8016,6 +7759,10 @@ def parts_of(built):
     return parts
 
 
+FLAGS_OF_PLANS = ["add_extra_token_to_sequence", "drop_last_partial_validation_sequence"]
+FLAGS_OF_PLANS += ["stable_order", "reset_position_ids"]
+
+
 def returned_or_refused(function, *arguments):
     """(what a function returns, None), or (None, the sentence of its ValueError)."""
     try:
@@ -8024,39 +7771,22 @@ def returned_or_refused(function, *arguments):
         return None, str(error)
 
 
-def blends_of(built):
-    """The blends among what was built."""
-    return [ds for ds in built if hasattr(ds, "datasets")]
-
-
-def epochs_read(ds, drawn):
-    """How many epochs the first samples have tokens of, looking at all of their pieces."""
-    last = -1
-    for k in range(drawn):
-        first = int(ds.sample_index[int(ds.shuffle_index[k]), 0])
-        for d, (_, _, length) in enumerate(ds.pieces(k), first):
-            if length:
-                last = max(last, d // len(ds.indices))
-    return last + 1
-
-
-def test_plan_equals_what_is_built_and_drawn(mm, tmp_path):
-    prefixes = []
-    for i, rng in zip(range(4), cases(4), strict=False):
-        docs = random_docs(rng, 30, 20) + [[1] * 40] * (10 + i)
-        prefixes.append(mk(mm, tmp_path / f"p{i}", docs))
+def test_plan_equals_what_is_built_and_drawn(mm, six_corpora, tmp_path):
+    """Without reading a token, or writing a file."""
     for number, rng in enumerate(cases(40)):
-        fields, sizes = random_plan(rng, prefixes)
-        cache = str(tmp_path / f"cache{number}")
-        cfg = config(mm, **fields, path_to_cache=cache)
-        planned, error = returned_or_refused(mm.plan, cfg, sizes, 4)
-        assert not os.path.exists(cache)
+        sizes, fields = random_build(rng, six_corpora)
+        fields |= {name: bool(rng.integers(2)) for name in FLAGS_OF_PLANS}
+        fields["mid_level_dataset_surplus"] = float(rng.choice([0, 0.005, 0.2]))
+        folder = tmp_path / f"cache{number}"
+        cfg = config(mm, **fields, path_to_cache=str(folder))
+        with mock.patch.object(mm.MappedTokens, "read", side_effect=AssertionError):
+            planned, error = returned_or_refused(mm.plan, cfg, sizes, 4)
+        assert not folder.exists()
         built, wanted_error = returned_or_refused(build, mm, sizes, cfg)
         assert error == wanted_error
         if error is not None:
             continue
         parts = parts_of(built)
-        assert len(parts) == len(planned)
         for row, (split, ds, drawn, of_all) in zip(planned, parts, strict=True):
             tokens = int(ds.dataset.sequence_lengths[ds.indices].sum())
             epochs = fractions.Fraction(drawn * ds.config.sequence_length, tokens)
@@ -8068,12 +7798,10 @@ def test_plan_equals_what_is_built_and_drawn(mm, tmp_path):
                 assert row.weight_achieved == fractions.Fraction(drawn, of_all)
                 if split == "train":
                     assert row.steps_per_epoch * epochs * 4 == of_all
-            assert epochs_read(ds, drawn) <= row.most_repeats <= math.ceil(len(stream(ds)) / tokens)
-            if ds.config.stable_order or drawn == len(ds):
-                assert epochs_read(ds, drawn) == row.most_repeats
             in_use = len(ds) * ds.config.sequence_length + ds._extra if len(ds) else 0
             assert row.tokens_cut == max(0, len(stream(ds)) - in_use)
-        caches = [ds._cache for _, ds, _, _ in parts] + [ds._cache for ds in blends_of(built)]
+        blends = [ds for ds in built if hasattr(ds, "datasets")]
+        caches = [ds._cache for ds in [part for _, part, _, _ in parts] + blends]
         files = [cache.path(f"{name}.npy") for cache in caches for name in cache.names]
         assert planned.cache_bytes == sum(os.path.getsize(file) for file in files)
 
@@ -8103,22 +7831,8 @@ def test_plan_of_phases_by_hand(one, tmp_path):
     assert (b.samples_drawn, b.weight_asked, b.weight_achieved) == (25, 25 / 40, 25 / 40)
 
 
-def test_plan_reads_no_tokens_and_writes_nothing(one, tmp_path, monkeypatch):
-    prefixes = [mk(one, tmp_path / name, [[1] * 9] * 30) for name in "ab"]
-    monkeypatch.setattr(one.MappedTokens, "read", mock.Mock(side_effect=AssertionError))
-    before = files_of(tmp_path)
-    cfg = config(one, (prefixes, [1, 2]), reset_position_ids=True)
-    assert len(quiet(one.plan, cfg, [60, 0, 0])) == 2
-    assert files_of(tmp_path) == before
-
-
-def test_plan_of_mock_data(one):
-    planned = one.plan(config(one, tokenizer=Tok()), [10, 0, 0])
-    assert [row.path_prefix for row in planned] == [None] * 3
-    mock_data = build(one, [10, 0, 0], config(one, tokenizer=Tok()), one.MockGPTDataset)
-    assert [row.samples_built for row in planned] == [len(ds) for ds in mock_data]
-
-
+NO_EOD = {"tokenizer": Tok(eod=None), "reset_position_ids": True}
+NO_SURPLUS = {"mid_level_dataset_surplus": 0}
 # What a note says: (documents of 9 tokens in each corpus, weights, size, fields, a word of it).
 NOTES = {
     "order": ([100], None, 112, {}, "for 113 samples instead of 112"),
@@ -8128,15 +7842,10 @@ NOTES = {
     "no-sample": ([1], None, None, {"sequence_length": 64}, "too few for one sample"),
     "pad": ([100], None, 60, {"tokenizer": Tok(pad=9)}, "padding has the id 9"),
     "ambiguous": ([100, 90], [1, 1], 60, {"tokenizer": Tok(pad=0)}, "tokenizer's eod"),
-    "no-eod": (
-        [100],
-        None,
-        60,
-        {"tokenizer": Tok(eod=None), "reset_position_ids": True},
-        "the tokenizer has none",
-    ),
+    "no-eod": ([100], None, 60, NO_EOD, "the tokenizer has none"),
     "weight": ([100, 100], [0.999, 0.001], 60, {}, "0.001 cannot be met"),
     "cap": ([100, 100], None, 999, {}, "the run will end early"),
+    "larger": ([3, 3, 3], [4, 4, 11], 5, NO_SURPLUS, "takes 4 samples, .*3: .*built again"),
     "same-order": ([100, 100], [1, 1], 100, {}, "in the same order"),
     "same-order-stable": ([100, 100], [1, 9], 300, {"stable_order": True}, "in the same order"),
     "pile": ([100], None, 300, {}, "one pile"),
@@ -8151,56 +7860,39 @@ def test_notes_of_a_plan(one, tmp_path, case):
     for i, count in enumerate(counts):
         prefixes.append(mk(one, tmp_path / f"p{i}", [[1] * 9] * count))
     cfg = config(one, (prefixes, weights), **fields)
-    notes = quiet(one.plan, cfg, [size, 0, 0], 4).notes
-    assert [note for note in notes if word in note], notes
+    planned = quiet(one.plan, cfg, [size, 0, 0], 4)
+    notes = planned.notes
+    assert all(row.tokens_cut == row.tokens for row in planned if row.samples_built == 0)
+    assert [note for note in notes if re.search(word, note)], notes
     assert len(set(notes)) == len(notes)
 
 
 @pytest.mark.parametrize("eod", [0, None])
 def test_a_quiet_plan(one, tmp_path, eod):
-    """Half an epoch of one corpus in whole steps, without resets: there is nothing to say."""
-    prefix = mk(one, tmp_path / "p", [[1] * 9] * 1000)
-    cfg = config(one, ([prefix], None), tokenizer=Tok(eod=eod))
-    assert one.plan(cfg, [400, 0, 0], 4).notes == []
+    """Half an epoch of each corpus in whole steps, without resets: there is nothing to say."""
+    prefixes = [mk(one, tmp_path / f"p{count}", [[1] * 9] * count) for count in (1000, 1001)]
+    cfg = config(one, (prefixes, [1, 1]), tokenizer=Tok(eod=eod))
+    assert one.plan(cfg, [800, 0, 0], 4).notes == []
 
 
-def test_plan_notes_a_corpus_that_is_built_again(one, tmp_path):
-    """One of a thousand blends without a surplus takes more of a corpus than its share."""
-    prefixes = [mk(one, tmp_path / f"p{d}", [[1] * 9] * 3) for d in range(5)]
-    for rng in cases(200):
-        weights = rng.dirichlet([1] * 5)
-        cfg = config(one, (prefixes, weights.tolist()), mid_level_dataset_surplus=0)
-        planned = quiet(one.plan, cfg, [100, 0, 0])
-        asked = [math.ceil(100 * weight) for weight in one.normalize(weights)]
-        is_larger = [row.samples_requested > n for row, n in zip(planned, asked, strict=True)]
-        noted = [note for note in planned.notes if "built again" in note]
-        assert len(noted) == sum(is_larger)
-        if noted:
-            return
-    raise AssertionError("no such blend")
-
-
-def test_samples_to_a_new_order_by_hand(mm):
-    """Compare with plan_epochs() of all numbers of samples."""
+def test_samples_to_a_new_order_by_trying_all_numbers(one, tmp_path):
     for rng in cases(100):
         T, S, n = (int(rng.integers(low, high)) for low, high in ((9, 99), (1, 9), (1, 99)))
-        ds = mm.PlannedDataset.__new__(mm.PlannedDataset)
-        ds.config = config(mm, sequence_length=S)
-        ds.num_samples = n
-        ds.epoch_tokens = T
-        ds._extra = 1
-        ds.epoch_plan = mm.plan_epochs(T, n, S)
+        prefix = mk(one, tmp_path / str(T), [[1] * T])
+        arguments = one.IndexedDataset(prefix), prefix, np.arange(1, dtype=np.int32), n
+        cfg = config(one, ([prefix], None), sequence_length=S)
+        ds = one.PlannedDataset(*arguments, one.Split.train, cfg)
         changes = []
         for other in range(1, n + 200):
-            plan = mm.plan_epochs(T, other, S)
-            key = plan.num_epochs, plan.separate_final_epoch
-            if key != (ds.epoch_plan.num_epochs, ds.epoch_plan.separate_final_epoch):
+            plan = one.plan_epochs(T, other, S)
+            is_same = plan.num_epochs == ds.epoch_plan.num_epochs
+            if not is_same or plan.separate_final_epoch != ds.epoch_plan.separate_final_epoch:
                 changes.append(other - n)
-        assert abs(ds.samples_to_a_new_order()) == min(abs(change) for change in changes)
         assert ds.samples_to_a_new_order() in changes
+        assert abs(ds.samples_to_a_new_order()) == min(abs(change) for change in changes)
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 5])
+@pytest.mark.parametrize("epochs", [1, 5])
 def test_steps_of_whole_epochs(one, tmp_path, epochs):
     """One step more would need another epoch."""
     prefix = mk(one, tmp_path / "p", [[1] * 9] * 74)
@@ -8212,8 +7904,6 @@ def test_steps_of_whole_epochs(one, tmp_path, epochs):
     assert one.plan_epochs(9 * 37, steps * 4 + 4, 8).num_epochs == epochs + 1
     with pytest.raises(ValueError, match="global_batch_size"):
         one.plan(config(one, ([prefix], None)), [50, 0, 0]).steps(1)
-    with pytest.raises(ValueError, match="global_batch_size"):
-        one.plan(config(one, ([prefix], None)), [50, 0, 0], 0)
 
 
 # -- verify_cache ------------------------------------------------------------------------------
@@ -8240,10 +7930,6 @@ def test_verify_cache(one, blend_cache):
         one.verify_cache(blend_cache.parent)
 
 
-def cut_file(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 def flip_last_bit(path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -8252,9 +7938,9 @@ def flip_last_bit(path):
 
 def save_one_entry_less(path):
     """The array is one shorter, and the manifest vouches for the file."""
-    name = path.name.rpartition("-")[2].removesuffix(".npy")
+    stem, _, name = path.stem.rpartition("-")
     np.save(path, np.load(path)[:-1])
-    manifest_path = path.with_name(path.name.replace(f"{name}.npy", "manifest.json"))
+    manifest_path = path.with_name(f"{stem}-manifest.json")
     manifest = json.loads(manifest_path.read_text())
     content = path.read_bytes()
     manifest["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
@@ -8265,11 +7951,10 @@ def save_one_entry_less(path):
     "file, damage, word",
     [
         ("*GPTDataset*-manifest.json", os.unlink, "manifest.json: no such file"),
-        ("*GPTDataset*-manifest.json", cut_file, "JSONDecodeError"),
-        ("*GPTDataset*-description.txt", cut_file, "not the text"),
+        ("*GPTDataset*-manifest.json", flip_last_bit, "JSONDecodeError"),
+        ("*GPTDataset*-description.txt", flip_last_bit, "not the text"),
         ("*GPTDataset*-description.txt", os.unlink, "description"),
         ("*-shuffle_index.npy", flip_last_bit, "CRC"),
-        ("*-sample_index.npy", cut_file, "size"),
         ("*-document_index.npy", os.unlink, "document_index"),
         ("*-sample_index.npy", save_one_entry_less, "shapes"),
         ("*-dataset_index.npy", save_one_entry_less, "shapes"),
@@ -8282,23 +7967,6 @@ def test_verify_cache_names_the_fault(one, blend_cache, file, damage, word):
     with pytest.raises(one.DatasetFormatError, match=word) as caught:
         one.verify_cache(blend_cache)
     assert stem in str(caught.value)
-
-
-@pytest.mark.slow
-def test_find_among_ten_million_documents(mm, tmp_path):
-    """The first find() sorts; each further one searches."""
-    with mm.IndexedDatasetBuilder(f"{tmp_path}/p.bin", np.uint8) as builder:
-        count = 10_000_000
-        builder.add_sequences(np.zeros(count, np.uint8), np.ones(count, np.int32), ends=[count])
-    ds = gpt(mm, str(tmp_path / "p"), sequence_length=2)
-    begin = time.process_time()
-    ds.find(7)
-    first = time.process_time() - begin
-    begin = time.process_time()
-    for sequence in range(100):
-        [*found] = ds.find(sequence)
-        assert all(sequence in {span.sequence for span in ds.trace(k)} for k in found)
-    assert first < 5 and (time.process_time() - begin) / 100 < first / 100
 
 
 @pytest.mark.parametrize("weights", [[3, 1], None])
@@ -8358,25 +8026,23 @@ def test_version_says_which_kernels_run_and_why(mm, monkeypatch, capsys, switch,
 
 TEXT = list("aé".encode())
 INSPECTED = {  # documents, and what inspect says of them
-    "no sequences": ([], ["0 sequences, 0 documents, 0 tokens"]),
-    "one": ([[97]], ["1 sequence, 1 document, 1 token of"]),
-    "empty first sequence": ([[], [98, 99]], ["sequence 0: []\n", "decoded: ''"]),
-    "cut within a character": ([TEXT[:-1]], [r"decoded: 'a\\?"]),
-    "eod": ([[97, 256]], ["decoded: 'a'"]),
-    "ids of a larger vocabulary": ([[97] * 9, [97, 50_000]], ["not decoded: .*50,000"]),
-    "sixteen tokens": ([[97] * 20], [f"0: {[97] * 16}\n", "a" * 16]),
-    "no UTF-8": ([[200, 97, 98]], ["not decoded"]),
-    "small ids": ([[1, 2, 3]], ["not decoded"]),
+    "no sequences": ([], "0 sequences, 0 documents, 0 tokens"),
+    "one": ([[97]], "1 sequence, 1 document, 1 token of"),
+    "empty first sequence": ([[], [98, 99]], r"sequence 0: \[\]\ndecoded: ''"),
+    "cut within a character": ([TEXT[:-1]], r"decoded: 'a\\?"),
+    "eod": ([[97, 256]], "decoded: 'a'"),
+    "ids of a larger vocabulary": ([[97] * 9, [97, 50_000]], "not decoded: .*50,000"),
+    "sixteen tokens": ([[97] * 20], f"decoded: '{'a' * 16}'"),
+    "no UTF-8": ([[200, 97, 98]], "not decoded"),
+    "small ids": ([[1, 2, 3]], "not decoded"),
 }
 
 
 @pytest.mark.parametrize("case", INSPECTED)
 def test_inspect(one, tmp_path, capsys, case):
-    docs, wanted = INSPECTED[case]
+    docs, words = INSPECTED[case]
     code, out, _ = command(one, capsys, "inspect", mk(one, tmp_path / "p", docs))
-    assert code == 0
-    for words in wanted:
-        assert words in out or re.search(words, out), out
+    assert code == 0 and re.search(words, out), out
 
 
 def test_inspect_of_many_lengths(one, tmp_path, capsys):
@@ -8416,58 +8082,31 @@ def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
     assert f"  {a}: 1 sample drawn, 0.02 epochs of 360 tokens\n" in out
 
 
-def test_build_in_phases(mm, tmp_path, capsys):
-    a = mk(mm, tmp_path / "a", [[i] * 9 for i in range(40)])
-    b = mk(mm, tmp_path / "b", [[i] * 9 for i in range(25)])
-    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
-    common = ["--sequence-length", 8, "--random-seed", 7, "--path-to-cache", mine]
-    flags = ["--blend", a, b, "--split", "1", "--sizes", "none", 0, 0, "--stable-order"]
-    flags += ["--phase", 30, 70, 30, "--phase", 25, 0.5, 0.5]
-    code, out, err = command(mm, capsys, "build", *flags, *common)
-    assert code == 0 and "train: 55 samples" in out, err
-    cfg = config(
-        mm,
-        ([a, b], None),
-        blend_phases=[(30, [70, 30]), (25, [1, 1])],
-        stable_order=True,
-        split="1",
-        random_seed=7,
-        path_to_cache=theirs,
-        tokenizer=mm.ByteTokenizer(),
-    )
-    build(mm, [None, 0, 0], cfg)
-    assert files_of(mine) == files_of(theirs)
-
-
 def test_every_field_of_the_config_has_a_flag(one, tmp_path, capsys, monkeypatch):
     """Each field that a shell can write arrives in the config with the value that was given."""
     values = {"int": 3, "float": 0.25, "str": "1,0,0"}
     argv = ["build", "--sizes", "1", "1", "1", "--blend", mk(one, tmp_path / "p", [[1] * 9])]
-    wanted = {}
+    argv += ["--phase", 2, 3, "--phase", 1, 0.5]
+    wanted = {"blend_phases": [(2, [3.0]), (1, [0.5])]}
     for field in dataclasses.fields(one.GPTDatasetConfig):
         kind = str(getattr(field.type, "__name__", field.type)).partition(" | ")[0]
-        flag = "--" + field.name.replace("_", "-")
-        if not field.init or field.name in ("blend", "blend_per_split", "tokenizer"):
+        has_its_own = field.name in ("blend", "blend_per_split", "blend_phases", "tokenizer")
+        is_of_upstream = "parallel" in field.name or field.name == "sequences_per_dataset"
+        if not field.init or has_its_own or is_of_upstream:  # nothing depends on the last ones
             continue
-        if field.name == "blend_phases":  # one flag for each phase
-            wanted[field.name] = [(2, [3.0]), (1, [0.5])]
-            argv += ["--phase", 2, 3, "--phase", 1, 0.5]
-            continue
-        if "parallel" in field.name or field.name == "sequences_per_dataset":
-            continue  # upstream's, on which nothing here depends
+        flag = field.name.replace("_", "-")
         if kind == "bool":
             wanted[field.name] = not field.default
-            argv.append(flag if wanted[field.name] else f"--no-{flag[2:]}")
+            argv.append(f"--no-{flag}" if field.default else f"--{flag}")
         else:
             wanted[field.name] = values[kind]
-            argv += [flag, values[kind]]
-    gather = mock.Mock(side_effect=ValueError("this is as far as the test goes"))
-    monkeypatch.setattr(one.GPTDatasetConfig, "__init__", gather)
+            argv += [f"--{flag}", values[kind]]
+    made = mock.Mock(side_effect=ValueError("this is as far as the test goes"))
+    monkeypatch.setattr(one.GPTDatasetConfig, "__init__", made)
     code, _, err = command(one, capsys, *argv)
     assert code == 1 and "as far as" in err
-    given = gather.call_args.kwargs
-    assert wanted.items() <= given.items()
-    assert given.keys() - wanted == {"blend", "blend_per_split", "tokenizer"}
+    assert wanted.items() <= made.call_args.kwargs.items()
+    assert made.call_args.kwargs.keys() - wanted == {"blend", "blend_per_split", "tokenizer"}
 
 
 @pytest.mark.parametrize(
@@ -8476,16 +8115,12 @@ def test_every_field_of_the_config_has_a_flag(one, tmp_path, capsys, monkeypatch
 def test_help_tells_every_default_and_an_example(one, capsys, monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "400")
     code, out, _ = command(one, capsys, name, "--help")
-    assert code == 0
-    one_line_each = re.sub("\n {9,}", "  ", out)
-    options = [line for line in one_line_each.split("\n") if line.startswith("  --")]
-    for line in options:
-        assert re.search(r"  \w.* \((required|needed, .+|default: .+)\)$", line), line
-    _, _, example = out.partition("example:\n")
-    assert example.startswith(f"  megatron-min {name} ")
-    flags = re.findall(r"--[\w-]+", example)
-    assert all(f"  {flag}" in out.partition("example:")[0] for flag in flags)
-    assert (len(options) > 0) == (len(flags) > 0)
+    options, _, example = out.partition("example:\n")
+    assert code == 0 and example.startswith(f"  megatron-min {name} ")
+    for line in re.sub("\n {9,}", "  ", options).split("\n"):
+        if line.startswith("  --"):
+            assert re.search(r"  \w.* \((required|needed, .+|default: .+)\)$", line), line
+    assert all(f"  {flag}" in options for flag in re.findall(r"--[\w-]+", example))
 
 
 # -- plan, trace and find ----------------------------------------------------------------------
@@ -8504,27 +8139,17 @@ global_batch_size = 4
 
 @pytest.fixture
 def run_folder(one, tmp_path, monkeypatch):
-    """The current folder: the pairs a and b, of ASCII letters and eods, and run.toml."""
+    """The current folder: pairs of ASCII letters and eods, and run.toml."""
     monkeypatch.chdir(tmp_path)
-    for name, count in (("a", 90), ("b", 40)):
+    for name, count in (("a", 90), ("b", 40), (LONG, 40)):
         letters = [[97 + i % 26] * (1 + i % 20) + [256] for i in range(count)]
-        mk(one, tmp_path / name, [[ord(name), *text] for text in letters], np.uint16)
+        mk(one, tmp_path / name, [[ord(name[0]), *text] for text in letters], np.uint16)
     (tmp_path / "run.toml").write_text(RUN_TOML)
     return tmp_path
 
 
-def run_dataset(mm):
-    """What run.toml stands for."""
-    cfg = config(
-        mm,
-        (["a", "b"], [70, 30]),
-        random_seed=7,
-        split="8,1,1",
-        tokenizer=mm.ByteTokenizer(),
-        mid_level_dataset_surplus=1,
-        create_attention_mask=True,
-    )
-    return cfg, build(mm, [60, 4, 0], cfg)[0]
+LONG = "x" * 90  # the name of a pair, too
+SEEDED = " --random-seed 1 --sequence-length 8"
 
 
 def json_of(mm, capsys, *argv):
@@ -8535,15 +8160,18 @@ def json_of(mm, capsys, *argv):
 
 
 def test_plan_trace_and_find_print_what_the_functions_return(one, run_folder, capsys):
-    cfg, train = run_dataset(one)
+    tokenizer = one.ByteTokenizer()
+    fields = {"random_seed": 7, "split": "8,1,1", "mid_level_dataset_surplus": 1}
+    fields |= {"tokenizer": tokenizer, "create_attention_mask": True}
+    cfg = config(one, (["a", "b"], [70, 30]), **fields)
     planned = quiet(one.plan, cfg, [60, 4, 0], 4)
     found = json_of(one, capsys, "plan", "--config", "run.toml")
     assert found["notes"] == planned.notes and found["cache_bytes"] == planned.cache_bytes
     assert found["steps_of_one_epoch"] == planned.steps(1)
-    wanted = [{k: v if v is None else str(v) for k, v in row._asdict().items()} for row in planned]
-    for row, wanted_row in zip(found["rows"], wanted, strict=True):
-        assert {k: v if v is None else str(v) for k, v in row.items()} == wanted_row
+    rows = [row._asdict() for row in planned]
+    assert found["rows"] == json.loads(json.dumps(rows, default=str))
 
+    train = build(one, [60, 4, 0], cfg)[0]
     for sample in json_of(one, capsys, "trace", "--config", "run.toml", "--sample", 3, 5):
         assert [one.Span(**span) for span in sample["spans"]] == train.trace(sample["sample"])
     layout = ["--data-parallel-size", 2, "--dataloader-type", "cyclic", "--seed", 3]
@@ -8552,27 +8180,24 @@ def test_plan_trace_and_find_print_what_the_functions_return(one, run_folder, ca
     fields = {"data_parallel_size": 2, "dataloader_type": "cyclic", "seed": 3}
     fields |= {"consumed_samples": 8, "data_sharding": False, "global_batch_size": 4}
     explained = one.explain(train, 2, micro_batch_size=1, **fields)
-    assert [list(sample.values())[:3] for sample in found] == [list(row[:3]) for row in explained]
-    for sample in found:
-        for span in sample["spans"]:
+    for sample, wanted in zip(found, explained, strict=True):
+        assert list(sample.values())[:3] == list(wanted[:3])
+        for span, wanted_span in zip(sample["spans"], wanted.spans, strict=True):
             text = span.pop("text")
-            one.Span(**span)
-            tokens = one.IndexedDataset(span["path_prefix"])[span["sequence"]].tolist()
-            tokens = tokens[span["offset"] :][: span["length"]]
-            assert text == one.ByteTokenizer().detokenize(tokens)
+            assert one.Span(**span) == wanted_span
+            place = span["sequence"], span["offset"], span["length"]
+            tokens = one.IndexedDataset(span["path_prefix"]).get(*place)
+            assert text == tokenizer.detokenize(tokens)
 
     argv = ["find", "--config", "run.toml", "--path-prefix", "b", "--sequence", 9]
     found = json_of(one, capsys, *argv)
-    assert [entry["sample"] for entry in found] == train.find("b", 9) != []
+    samples = train.find("b", 9)
+    assert [entry["sample"] for entry in found] == samples != []
     for entry in found:
-        assert entry["step"] == entry["sample"] // 4
         lengths = {span[:2]: span.length for span in train.trace(entry["sample"])}
-        assert entry["tokens"] == lengths["b", 9]
-    k = found[0]["sample"]
-    for consumed, step in ((k + 1, None), (k, 0), (k - 4, 1)):
-        assert consumed >= 0
-        found = json_of(one, capsys, *argv, "--consumed-samples", consumed)
-        assert found[0]["step"] == step
+        assert entry["step"] == entry["sample"] // 4 and entry["tokens"] == lengths["b", 9]
+    for consumed, step in ((samples[0] + 1, None), (samples[0], 0), (samples[0] - 4, 1)):
+        assert json_of(one, capsys, *argv, "--consumed-samples", consumed)[0]["step"] == step
 
 
 def test_a_prefix_without_a_split_is_all_of_train(one, run_folder, capsys):
@@ -8594,6 +8219,8 @@ def test_a_prefix_without_a_split_is_all_of_train(one, run_folder, capsys):
         ("trace --config run.toml --step 3 --draw", ["rank 0, micro-batch 3", "|A", "$", "  B  "]),
         ("trace --config run.toml --sample 1 --decode --index-split valid", ["of valid", "A  '"]),
         ("find --config run.toml --path-prefix a --sequence 9", ["sequence 9 of a", "tokens of"]),
+        (f"trace {LONG} --split 1 --sample 0" + SEEDED, ["..." + "x" * 29]),
+        (f"plan --blend {LONG} --split 1" + SEEDED, ["..." + "x" * 29]),
         ("inspect a", ["from  to", "#"]),
         ("demo --explain aaaa bbb cccccc", ["document_index", "rank 1: sample 1"]),
         (f"demo --explain {'a' * 90} b {'c' * 200}", ["256]", "sample_index"]),
@@ -8608,76 +8235,22 @@ def test_what_commands_print_fits_100_columns(one, run_folder, capsys, argv, wor
         assert word in out
 
 
-def test_tables_of_large_numbers_fit_100_columns(one, capsys):
-    row = one.PlanRow(
-        split="train",
-        path_prefix="/a/very/long/path" * 9,
-        documents=10**12,
-        tokens=10**15 - 1,
-        samples_requested=None,
-        samples_built=10**9,
-        samples_drawn=10**9,
-        epochs=fractions.Fraction(9999),
-        weight_asked=1.0,
-        weight_achieved=fractions.Fraction(1),
-        most_repeats=9999,
-        tokens_cut=10**7,
-        steps_per_epoch=fractions.Fraction(10**6),
-    )
-    for show in (one._print_samples_of_plan, one._print_epochs_of_plan, one._print_shares_of_plan):
-        show([row])
-    span = one.Span(row.path_prefix, 10**8, 10**8, 99_999, 99_999, 10**11, 99_999)._asdict()
-    one._print_spans([span])
-    one._print_spans([span | {"text": "\n" * 99}])
-    out = capsys.readouterr().out
-    assert max(len(line) for line in out.split("\n")) <= 100
-    assert "'\\n\\n" in out
-    assert "1,000G" in out and "10.0M" in out and "...path/a/very" in out.replace("/long/", "/")
-
-
 @pytest.mark.parametrize(
-    "number, text",
-    [(None, "-"), (0, "0"), (9_999_999, "9,999,999"), (12_345_678, "12.3M"), (10**11, "100G")],
+    "length, drawn", [(5, "|AAA$BBBBB|\n  a sign is a token"), (196, "|A$" + 94 * "B" + "|")]
 )
-def test_short_counts(one, number, text):
-    assert one._short_count(number) == text
-
-
-def test_a_drawing_by_hand(one, run_folder, capsys):
-    """A sign for each of nine tokens: b's, then eod, then a's; and a wide one."""
-    mk(one, run_folder / "hand", [[98, 98, 98, 256], [97] * 200], np.uint16)
+def test_a_drawing_by_hand(one, run_folder, capsys, length, drawn):
+    """One sample: three tokens and an eod, and a longer sequence; a wide one is drawn smaller."""
+    mk(one, run_folder / "hand", [[98, 98, 98, 256], [97] * length], np.uint16)
     argv = ["trace", "hand", "--split", "1", "--random-seed", 7, "--sample", 0, "--draw"]
-    _, out, _ = command(one, capsys, *argv, "--sequence-length", 8)
-    [drawn] = re.findall(r"^  \|(.+)\|$", out, re.M)
-    assert len(drawn) == 9 and set(drawn) <= set("AB$")
-    ds = run_hand(one)
-    signs = ""
-    for letter, span in zip("AB", ds.trace(0), strict=False):
-        for token in ds.dataset.get(span.sequence, span.offset, span.length).tolist():
-            signs += "$" if token == 256 else letter
-    assert drawn == signs
-    _, out, _ = command(one, capsys, *argv, "--sequence-length", 199)
-    [drawn] = re.findall(r"^  \|(.+)\|$", out, re.M)
-    assert len(drawn) == 96 and drawn.count("$") == 1 and {"A", "B"} <= set(drawn)
+    _, out, _ = command(one, capsys, *argv, "--sequence-length", length + 3)
+    assert drawn in out
 
 
 def test_find_counts_a_sequence_that_comes_twice_in_a_sample(one, run_folder, capsys):
-    mk(one, run_folder / "hand", [[98, 98, 98, 256], [97] * 20], np.uint16)
-    argv = ["find", "hand", "--split", "1", "--random-seed", 7, "--sequence", 0, "--sizes", 3, 0, 0]
-    entries = json_of(one, capsys, *argv, "--sequence-length", 60)
-    assert len(entries) > 1
-    cfg = config(one, (["hand"], None), random_seed=7, sequence_length=60)
-    ds = build(one, [3, 0, 0], cfg)[0]
-    for entry in entries:
-        tokens, _ = ds._query_document_sample_shuffle_indices(entry["sample"])
-        assert entry["tokens"] == np.isin(tokens, [98, 256]).sum()
-    assert max(entry["tokens"] for entry in entries) > 4
-
-
-def run_hand(mm):
-    """The training set of the pair "hand"."""
-    cfg = config(mm, (["hand"], None), random_seed=7, tokenizer=mm.ByteTokenizer())
-    return build(mm, [None] * 3, cfg)[0]
+    mk(one, run_folder / "hand", [[98] * 4], np.uint16)
+    argv = ["find", "hand", "--split", "1", "--random-seed", 7, "--sequence", 0, "--sizes", 1, 0, 0]
+    found = json_of(one, capsys, *argv, "--sequence-length", 7)
+    assert found == [{"sample": 0, "tokens": 8, "step": None}]
 
 
 def test_options_of_the_command_line_come_before_those_of_the_file(one, run_folder, capsys):
@@ -8688,40 +8261,33 @@ def test_options_of_the_command_line_come_before_those_of_the_file(one, run_fold
     argv += ["--blend", "b", "--split", "1", "--sizes", 30, 0, 0]
     [row] = json_of(one, capsys, *argv)["rows"]
     assert (row["path_prefix"], row["samples_drawn"]) == ("b", 30)
-    [row] = json_of(one, capsys, *argv, "--stable-order", "--phase", 35, 1)["rows"]
-    assert row["samples_drawn"] == 35
+
+
+PHASES_OF_FILE = "blend_phases = [[7, [1, 2]], [5, [1.5, 0]]]\nstable_order = true"
+BLENDS_OF_FILE = 'blend_per_split = [[["a", "b"], [1, 2]], ["b"], []]\nsizes = [9, 5, 0]'
 
 
 @pytest.mark.parametrize(
     "lines, flags",
     [
-        ('blend = [70, "a", 30, "b"]\nsplit = "1"\nsizes = [9, 0, 0]', "--blend 70 a 30 b"),
-        ('blend = ["a", "b"]\nsplit = "1"\nsizes = [9, "none", "none"]', "--blend a b"),
-        ('blend = [["a", "b"]]\nsplit = "1"\nsizes = [9, "none", "none"]', "--blend a b"),
+        ('blend = [70, "a", 30, "b"]\nsizes = [9, 0, 0]', "--blend 70 a 30 b --sizes 9 0 0"),
+        ('blend = ["a", "b"]\nsizes = [9, "none", 0]', "--blend a b --sizes 9 none 0"),
+        ('blend = [["a", "b"]]', "--blend a b"),
         (
-            'blend = ["a", "b"]\nsplit = "1"\nsizes = ["none", 0, 0]\nstable_order = true\n'
-            "blend_phases = [[7, [1, 2]], [5, [1.5, 0]]]",
+            'blend = ["a", "b"]\n' + PHASES_OF_FILE,
             "--blend a b --phase 7 1 2 --phase 5 1.5 0 --stable-order",
         ),
-        (
-            'blend_per_split = [[["a", "b"], [1, 2]], ["b"], []]\nsizes = [9, 5, 0]',
-            "--train-blend 1 a 2 b --valid-blend b",
-        ),
-        ('tokenizer = "null:300"\nblend = ["a"]\nsplit = "1"\nsizes = [9, 0, 0]', "--blend a"),
+        (BLENDS_OF_FILE, "--train-blend 1 a 2 b --valid-blend b --sizes 9 5 0"),
+        ('tokenizer = "null:300"\nblend = ["a"]', "--blend a --tokenizer null:300"),
     ],
 )
 def test_a_file_means_what_the_flags_mean(one, run_folder, capsys, lines, flags):
-    text = "random_seed = 1\nsequence_length = 8\n"
-    (run_folder / "file.toml").write_text(text + lines)
-    sizes = re.search(r"sizes = \[(.*)\]", lines)[1].replace('"', "").replace(",", "")
-    argv = [*flags.split(), "--sizes", *sizes.split(), "--random-seed", 1, "--sequence-length", 8]
-    if "blend_per_split" not in lines:
-        argv += ["--split", "1"]
-    if "null" in lines:
-        argv += ["--tokenizer", "null:300"]
-    for name in ("plan", "build"):
-        by_file = command(one, capsys, name, "--config", "file.toml")
-        assert by_file[0] == 0 and by_file == command(one, capsys, name, *argv), by_file
+    common = ["--random-seed", 1, "--sequence-length", 8]
+    if "per_split" not in lines:
+        common += ["--split", "1"]
+    (run_folder / "file.toml").write_text(lines)
+    by_file = command(one, capsys, "plan", "--config", "file.toml", *common)
+    assert by_file[0] == 0 and by_file == command(one, capsys, "plan", *flags.split(), *common)
 
 
 def test_verify_of_caches(one, run_folder, capsys):
@@ -8737,63 +8303,36 @@ def test_verify_of_caches(one, run_folder, capsys):
     assert code == 1 and one_sentence(err) and damaged.name in err
 
 
+# -- Errors ------------------------------------------------------------------------------------
+
+
 COMMON = " --sequence-length 8 --random-seed 1 --sizes 1 1 1"
-A_TO_O = "preprocess --input a.jsonl --output-prefix o "
-WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), u (uint16), a word
+WRONG = {  # arguments, in a folder that holds a.jsonl, some pairs and TOML files, and a word
     "": "COMMAND",
-    "fly": "fly",
-    "preprocess": "--input",
-    "preprocess --input none.jsonl --output-prefix o": "none.jsonl",
-    A_TO_O + "--json-keys other": "a.jsonl: line 1: ",
-    A_TO_O + "--workers many": "--workers",
-    A_TO_O + "--shard 1": "--shard",
-    A_TO_O + "--shard 3/3": "0 <= i < n",
+    "preprocess --input a.jsonl --output-prefix o --json-keys other": "a.jsonl: line 1: ",
+    "preprocess --input a.jsonl --output-prefix o --shard 1": "--shard",
     "merge --input p_00000_of_00002 --output-prefix o": "wanted p_00001_of_00002",
-    A_TO_O + "--workers 0": "workers",
-    A_TO_O + "--on-error maybe": "choose from 'stop', 'skip'",
-    "merge --input none --output-prefix o": "none",
     "merge --input boo --output-prefix o": "did you mean books_text_document?",
-    "merge --input p u --output-prefix o": "uint16",
-    "merge --input p --output-prefix p": "output",
     "inspect none": "none.idx: no such file",
-    "inspect nowhere/p": "no folder nowhere",
-    "inspect text": "text.idx",
-    "inspect books": "did you mean books_text_document?",
     "inspect book_text_documents.bin": "did you mean books_text_document?",
     "inspect p --tokens -5": "-5",
-    "verify p none": "none",
     "verify p damaged": "damaged.idx: sequence_pointers[1]",
-    "verify books": "did you mean books_text_document?",
-    "build": "--random-seed",
-    "build --blend p --split 1,x" + COMMON: "1,x",
-    "build --blend p --split 1 --sequence-length 8 --random-seed 1 --sizes x 1 1": "--sizes",
-    "build --blend 1 p 1 books --split 1" + COMMON: "did you mean books_text_document?",
-    "build --blend 1 p 2 --split 1" + COMMON: "blend",
-    "build --blend p --split 99,1,0" + COMMON: "99,1,0",
-    "build --blend p p --split 1 --phase 9 1 x" + COMMON: "--phase",
-    "build --blend p p --split 1 --phase 9 1" + COMMON: "phase 0",
-    "build --blend p --split 1 --sequence-length 8 --random-seed 1": "--sizes",
+    "verify folder": "no index cache",
     "build --blend p --split 1 --sizes 1 1 1 --sequence-length 8": "--random-seed",
-    "plan --config none.toml": "none.toml",
+    "build --blend p --split 1 --sequence-length 8 --random-seed 1": "--sizes",
+    "build --blend p --split 1 --sequence-length 8 --random-seed 1 --sizes x 1 1": "--sizes",
+    "build --blend p p --split 1 --phase 9 1 x" + COMMON: "--phase",
+    "build --config type.toml": "type.toml: random_seed: wanted int",
     "plan --config a.jsonl": "a.jsonl",
     "plan --config key.toml": "key.toml: sizs",
-    "build --config type.toml": "type.toml: random_seed: wanted int",
-    "plan --blend none --split 1" + COMMON: "none",
     "plan --blend p --split 1 --global-batch-size 0" + COMMON: "global_batch_size",
-    "trace p --split 1" + COMMON: "--sample",
-    "trace p --split 1 --sample 1 --step 1" + COMMON: "--step",
     "trace p --blend p --split 1 --sample 1" + COMMON: "--blend",
-    "trace p --split 1 --sample 99" + COMMON: "99",
     "trace p --split 1 --step 1" + COMMON: "--global-batch-size",
-    "trace p --split 1 --step 99 --global-batch-size 1" + COMMON: "no such step",
     "trace p --split 1 --sample 0 --index-split valid" + COMMON: "no valid",
     "trace --train-blend p --valid-blend p q --multiple-validation-sets --index-split valid "
     "--sample 0" + COMMON: "2 datasets",
-    "find p --split 1" + COMMON: "--sequence",
-    "find p --split 1 --sequence 9" + COMMON: "index 9",
     "find p q --split 1 --sequence 0" + COMMON: "--path-prefix",
     "find p --split 1 --sequence 0 --path-prefix o" + COMMON: "o is not",
-    "verify folder": "no index cache",
 }
 
 
@@ -8801,16 +8340,11 @@ WRONG = {  # arguments, in a folder that holds a.jsonl and the pairs p (int32), 
 def test_wrong_use_is_one_sentence(one, tmp_path, capsys, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["a"])
-    mk(one, tmp_path / "p", [[1] * 20])
-    mk(one, tmp_path / "u", [[1] * 20], np.uint16)
-    mk(one, tmp_path / "books_text_document", [[1] * 20])
-    mk(one, tmp_path / "damaged", [[1] * 3, [2] * 2])
+    for name in ("p", "q", "books_text_document", "damaged"):
+        mk(one, tmp_path / name, [[1] * 18, [2] * 2])
     index = bytearray(pathlib.Path("damaged.idx").read_bytes())
     index[34] += 1  # the first length
     pathlib.Path("damaged.idx").write_bytes(index)
-    (tmp_path / "text.idx").write_text("these are no indices, but a text of some length")
-    (tmp_path / "text.bin").write_text("x")
-    mk(one, tmp_path / "q", [[1] * 20])
     (tmp_path / "folder").mkdir()
     (tmp_path / "key.toml").write_text("sizs = [1, 1, 1]")
     (tmp_path / "type.toml").write_text('random_seed = "1"')
@@ -8822,38 +8356,31 @@ def test_wrong_use_is_one_sentence(one, tmp_path, capsys, monkeypatch, arguments
     assert set(os.listdir(tmp_path)) - before <= {"p", "q"}
 
 
-def test_the_helper_one_sentence():
-    sentence = "megatron-min: none.idx: No such file\n"
-    for before in ("", "warning: so and so\n", "usage: megatron-min [-h]\n   COMMAND\n"):
-        assert one_sentence(before + sentence)
-    for before in (
-        "Traceback (most recent call last):\n  ...\n",
-        "megatron-min: and another one\n",
-    ):
-        assert not one_sentence(before + sentence)
-    for wrong in ("", "megatron-min: \n", "ValueError: a bad thing happened\n"):
-        assert not one_sentence(wrong)
-
-
 ERRORS = [
-    (ValueError("a  bad\nvalue"), "megatron-min: a bad value\n"),
-    (ValueError(), "megatron-min: ValueError\n"),
-    (ZeroDivisionError("by zero"), "megatron-min: ZeroDivisionError: by zero\n"),
-    (KeyError("x"), "megatron-min: KeyError: 'x'\n"),
+    (ValueError("a  bad\nvalue"), 1, "megatron-min: a bad value\n"),
+    (ValueError(), 1, "megatron-min: ValueError\n"),
+    (ZeroDivisionError("by zero"), 1, "megatron-min: ZeroDivisionError: by zero\n"),
+    (SystemExit(143), 143, ""),
+    (KeyboardInterrupt(), 130, "megatron-min: interrupted\n"),
 ]
 
 
-@pytest.mark.parametrize("error, sentence", ERRORS)
-def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch, error, sentence):
+@pytest.mark.parametrize("error, code, sentence", ERRORS)
+def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch, error, code, sentence):
+    """A signal counts as one, too, where it made a pool raise an error of its own."""
     shown = warnings.showwarning
 
     def merge(*arguments):
         warnings.warn("this is odd", stacklevel=1)
-        raise error
+        try:
+            raise error
+        finally:
+            if not isinstance(error, Exception):
+                raise RuntimeError("cannot join thread before it is started")
 
     monkeypatch.setattr(one, "merge", merge)
-    code, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
-    assert code == 1 and err == "warning: this is odd\n" + sentence
+    found, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
+    assert (found, err) == (code, "warning: this is odd\n" + sentence)
     assert warnings.showwarning is shown
 
 
@@ -8868,45 +8395,30 @@ class Signalled:
 
 
 @linux
-@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, code):
+@pytest.mark.parametrize(
+    "name, workers, code", [("SIGINT", 1, 130), ("SIGTERM", 1, 143), ("SIGKILL", 2, 1)]
+)
+def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, workers, code):
     """The tokenizer signals its own process, in the middle of the work: no file is left."""
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "signalled", raising=False)
     path = jsonl(tmp_path / "a.jsonl", [name])
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
-    flags = ["--tokenizer", "signalled:Signalled"]
+    before = signal.getsignal(signal.SIGTERM)
+    flags = ["--tokenizer", "signalled:Signalled", "--workers", workers]
     found, _, err = preprocess_command(one, capsys, path, "o", *flags)
-    signal.signal(signal.SIGINT, ctrl_c)
-    assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
     assert found == code and "Traceback" not in err
+    assert name != "SIGKILL" or "process" in err
     assert {*os.listdir(tmp_path)} - {"__pycache__"} == {"a.jsonl", "signalled.py"}
-
-
-@pytest.mark.parametrize("kind, code", [(SystemExit, 143), (KeyboardInterrupt, 130)])
-def test_a_signal_while_a_pool_starts_a_thread(one, capsys, monkeypatch, kind, code):
-    """The pool then joins a thread that was not started, which is an error of its own."""
-
-    def merge_interrupted(*arguments):
-        try:
-            raise kind(143)
-        finally:
-            raise RuntimeError("cannot join thread before it is started")
-
-    monkeypatch.setattr(one, "merge", merge_interrupted)
-    assert command(one, capsys, "merge", "--input", "a", "--output-prefix", "b")[0] == code
 
 
 def test_a_command_in_a_thread(one, tmp_path, capsys):
     """Only the main thread may handle signals: in another thread a command does without."""
     prefix = mk(one, tmp_path / "p", [[1]])
-    handler = signal.getsignal(signal.SIGTERM)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         code, out, _ = pool.submit(command, one, capsys, "verify", prefix).result()
     assert code == 0 and "1 document" in out
-    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_demo(mm, tmp_path, capsys, monkeypatch):
@@ -8945,7 +8457,7 @@ def test_a_real_process(tmp_path, code, kernels, sentence):
     assert ("Traceback" in ran.stderr) == (AS_MODULE in code)
 
 
-# -- Long tests: real processes, signals, full disks -----------------------------------------------
+# -- Long tests: real processes, signals, closed pipes, kills ----------------------------------
 
 RUN = [sys.executable, str(HERE / "megatron_min.py")]
 
@@ -8960,29 +8472,17 @@ def test_doctests_leave_nothing_in_the_temporary_folder(tmp_path):
 
 @linux
 @pytest.mark.slow
-def test_nobody_reads_what_the_demo_prints(tmp_path):
-    """As in "megatron-min demo | head -0": no traceback, and nothing left."""
-    env = os.environ | {"TMPDIR": str(tmp_path)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*RUN, "demo"], **pipes, env=env) as demo:
-        demo.stdout.close()
-        said = demo.stderr.read()
-    assert demo.returncode == 1 and said == b"" and os.listdir(tmp_path) == []
-
-
-@linux
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "redirected, code, word", [(">&-", 0, ""), (">/dev/full", 1, "No space left")]
+    "redirected, code, word", [(">&-", 0, ""), (">/dev/full", 1, "No space left"), ("| :", 1, "")]
 )
 def test_what_is_printed_cannot_be_written(one, tmp_path, redirected, code, word):
-    """The pair is whole all the same; a full disk is an error."""
+    """The pair is whole all the same; no room or no reader is an error."""
     jsonl(tmp_path / "a.jsonl", ["abc"])
     argv = ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", "--no-verbose"]
-    run = ["sh", "-c", f'"$@" {redirected}', "sh", *RUN, *argv]
+    run = ["bash", "-c", f'"$@" {redirected}; exit ${{PIPESTATUS[0]}}', "bash", *RUN, *argv]
     ran = subprocess.run(run, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert ran.returncode == code and word in ran.stderr
-    assert code == 1 or ran.stderr == ""
+    assert word or ran.stderr == ""
     assert texts_of(one, tmp_path / "o_text_document") == [[97, 98, 99]]
 
 
@@ -8994,178 +8494,81 @@ def wait_until(condition, *arguments):
         time.sleep(0.05)
 
 
-def children_of(process):
-    """The process ids of its children, on Linux."""
-    path = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(pid) for pid in path.read_text().split()]
+def is_gone(group):
+    """Has a group of processes no process any more?"""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
-def has_two_workers(process):
-    return len(children_of(process)) == 2
+def write_everything(mm, generation):
+    """Run a command of each kind that writes, in the folder out."""
+    text = f"in/{generation}.jsonl"
+    for line in (
+        f"preprocess --input {text} --output-prefix out/p --workers 2 --no-verbose",
+        f"merge --input in/{generation} in/{generation} --output-prefix out/m",
+        f"build --blend in/{generation} --split 1 --sizes 40 0 0 --sequence-length 8 "
+        f"--random-seed 1 --path-to-cache out",
+    ):
+        assert mm.main(line.split()) == 0
 
 
-def are_gone(pids):
-    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-
-
-def signal_until_it_ends(process, number, to_all):
-    """Send a signal again and again -> the exit code.
-
-    A Ctrl-C that arrives while Python forks is lost.  With to_all the whole group of processes gets
-    the signal, as from a terminal.
-    """
-    for _ in range(30):
-        if to_all:
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(20)
-    raise AssertionError("it never ended")
+def write_until_stopped(mm):
+    os.setpgrp()
+    for generation in itertools.cycle([1, 0]):
+        write_everything(mm, generation)
 
 
 @linux
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number, to_all, code",
+    "send, number",
     [
-        (signal.SIGKILL, False, -9),
-        (signal.SIGINT, True, 130),
-        (signal.SIGTERM, False, 143),
-        (signal.SIGTERM, True, 143),
+        (os.kill, signal.SIGKILL),
+        (os.killpg, signal.SIGINT),  # to all processes, as from a terminal
+        (os.kill, signal.SIGTERM),
+        (os.killpg, signal.SIGTERM),  # to all processes, as from a cluster
     ],
     ids=["killed", "ctrl-c", "sigterm", "sigterm to all"],
 )
-def test_a_signal_ends_the_workers_too(one, tmp_path, number, to_all, code):
-    """preprocess has two workers that wait for text; an older pair has the names of the output."""
-    path = jsonl(tmp_path / "old.jsonl", ["old"])
-    one.preprocess(path, tmp_path / "o")
-    before = files_of(tmp_path)
-    argv = ["preprocess", "--input", "-", "--output-prefix", "o", "--workers", "2"]
-    process = subprocess.Popen(
-        [*RUN, *argv],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=tmp_path,
-        start_new_session=True,
-    )
-    process.stdin.write(b'{"text": "abc"}\n' * 200_000)
-    process.stdin.flush()
-    wait_until(has_two_workers, process)
-    time.sleep(1)  # into the steady state
-    workers = children_of(process)
-    assert signal_until_it_ends(process, number, to_all) == code
-    assert b"Traceback" not in process.stderr.read()
-    process.stdin.close()
-    wait_until(are_gone, workers)
-    after = files_of(tmp_path)
-    if code == -9:
-        after = {name: data for name, data in after.items() if not name.endswith(".tmp")}
-    assert after == before
-
-
-def write_everything(mm, generation):
-    """Run a command of each kind that writes, in the folder out -> the first exit code but 0."""
-    text = f"in/{generation}.jsonl"
-    commands = [
-        f"preprocess --input {text} --output-prefix out/p --workers 2 --no-verbose",
-        f"merge --input in/{generation} in/{generation} --output-prefix out/m",
-        f"build --blend in/{generation} --split 1 --sizes 40 0 0 --sequence-length 8 "
-        f"--random-seed 1 --path-to-cache out",
-    ]
-    for line in commands:
-        code = mm.main(line.split())
-        if code != 0:
-            return code
-    return 0
-
-
-def write_until_stopped(mm, limit=None, read_only=False):
-    """Write either of two generations, in turn, until something ends that; exit with its code."""
-    os.setpgrp()
-    if limit is not None:
-        limits = importlib.import_module("resource")
-        limits.setrlimit(limits.RLIMIT_FSIZE, (limit, limits.RLIM_INFINITY))
-    if read_only:
-        os.chmod("out", 0o555)
-        if os.geteuid() == 0:
-            os.setuid(65534)  # root may write anywhere
-    code = 0
-    generation = 0
-    try:
-        while code == 0:
-            generation = 1 - generation
-            code = write_everything(mm, generation)
-    except KeyboardInterrupt:
-        code = 130  # between two commands
-    sys.exit(code)
-
-
-def start_writing(mm, **how):
-    process = FORK.Process(target=write_until_stopped, args=[mm], kwargs=how)
-    quiet(process.start)
-    return process
-
-
-# What happens to the writer, and its exit codes.  Signals are repeated, so one may arrive between
-# two commands, or when the process is about to end: then it ends with -15, or with 1.
-ENDS = {
-    "killed": (signal.SIGKILL, {}, [-9]),
-    "ctrl-c": (signal.SIGINT, {}, [130, 1]),
-    "sigterm": (signal.SIGTERM, {}, [143, -15]),
-    "full disk": (None, {"limit": 1000}, [1]),
-    "read-only folder": (None, {"read_only": True}, [1]),
-}
-
-
-@linux
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ENDS)
-def test_every_output_is_whole_or_absent(one, tmp_path, monkeypatch, case):
-    """A writer ends at any moment: each file is whole, and the next run is right."""
-    number, how, codes = ENDS[case]
+def test_a_stopped_writer_leaves_whole_files_and_no_process(
+    one, tmp_path, monkeypatch, send, number
+):
+    """At any moment: each file is whole or absent, and so is each pair; a new run is right."""
     monkeypatch.chdir(tmp_path)
-    os.chmod(tmp_path, 0o755)  # for nobody
-    os.mkdir("in")
     wanted = []
     for generation in range(2):
         docs = random_docs(np.random.default_rng(generation), 40, 30)
         mk(one, f"in/{generation}", docs)
-        jsonl(f"in/{generation}.jsonl", [" ".join(str(token) for token in doc) for doc in docs])
+        jsonl(f"in/{generation}.jsonl", [" ".join(map(str, doc)) for doc in docs] * 1000)
         os.mkdir("out")
-        assert write_everything(one, generation) == 0
+        write_everything(one, generation)
         wanted.append(files_of("out"))
         shutil.rmtree("out")
     for moment in cases(5):
         os.mkdir("out")
-        process = start_writing(one, **how)
-        if number is not None:
-            wait_until(os.listdir, "out")
-            time.sleep(moment.random() / 2)
-            while process.exitcode is None:
-                os.kill(process.pid, number)
-                process.join(2)
-        process.join(60)
-        assert process.exitcode in codes
-        os.chmod("out", 0o755)
-        check_outputs(files_of("out"), wanted, may_leave_temporary=number is not None)
-        assert write_everything(one, 0) == 0
-        after = files_of("out")
-        assert wanted[0].items() <= after.items()
+        process = FORK.Process(target=write_until_stopped, args=[one])
+        quiet(process.start)
+        wait_until(os.listdir, "out")
+        time.sleep(moment.random())
+        for _ in range(20):  # a Ctrl-C that arrives while Python forks is lost
+            if process.is_alive():
+                send(process.pid, number)
+                process.join(5)
+        wait_until(is_gone, process.pid)
+        found = files_of("out")
+        for name in found:
+            if name.endswith(".tmp"):
+                assert number == signal.SIGKILL
+                continue
+            parts = [name, name.replace(".idx", ".bin")]  # of a pair; else the file twice
+            generations = [[made.get(part) for part in parts] for made in wanted]
+            assert [found[part] for part in parts] in generations, name
+        write_everything(one, 0)
+        assert wanted[0].items() <= files_of("out").items()
         shutil.rmtree("out")
-
-
-def check_outputs(found, wanted, may_leave_temporary):
-    """Each file with a name of its own is that of a generation, and so is each pair."""
-    for name, data in found.items():
-        if name.endswith(".tmp"):
-            assert may_leave_temporary, name
-            continue
-        assert data in [generation.get(name) for generation in wanted], name
-        if name.endswith(".idx"):
-            name_of_bin = name.removesuffix(".idx") + ".bin"
-            pair = (data, found[name_of_bin])
-            assert pair in [(made[name], made[name_of_bin]) for made in wanted], name
 
 
 # -- what is easily asked for, and does not fit ----------------------------------------------------
@@ -9305,50 +8708,19 @@ def test_the_merge_command_of_a_shard_is_quoted(one, tmp_path, capsys):
 # compared with upstream's in section 9.
 
 
-def test_parity_is_skipped_only_where_upstream_is_not_installed(monkeypatch):
-    def version_of_nothing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version_of_nothing)
-    monkeypatch.delenv("MEGATRON_MIN_PARITY", raising=False)
-    with pytest.raises(pytest.skip.Exception, match="not installed"):
-        require_upstream()
-    monkeypatch.setenv("MEGATRON_MIN_PARITY", "1")
-    with pytest.raises(importlib.metadata.PackageNotFoundError):
-        require_upstream()
-
-
 # -- Functions: the same result, and the same left of the arguments ----------------------------
 
 
-def random_split(rng):
-    """Shares of train, valid and test of which at least one is not 0."""
-    while True:
-        numbers = rng.integers(0, 100, 3)
-        if rng.random() < 0.5:
-            numbers = rng.random(3).round(3)
-        numbers = np.where(rng.random(3) < 0.8, numbers, 0)
-        if numbers.sum():
-            return numbers
-
-
-def normalize_arguments(rng):
-    return [random_split(rng).tolist()]
-
-
 def parse_arguments(rng):
-    numbers = random_split(rng)
+    """Shares of train, valid and test of which at least one is not 0; what is missing is 0."""
+    numbers = rng.integers(0, 100, 3) * (rng.random(3) < 0.8)
+    if rng.random() < 0.5:
+        numbers = rng.random(3).round(3)
     if numbers[0]:
-        numbers = numbers[: rng.integers(1, 4)]  # the shares that are missing are 0
+        numbers = numbers[: rng.integers(1, 4)]
+    elif not numbers.any():
+        numbers[1] = 1
     return [",".join(str(number) for number in numbers)]
-
-
-def convert_arguments(rng):
-    vectors = []
-    for _ in range(rng.integers(1, 3)):
-        numbers = random_split(rng)
-        vectors.append((numbers / numbers.sum()).tolist())
-    return vectors
 
 
 def blend_list_arguments(rng):
@@ -9361,82 +8733,30 @@ def blend_list_arguments(rng):
     return [weighted]
 
 
-def document_index_arguments(rng):
-    documents = np.arange(rng.integers(1, 60), dtype=np.int32) + np.int32(rng.integers(9))
-    state = np.random.RandomState(rng.integers(2**31))
-    return [documents, int(rng.integers(1, 6)), state, bool(rng.integers(2))]
-
-
-def shuffle_index_arguments(rng):
-    most = rng.choice([300, 300, 300, 200_000])  # above 65,536 more bits of a draw count
-    total = int(rng.integers(1, most))
-    first = total if rng.random() < 0.5 else int(rng.integers(0, total + 1))
-    return [first, total, np.random.RandomState(rng.integers(2**31))]
-
-
-def sample_idx_arguments(rng):
-    """A stream that upstream can count.
-
-    It fails where the stream is empty, or where it keeps the last sample and the last document is
-    empty.
-    """
-    while True:
-        longest = int(rng.choice([3, 10, 200]))
-        sizes = rng.integers(0, longest, rng.integers(1, 20)).astype(np.int32)
-        epochs = int(rng.integers(1, 4))
-        documents = np.tile(rng.permutation(len(sizes)), epochs).astype(np.int32)
-        drop_last = bool(rng.integers(2))
-        extra = bool(rng.integers(2))
-        is_kept_and_empty = not drop_last and extra and not sizes[documents[-1]]
-        if sizes.sum() > extra and not is_kept_and_empty:
-            length = int(rng.integers(1, 30))
-            return [sizes, documents, length, epochs, int(sizes.sum()), drop_last, extra]
-
-
 def blending_arguments(rng):
     """Weights with ties, near ties and tiny ones; normalized or not."""
     n = int(rng.integers(1, 40))
-    weights = {
-        "any": rng.random(n),
-        "ties": rng.integers(1, 4, n),
-        "tiny": rng.dirichlet(np.full(n, 0.2)),
-        "equal": np.ones(n),
-    }[rng.choice(["any", "ties", "tiny", "equal"])]
-    weights = weights + 1e-9
+    choices = [rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]
+    weights = choices[rng.integers(4)] + 1e-9
     if rng.random() < 0.7:
         weights = weights / weights.sum()
     size = int(rng.integers(1, 2000))
     return [np.full(size, -1, np.int16), np.full(size, -1, np.int64), weights, n, size, False]
 
 
-def exhaustive_arguments(rng):
-    sizes = rng.integers(1, 100, rng.integers(1, 20))
-    total = int(sizes.sum())
-    return [np.full(total, -1, np.int16), np.full(total, -1, np.int64), sizes, len(sizes)]
-
-
-PARITY_OF_FUNCTIONS = {  # name: (number of cases, arguments of a case)
-    "normalize": (300, normalize_arguments),
+PARITY_OF_FUNCTIONS = {  # number of cases, arguments of a case
     "parse_and_normalize_split": (300, parse_arguments),
-    "convert_split_vector_to_split_matrix": (300, convert_arguments),
     "get_blend_from_list": (200, blend_list_arguments),
-    "build_document_index": (200, document_index_arguments),
-    "build_shuffle_index": (200, shuffle_index_arguments),
-    "build_sample_idx": (2000, sample_idx_arguments),
     "build_blending_indices": (300, blending_arguments),
-    "build_exhaustive_blending_indices": (300, exhaustive_arguments),
 }
-PRIVATE_IN_UPSTREAM = ["build_document_index", "build_shuffle_index"]
 
 
 def same_outcome(found, wanted, note):
-    """Equal results or arguments: arrays with their dtypes, random states, and plain values."""
-    if isinstance(wanted, np.random.RandomState):
-        found, wanted = found.get_state(), wanted.get_state()
+    """Equal results or arguments: arrays with their dtypes, and plain values."""
     if isinstance(wanted, np.ndarray):
         same(found, wanted, note)
     elif isinstance(wanted, (list, tuple)):
-        assert type(found) is type(wanted) and len(found) == len(wanted), note
+        assert type(found) is type(wanted)
         for mine, theirs in zip(found, wanted, strict=True):
             same_outcome(mine, theirs, note)
     else:
@@ -9446,30 +8766,28 @@ def same_outcome(found, wanted, note):
 @pytest.mark.parametrize("name", PARITY_OF_FUNCTIONS)
 def test_function_equals_upstreams(mm, up, name):
     count, arguments_of_case = PARITY_OF_FUNCTIONS[name]
-    upstreams_name = f"_{name}" if name in PRIVATE_IN_UPSTREAM else name
     for rng in cases(count):
         mine = arguments_of_case(rng)
         theirs = copy.deepcopy(mine)
         note = copy.deepcopy(mine)
         found = getattr(mm, name)(*mine)
-        wanted = getattr(up, upstreams_name)(*theirs)
-        same_outcome(found, wanted, note)
+        same_outcome(found, getattr(up, name)(*theirs), note)
         same_outcome(mine, theirs, note)
 
 
-def fields_by_position(cls):
-    """(name, default, may it be given?) of each field but those that are keyword-only."""
+CLASSES = ["BlendedMegatronDatasetConfig", "GPTDatasetConfig", "GPTDataset", "MockGPTDataset"]
+CLASSES += ["BlendedDataset", "BlendedMegatronDatasetBuilder"]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_arguments_of_classes_are_upstreams(one, up, name):
+    """All of them, in upstream's order, with its defaults; ours alone come after."""
     found = []
-    for field in dataclasses.fields(cls):
-        if not field.kw_only:
-            found.append((field.name, field.default, field.init))
-    return found
-
-
-@pytest.mark.parametrize("name", ["BlendedMegatronDatasetConfig", "GPTDatasetConfig"])
-def test_config_fields_are_upstreams(one, up, name):
-    """All of them, in upstream's order, with its defaults; ours alone are keyword-only."""
-    assert fields_by_position(getattr(one, name)) == fields_by_position(getattr(up, name))
+    for names in (one, up):
+        parameters = inspect.signature(getattr(names, name)).parameters.values()
+        found.append([(parameter.name, parameter.default) for parameter in parameters])
+    ours, theirs = found
+    assert ours[: len(theirs)] == theirs
 
 
 def test_ramp_up_equals_upstreams(one, up):
@@ -9486,10 +8804,9 @@ def test_ramp_up_equals_upstreams(one, up):
         for consumed in sorted({0, samples, samples + 1, *more}):
             ours.update(consumed)
             theirs.update(consumed, True)
-            note = final, micro, ranks, start, increment, samples, consumed
-            assert ours.get() == theirs.get(), note
-            found = ours.get_current_global_batch_size()
-            assert found == theirs.get_current_global_batch_size(), note
+            found = ours.get(), ours.get_current_global_batch_size()
+            wanted = theirs.get(), theirs.get_current_global_batch_size()
+            assert found == wanted, (final, micro, ranks, start, increment, samples, consumed)
 
 
 # -- Files -------------------------------------------------------------------------------------
@@ -9536,17 +8853,10 @@ def test_files_equal_upstreams(one, up, tmp_path, multimodal):
         ours, theirs = prefixes
         by_us = one.IndexedDataset(theirs, multimodal)
         by_them = up.IndexedDataset(ours, multimodal=multimodal)
-        assert len(by_us) == len(by_them)
-        for i in range(len(by_us)):
+        for i in range(len(by_them)):
             same_outcome(by_us[i], by_them[i], (seed, i))
-        same_outcome(by_us[1:], by_them[1:], seed)
-        names_of_arrays = ["sequence_lengths", "sequence_pointers", "document_indices"]
-        if multimodal:
-            names_of_arrays.append("sequence_modes")
-        for name in names_of_arrays:
-            same(getattr(by_us.index, name), getattr(by_them.index, name), seed)
+        same_outcome(by_us[:], by_them[:], seed)
         same(by_us.get_document_indices(), by_them.get_document_indices(), seed)
-        assert by_us.index.dtype is by_them.index.dtype
         del by_us, by_them  # the next case writes over their files
 
 
@@ -9554,8 +8864,10 @@ def test_files_equal_upstreams(one, up, tmp_path, multimodal):
 
 
 def same_dataset(ours, theirs, note=""):
-    """Two GPTDatasets: their indices, with dtypes, and their names."""
+    """Two GPTDatasets: their indices, with dtypes."""
     assert len(ours) == len(theirs), note
+    if len(theirs):
+        quiet(theirs.__getitem__, 0)  # with defer_npy_index_mmap upstream has no arrays before
     for name in ("document_index", "sample_index", "shuffle_index"):
         same(getattr(ours, name), getattr(theirs, name), (note, name))
 
@@ -9573,17 +8885,13 @@ def same_items(ours, theirs, indices, note=""):
         same_samples(quiet(ours.batch, indices), batch, note)
 
 
+FLAGS_OF_SAMPLES = ["reset_position_ids", "eod_mask_loss", "create_attention_mask"]
+FLAGS_OF_SAMPLES += ["add_extra_token_to_sequence", "drop_last_partial_validation_sequence"]
+
+
 def random_parity_flags(rng):
     """All fields of a config that change a sample."""
-    flags = {}
-    for name in (
-        "reset_position_ids",
-        "eod_mask_loss",
-        "create_attention_mask",
-        "add_extra_token_to_sequence",
-        "drop_last_partial_validation_sequence",
-    ):
-        flags[name] = bool(rng.integers(2))
+    flags = {name: bool(rng.integers(2)) for name in FLAGS_OF_SAMPLES}
     flags["reset_attention_mask"] = flags["create_attention_mask"] and bool(rng.integers(2))
     flags["sequence_length"] = int(rng.integers(1, 12))
     flags["random_seed"] = int(rng.integers(2**31))
@@ -9612,237 +8920,22 @@ def test_dataset_equals_upstreams(mm, up, tmp_path, split):
         prefix = mk(mm, tmp_path / str(case) / "pair", docs, dtype)
         flags = random_parity_flags(rng)
         n = random_num_samples(rng, sum(map(len, docs)), flags)
-        ours_cache = str(tmp_path / f"{case}-ours")
-        theirs_cache = str(tmp_path / f"{case}-theirs")
-        ours = quiet(gpt, mm, prefix, n, split, path_to_cache=ours_cache, **flags)
+        caches = [str(tmp_path / f"{case}{side}") for side in ("ours", "theirs")]
+        ours = quiet(gpt, mm, prefix, n, split, path_to_cache=caches[0], **flags)
         try:
-            theirs = quiet(gpt, up, prefix, n, split, path_to_cache=theirs_cache, **flags)
+            theirs = quiet(gpt, up, prefix, n, split, path_to_cache=caches[1], **flags)
         except AssertionError:  # upstream: where the shuffled order ends in an empty document
             assert split == "valid" and not len(docs[ours.document_index[-1]])
             continue
         same_dataset(ours, theirs, case)
-        some = rng.integers(0, len(ours), 6).tolist() if len(ours) else []
-        same_items(ours, theirs, some, case)
-        for k in some[:2]:
-            found = ours._query_document_sample_shuffle_indices(k)
-            same_outcome(found, theirs._query_document_sample_shuffle_indices(k), case)
         if len(ours):
+            some = rng.integers(0, len(ours), 6).tolist()
+            same_items(ours, theirs, some, case)
+            found = ours._query_document_sample_shuffle_indices(some[0])
+            same_outcome(found, theirs._query_document_sample_shuffle_indices(some[0]), case)
             same_samples(quiet(ours.__getitem__, None), quiet(theirs.__getitem__, None), case)
         compared += 1
     assert compared >= 0.8 * min(100, 100 * CASES)
-
-
-PARITY_OF_PADDING = {  # a tokenizer, and fields of the config
-    "no pad": (Tok(), {}),
-    "pad": (Tok(pad=7), {}),
-    "pad is eod": (Tok(pad=0), {}),
-    "pad is eod, allowed": (Tok(pad=0), {"allow_ambiguous_pad_tokens": True}),
-    "pad is eos": (Tok(pad=3, eos=3), {}),
-    "special tokens without it": (Tok(pad=0, special_tokens_dict={"bos": 9}), {}),
-    "special token": (Tok(pad=9, special_tokens_dict={"bos": 9}), {}),
-    "no special tokens": (Tok(pad=0, special_tokens_dict={}), {}),
-    "pad_token is none": (Tok(pad=0, special_tokens_dict={"pad_token": 0}), {}),
-    "special token named pad": (Tok(pad=9, special_tokens_dict={"pad": 9}), {}),
-}
-
-
-@pytest.mark.parametrize("case", PARITY_OF_PADDING)
-def test_padding_equals_upstreams(mm, up, tmp_path, case):
-    """A tokenizer whose pad is None stops upstream; here it has no pad."""
-    tokenizer, fields = PARITY_OF_PADDING[case]
-    prefix = mk(mm, tmp_path / "pair", [[5, 6, 0, 8, 7, 9, 3]])
-    for extra in (True, False):
-        given = fields | {
-            "drop_last_partial_validation_sequence": False,
-            "add_extra_token_to_sequence": extra,
-            "eod_mask_loss": not extra,
-            "tokenizer": tokenizer,
-            "sequence_length": 5,
-        }
-        datasets = []
-        for names, folder in ((mm, f"ours{extra}"), (up, f"theirs{extra}")):
-            cache = str(tmp_path / folder)
-            datasets.append(quiet(gpt, names, prefix, None, "valid", path_to_cache=cache, **given))
-        ours, theirs = datasets
-        assert len(ours) == len(theirs) == 2
-        same_items(ours, theirs, [0, 1], case)
-
-
-@pytest.mark.parametrize("n, length", [(50, 64), (None, 2000)])
-@pytest.mark.parametrize("tokenizer", [Tok(999, 1000), Tok(0, 37)], ids=["large", "small"])
-def test_mock_dataset_equals_upstreams(mm, up, n, length, tokenizer):
-    built = []
-    for names in (mm, up):
-        cfg = config(names, sequence_length=length, tokenizer=tokenizer)
-        builder = names.BlendedMegatronDatasetBuilder(
-            names.MockGPTDataset, [n or 3, 2, 1], yes, cfg
-        )
-        built.append(quiet(builder.build))
-    for ours, theirs in zip(*built, strict=True):
-        same_dataset(ours, theirs)
-        some = list(range(0, len(ours), max(1, len(ours) // 5)))
-        same_items(ours, theirs, some)
-
-
-# -- The builder and the cache -----------------------------------------------------------------
-
-
-def same_built(ours, theirs, note=""):
-    """What the two builders made: for each split None, a dataset, a list of them, or a blend."""
-    assert len(ours) == len(theirs), note
-    for mine, other in zip(ours, theirs, strict=True):
-        assert type(mine).__name__ == type(other).__name__, note
-        if mine is None:
-            continue
-        if isinstance(mine, list):
-            same_built(mine, other, note)
-            continue
-        assert mine.unique_description == other.unique_description, note
-        assert mine.unique_description_hash == other.unique_description_hash, note
-        if type(mine).__name__ == "BlendedDataset":
-            assert mine.size == other.size, note
-            same(mine.dataset_index, other.dataset_index, note)
-            same(mine.dataset_sample_index, other.dataset_sample_index, note)
-            same_built(mine.datasets, other.datasets, note)
-            same_items(mine, other, list(range(0, len(mine), max(1, len(mine) // 4))), note)
-        else:
-            same_dataset(mine, other, note)
-
-
-@pytest.fixture
-def six_corpora(mm, tmp_path):
-    rng = np.random.default_rng(21)
-    prefixes = []
-    for name in "abcdef":
-        docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
-        prefixes.append(mk(mm, tmp_path / "corpora" / name, docs))
-    return prefixes
-
-
-def random_parity_blend(rng, prefixes):
-    """Up to five of the prefixes, with weights or without."""
-    chosen = [str(prefix) for prefix in rng.choice(prefixes, rng.integers(1, 6), replace=False)]
-    weights = rng.dirichlet(np.ones(len(chosen))) + 0.05
-    if rng.random() < 0.3:
-        weights = rng.integers(1, 5, len(chosen)).astype(float)
-    return chosen, weights.tolist() if rng.random() < 0.6 else None
-
-
-def random_builder_arguments(rng, prefixes):
-    """sizes and fields of a config, in all modes that upstream takes."""
-    sizes = rng.integers(1, 400, 3).tolist()
-    fields = {
-        "sequence_length": int(rng.integers(4, 16)),
-        "random_seed": int(rng.integers(9999)),
-        "num_dataset_builder_threads": int(rng.integers(1, 3)),
-    }
-    if rng.random() < 0.5:
-        fields["blend"] = random_parity_blend(rng, prefixes)
-        fields["split"] = str(rng.choice(["8,1,1", "90,10,0", "1,0,0", "5,4,1"]))
-        if fields["blend"][1] is None and rng.random() < 0.5:
-            sizes = [None] * 3
-        return sizes, fields
-    blends = [random_parity_blend(rng, prefixes) if rng.random() < 0.8 else None for _ in range(3)]
-    if not any(blends):
-        blends[0] = random_parity_blend(rng, prefixes)
-    fields["blend_per_split"] = blends
-    valid = blends[1]
-    is_unweighted = valid is not None and valid[1] is None
-    if is_unweighted and len(valid[0]) > 1 and rng.random() < 0.6:
-        fields["multiple_validation_sets"] = True
-        fields["full_validation"] = bool(rng.integers(2))
-        if fields["full_validation"]:
-            sizes[1] = None
-    elif rng.random() < 0.4:
-        fields["full_validation"] = True
-        if is_unweighted and rng.random() < 0.5:
-            sizes[1] = None
-    return sizes, fields
-
-
-def test_builder_equals_upstreams(mm, up, six_corpora, tmp_path, group):
-    """Every mode: the datasets, and each file of the cache byte for byte."""
-    compared = 0
-    for case, rng in enumerate(cases(25)):
-        sizes, fields = random_builder_arguments(rng, six_corpora)
-        note = case, sizes, fields
-        theirs_cache = tmp_path / f"theirs{case}"
-        ours_cache = tmp_path / f"ours{case}"
-        try:
-            theirs = quiet(build, up, sizes, config(up, path_to_cache=str(theirs_cache), **fields))
-        except IndexError:
-            continue  # upstream: a blend that takes more of a corpus than it was built for
-        ours = quiet(build, mm, sizes, config(mm, path_to_cache=str(ours_cache), **fields))
-        same_built(ours, theirs, note)
-        files = files_of(ours_cache)
-        for name in list(files):
-            if name.endswith("manifest.json"):
-                del files[name]
-        assert files == files_of(theirs_cache), note
-        compared += 1
-    assert compared >= 0.6 * min(25, 25 * CASES)
-
-
-def blends_and_cache(prefixes, tmp_path):
-    """The fields of a blend of three corpora for each split, with a cache."""
-    blend = prefixes[:3], [1.0, 2.0, 3.0]
-    return {"blend_per_split": [blend] * 3, "path_to_cache": str(tmp_path / "cache")}
-
-
-def identity_of_files(folder):
-    """{name: (time, inode)}: equal if no file was written."""
-    found = {}
-    for path in pathlib.Path(folder).iterdir():
-        found[path.name] = path.stat().st_mtime_ns, path.stat().st_ino
-    return found
-
-
-@pytest.mark.parametrize("more", [{}, {"fast_cache_load": True}], ids=["checked", "fast"])
-def test_upstream_uses_our_cache(mm, up, six_corpora, tmp_path, group, more):
-    """It writes nothing, and has the same samples."""
-    fields = blends_and_cache(six_corpora, tmp_path)
-    ours = build(mm, [100, 10, 10], config(mm, **fields))
-    before = identity_of_files(fields["path_to_cache"])
-    theirs = quiet(build, up, [100, 10, 10], config(up, **fields, **more))
-    assert identity_of_files(fields["path_to_cache"]) == before
-    same_built(ours, theirs)
-
-
-@pytest.mark.parametrize(
-    "more", [{}, {"fast_cache_load": True}, {"defer_npy_index_mmap": True}], ids=str
-)
-def test_upstreams_cache_becomes_ours(mm, up, six_corpora, tmp_path, group, more):
-    """Without a word: the arrays are built and written, the same bytes, and get manifests.
-
-    With fast_cache_load the files are taken as they are.
-    """
-    fields = blends_and_cache(six_corpora, tmp_path)
-    theirs = quiet(build, up, [100, 10, 10], config(up, **fields))
-    before = files_of(fields["path_to_cache"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours = build(mm, [100, 10, 10], config(mm, **fields, **more))
-        again = build(mm, [100, 10, 10], config(mm, **fields, **more))
-        same_built(ours, theirs)
-        same_built(again, theirs)
-    after = files_of(fields["path_to_cache"])
-    assert {name: after[name] for name in before} == before
-    added = sorted(after.keys() - before.keys())
-    assert all(name.endswith("manifest.json") for name in added)
-    num_datasets = 3 * (3 + 1)  # in each split three corpora and their blend
-    assert len(added) == (0 if "fast_cache_load" in more else num_datasets)
-
-
-def test_upstreams_cache_of_other_data_is_not_used(mm, up, six_corpora, tmp_path):
-    """The data changed after upstream wrote its cache; upstream goes on using it."""
-    prefix = six_corpora[0]
-    quiet(gpt, up, prefix, 50, path_to_cache=str(tmp_path / "cache"))
-    mk(mm, prefix, [[1, 2, 3, 4]] * 33)
-    found = gpt(mm, prefix, 50, path_to_cache=str(tmp_path / "cache"))
-    same_dataset(found, gpt(mm, prefix, 50, path_to_cache=str(tmp_path / "new")))
-
-
-# -- What scripts, subclasses and tests that were written for upstream do ----------------------
 
 
 class LegacyMethods:
@@ -9857,128 +8950,196 @@ class LegacyMethods:
 
 
 def legacy_tokenizer(up):
-    """One such tokenizer, made by upstream's base class."""
+    """One such tokenizer, made by upstream's base class; to ask it for pad is an error."""
     return quiet(type("Legacy", (LegacyMethods, up.MegatronLegacyTokenizer), {}), "file", size=9)
 
 
-RESETS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+PARITY_OF_PADDING = {  # a tokenizer, or None for legacy_tokenizer(), and fields of the config
+    "no pad": (Tok(), {}),
+    "pad": (Tok(pad=7), {}),
+    "pad is eod": (Tok(pad=0), {}),
+    "pad is eod, allowed": (Tok(pad=0), {"allow_ambiguous_pad_tokens": True}),
+    "pad is eos": (Tok(pad=3, eos=3), {}),
+    "special tokens without it": (Tok(pad=0, special_tokens_dict={"bos": 9}), {}),
+    "special token": (Tok(pad=9, special_tokens_dict={"bos": 9}), {}),
+    "no special tokens": (Tok(pad=0, special_tokens_dict={}), {}),
+    "pad_token is none": (Tok(pad=0, special_tokens_dict={"pad_token": 0}), {}),
+    "special token named pad": (Tok(pad=9, special_tokens_dict={"pad": 9}), {}),
+    "legacy": (None, {}),
+    "legacy, allowed": (None, {"allow_ambiguous_pad_tokens": True}),
+}
 
 
-@pytest.mark.parametrize("allow", [False, True])
-def test_a_legacy_tokenizer_serves_both(mm, up, tmp_path, allow):
-    """Its pad is not implemented.  The corpus is made by preprocess, and the key is upstream's."""
-    tokenizer = legacy_tokenizer(up)
-    with pytest.raises(NotImplementedError):
-        assert tokenizer.pad
-    path = jsonl(tmp_path / "a.jsonl", ["5 6 7", "8", "9 1 2 3 4 5 6"])
-    prefix = mm.preprocess(path, tmp_path / "a", tokenizer, append_eod=True)["text"]
-    fields = RESETS | {
-        "tokenizer": tokenizer,
-        "create_attention_mask": True,
-        "allow_ambiguous_pad_tokens": allow,
-        "drop_last_partial_validation_sequence": False,
-    }
-    ours = gpt(mm, prefix, None, "valid", path_to_cache=str(tmp_path / "ours"), **fields)
-    theirs = quiet(gpt, up, prefix, None, "valid", path_to_cache=str(tmp_path / "theirs"), **fields)
-    same_dataset(ours, theirs)
-    same_items(ours, theirs, [0, 1])
-    identifiers = json.loads(ours.unique_description)["tokenizer"]
-    assert identifiers == json.loads(theirs.unique_description)["tokenizer"]
+@pytest.mark.parametrize("case", PARITY_OF_PADDING)
+def test_padding_equals_upstreams(mm, up, tmp_path, case):
+    """A tokenizer whose pad is None stops upstream; here it has no pad."""
+    tokenizer, fields = PARITY_OF_PADDING[case]
+    prefix = mk(mm, tmp_path / "pair", [[5, 6, 0, 8, 7, 9, 3]])
+    for extra in (True, False):
+        given = fields | {
+            "drop_last_partial_validation_sequence": False,
+            "add_extra_token_to_sequence": extra,
+            "eod_mask_loss": not extra,
+            "tokenizer": tokenizer or legacy_tokenizer(up),
+            "sequence_length": 5,
+        }
+        datasets = []
+        for names, folder in ((mm, f"ours{extra}"), (up, f"theirs{extra}")):
+            cache = str(tmp_path / folder)
+            datasets.append(quiet(gpt, names, prefix, None, "valid", path_to_cache=cache, **given))
+        ours, theirs = datasets
+        assert len(ours) == len(theirs) == 2
+        same_items(ours, theirs, [0, 1], case)
 
 
-def with_pictures(names):
-    """A config and a class that add an image to each sample, as a multimodal script has them."""
-
-    @dataclasses.dataclass
-    class PictureConfig(names.GPTDatasetConfig):
-        image_h: int = 0
-        image_w: int = 0
-        transform: object = None
-
-        def __post_init__(self):
-            super().__post_init__()
-            assert self.image_h and self.image_w
-
-    class PictureDataset(names.MockGPTDataset):
-        def __init__(self, dataset, dataset_path, indices, num_samples, index_split, config):
-            super().__init__(
-                dataset=dataset,
-                dataset_path=dataset_path,
-                indices=indices,
-                num_samples=num_samples,
-                index_split=index_split,
-                config=config,
-            )
-
-        def __getitem__(self, idx):
-            sample = super().__getitem__(idx)
-            sample["image"] = torch.full((self.config.image_h, self.config.image_w), idx)
-            sample["tokens"] = self.config.transform(sample["tokens"])
-            return sample
-
-    return PictureConfig, PictureDataset
-
-
-def test_a_multimodal_subclass_serves_both(mm, up):
-    """Its samples also come in batches, alone and in a blend of their own."""
+@pytest.mark.parametrize("n, length, tokenizer", [(50, 64, Tok(999, 1000)), (3, 2000, Tok(0, 37))])
+def test_mock_dataset_equals_upstreams(mm, up, n, length, tokenizer):
     built = []
     for names in (mm, up):
-        config_class, cls = with_pictures(names)
-        cfg = config_class(
-            random_seed=3,
-            sequence_length=999,
-            tokenizer=legacy_tokenizer(up),
-            image_h=2,
-            image_w=3,
-            transform=torch.neg,
-            **RESETS,
-        )
-        built.append(quiet(build, names, [9, 9, 9], cfg, cls))
+        cfg = config(names, sequence_length=length, tokenizer=tokenizer)
+        built.append(quiet(build, names, [n, 2, 1], cfg, names.MockGPTDataset))
     for ours, theirs in zip(*built, strict=True):
         same_dataset(ours, theirs)
-        same_items(ours, theirs, [0, 8])
+        same_items(ours, theirs, list(range(0, len(ours), max(1, len(ours) // 5))))
 
 
-FAST_BUILDS = [
+# -- The builder and the cache -----------------------------------------------------------------
+
+
+def same_built(ours, theirs, note=""):
+    """What the two builders made: for each split None, a dataset, a list of them, or a blend."""
+    for mine, other in zip(ours, theirs, strict=True):
+        assert type(mine).__name__ == type(other).__name__, note
+        if mine is None:
+            continue
+        if isinstance(mine, list):
+            same_built(mine, other, note)
+            continue
+        assert mine.unique_description == other.unique_description, note
+        assert mine.unique_description_hash == other.unique_description_hash, note
+        if type(mine).__name__ == "BlendedDataset":
+            same_items(mine, other, list(range(0, len(mine), max(1, len(mine) // 4))), note)
+            same(mine.dataset_index, other.dataset_index, note)
+            same(mine.dataset_sample_index, other.dataset_sample_index, note)
+            same_built(mine.datasets, other.datasets, note)
+        else:
+            same_dataset(mine, other, note)
+
+
+WAYS_TO_BUILD = [
+    {},
     {"fast_cache_load": True},
     {"defer_npy_index_mmap": True},
     {"fast_cache_load": True, "defer_npy_index_mmap": True, "num_dataset_builder_threads": 3},
-    {"fast_cache_load": True, "sequences_per_dataset": True},
+    {"fast_cache_load": True, "sequences_per_dataset": {}},
     {"mmap_bin_files": False, "num_dataset_builder_threads": 3},
     {"context_parallel_size": 2, "data_parallel_size": 4, "sequence_parallel_size": 2},
     {"object_storage_cache_path": None, "hybrid_context_parallel": False},
 ]
 
 
-@pytest.mark.parametrize("fields", FAST_BUILDS, ids=str)
-def test_a_fast_build_equals_upstreams(mm, up, tmp_path, group, fields):
-    """Weights in text, as in a JSON file of arguments; the second build finds the first's cache."""
-    prefixes = []
-    for name in "abcd":
-        docs = [np.arange(n + 9) for n in range(30)]
-        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
-    if fields.get("sequences_per_dataset"):
-        fields = fields | {"sequences_per_dataset": dict.fromkeys(prefixes, (30, 31))}
-    blends = [(prefixes[:2], ["1", "3"]), (prefixes[2:], None), (prefixes[3:], ["1"])]
-    tokenizer = legacy_tokenizer(up)
-    built = []
-    for names, folder in ((mm, "ours"), (up, "theirs")):
-        usual = {"blend_per_split": blends, "tokenizer": tokenizer}
-        usual["path_to_cache"] = str(tmp_path / folder)
-        quiet(build, names, [50, 20, 10], config(names, **usual))
-        built.append(quiet(build, names, [50, 20, 10], config(names, **usual, **fields)))
-        for ds in built[-1]:  # with defer_npy_index_mmap upstream has no arrays before this
-            for part in (ds, *getattr(ds, "datasets", [])):
-                quiet(part.__getitem__, 0)
-    same_built(*built)
+def identity_of_files(folder):
+    """{name: (time, inode)}: equal if no file was written."""
+    found = {}
+    for path in pathlib.Path(folder).iterdir():
+        found[path.name] = path.stat().st_mtime_ns, path.stat().st_ino
+    return found
+
+
+def test_builder_equals_upstreams(mm, up, six_corpora, tmp_path, group):
+    """Every mode: the datasets, and each file of the cache byte for byte.
+
+    Then each builds from the other's cache.  Upstream writes nothing; we write the same arrays
+    again, with a manifest each, unless we are told to trust what is there.
+    """
+    compared = 0
+    counts = {}
+    for prefix in six_corpora:
+        pair = mm.IndexedDataset(prefix)
+        counts[prefix] = len(pair), len(pair.document_indices)
+    for case, rng in enumerate(cases(25)):
+        sizes, fields = random_build(rng, six_corpora)
+        fields["tokenizer"] = legacy_tokenizer(up)
+        again = fields | WAYS_TO_BUILD[case % len(WAYS_TO_BUILD)]
+        if "sequences_per_dataset" in again:
+            again["sequences_per_dataset"] = counts
+        if "blend" in fields:  # upstream trusts the cache of a blend for each split alone
+            again["fast_cache_load"] = False
+        note = case, sizes, again
+        caches = [str(tmp_path / f"{case}{side}") for side in ("ours", "theirs")]
+        try:
+            theirs = quiet(build, up, sizes, config(up, path_to_cache=caches[1], **fields))
+        except IndexError:
+            continue  # upstream: a blend that takes more of a corpus than it was built for
+        ours = quiet(build, mm, sizes, config(mm, path_to_cache=caches[0], **fields))
+        same_built(ours, theirs, note)
+        files, arrays = (files_of(cache) for cache in caches)
+        manifests = {name for name in files if name.endswith("-manifest.json")}
+        assert arrays == {name: files[name] for name in files.keys() - manifests}, note
+        before = identity_of_files(caches[0])
+        theirs = quiet(build, up, sizes, config(up, path_to_cache=caches[0], **again))
+        assert identity_of_files(caches[0]) == before, note
+        ours = quiet(build, mm, sizes, config(mm, path_to_cache=caches[1], **again))
+        same_built(ours, theirs, note)
+        added = set() if again.get("fast_cache_load") else manifests
+        assert files_of(caches[1]).keys() == arrays.keys() | added, note
+        assert arrays.items() <= files_of(caches[1]).items(), note
+        compared += 1
+    assert compared >= 0.6 * min(25, 25 * CASES)
+
+
+def test_upstreams_cache_of_other_data_is_not_used(mm, up, six_corpora, tmp_path):
+    """The data changed after upstream wrote its cache; upstream goes on using it."""
+    prefix = six_corpora[0]
+    quiet(gpt, up, prefix, 50, path_to_cache=str(tmp_path / "cache"))
+    mk(mm, prefix, [[1, 2, 3, 4]] * 33)
+    found = gpt(mm, prefix, 50, path_to_cache=str(tmp_path / "cache"))
+    same_dataset(found, gpt(mm, prefix, 50, path_to_cache=str(tmp_path / "new")))
+
+
+def test_upstreams_cache_is_kept_when_the_tokenizer_changes(one, up, tmp_path):
+    """The new tokenizer is given the identifiers of the old one, as README says."""
+    prefix = mk(one, tmp_path / "p", [np.arange(30)] * 9)
+    cache = tmp_path / "cache"
+    old = {"path_to_cache": str(cache), "tokenizer": legacy_tokenizer(up)}
+    theirs = quiet(gpt, up, prefix, 20, **old)
+    before = identity_of_files(cache)
+    (description,) = cache.glob("*-description.txt")
+    tokenizer = one.ByteTokenizer()
+    tokenizer.unique_identifiers = json.loads(description.read_text())["tokenizer"]
+    fields = {"path_to_cache": str(cache), "tokenizer": tokenizer, "fast_cache_load": True}
+    same_dataset(gpt(one, prefix, 20, **fields), theirs)
+    assert identity_of_files(cache) == before
+
+
+# -- What scripts, subclasses and tests that were written for upstream do ----------------------
 
 
 def fill_in_the_middle(names):
-    """A subclass that moves the middle of each piece to its end, by upstream's indices alone."""
+    """A config and a class as scripts have them, by upstream's indices and argument names alone.
+
+    The middle of each piece is moved to its end, and each sample gets an image.
+    """
+
+    @dataclasses.dataclass
+    class MiddleConfig(names.GPTDatasetConfig):
+        image_h: int = 0
+        image_w: int = 0
+
+        def __post_init__(self):
+            super().__post_init__()
+            assert self.image_h and self.image_w
 
     class MiddleLast(names.GPTDataset):
-        def __init__(self, indexed_dataset, dataset_path, indexed_indices, *rest):
-            super().__init__(indexed_dataset, dataset_path, indexed_indices, *rest)
+        def __init__(self, dataset, path, indices, num_samples, index_split, config):
+            super().__init__(
+                indexed_dataset=dataset,
+                dataset_path=path,
+                indexed_indices=indices,
+                num_samples=num_samples,
+                index_split=index_split,
+                config=config,
+            )
             self.generator = np.random.RandomState(seed=self.config.random_seed)
             assert self._pad_token_id == -1
 
@@ -10002,48 +9163,34 @@ def fill_in_the_middle(names):
             padding = np.full(wanted - len(tokens), self._pad_token_id)
             return np.concatenate([tokens, padding]), np.array(numbers, np.int64)
 
-    return MiddleLast
+        def __getitem__(self, idx):
+            sample = super().__getitem__(idx)
+            sample["image"] = torch.full((self.config.image_h, self.config.image_w), idx)
+            return sample
+
+    return MiddleConfig, MiddleLast
 
 
 @pytest.mark.parametrize("extra", [True, False], ids=["x1", "x0"])
-def test_a_fill_in_the_middle_subclass_serves_both(mm, up, tmp_path, extra):
+def test_a_subclass_serves_both(mm, up, tmp_path, extra):
     """Samples of its own, also in a blend and in a loader's batches."""
     prefix = mk(mm, tmp_path / "p", [np.arange(1, 40), np.arange(40, 50), np.arange(50, 99)])
     fields = {"add_extra_token_to_sequence": extra, "drop_last_partial_validation_sequence": False}
+    fields |= {"tokenizer": legacy_tokenizer(up), "blend_per_split": [None, ([prefix], None), None]}
+    fields |= {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
     built = []
     for names, folder in ((mm, "ours"), (up, "theirs")):
-        cfg = config(
-            names,
-            blend_per_split=[None, ([prefix], None), None],
-            tokenizer=legacy_tokenizer(up),
-            path_to_cache=str(tmp_path / folder),
-            **fields,
-        )
-        built.append(quiet(build, names, [0, 20, 0], cfg, fill_in_the_middle(names))[1])
+        config_class, cls = fill_in_the_middle(names)
+        cache = str(tmp_path / folder)
+        cfg = config_class(3, 8, path_to_cache=cache, image_h=2, image_w=3, **fields)
+        built.append(quiet(build, names, [0, 20, 0], cfg, cls)[1])
     ours, theirs = built
-    same_dataset(ours, theirs)
     theirs.masks_and_position_ids_are_cacheable = False
-    wanted = [quiet(theirs.__getitem__, k) for k in range(len(theirs))]
     loader = mm.build_pretraining_data_loader(ours, 0, micro_batch_size=1)
     for k, batch in enumerate(loader):
-        same_samples({key: values[0] for key, values in batch.items()}, wanted[k], k)
-    plain = gpt(mm, prefix, 20, "valid", **fields)
-    assert any(not torch.equal(plain[k]["tokens"], wanted[k]["tokens"]) for k in range(9))
-
-
-def test_upstreams_cache_is_kept_when_the_tokenizer_changes(mm, up, tmp_path):
-    """The new tokenizer is given the identifiers of the old one, as README says."""
-    prefix = mk(mm, tmp_path / "p", [np.arange(30)] * 9)
-    cache = tmp_path / "cache"
-    old = {"path_to_cache": str(cache), "tokenizer": legacy_tokenizer(up)}
-    theirs = quiet(gpt, up, prefix, 20, **old)
-    before = identity_of_files(cache)
-    (description,) = cache.glob("*-description.txt")
-    tokenizer = mm.ByteTokenizer()
-    tokenizer.unique_identifiers = json.loads(description.read_text())["tokenizer"]
-    fields = {"path_to_cache": str(cache), "tokenizer": tokenizer, "fast_cache_load": True}
-    same_dataset(gpt(mm, prefix, 20, **fields), theirs)
-    assert identity_of_files(cache) == before
+        wanted = quiet(theirs.__getitem__, k)
+        same_samples({key: values[0] for key, values in batch.items()}, wanted, k)
+    same_dataset(ours, theirs)
 
 
 def test_states_of_a_rerun_data_iterator_have_upstreams_keys(one, up):
@@ -10059,7 +9206,7 @@ def test_states_of_a_rerun_data_iterator_have_upstreams_keys(one, up):
 
 
 # ==============================================================================
-# Hostile files, jobs side by side
+# Hostile files
 # ==============================================================================
 
 FEW_AND_MANY = [60, pytest.param(round(1500 * FUZZ), marks=pytest.mark.slow)]
@@ -10076,396 +9223,175 @@ class RunsCode:
         return open, ("ran", "w")
 
 
-def random_place(rng, data):
-    """A place in a file: in its header, at the end of an .npy header, or anywhere."""
-    begin = min(len(data), int(rng.choice([0, 0, 128])))
-    room = int(rng.choice([40, 1 << 20]))
-    return int(rng.integers(begin, min(len(data), begin + room) + 1))
-
-
-def damaged_bytes(rng, data, others):
-    """One of ten damages: other bytes, or None for a file that is gone."""
-    at = random_place(rng, data)
+def damaged_bytes(rng, data, other):
+    """Data of a file, damaged; other is that of another file."""
+    room = rng.choice([40, 200, len(data)])  # in the header of a file, or of an .npy, or anywhere
+    at = int(rng.integers(min(len(data), room) + 1))
     flipped = bytes(byte ^ 1 << int(rng.integers(8)) for byte in data[at : at + 1])
     number = struct.pack("<q", int(rng.choice(FORGED)))[: rng.choice([4, 8])]
-    # a number in JSON, or in the header of an .npy, whose padding makes up for the length
-    decimal = re.sub(rb"\d+", b"%d" % rng.choice(FORGED), data[at:], count=1)
-    padding = b" " * max(1, len(decimal) - len(data[at:]))
-    other = others[rng.integers(len(others))]
-    begin = int(rng.integers(len(other) + 1)) * int(rng.integers(2))
-    piece = other[begin : begin + int(rng.integers(1, 40))]
+    decimal = re.sub(rb"\d+", b"%d" % rng.choice(FORGED), data[at:], count=1)  # as JSON has it
     code = io.BytesIO()
     np.lib.format.write_array(code, np.array([RunsCode()], object), allow_pickle=True)
     damages = [
         data[:at] + flipped + data[at + 1 :],
         data[:at] + number + data[at + len(number) :],
-        (data[:at] + decimal).replace(padding, b"", 1),
+        data[:at] + decimal,
         data[:at],
-        data[:at] + data[at + int(rng.integers(1, 40)) :],
-        data + piece,
-        data[:at] + piece + data[at + len(piece) :],
+        data[:at] + data[at + 8 :],
+        data[:at] + other[:40] + data[at + 40 :],
+        data + other[:1],
         other,
-        pickle.dumps(RunsCode()) if rng.random() < 0.5 else code.getvalue(),
-        None,
+        pickle.dumps(RunsCode()),
+        code.getvalue(),
     ]
     return damages[rng.integers(len(damages))]
 
 
-def forge_entries(rng, index):
-    """An .idx of another pair: other lengths with pointers that fit them, other documents."""
-    n, m = struct.unpack_from("<QQ", index, 18)
-    token_bytes = {8: 2, 4: 4}[index[17]]
-    lengths = np.frombuffer(index, np.int32, n, 34).copy()
-    documents = np.frombuffer(index, np.int64, m, 34 + 12 * n).copy()
-    more, less = rng.integers(n, size=2)
-    by = rng.integers(-3, 4)
-    lengths[more] += by
-    lengths[less] -= by
-    documents[rng.integers(m)] += rng.integers(-2, 3)
-    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * token_bytes
-    pointers[rng.integers(n)] += rng.choice([0, 0, 1, token_bytes])
-    entries = lengths.tobytes() + pointers.tobytes() + documents.tobytes()
-    return index[:34] + entries + index[34 + len(entries) :]
-
-
-def damaged_files(rng, good):
-    """One or two of these files, {path: bytes}, damaged -> {path: bytes, or None if removed}."""
-    if rng.random() < 0.05:
-        return {}
-    others = list(good.values())
-    indexes = [path for path in sorted(good) if path.endswith(".idx")]
-    if rng.random() < 0.15:
-        path = indexes[rng.integers(len(indexes))]
-        return {path: forge_entries(rng, good[path])}
-    damaged = {}
-    for path in rng.choice(sorted(good), rng.choice([1, 1, 1, 2]), replace=False):
-        data = good[path]
-        for _ in range(rng.choice([1, 1, 3])):
-            if data is not None:
-                data = damaged_bytes(rng, data, others)
-        damaged[str(path)] = data
-    return damaged
-
-
 def put_files(files):
-    """Make {path: bytes, or None for no file}, as new files: an old one may be mapped."""
+    """Make these the files of the current folder; their times tell nothing of a damage."""
+    for path in files_of("."):
+        os.unlink(path)
     for path, data in files.items():
-        pathlib.Path(path).unlink(missing_ok=True)
-        if data is not None:
-            pathlib.Path(path).write_bytes(data)
+        pathlib.Path(path).write_bytes(data)
+        os.utime(path, ns=(1, 1))
 
 
-class Fuzzer:
-    """Damages the files of the current folder, reads them, and puts them right again."""
-
-    def __init__(self):
-        self.good = files_of(".")
-        self.times = {path: os.stat(path).st_mtime_ns for path in self.good}
-        self.ends = collections.Counter()
-
-    def run(self, count, read):
-        """read(rng, the damaged files) returns how a case ended, or raises what is not allowed."""
-        limits = importlib.import_module("resource")
-        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-        most = pages * limits.getpagesize() + (2 << 30)  # for forged numbers: none is so large
-        limits.setrlimit(limits.RLIMIT_AS, (most, most))
-        for case in range(count):
-            rng = np.random.default_rng([13, case])
-            damaged = damaged_files(rng, self.good)
-            put_files(damaged)
-            if rng.random() < 0.5:
-                self.set_times(damaged)  # as if nothing had been written
-            try:
-                self.ends[read(rng, damaged)] += 1
-            except BaseException as error:
-                error.add_note(f"in case {case}: {sorted(damaged)}")
-                raise
-            assert not os.path.exists("ran"), case
-            self.put_right(damaged)
-        print(f"{count} cases: {dict(self.ends.most_common())}")  # pytest -s
-
-    def set_times(self, paths):
-        for path in paths:
-            if os.path.exists(path):
-                os.utime(path, ns=(self.times[path], self.times[path]))
-
-    def put_right(self, damaged):
-        now = files_of(".")
-        changed = set(damaged)
-        for path in now.keys() | self.good.keys():
-            if now.get(path) != self.good.get(path):
-                changed.add(path)
-        put_files({path: self.good.get(path) for path in changed})
-        self.set_times(changed & self.good.keys())
-
-
-def sequences_of(ds):
-    """What each place of an IndexedDataset gives: bytes, with the mode if there is one, or the
-    class of the error."""
-    found = []
-    for i in range(-len(ds) - 1, len(ds) + 1):
-        for part in ((), (1, 2), (0, 0)):
-            try:
-                tokens = ds.get(i, *part)
-            except (ValueError, IndexError) as error:
-                found.append(type(error).__name__)
-                continue
-            if ds.multimodal:
-                tokens, mode = tokens
-                found.append(int(mode))
-            found.append(tokens.tobytes())
-    return found
+def fuzz(count, read, mm):
+    """Damage up to two files of the current folder, so many times; read(mm, rng) must not fail."""
+    limits = importlib.import_module("resource")
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    most = pages * limits.getpagesize() + (2 << 30)  # for forged numbers: none is so large
+    limits.setrlimit(limits.RLIMIT_AS, (most, most))
+    good = files_of(".")
+    for case in range(count):
+        rng = np.random.default_rng([13, case])
+        files = dict(good)
+        for path in rng.choice(sorted(good), rng.integers(3), replace=False):
+            other = good[rng.choice(sorted(good))]
+            files[path] = damaged_bytes(rng, files[path], other)
+            if rng.random() < 0.1:
+                del files[path]
+        put_files(files)
+        try:
+            read(mm, rng)
+            assert not os.path.exists("ran")
+        except BaseException as error:
+            error.add_note(f"in case {case}")
+            raise
 
 
 def outcome_of_pair(mm, path, multimodal, mmap, check):
-    """-> (what sequences_of() a pair gives, None) or (None, the error of opening it)."""
+    """What each place of a pair gives: tokens, or the class of an error; None: it is refused."""
     try:
         ds = mm.IndexedDataset(path, multimodal, mmap, check=check)
     except (mm.DatasetFormatError, FileNotFoundError) as error:
         assert path in str(error) and len(str(error).split()) > 3
-        return None, error
-    return sequences_of(ds), None
+        return None
+    found = []
+    for i in range(-len(ds) - 1, len(ds) + 1):
+        for part in ((), (1, 2), (0, 0)):
+            try:
+                found.append(repr(ds.get(i, *part)))
+            except (ValueError, IndexError) as error:
+                found.append(type(error).__name__)
+    return found
 
 
-def is_rewritten(one, path):
-    """Does merge() take a pair, and write the same bytes?  Then it is one that we could write."""
-    ds = one.IndexedDataset(path)
-    without_modes = 34 + 12 * len(ds) + 8 * len(ds.document_indices)
-    one.merge([path], "merged", os.path.getsize(f"{path}.idx") > without_modes)
-    files = files_of(".")
-    is_same_bin = files["merged.bin"] == files[f"{path}.bin"]
-    return is_same_bin and files["merged.idx"] == files[f"{path}.idx"]
+def read_pair(mm, rng):
+    """What opens with the whole check is what a builder writes; what does not fit is refused."""
+    path = str(rng.choice(["plain", "moded"]))
+    multimodal = bool(rng.random() < (0.9 if path == "moded" else 0.1))
+    checked, unchecked = [
+        outcome_of_pair(mm, path, multimodal, True, check) for check in (True, False)
+    ]
+    assert checked == outcome_of_pair(mm, path, multimodal, False, True), "not mapped"
+    assert unchecked == outcome_of_pair(mm, path, multimodal, False, False), "not mapped"
+    if checked is not None:
+        assert unchecked == checked
+        ds = mm.IndexedDataset(path)
+        without_modes = 34 + 12 * len(ds) + 8 * len(ds.document_indices)
+        has_modes = os.path.getsize(f"{path}.idx") > without_modes
+        mm.merge([path], "merged", has_modes)
+        assert bytes_of_pair("merged") == bytes_of_pair(path)
+        return
+    if unchecked is not None:
+        with pytest.raises(mm.DatasetFormatError):
+            mm.IndexedDataset(path, multimodal, check=False).verify()
+    with pytest.raises((mm.DatasetFormatError, FileNotFoundError)):
+        mm.merge([path], "merged", multimodal)
+    assert not glob.glob("merged*")
 
 
 @linux
 @pytest.mark.parametrize("count", FEW_AND_MANY)
 def test_damaged_pairs(one, tmp_path, monkeypatch, count):
-    """A pair opens with the whole check if, and only if, it is one that a builder writes.
-
-    Mapped and not mapped it gives the same.  Without the check what does not fit is refused at the
-    access.
-    """
     monkeypatch.chdir(tmp_path)
-    docs = random_docs(np.random.default_rng(5), 12, 9)
     for path, modes, dtype in (("plain", None, np.uint16), ("moded", [1, -2], np.int32)):
         with one.IndexedDatasetBuilder(f"{path}.bin", dtype, modes is not None) as builder:
-            for doc in docs:
+            for doc in random_docs(np.random.default_rng(5), 12, 9):
                 cut = len(doc) // 2
                 builder.add_document(doc, [cut, len(doc) - cut], modes)
-    intact = {}
-    for path in ("plain", "moded"):
-        intact[path], _ = outcome_of_pair(one, path, path == "moded", True, True)
-
-    def read(rng, damaged):
-        path = sorted(damaged)[0].partition(".")[0] if damaged else "plain"
-        multimodal = bool(rng.random() < (0.9 if path == "moded" else 0.1))
-        mapped, error = outcome_of_pair(one, path, multimodal, True, True)
-        opened, _ = outcome_of_pair(one, path, multimodal, False, True)
-        assert opened == mapped
-        is_whole = error is None
-        unchecked, refused = outcome_of_pair(one, path, multimodal, True, False)
-        assert unchecked == outcome_of_pair(one, path, multimodal, False, False)[0]
-        if is_whole:
-            assert unchecked == mapped and is_rewritten(one, path)
-            if not damaged:
-                assert mapped == intact[path]
-            return "whole"
-        if refused is None:
-            with pytest.raises(one.DatasetFormatError):
-                one.IndexedDataset(path, multimodal, check=False).verify()
-        with pytest.raises((one.DatasetFormatError, FileNotFoundError)):
-            one.merge([path], "merged", multimodal)
-        assert not glob.glob("merged*")
-        return "refused when opened" if refused else "refused by the check"
-
-    fuzzer = Fuzzer()
-    job = functools.partial(fuzzer.run, count, read)
-    assert in_children(job, timeout=100 + count) == [0]
+    assert in_children(functools.partial(fuzz, count, read_pair, one), timeout=100 + count) == [0]
 
 
-# What numpy makes of a damaged header: allowed only where fast_cache_load trusts the files.
-ERRORS_OF_TRUST = (
-    IndexError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    OverflowError,
-    SyntaxError,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-)
+def samples_of_blend(mm, cache, fast_cache_load, **fields):
+    """All samples of a blend of two pairs; None: it is refused."""
+    fields |= {"fast_cache_load": fast_cache_load, "path_to_cache": cache, "sequence_length": 4}
+    try:
+        train = quiet(build, mm, [20, 0, 0], config(mm, (["in/a", "in/b"], [1, 3]), **fields))[0]
+        return quiet(train.batch, range(len(train)))
+    except (ValueError, FileNotFoundError) as error:
+        assert len(str(error).split()) > 3
+    except Exception:  # what numpy makes of a damaged header
+        assert fast_cache_load
+    return None
+
+
+def read_cache(mm, rng):
+    """With the old cache it gives the same as with a new one: a damaged cache is never seen.
+
+    Where fast_cache_load trusts the cache, there may be other samples of the right shape.
+    """
+    fields = {name: bool(rng.integers(2)) for name in ("mmap_bin_files", "defer_npy_index_mmap")}
+    is_trusted = bool(rng.integers(2))
+    found = samples_of_blend(mm, "cache", is_trusted, **fields)
+    wanted = samples_of_blend(mm, "new", False, **fields)
+    if not is_trusted:
+        assert (found is None) == (wanted is None)
+    if found is not None and not is_trusted:
+        same_samples(found, wanted)
+    if found is not None and wanted is not None:
+        for key, values in wanted.items():
+            assert found[key].shape == values.shape and found[key].dtype == values.dtype
 
 
 @linux
 @pytest.mark.parametrize("count", FEW_AND_MANY)
 def test_damaged_caches(mm, tmp_path, monkeypatch, count):
-    """A blend over damaged files gives the samples that its pairs hold, or a sentence.
-
-    With the old cache it gives the same as with a new one: a damaged cache is never seen.  Where
-    fast_cache_load trusts it, an error of numpy is allowed, or samples of the right shape.
-    """
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(5)
-    prefixes = [mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)]
-    prefixes.append(mk(mm, "in/b", random_docs(rng, 9)))
-
-    def samples(cache, **fields):
-        cfg = config(mm, (prefixes, [1, 3]), path_to_cache=cache, sequence_length=4, **fields)
-        train = quiet(build, mm, [20, 0, 0], cfg)[0]
-        return quiet(train.batch, range(len(train)))
-
-    def samples_or_error(cache, **fields):
-        try:
-            return samples(cache, **fields), None
-        except (ValueError, FileNotFoundError) as error:
-            assert len(str(error).split()) > 3
-            return None, type(error).__name__
-        except ERRORS_OF_TRUST as error:
-            if not fields["fast_cache_load"]:
-                raise
-            return None, type(error).__name__
-
-    intact = samples("cache")
-
-    def read(rng, damaged):
-        names = ("fast_cache_load", "mmap_bin_files", "defer_npy_index_mmap")
-        fields = {name: bool(rng.integers(2)) for name in names}
-        trusted = fields["fast_cache_load"]
-        is_corpus_damaged = any(path.startswith("in/") for path in damaged)
-        found, error = samples_or_error("cache", **fields)
-        wanted = intact
-        if is_corpus_damaged:
-            wanted, _ = samples_or_error("fresh", **fields | {"fast_cache_load": False})
-        if found is None:
-            assert trusted or wanted is None, error
-            return error
-        if wanted is not None and all(torch.equal(found[key], wanted[key]) for key in wanted):
-            return "the samples of the pairs"
-        assert trusted, "other samples than those of the pairs"
-        for key, values in intact.items():
-            assert found[key].shape == values.shape and found[key].dtype == values.dtype
-        return "other samples of the right shape"
-
-    fuzzer = Fuzzer()
-    job = functools.partial(fuzzer.run, count, read)
-    assert in_children(job, timeout=100 + count) == [0]
+    mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)
+    mk(mm, "in/b", random_docs(rng, 9))
+    put_files(files_of("."))
+    assert samples_of_blend(mm, "cache", False) is not None
+    assert in_children(functools.partial(fuzz, count, read_cache, mm), timeout=100 + count) == [0]
 
 
-# -- Jobs side by side -------------------------------------------------------------------------
-
-
-def indices_of(ds):
-    return [np.array(values) for values in (ds.document_index, ds.sample_index, ds.shuffle_index)]
-
-
-def same_indices(found, wanted):
-    for mine, other in zip(found, wanted, strict=True):
-        same(mine, other)
-
-
-def write_generation(mm, prefix, g):
-    """Documents of the tokens 16 * g to 16 * g + 15, in another order of lengths each time."""
-    lengths = np.random.default_rng(g).permutation(np.arange(1, 17))
-    mk(mm, prefix, [[16 * g + i] * n for i, n in enumerate(lengths)])
-
-
-def write_generations(mm, prefix, last):
-    for g in range(1, last + 1):
-        write_generation(mm, prefix, g)
-
-
-def all_tokens(ds):
-    return ds.batch(range(len(ds)))["tokens"].flatten().tolist()
-
-
-def check_one_generation(ds):
-    """A pair is of one generation: document i holds the token 16 * g + i."""
-    first = int(ds[0][0])
-    assert first % 16 == 0
-    for i, tokens in enumerate(ds):
-        assert set(tokens.tolist()) == {first + i}
-
-
-def read_while_rewritten(mm, prefix, mmap):
-    """What is open keeps its data; what is opened meanwhile is of one generation, or refused."""
-    old = gpt(mm, prefix, sequence_length=4, mmap_bin_files=mmap)
-    wanted = all_tokens(old)
-    process = FORK.Process(target=write_generations, args=[mm, prefix, 100])
-    quiet(process.start)
-    opened = 0
-    while process.is_alive() or not opened:
-        assert all_tokens(old) == wanted
-        with contextlib.suppress(mm.DatasetFormatError, FileNotFoundError):
-            check_one_generation(mm.IndexedDataset(prefix, mmap=mmap))
-            new = quiet(gpt, mm, prefix, sequence_length=4)  # and its cache
-            assert len({token // 16 for token in all_tokens(new)}) == 1
-            opened += 1
-    process.join()
-    assert process.exitcode == 0
-
-
-@linux
 @pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
-def test_data_regenerated_under_a_reader(mm, tmp_path, mmap):
-    prefix = str(tmp_path / "pair")
-    write_generation(mm, prefix, 0)
-    job = functools.partial(read_while_rewritten, mm, prefix, mmap)
-    assert in_children(job) == [0]
-
-
-def test_cache_of_data_regenerated_while_it_was_built(mm, tmp_path):
-    """The cache is one of the old data, which were open: nobody takes it for one of the new."""
-    prefix = mk(mm, tmp_path / "pair", [[k] * 7 for k in range(20)])
-    documents = np.arange(9, dtype=np.int32)
-    old = mm.IndexedDataset(prefix)
-    mk(mm, prefix, [[1] * 20] * 20)
-    cfg = config(mm, ([prefix], None), path_to_cache=str(tmp_path / "cache"))
-    mm.GPTDataset(old, prefix, documents, 20, mm.Split.train, cfg)
-    found = []
-    for cache in ("cache", "new"):
-        folder = str(tmp_path / cache)
-        ds = quiet(gpt, mm, prefix, 20, documents=documents, path_to_cache=folder)
-        found.append(indices_of(ds))
-    same_indices(*found)
-
-
-def build_at_once(mm, barrier, prefix, n, cache, wanted):
-    """Build the indices of n samples when all processes are ready, and check them."""
-    barrier.wait(60)
-    same_indices(indices_of(quiet(gpt, mm, prefix, n, path_to_cache=cache)), wanted)
-
-
-@linux
-@pytest.mark.slow
-def test_eight_processes_build_one_cache(mm, tmp_path):
-    """For three numbers of samples; first over nothing, then over the cache of other data."""
-    cache = str(tmp_path / "cache")
-    sizes = [50, 50, 50, 50, 90, 90, None, None]
-    for generation, rng in enumerate(cases(3)):
-        prefix = mk(mm, tmp_path / "pair", random_docs(rng, 60, 20))
-        wanted = {}
-        for n in set(sizes):
-            alone = str(tmp_path / f"alone{generation}")
-            wanted[n] = indices_of(gpt(mm, prefix, n, path_to_cache=alone))
-        barrier = FORK.Barrier(len(sizes))
-        jobs = []
-        for n in sizes:
-            job = functools.partial(build_at_once, mm, barrier, prefix, n, cache, wanted[n])
-            jobs.append(job)
-        assert in_children(*jobs) == [0] * len(sizes)
-        assert len(os.listdir(cache)) == 5 * len(wanted), "nothing temporary is left"
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # and all of it is good
-            for n, indices in wanted.items():
-                same_indices(indices_of(gpt(mm, prefix, n, path_to_cache=cache)), indices)
+def test_what_is_open_keeps_its_data(mm, tmp_path, mmap):
+    """Upstream writes the new files over the mapped ones: other tokens, or a bus error."""
+    prefix = mk(mm, tmp_path / "pair", [[i] * 9 for i in range(20)])
+    old = gpt(mm, prefix, mmap_bin_files=mmap)
+    wanted = old.batch(range(len(old)))
+    mk(mm, prefix, [[7]])
+    same_samples(old.batch(range(len(old))), wanted)
 
 
 # -- What a job may touch ----------------------------------------------------------------------
 
 
-def test_nothing_in_the_module_runs_data():
+def test_nothing_in_the_module_runs_data(tree):
     """No pickle, no eval, no shell, no network: files are data, never code."""
-    tree = ast.parse((HERE / "megatron_min.py").read_text(encoding="utf-8"))
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -10497,9 +9423,9 @@ def hook(event, arguments):
         seen.append((event, str(arguments)[:100]))
     elif event == "open" and isinstance(arguments[0], str):
         if arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            written.append(arguments[0])
+            written.append(os.path.realpath(arguments[0]))
     elif event in ("os.rename", "os.remove", "os.mkdir"):
-        written.append(os.fspath(arguments[0]))
+        written.append(os.path.realpath(arguments[0]))
 
 
 sys.dont_write_bytecode = True
@@ -10507,54 +9433,34 @@ import torch.utils.data, torch.distributed, numpy  # what these do is theirs
 sys.addaudithook(hook)
 import megatron_min as mm
 
-for folder in sys.argv[1:]:
-    os.chdir(folder)
-    pairs = mm.preprocess("in.jsonl", "pair", append_eod=True)
-    mm.merge([pairs["text"]] * 2, "both")
-    fields = {"blend": (["both", pairs["text"]], [1, 2]), "split": "1,1,0"}
-    fields |= {"tokenizer": mm.ByteTokenizer(), "path_to_cache": "cache"}
-    config = mm.GPTDatasetConfig(1, 8, create_attention_mask=False, **fields)
-    for _ in range(2):
-        sizes = [20, 4, 0]
-        builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config)
-        train = builder.build()[0]
-    assert len(list(mm.build_pretraining_data_loader(train, 0, micro_batch_size=4))) == 5
-    mm.IndexedDataset("both").verify()
-    written[:] = [os.path.realpath(path) for path in written]
+pairs = mm.preprocess("in.jsonl", "pair", append_eod=True)
+mm.merge([pairs["text"]] * 2, "both")
+fields = {"blend": (["both", pairs["text"]], [1, 2]), "split": "1,1,0"}
+fields |= {"tokenizer": mm.ByteTokenizer(), "path_to_cache": "cache"}
+config = mm.GPTDatasetConfig(1, 8, create_attention_mask=False, **fields)
+builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [20, 4, 0], lambda: True, config)
+train = builder.build()[0]
+assert len(list(mm.build_pretraining_data_loader(train, 0, micro_batch_size=4))) == 5
+mm.IndexedDataset("both").verify()
 print(seen)
-print(*sorted(set(written)), sep="\\n")
+print(*written, sep="\\n")
 """
 
 
 @linux
 def test_a_job_touches_nothing_but_what_was_named(tmp_path):
-    """Import, preprocess, merge, build, load, twice, under an audit hook.
+    """Import, preprocess, merge, build and load under an audit hook.
 
-    Nothing is connected to, started or unpickled.  What is written lies where it was asked for, by
-    temporary names that nobody can guess.
+    Nothing is connected to, started or unpickled; what is written lies where it was asked for.
     """
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-        jsonl(folder / "in.jsonl", ["some text", "and more of it"] * 9)
-    done = python(AUDITED_JOB, *folders)
+    jsonl(tmp_path / "in.jsonl", ["some text", "and more of it"] * 9)
+    done = python(AUDITED_JOB, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     seen, *written = done.stdout.strip().split("\n")
     assert seen == "[]"
-    random_parts = []
-    for folder in folders:
-        mine = [os.path.relpath(path, folder) for path in written if str(folder) in path]
-        temporary = [path for path in mine if path.endswith(".tmp")]
-        wanted = {"in.jsonl"}
-        for path in temporary:
-            match = re.fullmatch(r"(.+)\.([0-9a-f]{16})\.tmp", path)
-            wanted.add(match[1])
-            random_parts.append(match[2])
-        assert {os.path.dirname(path) for path in temporary} == {"", "cache"}, "beside the target"
-        assert set(files_of(folder)) == wanted, "nothing else is left"
-        for path in written:
-            assert any(str(other) in path for other in folders), path
-    assert len(random_parts) > 20 and len(set(random_parts)) == len(random_parts)
+    names = {os.path.relpath(path, tmp_path) for path in written}
+    targets = {re.sub(r"\.[0-9a-f]{16}\.tmp$", "", name) for name in names}
+    assert targets == files_of(tmp_path).keys() - {"in.jsonl"} | {"cache"}
 
 
 # ==============================================================================
@@ -10623,37 +9529,23 @@ def table_writer():
 def test_readmes_table_of_names_is_of_this_module(readme, source, table_writer):
     stale = "run python .ci/names.py, which writes the table anew"
     assert table_writer.with_table(readme, source) == readme, stale
-    lines = source.split("\n")
-    rows = re.findall(r"\| `([\w.]+)` \| (\d+) \| \[(\d+)\]\(megatron_min.py#L(\d+)\)", readme)
-    assert len(rows) > 60
-    for ours, _, line, anchor in rows:
-        assert line == anchor
-        assert re.match(rf" *(def|class) {ours.split('.')[-1]}\b", lines[int(line) - 1]), ours
-
-
-def public_names_defined_in(module):
-    """Of classes and functions, those that this module defines itself."""
-    names = set()
-    for name, value in vars(module).items():
-        is_definition = inspect.isclass(value) or inspect.isroutine(value)
-        if is_definition and value.__module__ == module.__name__ and name[0] != "_":
-            names.add(name)
-    return names
 
 
 def test_readmes_table_has_upstreams_names(up, table_writer):
     """Each name exists upstream; of the modules of GPT data, every public name is there."""
     listed = collections.defaultdict(set)
     for module, name, _, _ in table_writer.read_names():
-        listed[module].add(name)
+        if module.startswith("megatron.core"):  # the others are scripts, not in the package
+            listed[module].add(name)
     for module, names in listed.items():
-        if not module.startswith("megatron.core"):  # scripts that are not in the package
-            continue
         found = importlib.import_module(module)
         for name in names:
             operator.attrgetter(name)(found)
         if module.startswith("megatron.core.datasets."):
-            assert public_names_defined_in(found) <= names, module
+            for name, value in vars(found).items():
+                is_definition = inspect.isclass(value) or inspect.isroutine(value)
+                if is_definition and value.__module__ == module and name[0] != "_":
+                    assert name in names, module
 
 
 def readme_script(readme, words):
@@ -10661,23 +9553,6 @@ def readme_script(readme, words):
     blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
     (script,) = [block for block in blocks if words in block]
     return script
-
-
-ARGS_OF_PRETRAINING = {  # names of upstream's arguments
-    "seed": 7,
-    "seq_length": 8,
-    "split": "8,1,1",
-    "reset_position_ids": True,
-    "reset_attention_mask": False,
-    "eod_mask_loss": True,
-    "create_attention_mask_in_dataloader": False,
-    "train_iters": 6,
-    "global_batch_size": 4,
-    "micro_batch_size": 2,
-    "eval_interval": 3,
-    "eval_iters": 1,
-    "num_workers": 1,
-}
 
 
 @pytest.mark.parametrize("consumed", [0, 8])
@@ -10691,7 +9566,19 @@ def test_the_data_path_of_pretrain_gpt(mm, up, readme, tmp_path, group, monkeypa
     args = types.SimpleNamespace(
         data_path=["3", prefixes[0], "7", prefixes[1]],
         data_cache_path=str(tmp_path / "ours"),
-        **ARGS_OF_PRETRAINING,
+        seed=7,
+        seq_length=8,
+        split="8,1,1",
+        reset_position_ids=True,
+        reset_attention_mask=False,
+        eod_mask_loss=True,
+        create_attention_mask_in_dataloader=False,
+        train_iters=6,
+        global_batch_size=4,
+        micro_batch_size=2,
+        eval_interval=3,
+        eval_iters=1,
+        num_workers=1,
     )
     monkeypatch.setitem(sys.modules, "megatron_min", mm)
     names = {}
@@ -10699,46 +9586,20 @@ def test_the_data_path_of_pretrain_gpt(mm, up, readme, tmp_path, group, monkeypa
     groups = mm.ParallelGroups()
     iterators = names["build_data_iterators"](args, Tok(), groups, consumed, consumed // 2)
 
-    cfg = config(
-        up,
-        (prefixes, [3.0, 7.0]),
-        split="8,1,1",
-        random_seed=7,
-        reset_position_ids=True,
-        eod_mask_loss=True,
-        path_to_cache=str(tmp_path / "theirs"),
-    )
+    fields = {"split": "8,1,1", "random_seed": 7, "path_to_cache": str(tmp_path / "theirs")}
+    fields |= {"reset_position_ids": True, "eod_mask_loss": True}
+    cfg = config(up, (prefixes, [3.0, 7.0]), **fields)
     theirs = quiet(build, up, [6 * 4, 3 * 4, 4], cfg)
     firsts = [consumed, consumed // 2, 0]
+    keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     for iterator, dataset, first in zip(iterators, theirs, firsts, strict=True):
         for k in range(first, len(dataset) - 1, 2):
-            batch = names["next_batch"](args, iterator, groups)
+            batch = dict(zip(keys, names["next_batch"](args, iterator, groups), strict=True))
+            assert batch.pop("attention_mask") is None
             rows = [quiet(dataset.__getitem__, k), quiet(dataset.__getitem__, k + 1)]
             wanted = torch.utils.data.default_collate(rows)
-            keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-            for key, found in zip(keys, batch, strict=True):
-                if key == "attention_mask":
-                    assert found is None
-                else:
-                    same(found, wanted[key], (key, k))
-
-
-def losses_of_training(folder, num_ranks, *layout):
-    """Run the script in a folder that holds train.py and a corpus -> the losses that it prints."""
-    launcher = []
-    if num_ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
-    arguments = [sys.executable, *launcher, "train.py", "corpus_text_document", *layout]
-    done = subprocess.run(
-        [str(argument) for argument in arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return re.findall(r"loss (\d+\.\d+)", done.stdout)
+            for key, found in batch.items():
+                same(found, wanted[key], (key, k))
 
 
 @pytest.mark.slow
@@ -10748,8 +9609,19 @@ def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_pa
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
     one.preprocess(jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "corpus", append_eod=True)
-    alone = losses_of_training(tmp_path, 1)
-    assert len(alone) == 4
-    assert float(alone[-1]) < float(alone[0])  # it learns
-    for num_ranks, layout in [(2, (2,)), (4, ()), (4, (2, 2))]:
-        assert losses_of_training(tmp_path, num_ranks, *layout) == alone, (num_ranks, layout)
+    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    losses = []
+    for launcher, layout in (
+        ([], []),
+        ([*torchrun, "2"], ["2"]),
+        ([*torchrun, "4"], []),
+        ([*torchrun, "4"], ["2", "2"]),
+    ):
+        run = [sys.executable, *launcher, "train.py", "corpus_text_document", *layout]
+        done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        losses.append(re.findall(r"loss (\d+\.\d+)", done.stdout))
+        assert losses[-1] == losses[0], layout
+    assert len(losses[0]) == 4
+    assert float(losses[0][-1]) < float(losses[0][0])  # it learns

@@ -1000,7 +1000,6 @@ FAULTS = {
             "self._numbers[:] = np.arange(len(shuffle_index),",
         ),
         ("[i * self._size, (i + 1) * self._size]", "[i * self._size, i * self._size + 1]"),
-        ("for k in found if k < len(self._dataset))", "for k in found)"),
         ("bisect.bisect_left(starts, d) - 1", "bisect.bisect_left(starts, d)"),
         (
             "bisect.bisect_right(starts, d), num_samples)",
@@ -1151,7 +1150,6 @@ FAULTS = {
             '_shorten(row.path_prefix), *cells])\n    titles = ["split", "corpus", "documents"',
             'str(row.path_prefix), *cells])\n    titles = ["split", "corpus", "documents"',
         ),
-        ("number < 10**7:\n", "number < 10**8:\n"),
         ("math.ceil(share * 50)", "math.ceil(share * 60)"),
         ("bisect.bisect_right(begins, begin) - 1", "bisect.bisect_left(begins, begin)"),
         (
