@@ -6270,6 +6270,8 @@ def test_c_finds_real_tokens_that_equal_the_pad_id(c, dtype, pad):
     call = toy_call("read_samples") | {"items": items, "pad": pad, "attention_mask": None}
     call |= {"pointers": np.array([0, 4, 7]) * items.itemsize, "mask_loss": False}
     assert call_c(c, "read_samples", call) == 4
+    call |= {"extra": 0, "sample_index": np.zeros((4, 2), np.int32)}
+    assert call_c(c, "read_samples", call) == 0, "padding is no real token"
 
 
 NO_PLACES = [  # (sample, array, values in it that lead that sample to no place)
