@@ -8384,10 +8384,11 @@ def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch, error,
 
 
 SIGNALLED = """
-import os, signal
+import multiprocessing, os, signal
 class Signalled:
     vocab_size, eod, unique_identifiers = 9, 8, {}
     def tokenize(self, text):
+        assert text != "SIGKILL" or multiprocessing.parent_process()
         os.kill(os.getpid(), getattr(signal, text))
         return [1]
 """
@@ -8403,10 +8404,10 @@ def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, wo
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "signalled", raising=False)
     path = jsonl(tmp_path / "a.jsonl", [name])
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     flags = ["--tokenizer", "signalled:Signalled", "--workers", workers]
     found, _, err = preprocess_command(one, capsys, path, "o", *flags)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
     assert found == code and "Traceback" not in err
     assert name != "SIGKILL" or "process" in err
     assert {*os.listdir(tmp_path)} - {"__pycache__"} == {"a.jsonl", "signalled.py"}
