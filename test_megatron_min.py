@@ -1928,6 +1928,8 @@ def test_arrays_may_be_set(mm, tmp_path, defer):
     blend.dataset_sample_index = np.array([3, 2, 1, 0])
     same(blend.batch([0, 3])["dataset_id"], np.array([1, 0], np.int16))
     same(blend.batch([0, 3])["tokens"], plain.batch([3, 0])["tokens"])
+    plain.shuffle_index = np.array([-1])
+    check_refused(plain, 0, IndexError, "rebuild")
 
 
 @pytest.mark.parametrize("defer", [False, True])
