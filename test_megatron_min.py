@@ -8715,7 +8715,7 @@ def test_the_merge_command_of_a_shard_is_quoted(one, tmp_path, capsys):
 
 def parse_arguments(rng):
     """Shares of train, valid and test of which at least one is not 0; what is missing is 0."""
-    numbers = rng.integers(0, 100, 3) * (rng.random(3) < 0.8)
+    numbers = np.where(rng.random(3) < 0.8, rng.integers(0, 100, 3), 0)
     if rng.random() < 0.5:
         numbers = rng.random(3).round(3)
     if numbers[0]:
