@@ -690,7 +690,6 @@ FAULTS = {
         ("begin + len(content))", "begin)"),
         ("while len(content) < size:", "if len(content) < size:"),
         ("for start, count in spans]", "for start, count in sorted(spans)]"),
-        ("weakref.finalize(self, self._file.close)", "pass"),
     ],
     "14": [
         ("            if self._num_loads != num_loads:\n", "            if False:\n"),
