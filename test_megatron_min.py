@@ -10001,7 +10001,7 @@ def test_a_stopped_writer_leaves_whole_files_and_no_process(
 
 def parse_arguments(rng):
     """Shares of train, valid and test of which at least one is not 0; what is missing is 0."""
-    numbers = rng.integers(0, 100, 3) * (rng.random(3) < 0.8)
+    numbers = np.where(rng.random(3) < 0.8, rng.integers(0, 100, 3), 0)
     if rng.random() < 0.5:
         numbers = rng.random(3).round(3)
     if numbers[0]:
