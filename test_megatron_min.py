@@ -8811,6 +8811,21 @@ def test_ramp_up_equals_upstreams(one, up):
             assert found == wanted, (final, micro, ranks, start, increment, samples, consumed)
 
 
+def fields_by_position(cls):
+    """(name, default, may it be given?) of each field but those that are keyword-only."""
+    found = []
+    for field in dataclasses.fields(cls):
+        if not field.kw_only:
+            found.append((field.name, field.default, field.init))
+    return found
+
+
+@pytest.mark.parametrize("name", ["BlendedMegatronDatasetConfig", "GPTDatasetConfig"])
+def test_config_fields_are_upstreams(one, up, name):
+    """All of them, in upstream's order, with its defaults; ours alone are keyword-only."""
+    assert fields_by_position(getattr(one, name)) == fields_by_position(getattr(up, name))
+
+
 # -- Files -------------------------------------------------------------------------------------
 
 
@@ -9387,6 +9402,45 @@ def test_what_is_open_keeps_its_data(mm, tmp_path, mmap):
     wanted = old.batch(range(len(old)))
     mk(mm, prefix, [[7]])
     same_samples(old.batch(range(len(old))), wanted)
+
+
+# -- Jobs side by side -------------------------------------------------------------------------
+
+
+def write_generations(mm, prefix, first, end):
+    """Pairs in turn; in number g the document i holds the token 16 * g + i, in its own length."""
+    for g in range(first, end):
+        lengths = np.random.default_rng(g).permutation(np.arange(1, 17))
+        mk(mm, prefix, [[16 * g + i] * n for i, n in enumerate(lengths)])
+
+
+def all_tokens(ds):
+    return ds.batch(range(len(ds)))["tokens"].flatten().tolist()
+
+
+def read_while_rewritten(mm, prefix, mmap):
+    """What is open keeps its data; what is opened meanwhile is of one generation, or refused."""
+    old = gpt(mm, prefix, sequence_length=4, mmap_bin_files=mmap)
+    wanted = all_tokens(old)
+    process = FORK.Process(target=write_generations, args=[mm, prefix, 1, 100])
+    quiet(process.start)
+    opened = 0
+    while process.is_alive() or not opened:
+        assert all_tokens(old) == wanted
+        with contextlib.suppress(mm.DatasetFormatError, FileNotFoundError):
+            new = quiet(gpt, mm, prefix, sequence_length=4, mmap_bin_files=mmap)  # and its cache
+            assert len({token // 16 for token in all_tokens(new)}) == 1
+            opened += 1
+    process.join()
+    assert process.exitcode == 0
+
+
+@linux
+@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
+def test_data_regenerated_under_a_reader(mm, tmp_path, mmap):
+    prefix = str(tmp_path / "pair")
+    write_generations(mm, prefix, 0, 1)
+    assert in_children(functools.partial(read_while_rewritten, mm, prefix, mmap)) == [0]
 
 
 # -- What a job may touch ----------------------------------------------------------------------
