@@ -6832,6 +6832,13 @@ def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
 
 
+def test_a_row_group_belongs_to_one_shard(one, tmp_path):
+    """Also the one that begins where the first half of the file ends."""
+    path = write_parquet(tmp_path / "a.parquet", {"text": list("abcdef")}, row_group_size=1)
+    merged = make_shards(one, path, tmp_path, 2)
+    assert texts_of(one, merged) == [[ord(text)] for text in "abcdef"]
+
+
 NEEDED = [  # the package that is missing, the input, arguments, and the extra that has it
     ("zstandard", "a.jsonl.zst", {}, "storage"),
     ("pyarrow", "a.parquet", {}, "storage"),
