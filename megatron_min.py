@@ -5912,7 +5912,11 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         return batch
 
     def state_dict(self) -> dict:
-        """Return a small JSON-able dict, equal on all ranks: how far, in which order, of what."""
+        """Return a small JSON-able dict: how far, in which order, of what.
+
+        It is equal on all ranks that read: a tensor-parallel rank that gets its batches from
+        another one stays at the beginning.
+        """
         return save_position(self.dataset, self.batch_sampler, self.consumed_samples)
 
     def load_state_dict(self, state: dict, strict: bool = True) -> None:
@@ -6379,6 +6383,7 @@ def _are_filled_by_c(dataset_index, dataset_sample_index):
 # A batch is made in one pass over its tokens: C writes each sample into its row of the tensors.
 
 _NO_EOD = -(2**63)  # an id that no token has
+_ROW_0 = array.array("q", [0])  # where a single sample goes
 
 # the methods of GPTDataset whose work C does; a subclass that has its own is left to the
 # definitions
@@ -6467,49 +6472,51 @@ def _c_fill(dataset, columns, rows, indices):
 
     False if the loop met a place that it cannot trust.
     """
-    try:
-        pads = _c_read_samples(dataset, columns, rows, indices)
-    except (OverflowError, TypeError, ValueError):
-        return False  # no dataset has 2**63 samples; or an index array is none that a builder made
-    if pads < 0:
+    wanted = [0 if k is None else k for k in indices]
+    if not _c_read_samples(dataset, columns, array.array("q", rows), wanted):
         return False
-    if pads > 0:
-        dataset._warn_of_real_pads()
-    if any(k is None for k in indices):
-        for row, k in zip(rows, indices, strict=True):
-            if k is None:
-                columns["loss_mask"][row] = 0
+    for row, k in zip(rows, indices, strict=True):
+        if k is None:
+            columns["loss_mask"][row] = 0
     return True
 
 
-def _c_read_samples(dataset, columns, rows, indices):
-    """Call the loop: how many real tokens equal the pad id, or -1 at a place it cannot trust."""
+def _c_read_samples(dataset, columns, rows, wanted):
+    """Call the loop: False if it met a place that it cannot trust."""
     config = dataset.config
     corpus = dataset.dataset
-    return _megatron_min.read_samples(
-        (
-            columns["tokens"],
-            columns["labels"],
-            columns["loss_mask"],
-            columns["position_ids"],
-            columns.get("cu_seqlens"),
-            columns.get("max_seqlen"),
-            columns.get("attention_mask"),
-        ),
-        array.array("q", rows),
-        array.array("q", [0 if k is None else k for k in indices]),
-        (corpus._tokens.tokens, corpus.sequence_pointers, corpus.sequence_lengths),
-        # A subclass may have a smaller len(): no sample comes from behind it.
-        (dataset.document_index, dataset.sample_index, dataset.shuffle_index[: len(dataset)]),
-        (
-            dataset._extra,
-            dataset._pad_token_id,
-            _NO_EOD if dataset._eod_token_id is None else dataset._eod_token_id,
-            bool(config.reset_position_ids),
-            bool(config.eod_mask_loss),
-            bool(config.reset_attention_mask),
-        ),
-    )
+    shuffle_index = dataset.shuffle_index
+    if len(dataset) < len(shuffle_index):  # of a subclass: no sample comes from behind its end
+        shuffle_index = shuffle_index[: len(dataset)]
+    try:
+        pads = _megatron_min.read_samples(
+            (
+                columns["tokens"],
+                columns["labels"],
+                columns["loss_mask"],
+                columns["position_ids"],
+                columns.get("cu_seqlens"),
+                columns.get("max_seqlen"),
+                columns.get("attention_mask"),
+            ),
+            rows,
+            array.array("q", wanted),
+            (corpus._tokens.tokens, corpus.sequence_pointers, corpus.sequence_lengths),
+            (dataset.document_index, dataset.sample_index, shuffle_index),
+            (
+                dataset._extra,
+                dataset._pad_token_id,
+                _NO_EOD if dataset._eod_token_id is None else dataset._eod_token_id,
+                bool(config.reset_position_ids),
+                bool(config.eod_mask_loss),
+                bool(config.reset_attention_mask),
+            ),
+        )
+    except (OverflowError, TypeError, ValueError):
+        return False  # no dataset has 2**63 samples; or an index array is none that a builder made
+    if pads > 0:  # so many real tokens equal the pad id
+        dataset._warn_of_real_pads()
+    return pads >= 0
 
 
 def _c_make_batch(dataset, indices):
@@ -6524,8 +6531,10 @@ def _c_make_batch(dataset, indices):
 
 @functools.wraps(GPTDataset.__getitem__)
 def _c_getitem(self, idx):
-    columns = _c_make_batch(self, [idx])
-    if columns is None:
+    if idx is None or not _is_read_by_c(self):
+        return _c_getitem.__wrapped__(self, idx)
+    columns = _c_columns(self.config, 1)
+    if not _c_read_samples(self, columns, _ROW_0, [idx]):
         return _c_getitem.__wrapped__(self, idx)
     return _c_sample(columns, 0)
 

@@ -4,7 +4,7 @@
     pytest                              C too if _megatron_min is built, upstream too if installed
     MEGATRON_MIN_C=1 pytest             a missing build is a failure; =0: the Python kernels alone
     MEGATRON_MIN_CASES=20 pytest        twenty times the random cases
-    MEGATRON_MIN_FUZZ=20 pytest -m slow twenty times the damaged files and calls
+    MEGATRON_MIN_FUZZ=20 pytest -m slow twenty times the damaged files
     MEGATRON_MIN_PARITY=1 pytest        a missing megatron-core is a failure, not a skip
 
 Oracles are plain loops, numpy's own shuffle, and megatron-core 0.16.1 (extra "parity").  Helpers
@@ -28,7 +28,6 @@ import gc
 import glob
 import gzip
 import hashlib
-import http.client
 import http.server
 import importlib.metadata
 import importlib.util

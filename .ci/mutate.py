@@ -814,7 +814,7 @@ FAULTS = {
         ('    "_query_document_sample_shuffle_indices",\n', ""),
         ("return corpus.is_mapped", "return True"),
         ("and dataset.config is blend.config", ""),
-        ("    if pads < 0:\n        return False\n", ""),
+        ("return pads >= 0", "return True"),
         ("        dataset._warn_of_real_pads()\n", "        pass\n"),
         ('columns["loss_mask"][row] = 0', "pass"),
         ("torch.from_numpy(values[row, ...])", "torch.from_numpy(values[0, ...])"),
