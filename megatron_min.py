@@ -3254,11 +3254,11 @@ class BlendedMegatronDatasetBuilder:
             for d, prefix in enumerate(prefixes):
                 sizes = self._sizes_of_corpus(d, weights, phases, len(prefixes))
                 futures.append(pool.submit(self._split_corpus, prefix, matrix, sizes))
-            for future in concurrent.futures.as_completed(futures):
-                future.result()  # an error is raised at once
+            # After an error no further corpus is begun: there may be hundreds, of hours each.
+            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
             return [future.result() for future in futures]
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
     def _sizes_of_corpus(self, d, weights, phases, num_corpora):
         """[samples of train, of valid, of test] that corpus d is built for; None: one epoch."""
