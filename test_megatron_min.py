@@ -9654,26 +9654,48 @@ def test_the_data_path_of_pretrain_gpt(mm, up, readme, tmp_path, group, monkeypa
                 same(found, wanted[key], (key, k))
 
 
-@pytest.mark.slow
-def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_path):
-    script = readme_script(readme, "python train.py PREFIX")
-    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+@pytest.fixture
+def training_folder(one, readme, tmp_path):
+    """A folder with a corpus and README's train.py."""
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
     one.preprocess(jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "corpus", append_eod=True)
-    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    losses = []
-    for launcher, layout in (
-        ([], []),
-        ([*torchrun, "2"], ["2"]),
-        ([*torchrun, "4"], []),
-        ([*torchrun, "4"], ["2", "2"]),
-    ):
-        run = [sys.executable, *launcher, "train.py", "corpus_text_document", *layout]
-        done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        losses.append(re.findall(r"loss (\d+\.\d+)", done.stdout))
-        assert losses[-1] == losses[0], layout
-    assert len(losses[0]) == 4
-    assert float(losses[0][-1]) < float(losses[0][0])  # it learns
+    script = readme_script(readme, "python train.py PREFIX")
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    return tmp_path
+
+
+def losses_of(folder, ranks=1, layout=(), **variables):
+    """The losses that train.py prints, on so many ranks."""
+    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | variables
+    launcher = []
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    run = [sys.executable, *launcher, "train.py", "corpus_text_document", *layout]
+    done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"loss (\d+\.\d+)", done.stdout)
+
+
+@pytest.mark.slow
+def test_training_script_has_equal_losses_on_1_2_and_4_ranks(training_folder):
+    losses = losses_of(training_folder)
+    assert len(losses) == 4
+    assert float(losses[-1]) < float(losses[0])  # it learns
+    for ranks, layout in ((2, ["2"]), (4, []), (4, ["2", "2"])):
+        assert losses_of(training_folder, ranks, layout) == losses, layout
+
+
+@pytest.mark.slow
+def test_training_script_goes_on_where_it_stopped(readme, training_folder):
+    """With README's lines that save and load; on two ranks after one."""
+    unbroken = losses_of(training_folder)
+    path = training_folder / "train.py"
+    begin, loop = path.read_text("utf-8").split("for step in range(steps):\n")
+    load, save = readme_script(readme, "checkpoint.pt").split("    ...  # as above;")
+    _, _, save = save.partition("\n")
+    stop = '    if step == 9 and "STOP" in os.environ:\n        sys.exit()\n'
+    path.write_text(begin + load + loop + save + stop, encoding="utf-8")
+    first = losses_of(training_folder, STOP="1")
+    assert len(first) == 2
+    assert first + losses_of(training_folder, 2) == unbroken
