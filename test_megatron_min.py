@@ -6870,6 +6870,7 @@ SENTENCES = [  # a line, and the texts of its sequences; $ is eod
 @pytest.mark.parametrize("workers, append_eod", [(1, True), (2, False)])
 def test_sentences_are_sequences(one, tmp_path, monkeypatch, workers, append_eod):
     """They are found by nltk's model of English."""
+    pytest.importorskip("nltk")
     punkt = mock.Mock()
     full_stops = types.SimpleNamespace(tokenize=re.compile(r"[^.]+\.?").findall)
     punkt.PunktTokenizer.return_value = full_stops
@@ -7181,6 +7182,8 @@ def test_remote_inputs_with_faults(one, bucket, tmp_path, monkeypatch, name, num
     ],
 )
 def test_what_is_said_of_an_input_shows_no_credential(one, bucket, tmp_path, name, content, words):
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow.parquet")
     path = f"/me:{SECRET}@b/{name}?sig={SECRET}"
     fsspec.filesystem("memory").pipe_file(path, content)
     with warnings.catch_warnings(), pytest.raises((ValueError, UserWarning)) as caught:
