@@ -506,7 +506,7 @@ SCREEN = [  # the rows that tell most
     Case("blend, 1,024 datasets", blend, 100_000, "samples", {"datasets": 1024}),
     Case("build, new cache, S=2048", build, 10**7, "documents"),
     Case("cache hit, S=2048", cache_hit, 10**7, "documents", {}, NO_C),
-    Case("add_document, arrays", add_documents, 20_000, "documents", ARRAYS, NO_C),
+    Case("add_document, arrays", add_documents, 20_000, "documents", ARRAYS),
     Case("tp batch, S=512, mask *", tp_batch, 100, "batches", MASK, NO_C, ranks=2),
 ]
 
@@ -515,9 +515,9 @@ MORE = [  # with --full
     Case("build, small corpus", build, 200_000, "documents"),
     Case("build, 4 corpora", build, 10**6, "documents", {"corpora": 4}),
     Case("cache hit, fast_cache_load", cache_hit, 10**7, "documents", TRUST, NO_C),
-    Case("add_document, lists", add_documents, 20_000, "documents", LISTS, NO_C),
-    Case("preprocess, BPE (library) *", preprocess, 1000, "pages of 2 kB", {"workers": 1}, NO_C),
-    Case("the same, 2 workers *", preprocess, 1000, "pages of 2 kB", {"workers": 2}, NO_C),
+    Case("add_document, lists", add_documents, 20_000, "documents", LISTS),
+    Case("preprocess, BPE (library) *", preprocess, 1000, "pages of 2 kB", {"workers": 1}),
+    Case("the same, 2 workers *", preprocess, 1000, "pages of 2 kB", {"workers": 2}),
     Case("tp batch, S=2048 *", tp_batch, 100, "batches", NO_MASK, NO_C, ranks=2),
     Case("DDP (torch's overlaps) *", ddp_steps, 16, "steps", {"overlap": False}, NO_C, ranks=2),
     Case("DDP, overlap (torch's) *", ddp_steps, 16, "steps", {"overlap": True}, NO_C, ranks=2),

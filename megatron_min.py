@@ -392,10 +392,10 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         The sequence belongs to the document that the next end_document() ends.
         """
         self._check_open()
-        tokens = _as_tokens(tensor, self._token_dtype)
+        tokens = _encode_tokens(tensor, self._token_dtype)
         modes = _as_compact_array([mode], "b", "modes of sequences")
         self._bin.file.write(tokens)
-        self.sequence_lengths.append(len(tokens))
+        self.sequence_lengths.append(len(tokens) // self._token_dtype.itemsize)
         if self.multimodal:
             self.sequence_modes.extend(modes)
 
@@ -406,7 +406,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
         Sequences that add_item() added since the last end belong to the document too.
         """
-        self._append(_as_tokens(tensor, self._token_dtype), lengths, modes)
+        self._append(_encode_tokens(tensor, self._token_dtype), lengths, modes)
         self.document_indices.append(len(self.sequence_lengths))
 
     def add_sequences(
@@ -434,16 +434,17 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 f"{len(lengths)} sequences, got {ends.tolist()!s:.60}"
             )
         first = len(self.sequence_lengths)
-        self._append(_as_tokens(tensor, self._token_dtype), lengths, modes)
+        self._append(_encode_tokens(tensor, self._token_dtype), lengths, modes)
         self.document_indices.extend([first + end for end in ends])
 
     def _append(self, tokens, lengths, modes):
         """Append sequences that end no document.  All is checked before anything is written."""
         self._check_open()
         lengths = _as_compact_array(lengths, "i", "lengths of sequences")
-        if sum(lengths) != len(tokens) or (lengths and min(lengths) < 0):
+        num_tokens = len(tokens) // self._token_dtype.itemsize
+        if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
             raise ValueError(
-                f"{self._bin.path}: wanted lengths >= 0 that sum to the {len(tokens)} tokens, "
+                f"{self._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
                 f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
             )
         if modes is not None:
@@ -542,29 +543,25 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             self._bin.discard()  # does nothing once the file has its name
 
 
-def _as_tokens(values, dtype):
-    """Tensor, array or list -> 1-D array of dtype; ValueError at the first id that does not fit.
+def _encode_tokens(values, dtype):
+    """Tensor, array or list -> the bytes that a .bin file of this dtype has for these ids.
 
-    Tokens of a floating-point dtype, which the format knows too, are converted as numpy does.
+    ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
+    floating-point dtype, which the format knows too, are converted as numpy does.
     """
     if not isinstance(values, np.ndarray):
         values = _as_array(values, dtype)
-    tokens = values.reshape(-1)
-    if tokens.dtype == dtype or dtype.kind == "f" or len(tokens) == 0:
-        return np.ascontiguousarray(tokens, dtype)
-    if tokens.dtype.kind not in "biu":  # bool, signed, unsigned
-        raise ValueError(f"{dtype} tokens must be integers, got {tokens.dtype}")
-    converted = tokens.astype(dtype)
-    if tokens.dtype.kind == "i" and tokens.itemsize > converted.itemsize:
-        # A wider signed integer holds all that dtype can: so the way back loses nothing, and bytes
-        # are compared three times as fast as numbers.
-        if converted.astype(tokens.dtype).tobytes() == tokens.tobytes():
-            return converted
-    misfits = np.flatnonzero(converted != tokens)
+    ids = values.reshape(-1)
+    if ids.dtype == dtype or dtype.kind == "f" or len(ids) == 0:
+        return ids.astype(dtype, copy=False).tobytes()
+    if ids.dtype.kind not in "biu":  # bool, signed, unsigned
+        raise ValueError(f"{dtype} tokens must be integers, got {ids.dtype}")
+    tokens = ids.astype(dtype)
+    misfits = np.flatnonzero(tokens != ids)
     if len(misfits):
         at = misfits[0]
-        raise ValueError(f"token {tokens[at]} at {at} does not fit {dtype}: choose a larger dtype")
-    return converted
+        raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
+    return tokens.tobytes()
 
 
 def _as_array(values, dtype):
@@ -2110,7 +2107,8 @@ class GPTDataset(MegatronDataset):
         else:
             orders = self._draw_orders(plan)
         document_index, shuffle_index = orders
-        sample_index = build_sample_idx(
+        yield document_index
+        yield build_sample_idx(
             self.dataset.sequence_lengths,
             document_index,
             S,
@@ -2119,7 +2117,7 @@ class GPTDataset(MegatronDataset):
             not self._keep_partial,
             self._extra,
         )
-        return [document_index, sample_index, shuffle_index]
+        yield shuffle_index
 
     def _plan_epochs(self, tokens_per_epoch):
         """How often this dataset goes over its documents, and how many samples that gives."""
@@ -5033,10 +5031,15 @@ class NewFile:
         self.file.flush()
         os.fsync(self.file.fileno())
 
-    def commit(self) -> None:
-        """Give the file its name."""
+    def finish(self) -> None:
+        """Have the disk hold the whole file, and close it; it has its temporary name still."""
         self.sync()
         self.file.close()
+
+    def commit(self) -> None:
+        """Give the file its name."""
+        if not self.file.closed:
+            self.finish()
         if is_remote(self.path):
             RemoteFile(self.path).upload(self.temporary)
             os.unlink(self.temporary)
@@ -5065,8 +5068,8 @@ def commit_pair(tokens: NewFile, index: NewFile) -> None:
 
     The disk has both files, whole, before one gets its name; OSError if it is full.
     """
-    tokens.sync()
-    index.sync()
+    tokens.finish()
+    index.finish()
     if is_remote(index.path):
         RemoteFile(index.path).remove()
     else:
@@ -5235,7 +5238,7 @@ class IndexCache:
         if self._load():
             self._is_saved = True
         else:
-            self._save(build())
+            self._build_and_save(build)
         if defer:
             self.close()
 
@@ -5304,56 +5307,90 @@ class IndexCache:
         """The arrays of the files, read-only."""
         return {name: _map_npy(self.path(f"{name}.npy")) for name in self.names}
 
-    def _save(self, arrays):
-        """Write all files, the manifest last, and map them; keep the arrays if that fails."""
-        self._arrays = dict(zip(self.names, arrays, strict=True))
-        try:
-            self._arrays = self._write(arrays)
-            self._is_saved = True
-        except OSError as error:
-            warnings.warn(
-                f"the index cache {os.path.join(self.folder, self.stem)} cannot be written "
-                f"({error}): the indices stay in memory; set path_to_cache to a folder that can be",
-                stacklevel=2,
-            )
+    def _build_and_save(self, build):
+        """Build the arrays and save them; where they cannot be saved, they stay in memory.
 
-    def _write(self, arrays):
-        """Write all files, and return the arrays, mapped.
-
-        The old manifest is removed first, so that a crash on the way leaves none beside files of
-        which some are new.
+        While an array is made, a thread writes the large ones that were made before it.  No file
+        gets its name until all arrays are made: an error of the build leaves all as it was.
         """
-        os.makedirs(self.folder, exist_ok=True)
+        self._arrays = {}
+        written = {}
+        with contextlib.ExitStack() as leftovers, concurrent.futures.ThreadPoolExecutor() as pool:
+            for name, values in zip(self.names, build(), strict=True):
+                self._arrays[name] = values
+                if values.nbytes >= _WORTH_A_THREAD:
+                    written[name] = pool.submit(self._write_array, name, values, leftovers)
+            try:
+                self._arrays = self._save(written, leftovers)
+                self._is_saved = True
+            except OSError as error:
+                warnings.warn(
+                    f"the index cache {os.path.join(self.folder, self.stem)} cannot be written "
+                    f"({error}): the indices stay in memory; set path_to_cache to a folder that "
+                    "can be",
+                    stacklevel=2,
+                )
+
+    def _save(self, written, leftovers):
+        """Write what is not written yet, give all files their names, and return the mapped arrays.
+
+        The old manifest is removed first, and the new one is the last to get its name: so a crash
+        on the way leaves none beside files of which some are new.
+        """
+        new_files = []
+        files = {}
+        arrays = {}
+        for name, values in self._arrays.items():
+            if name in written:
+                new_file, facts, mapped = written[name].result()
+            else:
+                new_file, facts, mapped = self._write_array(name, values, leftovers)
+            new_files.append(new_file)
+            files[name] = facts
+            arrays[name] = mapped
+        manifest = {"made_from": self.made_from, "files": files}
+        for name, text in (
+            ("description.txt", self.description),
+            ("manifest.json", json.dumps(manifest, indent=4)),
+        ):
+            new_file = self._open_new(name, leftovers)
+            new_file.file.write(text.encode())
+            new_file.finish()
+            new_files.append(new_file)
         for file in ("manifest.json", "description.txt"):
             pathlib.Path(self.path(file)).unlink(missing_ok=True)
-        with concurrent.futures.ThreadPoolExecutor(len(arrays)) as pool:  # the disk is slow
-            written = list(pool.map(self._write_array, self.names, arrays))
-        with NewFile(self.path("description.txt")) as file:
-            file.write(self.description.encode())
-        files = {}
-        mapped_arrays = {}
-        for name, (facts, mapped) in zip(self.names, written, strict=True):
-            files[name] = facts
-            mapped_arrays[name] = mapped
-        with NewFile(self.path("manifest.json")) as file:
-            manifest = {"made_from": self.made_from, "files": files}
-            file.write(json.dumps(manifest, indent=4).encode())
-        return mapped_arrays
+        for new_file in new_files:
+            new_file.commit()
+        return arrays
 
-    def _write_array(self, name, values):
-        """Write one file; return what the manifest says of the file, and the mapped array."""
+    def _open_new(self, file, leftovers):
+        """Open a file of the cache; leftovers removes it unless it gets its name."""
+        os.makedirs(self.folder, exist_ok=True)
+        new_file = NewFile(self.path(file))
+        leftovers.callback(new_file.discard)
+        return new_file
+
+    def _write_array(self, name, values, leftovers):
+        """Write one .npy file, which has no name yet: the bytes that numpy.save() would write.
+
+        Returns the file, what the manifest says of it, and the mapped array.
+        """
         values = np.ascontiguousarray(values)
         header = _npy_header(values)
-        with NewFile(self.path(f"{name}.npy")) as file:
-            # The bytes that numpy.save() would write; it does not notice a full disk.
-            file.write(header)
-            file.write(values)
-            file.flush()
-            # Mapped under the temporary name: a moment later another job, with other data, may have
-            # put a file of its own under the final one.
-            mapped = np.memmap(file.name, values.dtype, "r", len(header), values.shape)
-        crc32 = zlib.crc32(values, zlib.crc32(header))
-        return {"size": len(header) + values.nbytes, "crc32": crc32}, np.asarray(mapped)
+        new_file = self._open_new(f"{name}.npy", leftovers)
+        new_file.file.write(header)
+        crc32 = zlib.crc32(header)
+        content = values.reshape(-1).view(np.uint8)
+        for start in range(0, len(content), _PIECE):
+            piece = content[start : start + _PIECE]
+            new_file.file.write(piece)
+            crc32 = zlib.crc32(piece, crc32)
+        new_file.finish()
+        # Mapped under the temporary name: a moment later another job, with other data, may have put
+        # a file of its own under the final one.
+        mapped = np.memmap(new_file.temporary, values.dtype, "r", len(header), values.shape)
+        facts = {"size": len(header) + len(content), "crc32": crc32}
+        return new_file, facts, np.asarray(mapped)
 
     def __getstate__(self):
         """Without arrays that the other process can map."""
@@ -5363,9 +5400,16 @@ class IndexCache:
         return state
 
 
+_WORTH_A_THREAD = 1 << 18  # bytes of an array: fewer are written before a thread has started
+
+# Files are written, and read to check them, in pieces of so many bytes.  A piece fits the CPU's
+# cache; and one write of many MiB at times takes ten times as long as the same bytes in pieces.
+_PIECE = 1 << 18
+
+
 def _describe_file(path):
     """What the manifest says of the file of an array: its size and its CRC-32."""
-    piece = memoryview(bytearray(1 << 18))  # it fits the CPU's cache: faster than a mapped file
+    piece = memoryview(bytearray(_PIECE))
     crc32 = 0
     with open(path, "rb", buffering=0) as file:
         size = file.readinto(piece)
@@ -6185,6 +6229,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # Question answered here: where is each loop made fast, and how is C switched on and off?
 #
 #   definition, in part I               adapter, below                 loop, in _helpers.c
+#   _encode_tokens                      _c_encode_tokens               encode_tokens
 #   build_sample_idx                    _c_build_sample_idx            build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
 #   build_blending_indices              _c_build_blending_indices      build_blending_indices
@@ -6378,6 +6423,16 @@ def _c_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, si
 def _are_filled_by_c(dataset_index, dataset_sample_index):
     """Do the items lie side by side, in memory that may be written?"""
     return dataset_index.flags.carray and dataset_sample_index.flags.carray
+
+
+@functools.wraps(_encode_tokens)
+def _c_encode_tokens(values, dtype):
+    if not isinstance(values, (list, np.ndarray)):
+        values = _as_array(values, dtype)
+    try:
+        return _megatron_min.encode_tokens(values, dtype.kind, dtype.itemsize)
+    except (TypeError, ValueError):
+        return _c_encode_tokens.__wrapped__(values, dtype)
 
 
 # A batch is made in one pass over its tokens: C writes each sample into its row of the tensors.
@@ -6580,6 +6635,7 @@ def _c_blended_batch(self, indices):
 
 
 if IMPLEMENTATION == "c":
+    _encode_tokens = _c_encode_tokens
     build_sample_idx = _c_build_sample_idx
     shuffle = _c_shuffle
     build_blending_indices = _c_build_blending_indices
@@ -6785,13 +6841,16 @@ def _tokenizer_of_module(name):
 # ==============================================================================
 # Question answered here: how is a big corpus tokenized, on all cores and on many machines?
 #
-#   this process             worker processes                    this process
+#   this process             workers                             this process
 #
 #   reads blocks of lines    parse JSON, run the tokenizer       writes the pairs, prints progress
 #
 #   block 0  ------------->  worker 1  -->  tokens of block 0  ------------->  .bin, .idx
 #   block 1  ------------->  worker 2  -->  tokens of block 1  -- waits for block 0
 #   block 2  ------------->  worker 1  ...
+#
+# Workers are processes.  For a tokenizer.json a few threads serve better: the package tokenizers
+# releases the GIL, threads start at once, and what one has learnt of the words the others know too.
 #
 # Blocks are written in the order in which they were read, so the files do not depend on the number
 # of workers: they are those of encode_jsonl() in section 2, one pair for each JSON key.  Only a few
@@ -6817,6 +6876,7 @@ def _tokenizer_of_module(name):
 # How much text a worker gets at a time.  Smaller blocks cost more messages between the processes;
 # larger ones delay the end after Ctrl-C, because a worker ends between two blocks.
 _BLOCK_BYTES = 1 << 18
+_MOST_THREADS = 8  # each holds the GIL for a twentieth of its time; more would wait for one another
 _BLOCK_ROWS = 128  # the same for Parquet, which tells no bytes
 _PROGRESS_SECONDS = 10.0  # the least time between two lines of progress
 
@@ -7453,12 +7513,16 @@ class _BlockEncoder:
         self.skip_errors = skip_errors
         self.sentence_splitter = None
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
-        self.eod = _as_tokens([], self.dtype)
+        self.eod = self._as_tokens([])
         if append_eod:
             eod = _attribute(tokenizer, "eod")
             if eod is None:
                 raise ValueError("append_eod wants a tokenizer with eod: this one has none")
-            self.eod = _as_tokens([eod], self.dtype)
+            self.eod = self._as_tokens([eod])
+
+    def releases_the_gil(self):
+        """Is nearly all of the work done by a library, while other threads can run?"""
+        return isinstance(self.tokenizer, HuggingFaceTokenizer) and self.sentence_splitter is None
 
     def describe(self):
         """All that the tokens of a block depend on, but the block."""
@@ -7513,7 +7577,7 @@ class _BlockEncoder:
         documents = []
         for count in counts:
             ids = itertools.islice(ids_of_sentences, count)
-            documents.append([_as_tokens(tokens, self.dtype) for tokens in ids])
+            documents.append([self._as_tokens(tokens) for tokens in ids])
         return documents
 
     def _tokenize_one_by_one(self, block):
@@ -7554,6 +7618,10 @@ class _BlockEncoder:
             parts.extend(self.sentence_splitter.tokenize(sentence))
         return parts
 
+    def _as_tokens(self, ids):
+        """Return ids as an array of the dtype of the file."""
+        return np.frombuffer(_encode_tokens(ids, self.dtype), self.dtype)
+
     def _tokenize(self, texts):
         """Return the ids of each text; a text is a document or one of its sentences."""
         if not hasattr(self.tokenizer, "tokenize_batch"):
@@ -7565,7 +7633,7 @@ class _BlockEncoder:
 
     def _lay_end_to_end(self, documents):
         """Return documents, each a list of the tokens of its sequences, as a _Column, with eods."""
-        pieces = [_as_tokens([], self.dtype)]  # so that there is something to concatenate
+        pieces = [self._as_tokens([])]  # so that there is something to concatenate
         lengths = []
         ends = []
         for sequences in documents:
@@ -7600,17 +7668,37 @@ def _is_text(value):
     return isinstance(value, str)
 
 
-# -- Worker processes --------------------------------------------------------------------------
+# -- Workers -----------------------------------------------------------------------------------
 
 _worker_encoder = None  # in a worker process: the encoder that it was started with
 
 
 def _encode_blocks(encoder, blocks, workers):
-    """Yield each block encoded, in order; by worker processes if there is more than one."""
+    """Yield each block encoded, in order; by workers if there is more than one."""
     if workers == 1:
         for block in blocks:
             yield encoder.encode(block)
-        return
+    elif workers <= _MOST_THREADS and encoder.releases_the_gil():
+        yield from _encode_in_threads(encoder, blocks, workers)
+    else:
+        yield from _encode_in_processes(encoder, blocks, workers)
+
+
+def _encode_in_threads(encoder, blocks, workers):
+    """Yield each block encoded, in order, by threads of this process."""
+    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no more threads than these
+    try:
+        yield from map_ahead(pool, 2 * workers, encoder.encode, blocks)
+    finally:
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _encode_in_processes(encoder, blocks, workers):
+    """Yield each block encoded, in order, by worker processes."""
     # A forked process has everything at once; the other ways to start one import torch again.
     method = None
     if sys.platform == "linux":  # elsewhere a library may not survive a fork, or there is none

@@ -450,7 +450,7 @@ def test_contents_match_banners(source, one):
     assert len(banners) - sections == 3
 
 
-def test_the_switch_reaches_every_loop(mm, toy, request, monkeypatch):
+def test_the_switch_reaches_every_loop(mm, toy, tmp_path, request, monkeypatch):
     """With C every function of _helpers.c runs, in each way to read samples; without C none."""
     implementation = request.node.callspec.params["mm"]
     assert mm.IMPLEMENTATION == implementation
@@ -460,6 +460,7 @@ def test_the_switch_reaches_every_loop(mm, toy, request, monkeypatch):
     kernels = mm._megatron_min
     spy = mock.Mock(wraps=kernels)
     monkeypatch.setattr(mm, "_megatron_min", spy)
+    mk(mm, tmp_path / "p", [[1, 2]])
     for size, weights in ((6, [1, 2]), (None, None)):
         blend = build(mm, [size, 0, 0], config(mm, ([toy] * 2, weights)))[0]
     dataset = blend.datasets[0]
@@ -4182,7 +4183,8 @@ def test_built_once_then_loaded(one, tmp_path):
     """
     build = toy_build()
     folder = tmp_path / "new" / "cache"
-    assert load_toy(toy_cache(one, folder), build) == []
+    saved = toy_cache(one, folder)
+    assert load_toy(saved, build) == []
     files = files_of(folder)
     assert sorted(files) == TOY_FILES
     assert files["k-description.txt"] == b"a toy"
@@ -4193,12 +4195,13 @@ def test_built_once_then_loaded(one, tmp_path):
         manifest["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
     assert json.loads(files["k-manifest.json"]) == manifest
     before = stamps(folder)
-    cache = toy_cache(one, folder)
-    assert load_toy(cache, build) == []
+    loaded = toy_cache(one, folder)
+    assert load_toy(loaded, build) == []
     assert build.call_count == 1
     assert stamps(folder) == before
-    with pytest.raises(ValueError, match="read-only"):
-        cache["order"][0] = 1
+    for cache in (saved, loaded):  # both are mapped
+        with pytest.raises(ValueError, match="read-only"):
+            cache["order"][0] = 1
 
 
 class Trap:
@@ -4311,22 +4314,43 @@ def test_a_cache_that_another_process_writes_anew_while_it_is_read(one, tmp_path
 # -- errors of the build, and of the disk ----------------------------------------------------------
 
 
+@pytest.fixture(params=["at the end", "in threads"])
+def writes(one, monkeypatch, request):
+    """Small arrays are written when all are made, large ones while the next one is made."""
+    if request.param == "in threads":
+        monkeypatch.setattr(one, "_WORTH_A_THREAD", 0)
+
+
+@pytest.mark.usefixtures("writes")
 @pytest.mark.parametrize("error", [KeyError, OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("file, content", [NO_MANIFEST, ("rows.npy", PAIRS[:-5])])
-def test_an_error_of_the_build_is_no_fault_of_the_cache(one, tmp_path, file, content, error):
-    """It is raised as it is, after one call; a warning is of what was wrong with the files."""
+@pytest.mark.parametrize("num_made", range(3))
+def test_an_error_of_the_build_is_no_fault_of_the_cache(
+    one, tmp_path, file, content, error, num_made
+):
+    """It is raised as it is, after one call; a warning is of what was wrong with the files.
+
+    So it is if some arrays, or all, were made before: their files are removed.
+    """
     damaged_toy(one, tmp_path, file, content)
     before = files_of(tmp_path)
-    build = mock.Mock(side_effect=error("the build"))
+    reason = error("the build")
+
+    def make():
+        yield from toy_arrays()[:num_made]
+        raise reason
+
+    build = mock.Mock(side_effect=make)
     with warnings.catch_warnings(record=True) as caught, pytest.raises(error) as raised:
         warnings.simplefilter("always")
         toy_cache(one, tmp_path).load_or_build(build)
-    assert raised.value is build.side_effect
+    assert raised.value is reason
     assert build.call_count == 1
     assert len(caught) == (content is not None)
     assert files_of(tmp_path) == before
 
 
+@pytest.mark.usefixtures("writes")
 @pytest.mark.parametrize("how", [{}, {"trust": True}, {"defer": True}], ids=str)
 @pytest.mark.parametrize("folder", [None, "", "file/cache"])
 def test_without_a_folder_the_arrays_stay_in_memory(one, tmp_path, monkeypatch, folder, how):
@@ -4343,6 +4367,7 @@ def test_without_a_folder_the_arrays_stay_in_memory(one, tmp_path, monkeypatch, 
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.usefixtures("writes")
 @pytest.mark.parametrize("num_renames", range(4))
 @pytest.mark.parametrize("defer", [False, True])
 def test_a_disk_that_is_full_in_the_middle(one, tmp_path, monkeypatch, num_renames, defer):
@@ -4387,7 +4412,7 @@ def test_a_cache_that_is_replaced_while_it_is_loaded(one, tmp_path, monkeypatch)
     map_arrays = one.IndexCache._map_arrays
 
     def replace_and_map(cache):
-        toy_cache(one, tmp_path, made_from=OF_14)._save(toy_build(7)())
+        toy_cache(one, tmp_path, made_from=OF_14)._build_and_save(toy_build(7))
         return map_arrays(cache)
 
     build = toy_build()
@@ -5210,6 +5235,9 @@ def test_a_pair_is_written_to_object_storage(one, some_pair, tmp_path, monkeypat
     with pytest.raises(ValueError, match="both input and output"):
         one.merge([place], place)
     assert storage.files() == files_of(tmp_path / "local")
+    builder = one.IndexedDatasetBuilder(f"{place}.bin")
+    builder.add_document([1], [1])
+    builder.finalize(f"{place}.idx")
     assert os.listdir(temporary) == []
 
 
@@ -5841,6 +5869,49 @@ def test_large_indices_in_python_are_said_once(mm, tmp_path, monkeypatch, recwar
 # -- C gives what the definitions give -------------------------------------------------------------
 
 
+def random_ids(rng, dtype):
+    """Ids of which most fit a dtype, or all, as an array of another dtype, a list, or a tensor."""
+    limits = np.iinfo(dtype)
+    edges = [limits.min, limits.max, 0]
+    if rng.random() < 0.3:
+        edges += [limits.min - 1, limits.max + 1]
+    ids = [int(edge) for edge in rng.choice(np.array(edges, object), rng.integers(1200))]
+    if rng.random() < 0.3:
+        return ids
+    source = np.dtype(rng.choice(["b1", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f8"]))
+    if source.kind in "iu":
+        ids = [min(max(i, np.iinfo(source).min), np.iinfo(source).max) for i in ids]
+    ids = np.array(ids, object).astype(source)
+    ways = [ids, ids[::2], ids[:, None], ids.astype(source.newbyteorder()), torch.from_numpy(ids)]
+    return ways[rng.integers(len(ways))]
+
+
+def test_c_encodes_what_the_definition_encodes(c, one, monkeypatch):
+    """All that C can take: it is asked for nothing that the definition then has to do again."""
+    refused = 0
+    for rng in cases(300):
+        dtype = np.dtype(READ_DTYPES[rng.integers(len(READ_DTYPES))])
+        values = random_ids(rng, dtype)
+        try:
+            wanted = one._encode_tokens(values, dtype)
+        except ValueError as error:
+            refused += 1
+            with pytest.raises(ValueError, match=re.escape(str(error))):
+                c._encode_tokens(values, dtype)
+        else:
+            assert c._encode_tokens(values, dtype) == wanted
+    assert refused > 0
+    for at in (0, 600):
+        ids = np.zeros(1200, np.int32)
+        ids[at] = 2**16
+        for values in (ids, ids.tolist()):
+            with pytest.raises(ValueError, match=f"65536 at {at} does not fit uint16"):
+                c._encode_tokens(values, np.dtype(np.uint16))
+    monkeypatch.setattr(c._encode_tokens, "__wrapped__", None)
+    for values in ([1, 2], int32(1, 2), torch.tensor([1, 2])):
+        assert c._encode_tokens(values, np.dtype(np.uint16)) == b"\1\0\2\0"
+
+
 def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
     """However many cores: as many parts, side by side; empty documents on every edge."""
     monkeypatch.setattr(c, "_DOCUMENTS_OF_A_THREAD", 1)
@@ -6087,6 +6158,7 @@ def test_hostile_arguments_raise(mm, one, monkeypatch, name):
 # A call is the arguments of a function of _megatron_min, by name and in order.
 
 FILLED = {  # {function: how many arrays it fills, its first arguments}
+    "encode_tokens": 0,
     "build_sample_idx": 1,
     "shuffle": 2,
     "build_blending_indices": 2,
@@ -6121,6 +6193,8 @@ def toy_call(name):
 def toy_arguments(name):
     if name in BLENDS:
         return GOOD_OUTPUTS | GOOD_BLENDS[name]
+    if name == "encode_tokens":
+        return {"values": int32(*b"aaaabbbcccccc"), "kind": "u", "itemsize": 2}
     if name == "shuffle":
         key = np.random.RandomState(0).get_state()[1].copy()
         return {"array": np.arange(9), "key": key, "pos": 600}
@@ -6143,6 +6217,11 @@ def toy_arguments(name):
 
 
 OUT_OF_RANGE = {  # {function: {argument: values that it refuses in the toy call}}
+    "encode_tokens": {
+        "values": [int32(-1), int32(2**16), [0, 2**16], [2**70], [True], ["a"], [1.5], (1, 2)],
+        "kind": ["f", "u2", "x", "", None, 117],
+        "itemsize": [0, -1, 3, 9, 2**31],
+    },
     "build_sample_idx": {
         "sample_index": [np.zeros((4, 3), np.int32)],
         "sizes": [int32(8, -1, 6)],
@@ -6207,7 +6286,8 @@ def refused_calls(name):
     for key, value in usual.items():
         wrong = list(OUT_OF_RANGE[name].get(key, []))
         if isinstance(value, np.ndarray):
-            wrong += wrong_forms(value, key in filled)
+            as_list, *others = wrong_forms(value, key in filled)
+            wrong += others if key == "values" else [as_list, *others]
         elif type(value) is int:
             wrong += [None, "4", [4], 1.5]
         if key in filled and key != "array":  # any array may be shuffled
@@ -6481,6 +6561,31 @@ def hf(tmp_path):
     path = str(tmp_path / "tokenizer.json")
     tokenizer.save(path)
     return path
+
+
+@pytest.mark.parametrize("setting", [None, "true"])
+def test_threads_write_what_processes_write(one, tmp_path, hf, monkeypatch, setting):
+    """The package tokenizers finds its own setting as it was before."""
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", setting)
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
+    tokenizer = one.build_tokenizer(hf)
+    path = jsonl(tmp_path / "a.jsonl", ["ja nein " * k for k in range(100)])
+    for workers, most_threads, other_way in (
+        (1, 2, None),
+        (2, 2, "_encode_in_processes"),
+        (3, 2, "_encode_in_threads"),
+    ):
+        monkeypatch.setattr(one, "_MOST_THREADS", most_threads)
+        with monkeypatch.context() as patch:
+            if other_way is not None:
+                patch.setattr(one, other_way, None)
+            one.preprocess(path, tmp_path / f"of_{workers}", tokenizer, workers=workers)
+        assert os.environ.get("TOKENIZERS_PARALLELISM") == setting
+    for end in (".bin", ".idx"):
+        first, *others = [(tmp_path / f"of_{k}_text_document{end}").read_bytes() for k in (1, 2, 3)]
+        assert others == [first, first]
 
 
 @pytest.mark.parametrize(
