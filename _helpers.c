@@ -20,6 +20,8 @@
  *     parse, borrow, check, compute, report, release.  The loop touches no Python object and runs
  *     without the GIL.  It trusts what the wrapper has checked, and returns a status, never an
  *     exception.  Functions that check something return 1, or 0 with an exception set.
+ *   - One exception: encode_tokens (section 2) reads lists of Python's ints too, with the GIL, and
+ *     returns new bytes.
  *   - Arrays may lie at any address (the sizes in an .idx file start at byte 34).  So items are
  *     moved by memcpy, which compiles to one plain load or store.
  *   - A blend is computed in IEEE doubles, and each operation is rounded.  Build with
@@ -172,7 +174,8 @@ INLINE int64_t load(const char *base, int64_t i, Py_ssize_t size)
  *     block    int64                  97 98 513     up to 512 ids: they stay in the CPU's cache
  *     bytes    of the file's dtype    61 00 62 00 01 02
  *
- * An id fits if, counted from the least that the dtype can hold, it has no more bits than the dtype.
+ * An id fits if id minus the least value of the dtype, as an unsigned number, needs no more bits
+ * than the dtype has.
  *
  * The result is bytes, and no array that Python has allocated: most documents are short, and to
  * borrow one more array takes as long as to convert 500 ids.
@@ -191,7 +194,7 @@ enum { BLOCK = 512 };
         PUT(int64_t, to, i, item); \
     }
 
-/* Copies n items of any dtype to int64. */
+/* Copies n items of one of these dtypes to int64. */
 static void widen(char *to, const char *from, int64_t n, const char code[3])
 {
     WIDEN("u1", uint8_t) WIDEN("i1", int8_t) WIDEN("u2", uint16_t)
@@ -226,6 +229,10 @@ static int narrow_array(char *to, const Py_buffer *array, const char code[3])
     int fits = 1;
 
     dtype_of(array, from);
+    if (!strcmp(from, code)) {
+        memcpy(to, array->buf, (size_t)array->len);
+        return 1;
+    }
     for (int64_t i = 0; fits && i < n; i += BLOCK) {
         const int64_t count = n - i < BLOCK ? n - i : BLOCK;
 
@@ -270,7 +277,7 @@ static PyObject *encode_tokens(PyObject *Py_UNUSED(module), PyObject *args)
 
     if (!PyArg_ParseTuple(args, "OCi:encode_tokens", &values, &kind, &width))
         return NULL;
-    if (!in_range("itemsize", width, 1, 8))
+    if (!in_range("kind", kind == 'u' || kind == 'i', 1, 1) || !in_range("itemsize", width, 1, 8))
         return NULL;
     code[0] = (char)kind;
     code[1] = (char)('0' + width);

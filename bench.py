@@ -362,7 +362,7 @@ def text_and_tokenizer(n):
     """Write n pages of Python's own library as JSON lines, and a BPE trained on them -> paths."""
     import tokenizers
 
-    # Read when the library first uses several threads, which must not be before a worker is forked.
+    # The library's own threads; it reads this when it first uses them.
     os.environ["RAYON_NUM_THREADS"] = "2"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))

@@ -364,8 +364,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
     if an exception ends it, without any file.  Without a with block, call finalize() yourself.
     Wrong input is a ValueError, or a TypeError where a number is no integer, before anything of it
-    is written.  Memory: 4 bytes for each sequence and 8 for each document; finalize() takes 16 more
-    for each sequence.
+    is written.  Memory: 4 bytes for each sequence and 8 for each document, and a copy of the tokens
+    of one call; finalize() takes 16 bytes more for each sequence.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -551,7 +551,7 @@ def _encode_tokens(values, dtype):
     """
     if not isinstance(values, np.ndarray):
         values = _as_array(values, dtype)
-    ids = values.reshape(-1)
+    ids = np.asarray(values).reshape(-1)
     if ids.dtype == dtype or dtype.kind == "f" or len(ids) == 0:
         return ids.astype(dtype, copy=False).tobytes()
     if ids.dtype.kind not in "biu":  # bool, signed, unsigned
@@ -2093,7 +2093,10 @@ class GPTDataset(MegatronDataset):
         return self.document_index, self.sample_index, self.shuffle_index
 
     def _build_indices(self):
-        """The documents in order, where each sample starts among them, and the order of samples."""
+        """Yield the order of documents, where each sample starts among them, the order of samples.
+
+        One by one: the cache writes each while the next one is made.
+        """
         config = self.config
         if isinstance(self.dataset, IndexedDataset):
             self.dataset.verify()
@@ -5050,7 +5053,8 @@ class NewFile:
         """Remove the file; after commit() this does nothing."""
         with contextlib.suppress(OSError):  # a full disk refuses what is not yet written
             self.file.close()
-        pathlib.Path(self.temporary).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it has its name already, or the disk refuses this too
+            os.unlink(self.temporary)
 
     def __enter__(self) -> typing.BinaryIO:
         return self.file
@@ -5068,8 +5072,8 @@ def commit_pair(tokens: NewFile, index: NewFile) -> None:
 
     The disk has both files, whole, before one gets its name; OSError if it is full.
     """
-    tokens.finish()
-    index.finish()
+    tokens.sync()
+    index.sync()
     if is_remote(index.path):
         RemoteFile(index.path).remove()
     else:
@@ -5218,13 +5222,14 @@ class IndexCache:
 
     def load_or_build(
         self,
-        build: typing.Callable[[], list[np.ndarray]],
+        build: typing.Callable[[], typing.Iterable[np.ndarray]],
         trust: bool = False,
         defer: bool = False,
     ) -> None:
         """Load the arrays, or build and save them.
 
-        build   makes the arrays, in the order of names; its errors pass through
+        build   makes the arrays, in the order of names; its errors pass through.  An array that it
+                has yielded must stay as it is, because a thread may be writing it
         trust   use a cache that exists, without any check
         defer   keep no file open; map the files at the first access
         """
@@ -5311,15 +5316,18 @@ class IndexCache:
         """Build the arrays and save them; where they cannot be saved, they stay in memory.
 
         While an array is made, a thread writes the large ones that were made before it.  No file
-        gets its name until all arrays are made: an error of the build leaves all as it was.
+        gets its name until all arrays are made: an error of the build leaves all files as they
+        were.
         """
-        self._arrays = {}
-        written = {}
+        arrays = {}
+        written = {}  # a future for each array that a thread writes
+        # The pool is left first: no file is removed while a thread still writes it.
         with contextlib.ExitStack() as leftovers, concurrent.futures.ThreadPoolExecutor() as pool:
             for name, values in zip(self.names, build(), strict=True):
-                self._arrays[name] = values
+                arrays[name] = values
                 if values.nbytes >= _WORTH_A_THREAD:
                     written[name] = pool.submit(self._write_array, name, values, leftovers)
+            self._arrays = arrays
             try:
                 self._arrays = self._save(written, leftovers)
                 self._is_saved = True
@@ -5349,14 +5357,9 @@ class IndexCache:
             files[name] = facts
             arrays[name] = mapped
         manifest = {"made_from": self.made_from, "files": files}
-        for name, text in (
-            ("description.txt", self.description),
-            ("manifest.json", json.dumps(manifest, indent=4)),
-        ):
-            new_file = self._open_new(name, leftovers)
-            new_file.file.write(text.encode())
-            new_file.finish()
-            new_files.append(new_file)
+        new_files.append(self._write_text("description.txt", self.description, leftovers))
+        text = json.dumps(manifest, indent=4)
+        new_files.append(self._write_text("manifest.json", text, leftovers))
         for file in ("manifest.json", "description.txt"):
             pathlib.Path(self.path(file)).unlink(missing_ok=True)
         for new_file in new_files:
@@ -5368,6 +5371,13 @@ class IndexCache:
         os.makedirs(self.folder, exist_ok=True)
         new_file = NewFile(self.path(file))
         leftovers.callback(new_file.discard)
+        return new_file
+
+    def _write_text(self, file, text, leftovers):
+        """Write a text file, which has no name yet."""
+        new_file = self._open_new(file, leftovers)
+        new_file.file.write(text.encode())
+        new_file.finish()
         return new_file
 
     def _write_array(self, name, values, leftovers):
@@ -5400,9 +5410,9 @@ class IndexCache:
         return state
 
 
-_WORTH_A_THREAD = 1 << 18  # bytes of an array: fewer are written before a thread has started
+_WORTH_A_THREAD = 1 << 18  # bytes of an array: a local disk has fewer before a thread has started
 
-# Files are written, and read to check them, in pieces of so many bytes.  A piece fits the CPU's
+# Arrays are written, and read to check them, in pieces of so many bytes.  A piece fits the CPU's
 # cache; and one write of many MiB at times takes ten times as long as the same bytes in pieces.
 _PIECE = 1 << 18
 
@@ -6280,6 +6290,16 @@ def _warn_if_python_is_slow(num_entries):
     )
 
 
+@functools.wraps(_encode_tokens)
+def _c_encode_tokens(values, dtype):
+    if not isinstance(values, (list, np.ndarray)):
+        values = _as_array(values, dtype)
+    try:
+        return _megatron_min.encode_tokens(values, dtype.kind, dtype.itemsize)
+    except (TypeError, ValueError):
+        return _c_encode_tokens.__wrapped__(values, dtype)
+
+
 _DOCUMENTS_OF_A_THREAD = 1 << 22  # fewer documents are not worth a thread of their own
 
 
@@ -6423,16 +6443,6 @@ def _c_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, si
 def _are_filled_by_c(dataset_index, dataset_sample_index):
     """Do the items lie side by side, in memory that may be written?"""
     return dataset_index.flags.carray and dataset_sample_index.flags.carray
-
-
-@functools.wraps(_encode_tokens)
-def _c_encode_tokens(values, dtype):
-    if not isinstance(values, (list, np.ndarray)):
-        values = _as_array(values, dtype)
-    try:
-        return _megatron_min.encode_tokens(values, dtype.kind, dtype.itemsize)
-    except (TypeError, ValueError):
-        return _c_encode_tokens.__wrapped__(values, dtype)
 
 
 # A batch is made in one pass over its tokens: C writes each sample into its row of the tensors.
@@ -6850,7 +6860,8 @@ def _tokenizer_of_module(name):
 #   block 2  ------------->  worker 1  ...
 #
 # Workers are processes.  For a tokenizer.json a few threads serve better: the package tokenizers
-# releases the GIL, threads start at once, and what one has learnt of the words the others know too.
+# releases the GIL, and threads start at once and share its cache of words.  The package may use
+# threads of its own besides, on all cores: TOKENIZERS_PARALLELISM=false forbids that.
 #
 # Blocks are written in the order in which they were read, so the files do not depend on the number
 # of workers: they are those of encode_jsonl() in section 2, one pair for each JSON key.  Only a few
@@ -6873,7 +6884,7 @@ def _tokenizer_of_module(name):
 # A tokenizer may have one more method than section 2 asks for: tokenize_batch(texts) returns a list
 # of ids for each text.  It is used where it exists, because a library can be faster on many texts.
 
-# How much text a worker gets at a time.  Smaller blocks cost more messages between the processes;
+# How much text a worker gets at a time.  Smaller blocks cost more messages to and from the workers;
 # larger ones delay the end after Ctrl-C, because a worker ends between two blocks.
 _BLOCK_BYTES = 1 << 18
 _MOST_THREADS = 8  # each holds the GIL for a twentieth of its time; more would wait for one another
@@ -6910,7 +6921,7 @@ def preprocess(
     json_keys     each key of these becomes a pair of its own
     split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
                   _sentence instead of _document
-    workers       how many processes tokenize; the files are the same for any number
+    workers       how many processes or threads tokenize; the files are the same for any number
     shard         (i, n), 0 <= i < n: read the i-th of n parts of the inputs, and add its number to
                   the names, as in _00001_of_00016.  A shard that is there, made from the same
                   inputs in the same way, is not made anew.
@@ -7520,9 +7531,9 @@ class _BlockEncoder:
                 raise ValueError("append_eod wants a tokenizer with eod: this one has none")
             self.eod = self._as_tokens([eod])
 
-    def releases_the_gil(self):
+    def suits_threads(self):
         """Is nearly all of the work done by a library, while other threads can run?"""
-        return isinstance(self.tokenizer, HuggingFaceTokenizer) and self.sentence_splitter is None
+        return type(self.tokenizer) is HuggingFaceTokenizer and self.sentence_splitter is None
 
     def describe(self):
         """All that the tokens of a block depend on, but the block."""
@@ -7678,7 +7689,7 @@ def _encode_blocks(encoder, blocks, workers):
     if workers == 1:
         for block in blocks:
             yield encoder.encode(block)
-    elif workers <= _MOST_THREADS and encoder.releases_the_gil():
+    elif workers <= _MOST_THREADS and encoder.suits_threads():
         yield from _encode_in_threads(encoder, blocks, workers)
     else:
         yield from _encode_in_processes(encoder, blocks, workers)
@@ -7686,15 +7697,8 @@ def _encode_blocks(encoder, blocks, workers):
 
 def _encode_in_threads(encoder, blocks, workers):
     """Yield each block encoded, in order, by threads of this process."""
-    pool = concurrent.futures.ThreadPoolExecutor(workers)
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no more threads than these
-    try:
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:  # waits until its threads end
         yield from map_ahead(pool, 2 * workers, encoder.encode, blocks)
-    finally:
-        del os.environ["TOKENIZERS_PARALLELISM"]
-        if before is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def _encode_in_processes(encoder, blocks, workers):
@@ -9027,8 +9031,7 @@ def _check_shapes(name, shapes):
 #   Ctrl-C (SIGINT)                                 130
 #   SIGTERM, as a cluster sends before it kills     143
 #
-# In all these cases the with blocks unwind: temporary files and worker processes go with the
-# command.
+# In all these cases the with blocks unwind: temporary files and workers go with the command.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -9315,7 +9318,7 @@ def _add_preprocess(commands):
     _add_switch(parser, "--split-sentences", "a sentence is a sequence; in PREFIX_KEY_sentence")
     _add_switch(parser, "--append-eod", "put an eod after each document that has tokens")
     _add_option(parser, "--json-keys", "each key becomes a pair", default=["text"], nargs="+")
-    workers = "processes; the files are the same for any number"
+    workers = "processes, or threads; the files are the same for any number"
     _add_option(parser, "--workers", workers, default=1, type=_whole_number)
     shard = "i/n: make the i-th of n parts, from 0 on; merge makes one pair of them"
     launcher = "of torchrun or Slurm, else the whole, 0/1"

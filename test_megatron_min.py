@@ -6219,7 +6219,7 @@ def toy_arguments(name):
 OUT_OF_RANGE = {  # {function: {argument: values that it refuses in the toy call}}
     "encode_tokens": {
         "values": [int32(-1), int32(2**16), [0, 2**16], [2**70], [True], ["a"], [1.5], (1, 2)],
-        "kind": ["f", "u2", "x", "", None, 117],
+        "kind": ["f", "u2", "x", "", "\0", "\u0100", "\u0175", None, 117],
         "itemsize": [0, -1, 3, 9, 2**31],
     },
     "build_sample_idx": {
@@ -6563,29 +6563,40 @@ def hf(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("setting", [None, "true"])
-def test_threads_write_what_processes_write(one, tmp_path, hf, monkeypatch, setting):
-    """The package tokenizers finds its own setting as it was before."""
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    if setting is not None:
-        monkeypatch.setenv("TOKENIZERS_PARALLELISM", setting)
+def test_threads_write_what_processes_write(one, tmp_path, hf, monkeypatch):
+    """The package tokenizers releases the GIL; a tokenizer of the user's own may not."""
     monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
-    tokenizer = one.build_tokenizer(hf)
     path = jsonl(tmp_path / "a.jsonl", ["ja nein " * k for k in range(100)])
-    for workers, most_threads, other_way in (
-        (1, 2, None),
-        (2, 2, "_encode_in_processes"),
-        (3, 2, "_encode_in_threads"),
+
+    class Own(one.HuggingFaceTokenizer):
+        pass
+
+    for workers, kind, most_threads, other_way in (
+        (1, one.HuggingFaceTokenizer, 2, None),
+        (2, one.HuggingFaceTokenizer, 2, "_encode_in_processes"),
+        (3, one.HuggingFaceTokenizer, 2, "_encode_in_threads"),
+        (4, Own, 4, "_encode_in_threads"),
     ):
         monkeypatch.setattr(one, "_MOST_THREADS", most_threads)
         with monkeypatch.context() as patch:
             if other_way is not None:
                 patch.setattr(one, other_way, None)
-            one.preprocess(path, tmp_path / f"of_{workers}", tokenizer, workers=workers)
-        assert os.environ.get("TOKENIZERS_PARALLELISM") == setting
+            one.preprocess(path, tmp_path / f"of_{workers}", kind(hf), workers=workers)
     for end in (".bin", ".idx"):
-        first, *others = [(tmp_path / f"of_{k}_text_document{end}").read_bytes() for k in (1, 2, 3)]
-        assert others == [first, first]
+        paths = [tmp_path / f"of_{k}_text_document{end}" for k in (1, 2, 3, 4)]
+        assert len({path.read_bytes() for path in paths}) == 1
+
+
+def test_threads_end_with_their_job(one, tmp_path, hf, monkeypatch):
+    """After an error, too: no thread goes on in the background."""
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
+    path = tmp_path / "a.jsonl"
+    path.write_text("no JSON\n" + '{"text": "ja"}\n' * 1000)
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="a.jsonl"):
+        one.preprocess(path, tmp_path / "o", one.HuggingFaceTokenizer(hf), workers=2)
+    assert threading.active_count() == before
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "tokenizer.json"]
 
 
 @pytest.mark.parametrize(

@@ -640,7 +640,7 @@ FAULTS = {
         ("pathlib.Path(index.path).unlink(missing_ok=True)", "pass"),
         ("    tokens.commit()\n    index.commit()\n", "    index.commit()\n    tokens.commit()\n"),
         ("if os.path.getsize(path) == 0:", "if False:"),
-        ("    tokens.finish()\n    index.finish()\n", ""),
+        ("    tokens.sync()\n    index.sync()\n", ""),
         ("        RemoteFile(index.path).remove()\n", "        pass\n"),
         ("            os.unlink(self.temporary)\n        else", "            pass\n        else"),
         ("            file_exists(self.path)\n", ""),
@@ -954,9 +954,12 @@ FAULTS = {
         ('if _format_name(path).endswith(".zip"):', "if False:"),
         ("except concurrent.futures.BrokenExecutor:", "except KeyError:"),
         ("workers <= _MOST_THREADS and", ""),
-        ("encoder.releases_the_gil():", "False:"),
-        ("        if before is not None:\n", "        if False:\n"),
-        ('        del os.environ["TOKENIZERS_PARALLELISM"]\n', ""),
+        ("encoder.suits_threads():", "False:"),
+        ("type(self.tokenizer) is HuggingFaceTokenizer and", ""),
+        (
+            "    with concurrent.futures.ThreadPoolExecutor(workers) as pool:",
+            "    pool = concurrent.futures.ThreadPoolExecutor(workers)\n    if True:",
+        ),
         ("[hide_credentials(path) for path in empty[:3]]", "empty[:3]"),
     ],
     "19": [
@@ -1206,15 +1209,12 @@ FAULTS = {
         ),
     ],
     "C": [
+        ("kind == 'u' || kind == 'i', 1, 1)", "1, 1, 1)"),
+        ("    if (!strcmp(from, code)) {", "    if (from[1] == code[1]) {"),
         ("? UINT64_MAX << (bits - 1) : 0;", "? UINT64_MAX << bits / 2 : 0;"),
         ("bits < 64 ? UINT64_MAX << bits : 0;", "0;"),
         ("found |= ((uint64_t)block[i]", "found = ((uint64_t)block[i]"),
-        (
-            "for (int64_t i = 0; fits && i < n; i += BLOCK) {\n        const int64_t count = n - i < BLOCK"
-            " ? n - i : BLOCK;\n\n        widen(",
-            "for (int64_t i = 0; i < n; i += BLOCK) {\n        const int64_t count = n - i < BLOCK"
-            " ? n - i : BLOCK;\n\n        widen(",
-        ),
+        ("count, from);\n        fits = narrow(", "count, from);\n        fits |= narrow("),
         ("fits = PyLong_CheckExact(item);", "fits = 1;"),
         ("fits &= !too_large;", ""),
         ("fits = fits && narrow(", "fits = narrow("),
