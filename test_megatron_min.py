@@ -960,7 +960,7 @@ def test_texts_and_lists_of_sentences(one, tmp_path, append_eod):
         assert (lists(ds), ds.document_indices.tolist()) == (all_sequences, ends)
 
 
-LINES = [
+LINES_OF_TEXT = [
     (b"", []),
     (b'{"text": "1 2"}\n{"text": "3"}', [[1, 2, 0], [3, 0]]),  # no newline at the end
     (b'{"text": "1"}\r\n{"text": ""}\r\n{"text": "2"}\r\n', [[1, 0], [], [2, 0]]),
@@ -970,7 +970,7 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize("content, documents", LINES)
+@pytest.mark.parametrize("content, documents", LINES_OF_TEXT)
 def test_lines_become_documents(one, tmp_path, content, documents):
     """One each, with an eod; preprocess() writes the same pair."""
     (tmp_path / "a.jsonl").write_bytes(content)
@@ -6563,42 +6563,6 @@ def hf(tmp_path):
     return path
 
 
-def test_threads_write_what_processes_write(one, tmp_path, hf, monkeypatch):
-    """The package tokenizers releases the GIL; a tokenizer of the user's own may not."""
-    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
-    path = jsonl(tmp_path / "a.jsonl", ["ja nein " * k for k in range(100)])
-
-    class Own(one.HuggingFaceTokenizer):
-        pass
-
-    for workers, kind, most_threads, other_way in (
-        (1, one.HuggingFaceTokenizer, 2, None),
-        (2, one.HuggingFaceTokenizer, 2, "_encode_in_processes"),
-        (3, one.HuggingFaceTokenizer, 2, "_encode_in_threads"),
-        (4, Own, 4, "_encode_in_threads"),
-    ):
-        monkeypatch.setattr(one, "_MOST_THREADS", most_threads)
-        with monkeypatch.context() as patch:
-            if other_way is not None:
-                patch.setattr(one, other_way, None)
-            one.preprocess(path, tmp_path / f"of_{workers}", kind(hf), workers=workers)
-    for end in (".bin", ".idx"):
-        paths = [tmp_path / f"of_{k}_text_document{end}" for k in (1, 2, 3, 4)]
-        assert len({path.read_bytes() for path in paths}) == 1
-
-
-def test_threads_end_with_their_job(one, tmp_path, hf, monkeypatch):
-    """After an error, too: no thread goes on in the background."""
-    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
-    path = tmp_path / "a.jsonl"
-    path.write_text("no JSON\n" + '{"text": "ja"}\n' * 1000)
-    before = threading.active_count()
-    with pytest.raises(ValueError, match="a.jsonl"):
-        one.preprocess(path, tmp_path / "o", one.HuggingFaceTokenizer(hf), workers=2)
-    assert threading.active_count() == before
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "tokenizer.json"]
-
-
 @pytest.mark.parametrize(
     "flags, start, eod",
     [
@@ -7203,6 +7167,42 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path):
     with pytest.raises(ChildProcessError, match="use fewer workers"):
         one.preprocess(path, tmp_path / "o", Killer(), workers=2)
     assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_threads_write_what_processes_write(one, tmp_path, hf, monkeypatch):
+    """The package tokenizers releases the GIL; a tokenizer of the user's own may not."""
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
+    path = jsonl(tmp_path / "a.jsonl", ["ja nein " * k for k in range(100)])
+
+    class Own(one.HuggingFaceTokenizer):
+        pass
+
+    for workers, kind, most_threads, other_way in (
+        (1, one.HuggingFaceTokenizer, 2, None),
+        (2, one.HuggingFaceTokenizer, 2, "_encode_in_processes"),
+        (3, one.HuggingFaceTokenizer, 2, "_encode_in_threads"),
+        (4, Own, 4, "_encode_in_threads"),
+    ):
+        monkeypatch.setattr(one, "_MOST_THREADS", most_threads)
+        with monkeypatch.context() as patch:
+            if other_way is not None:
+                patch.setattr(one, other_way, None)
+            one.preprocess(path, tmp_path / f"of_{workers}", kind(hf), workers=workers)
+    for end in (".bin", ".idx"):
+        paths = [tmp_path / f"of_{k}_text_document{end}" for k in (1, 2, 3, 4)]
+        assert len({path.read_bytes() for path in paths}) == 1
+
+
+def test_threads_end_with_their_job(one, tmp_path, hf, monkeypatch):
+    """After an error, too: no thread goes on in the background."""
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
+    path = tmp_path / "a.jsonl"
+    path.write_text("no JSON\n" + '{"text": "ja"}\n' * 1000)
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="a.jsonl"):
+        one.preprocess(path, tmp_path / "o", one.HuggingFaceTokenizer(hf), workers=2)
+    assert threading.active_count() == before
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "tokenizer.json"]
 
 
 @pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (4, 5), (60, 10)])

@@ -942,7 +942,7 @@ FAULTS = {
         ("    except LookupError:\n", "    except KeyError:\n"),
         ("[match for match in found if not os.path.isdir(match)]", "found"),
         ("if not folder or is_remote(path):", "if not folder:"),
-        ('"SLURM_NTASKS"))', '"SLURM_NTASKS"))'),
+        ('"SLURM_NTASKS"))', '"SLURM_NNODES"))'),
         ("with _open_input(record_path) as file:", 'with open(record_path, "rb") as file:'),
         ("self._position = starts[whence] + offset", "self._position = offset"),
         ("end = min(begin + len(buffer), self._size)", "end = begin + len(buffer)"),
