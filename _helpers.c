@@ -27,8 +27,8 @@
  *   - A blend is computed in IEEE doubles, and each operation is rounded.  Build with
  *     -ffp-contract=off.
  *
- * Contents  1. Borrowed arrays  2. Tokens  3. Sample index  4. Shuffle  5. Blending  6. Samples
- *           7. Module
+ * Contents  1. Borrowed arrays  2. File pair  3. Sample index  4. Shuffle  5. Blending
+ *           6. Samples  7. Module
  */
 #ifndef _WIN32
 #include <pyconfig.h>                /* tells whether this Python has a GIL; Windows has a flag */
@@ -166,7 +166,7 @@ INLINE int64_t load(const char *base, int64_t i, Py_ssize_t size)
     return size == 8 ? wide : narrow;
 }
 
-/* ================================= 2. Tokens ==================================
+/* ================================ 2. File pair ================================
  *
  * Definition: _encode_tokens in megatron_min.py.  Upstream: np.array(values, dtype).tobytes().
  *
@@ -309,6 +309,53 @@ static PyObject *encode_tokens(PyObject *Py_UNUSED(module), PyObject *args)
     }
 exit:
     PyBuffer_Release(&view);
+    return result;
+}
+
+/* Definition: IndexedDataset.verify in megatron_min.py.  Upstream checks nothing.
+ *
+ *     lengths     4 3 6       none is below 0; here an item has 1 byte
+ *     pointers    0 4 7       each is the end of the sequence before it, in bytes
+ *     documents   0 1 2 3     none is below the one before it
+ *
+ * Returns whether all entries are so.  The sums are unsigned: damaged entries may overflow. */
+static int verify_entries(const Py_buffer *lengths, const Py_buffer *pointers,
+                          const Py_buffer *documents, uint64_t width)
+{
+    uint64_t end = 0;
+    int wrong = 0;
+
+    for (Py_ssize_t i = 0; i < lengths->shape[0]; i++) {
+        const int64_t length = load(lengths->buf, i, 4);
+        const uint64_t pointer = (uint64_t)load(pointers->buf, i, 8);
+
+        wrong |= length < 0 || pointer != end;
+        end = pointer + (uint64_t)length * width;
+    }
+    for (Py_ssize_t d = 1; d < documents->shape[0]; d++)
+        wrong |= load(documents->buf, d, 8) < load(documents->buf, d - 1, 8);
+    return !wrong;
+}
+
+static PyObject *verify_index(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    static const Array arrays[] = {{"lengths", "i4", 1, READ}, {"pointers", "i8", 1, READ},
+                                   {"documents", "i8", 1, READ}};
+    Py_buffer view[3] = {{0}};
+    PyObject *o[3], *result = NULL;
+    int width, right;
+
+    if (!PyArg_ParseTuple(args, "OOOi:verify_index", o, o + 1, o + 2, &width))
+        return NULL;
+    if (!borrow_all(o, arrays, view, 3) || !in_range("itemsize", width, 1, 8) ||
+        !in_range("items of pointers", view[1].shape[0], view[0].shape[0], LLONG_MAX))
+        goto exit;
+    Py_BEGIN_ALLOW_THREADS
+    right = verify_entries(&view[0], &view[1], &view[2], (uint64_t)width);
+    Py_END_ALLOW_THREADS
+    result = PyBool_FromLong(right);
+exit:
+    release_all(view, 3);
     return result;
 }
 
@@ -1150,6 +1197,8 @@ exit:
 static PyMethodDef methods[] = {
     {"encode_tokens", encode_tokens, METH_VARARGS,
      "(values, kind, itemsize) -> bytes; values is an array or a list, the rest of its dtype"},
+    {"verify_index", verify_index, METH_VARARGS,
+     "(lengths, pointers, documents, itemsize) -> whether all entries are right"},
     {"build_sample_idx", build_sample_idx, METH_VARARGS,
      "(sample_index, sizes, document_index, sequence_length, add_extra_token, last_token, "
      "first_row, first_document, before) -> tokens up to its end"},

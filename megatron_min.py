@@ -6240,6 +6240,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #
 #   definition, in part I               adapter, below                 loop, in _helpers.c
 #   _encode_tokens                      _c_encode_tokens               encode_tokens
+#   IndexedDataset.verify               _c_verify                      verify_index
 #   build_sample_idx                    _c_build_sample_idx            build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
 #   build_blending_indices              _c_build_blending_indices      build_blending_indices
@@ -6298,6 +6299,14 @@ def _c_encode_tokens(values, dtype):
         return _megatron_min.encode_tokens(values, dtype.kind, dtype.itemsize)
     except (TypeError, ValueError):
         return _c_encode_tokens.__wrapped__(values, dtype)
+
+
+@functools.wraps(IndexedDataset.verify)
+def _c_verify(self):
+    if not self._verified:
+        arrays = self.sequence_lengths, self.sequence_pointers, self.document_indices
+        self._verified = _megatron_min.verify_index(*arrays, self._token_bytes)
+    _c_verify.__wrapped__(self)  # it does nothing more, or raises the error
 
 
 _DOCUMENTS_OF_A_THREAD = 1 << 22  # fewer documents are not worth a thread of their own
@@ -6646,6 +6655,7 @@ def _c_blended_batch(self, indices):
 
 if IMPLEMENTATION == "c":
     _encode_tokens = _c_encode_tokens
+    IndexedDataset.verify = _c_verify
     build_sample_idx = _c_build_sample_idx
     shuffle = _c_shuffle
     build_blending_indices = _c_build_blending_indices
@@ -6886,7 +6896,7 @@ def _tokenizer_of_module(name):
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages to and from the workers;
 # larger ones delay the end after Ctrl-C, because a worker ends between two blocks.
-_BLOCK_BYTES = 1 << 18
+_BLOCK_BYTES = 1 << 19
 _MOST_THREADS = 8  # each holds the GIL for a twentieth of its time; more would wait for one another
 _BLOCK_ROWS = 128  # the same for Parquet, which tells no bytes
 _PROGRESS_SECONDS = 10.0  # the least time between two lines of progress

@@ -5912,6 +5912,38 @@ def test_c_encodes_what_the_definition_encodes(c, one, monkeypatch):
         assert c._encode_tokens(values, np.dtype(np.uint16)) == b"\1\0\2\0"
 
 
+def test_c_verifies_what_the_definition_verifies(c, one, tmp_path, monkeypatch):
+    """Every entry is changed, by one, by half of the range, and to what no file can have."""
+    lengths, ends = [4, 0, 3, 6], [0, 2, 2, 4]
+    mk(one, tmp_path / "p", [[7] * length for length in lengths], np.int32)
+    content = bytearray(idx_bytes(lengths, ends, 4, 4))
+    path = tmp_path / "p.idx"
+    start = 34
+    errors = 0
+    for dtype in (np.int32, np.int64, np.int64):
+        for _ in range(4):
+            place = slice(start, start + np.dtype(dtype).itemsize)
+            start = place.stop
+            [entry] = np.frombuffer(bytes(content[place]), dtype)
+            limits = np.iinfo(dtype)
+            for value in (entry, entry - 1, entry + 1, -1, limits.min, limits.max):
+                changed = content.copy()
+                changed[place] = np.array([value], dtype).tobytes()
+                path.write_bytes(changed)
+                outcomes = []
+                for module in (c, one):
+                    try:
+                        outcomes.append(len(module.IndexedDataset(tmp_path / "p")))
+                    except ValueError as error:
+                        outcomes.append(str(error))
+                assert outcomes[0] == outcomes[1]
+                errors += outcomes[0] != 4
+    assert errors > 40
+    path.write_bytes(content)
+    monkeypatch.setattr(c.IndexedDataset, "_verify_sequences", None)  # C alone has to do it
+    assert len(c.IndexedDataset(tmp_path / "p")) == 4
+
+
 def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
     """However many cores: as many parts, side by side; empty documents on every edge."""
     monkeypatch.setattr(c, "_DOCUMENTS_OF_A_THREAD", 1)
@@ -6159,6 +6191,7 @@ def test_hostile_arguments_raise(mm, one, monkeypatch, name):
 
 FILLED = {  # {function: how many arrays it fills, its first arguments}
     "encode_tokens": 0,
+    "verify_index": 0,
     "build_sample_idx": 1,
     "shuffle": 2,
     "build_blending_indices": 2,
@@ -6195,6 +6228,9 @@ def toy_arguments(name):
         return GOOD_OUTPUTS | GOOD_BLENDS[name]
     if name == "encode_tokens":
         return {"values": int32(*b"aaaabbbcccccc"), "kind": "u", "itemsize": 2}
+    if name == "verify_index":
+        call = {"lengths": int32(4, 3, 6), "pointers": np.array([0, 8, 14])}
+        return call | {"documents": np.array([0, 1, 2, 3]), "itemsize": 2}
     if name == "shuffle":
         key = np.random.RandomState(0).get_state()[1].copy()
         return {"array": np.arange(9), "key": key, "pos": 600}
@@ -6222,6 +6258,7 @@ OUT_OF_RANGE = {  # {function: {argument: values that it refuses in the toy call
         "kind": ["f", "u2", "x", "", "\0", "\u0100", "\u0175", None, 117],
         "itemsize": [0, -1, 3, 9, 2**31],
     },
+    "verify_index": {"pointers": [np.array([0, 8])], "itemsize": [0, -1, 9, 2**31]},
     "build_sample_idx": {
         "sample_index": [np.zeros((4, 3), np.int32)],
         "sizes": [int32(8, -1, 6)],

@@ -1210,6 +1210,11 @@ FAULTS = {
     ],
     "C": [
         ("kind == 'u' || kind == 'i', 1, 1)", "1, 1, 1)"),
+        ("wrong |= length < 0 || pointer != end;", "wrong |= pointer != end;"),
+        ("wrong |= length < 0 || pointer != end;", "wrong |= length < 0;"),
+        ("load(documents->buf, d, 8) < load", "load(documents->buf, d, 8) <= load"),
+        ("wrong |= load(documents->buf, d, 8)", "wrong |= 0 & load(documents->buf, d, 8)"),
+        ('"items of pointers", view[1].shape[0], view[0].shape[0],', '"", 0, 0,'),
         ("    if (!strcmp(from, code)) {", "    if (from[1] == code[1]) {"),
         ("? UINT64_MAX << (bits - 1) : 0;", "? UINT64_MAX << bits / 2 : 0;"),
         ("bits < 64 ? UINT64_MAX << bits : 0;", "0;"),
