@@ -2100,27 +2100,22 @@ class GPTDataset(MegatronDataset):
         config = self.config
         if isinstance(self.dataset, IndexedDataset):
             self.dataset.verify()
-        S = config.sequence_length
         tokens_per_epoch = self.tokens_per_epoch()
         plan = self._plan_epochs(tokens_per_epoch)
         _warn_if_python_is_slow(plan.num_samples + plan.num_epochs * len(self.indices))
-        if config.stable_order:
-            edges = count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
-            orders = build_stable_orders(self.indices, edges, config.random_seed)
-        else:
-            orders = self._draw_orders(plan)
-        document_index, shuffle_index = orders
+        orders = self._draw_orders(plan, tokens_per_epoch)
+        document_index = next(orders)
         yield document_index
         yield build_sample_idx(
             self.dataset.sequence_lengths,
             document_index,
-            S,
+            config.sequence_length,
             plan.num_epochs,
             tokens_per_epoch,
             not self._keep_partial,
             self._extra,
         )
-        yield shuffle_index
+        yield next(orders)
 
     def _plan_epochs(self, tokens_per_epoch):
         """How often this dataset goes over its documents, and how many samples that gives."""
@@ -2133,16 +2128,23 @@ class GPTDataset(MegatronDataset):
         drop_last = not self._keep_partial
         return plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
 
-    def _draw_orders(self, plan):
-        """One random generator draws the order of documents, then the order of samples."""
-        random_state = np.random.RandomState(self.config.random_seed)
-        document_index = build_document_index(
+    def _draw_orders(self, plan, tokens_per_epoch):
+        """Yield the order of documents, then the order of samples."""
+        config = self.config
+        if config.stable_order:
+            edges = count_samples_of_epochs(
+                plan, tokens_per_epoch, config.sequence_length, self._extra
+            )
+            yield from build_stable_orders(self.indices, edges, config.random_seed)
+            return
+        random_state = np.random.RandomState(config.random_seed)  # it draws both, one by one
+        yield build_document_index(
             self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
         )
         first_part = plan.num_samples
         if plan.separate_final_epoch:
             first_part = plan.samples_before_final_epoch
-        return document_index, build_shuffle_index(first_part, plan.num_samples, random_state)
+        yield build_shuffle_index(first_part, plan.num_samples, random_state)
 
     def tokens_per_epoch(self) -> int:
         """Return T: how many tokens the documents of this split have."""

@@ -280,7 +280,7 @@ FAULTS = {
         ("if last_tokens and self._eod_token_id not in last_tokens:", "if False:"),
         ("index_split is Split.valid and not config", "not config"),
         ("            self.dataset.verify()\n", "            pass\n"),
-        ("np.random.RandomState(self.config.random_seed)", "np.random.RandomState(0)"),
+        ("np.random.RandomState(config.random_seed)", "np.random.RandomState(0)"),
         ("self.config.stable_order and not self._keep_partial", "self.config.stable_order"),
         ('corrections["stable_order"] = True', "pass"),
         ("if config.stable_order:", "if False:"),
