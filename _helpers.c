@@ -277,9 +277,9 @@ static PyObject *encode_tokens(PyObject *Py_UNUSED(module), PyObject *args)
 
     if (!PyArg_ParseTuple(args, "OCi:encode_tokens", &values, &kind, &width))
         return NULL;
-    if (!in_range("kind", kind == 'u' || kind == 'i', 1, 1) || !in_range("itemsize", width, 1, 8))
+    if (!in_range("itemsize", width, 1, 8))
         return NULL;
-    code[0] = (char)kind;
+    code[0] = kind == 'u' || kind == 'i' ? (char)kind : '?';
     code[1] = (char)('0' + width);
     if (!strstr("u1 i1 u2 i2 i4 i8", code)) {
         PyErr_Format(PyExc_ValueError, "dtype: wanted u1, i1, u2, i2, i4 or i8, found %s", code);

@@ -342,6 +342,14 @@ def cache_hit(mm, n, **options):
     return [dataset.document_index[:], dataset.sample_index[:], dataset.shuffle_index[:]]
 
 
+def open_pair(mm, n):
+    """IndexedDataset of a pair that is there."""
+    prefix = corpus(n)
+    with clock:
+        dataset = mm.IndexedDataset(prefix)
+    return [np.array(dataset.document_indices), np.array(dataset.sequence_lengths)]
+
+
 def add_documents(mm, n, convert):
     """Documents that are added one by one, as arrays or as lists, which tokenizers give."""
     documents = []
@@ -514,6 +522,8 @@ MORE = [  # with --full
     Case("build, 4 epochs", build, 10**6, "documents", {"epochs": 4}),
     Case("build, small corpus", build, 200_000, "documents"),
     Case("build, 4 corpora", build, 10**6, "documents", {"corpora": 4}),
+    Case("build, 4 small corpora", build, 200_000, "documents", {"corpora": 4}),
+    Case("open a pair", open_pair, 10**6, "documents"),
     Case("cache hit, fast_cache_load", cache_hit, 10**7, "documents", TRUST, NO_C),
     Case("add_document, lists", add_documents, 20_000, "documents", LISTS),
     Case("preprocess, BPE (library) *", preprocess, 1000, "pages of 2 kB", {"workers": 1}),

@@ -5412,7 +5412,7 @@ class IndexCache:
         return state
 
 
-_WORTH_A_THREAD = 1 << 18  # bytes of an array: a local disk has fewer before a thread has started
+_WORTH_A_THREAD = 1 << 18  # bytes; smaller arrays are on a local disk before a thread starts
 
 # Arrays are written, and read to check them, in pieces of so many bytes.  A piece fits the CPU's
 # cache; and one write of many MiB at times takes ten times as long as the same bytes in pieces.
@@ -6898,7 +6898,7 @@ def _tokenizer_of_module(name):
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages to and from the workers;
 # larger ones delay the end after Ctrl-C, because a worker ends between two blocks.
-_BLOCK_BYTES = 1 << 19
+_BLOCK_BYTES = 1 << 18
 _MOST_THREADS = 8  # each holds the GIL for a twentieth of its time; more would wait for one another
 _BLOCK_ROWS = 128  # the same for Parquet, which tells no bytes
 _PROGRESS_SECONDS = 10.0  # the least time between two lines of progress

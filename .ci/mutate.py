@@ -1209,7 +1209,7 @@ FAULTS = {
         ),
     ],
     "C": [
-        ("kind == 'u' || kind == 'i', 1, 1)", "1, 1, 1)"),
+        ("kind == 'u' || kind == 'i' ? (char)kind : '?'", "(char)kind"),
         ("wrong |= length < 0 || pointer != end;", "wrong |= pointer != end;"),
         ("wrong |= length < 0 || pointer != end;", "wrong |= length < 0;"),
         ("load(documents->buf, d, 8) < load", "load(documents->buf, d, 8) <= load"),
