@@ -114,6 +114,24 @@ def do_not_wait(descriptor):
     """In place of os.fsync()."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forks():
+    """With MEGATRON_MIN_FORK=0 a test that forks is skipped.
+
+    The allocator of gcc's address sanitizer, unlike glibc's, does not see to its locks at a fork:
+    where another thread holds one at that moment, the new process waits for it for ever.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("MEGATRON_MIN_FORK") == "0":
+            patch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(do_not_fork))
+        yield
+
+
+def do_not_fork(process):
+    """In place of what starts a forked process."""
+    pytest.skip("forks")
+
+
 @pytest.fixture(params=IMPLEMENTATIONS)
 def mm(request):
     """The module, once with each implementation of the kernels."""
