@@ -5322,16 +5322,16 @@ class IndexCache:
         were.
         """
         arrays = {}
-        written = {}  # a future for each array that a thread writes
+        pending = {}  # a future for each array that a thread writes
         # The pool is left first: no file is removed while a thread still writes it.
         with contextlib.ExitStack() as leftovers, concurrent.futures.ThreadPoolExecutor() as pool:
             for name, values in zip(self.names, build(), strict=True):
                 arrays[name] = values
                 if values.nbytes >= _WORTH_A_THREAD:
-                    written[name] = pool.submit(self._write_array, name, values, leftovers)
+                    pending[name] = pool.submit(self._write_array, name, values, leftovers)
             self._arrays = arrays
             try:
-                self._arrays = self._save(written, leftovers)
+                self._arrays = self._save(pending, leftovers)
                 self._is_saved = True
             except OSError as error:
                 warnings.warn(
@@ -5341,32 +5341,28 @@ class IndexCache:
                     stacklevel=2,
                 )
 
-    def _save(self, written, leftovers):
-        """Write what is not written yet, give all files their names, and return the mapped arrays.
+    def _save(self, pending, leftovers):
+        """Write what no thread writes, give all files their names, and return the mapped arrays.
 
         The old manifest is removed first, and the new one is the last to get its name: so a crash
         on the way leaves none beside files of which some are new.
         """
-        new_files = []
-        files = {}
-        arrays = {}
+        written = {}
         for name, values in self._arrays.items():
-            if name in written:
-                new_file, facts, mapped = written[name].result()
-            else:
-                new_file, facts, mapped = self._write_array(name, values, leftovers)
-            new_files.append(new_file)
-            files[name] = facts
-            arrays[name] = mapped
-        manifest = {"made_from": self.made_from, "files": files}
-        new_files.append(self._write_text("description.txt", self.description, leftovers))
-        text = json.dumps(manifest, indent=4)
-        new_files.append(self._write_text("manifest.json", text, leftovers))
+            if name not in pending:
+                written[name] = self._write_array(name, values, leftovers)
+        description = self._write_text("description.txt", self.description, leftovers)
+        for name, future in pending.items():
+            written[name] = future.result()
+        new_files = [written[name].new_file for name in self.names]
+        files = {name: written[name].facts for name in self.names}
+        text = json.dumps({"made_from": self.made_from, "files": files}, indent=4)
+        manifest = self._write_text("manifest.json", text, leftovers)
         for file in ("manifest.json", "description.txt"):
             pathlib.Path(self.path(file)).unlink(missing_ok=True)
-        for new_file in new_files:
+        for new_file in [*new_files, description, manifest]:
             new_file.commit()
-        return arrays
+        return {name: written[name].mapped for name in self.names}
 
     def _open_new(self, file, leftovers):
         """Open a file of the cache; leftovers removes it unless it gets its name."""
@@ -5383,10 +5379,7 @@ class IndexCache:
         return new_file
 
     def _write_array(self, name, values, leftovers):
-        """Write one .npy file, which has no name yet: the bytes that numpy.save() would write.
-
-        Returns the file, what the manifest says of it, and the mapped array.
-        """
+        """Write one .npy file, which has no name yet: the bytes that numpy.save() would write."""
         values = np.ascontiguousarray(values)
         header = _npy_header(values)
         new_file = self._open_new(f"{name}.npy", leftovers)
@@ -5402,7 +5395,7 @@ class IndexCache:
         # a file of its own under the final one.
         mapped = np.memmap(new_file.temporary, values.dtype, "r", len(header), values.shape)
         facts = {"size": len(header) + len(content), "crc32": crc32}
-        return new_file, facts, np.asarray(mapped)
+        return _WrittenArray(new_file, facts, np.asarray(mapped))
 
     def __getstate__(self):
         """Without arrays that the other process can map."""
@@ -5410,6 +5403,14 @@ class IndexCache:
         if self._is_saved:
             state["_arrays"] = None
         return state
+
+
+class _WrittenArray(typing.NamedTuple):
+    """An array in a file that has no name yet."""
+
+    new_file: NewFile
+    facts: dict  # what the manifest says of the file
+    mapped: np.ndarray
 
 
 _WORTH_A_THREAD = 1 << 18  # bytes; smaller arrays are on a local disk before a thread starts
