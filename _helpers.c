@@ -171,82 +171,54 @@ INLINE int64_t load(const char *base, int64_t i, Py_ssize_t size)
  * Definition: _encode_tokens in megatron_min.py.  Upstream: np.array(values, dtype).tobytes().
  *
  *     values   an array or a list     97 98 513
- *     block    int64                  97 98 513     up to 512 ids: they stay in the CPU's cache
  *     bytes    of the file's dtype    61 00 62 00 01 02
  *
- * An id fits if id minus the least value of the dtype, as an unsigned number, needs no more bits
- * than the dtype has.
+ * An id fits if it is the same number in both dtypes.
  *
  * The result is bytes, and no array that Python has allocated: most documents are short, and to
  * borrow one more array takes as long as to convert 500 ids.
  */
-enum { BLOCK = 512 };
-
 #define PUT(type, base, i, value) do { \
         const type put_ = (type)(value); \
         memcpy((base) + (i) * (int64_t)sizeof put_, &put_, sizeof put_); \
     } while (0)
 
-#define WIDEN(dtype, type) if (code[0] == dtype[0] && code[1] == dtype[1]) \
-    for (int64_t i = 0; i < n; i++) { \
-        type item; \
-        memcpy(&item, from + i * (int64_t)sizeof item, sizeof item); \
-        PUT(int64_t, to, i, item); \
+#define IS(code, dtype) ((code)[0] == (dtype)[0] && (code)[1] == (dtype)[1])
+
+/* These two make a loop for each pair of dtypes, and choose one. */
+#define CONVERT_FROM(dtype, type, to_type) \
+    if (IS(from_code, dtype)) \
+        for (int64_t i = 0; i < n; i++) { \
+            type item; \
+            memcpy(&item, from + i * (int64_t)sizeof item, sizeof item); \
+            PUT(to_type, to, i, item); \
+            changed |= (int64_t)item ^ (int64_t)(to_type)item; \
+        }
+#define CONVERT_TO(dtype, type) if (IS(to_code, dtype)) { \
+        CONVERT_FROM("u1", uint8_t, type) CONVERT_FROM("i1", int8_t, type) \
+        CONVERT_FROM("u2", uint16_t, type) CONVERT_FROM("i2", int16_t, type) \
+        CONVERT_FROM("u4", uint32_t, type) CONVERT_FROM("i4", int32_t, type) \
+        CONVERT_FROM("i8", int64_t, type) \
     }
 
-/* Copies n items of one of these dtypes to int64. */
-static void widen(char *to, const char *from, int64_t n, const char code[3])
+/* Stores n items of one dtype as items of another.  Returns whether all of them fit. */
+static int convert(char *to, const char to_code[3], const char *from, const char from_code[3],
+                   int64_t n)
 {
-    WIDEN("u1", uint8_t) WIDEN("i1", int8_t) WIDEN("u2", uint16_t)
-    WIDEN("i2", int16_t) WIDEN("u4", uint32_t) WIDEN("i4", int32_t) WIDEN("i8", int64_t)
+    int64_t changed = 0;    /* the bits in which an item differs from what was stored for it */
+
+    CONVERT_TO("u1", uint8_t) CONVERT_TO("i1", int8_t) CONVERT_TO("u2", uint16_t)
+    CONVERT_TO("i2", int16_t) CONVERT_TO("i4", int32_t) CONVERT_TO("i8", int64_t)
+    return changed == 0;
 }
 
-#define NARROW(dtype, type) if (code[0] == dtype[0] && code[1] == dtype[1]) \
-    for (int64_t i = 0; i < n; i++) \
-        PUT(type, to, i, block[i]);
-
-/* Stores n ids as items of this dtype.  Returns whether all of them fit. */
-static int narrow(char *to, const int64_t *block, int64_t n, const char code[3])
-{
-    const int bits = 8 * (code[1] - '0');
-    const uint64_t least = code[0] == 'i' ? UINT64_MAX << (bits - 1) : 0;  /* the least that fits */
-    const uint64_t excess = bits < 64 ? UINT64_MAX << bits : 0;     /* bits that no item has */
-    uint64_t found = 0;
-
-    for (int64_t i = 0; i < n; i++)
-        found |= ((uint64_t)block[i] - least) & excess;
-    NARROW("u1", uint8_t) NARROW("i1", int8_t) NARROW("u2", uint16_t)
-    NARROW("i2", int16_t) NARROW("i4", int32_t) NARROW("i8", int64_t)
-    return found == 0;
-}
-
-/* The same for all items of an array. */
-static int narrow_array(char *to, const Py_buffer *array, const char code[3])
-{
-    const int64_t n = array->shape[0], width = code[1] - '0';
-    int64_t block[BLOCK];
-    char from[3];
-    int fits = 1;
-
-    dtype_of(array, from);
-    if (!strcmp(from, code)) {
-        memcpy(to, array->buf, (size_t)array->len);
-        return 1;
-    }
-    for (int64_t i = 0; fits && i < n; i += BLOCK) {
-        const int64_t count = n - i < BLOCK ? n - i : BLOCK;
-
-        widen((char *)block, (const char *)array->buf + i * array->itemsize, count, from);
-        fits = narrow(to + i * width, block, count, code);
-    }
-    return fits;
-}
+enum { BLOCK = 512 };   /* ids of a list that are converted together: they stay in the cache */
 
 /* The same for a list.  An item that is not a plain int does not fit: to convert it could run code
  * that changes the list. */
-static int narrow_list(char *to, PyObject *list, int64_t n, const char code[3])
+static int convert_list(char *to, const char to_code[3], PyObject *list, int64_t n)
 {
-    const int64_t width = code[1] - '0';
+    const int64_t width = to_code[1] - '0';
     int64_t block[BLOCK];
     int fits = 1;
 
@@ -261,7 +233,7 @@ static int narrow_list(char *to, PyObject *list, int64_t n, const char code[3])
             block[j] = fits ? PyLong_AsLongLongAndOverflow(item, &too_large) : 0;
             fits &= !too_large;
         }
-        fits = fits && narrow(to + i * width, block, count, code);
+        fits = fits && convert(to + i * width, to_code, (const char *)block, "i8", count);
     }
     return fits;
 }
@@ -271,7 +243,7 @@ static PyObject *encode_tokens(PyObject *Py_UNUSED(module), PyObject *args)
     static const Array ids = {"values", "u1 i1 u2 i2 u4 i4 i8", 1, READ};
     PyObject *values, *result = NULL;
     Py_buffer view = {0};
-    char code[3] = "??", *to;
+    char code[3] = "??", from_code[3], *to;
     int kind, width, is_list, fits;
     Py_ssize_t n;
 
@@ -296,10 +268,11 @@ static PyObject *encode_tokens(PyObject *Py_UNUSED(module), PyObject *args)
         goto exit;
     to = PyBytes_AsString(result);
     if (is_list)
-        fits = narrow_list(to, values, n, code);
+        fits = convert_list(to, code, values, n);
     else {
         Py_BEGIN_ALLOW_THREADS
-        fits = narrow_array(to, &view, code);
+        dtype_of(&view, from_code);
+        fits = convert(to, code, view.buf, from_code, n);
         Py_END_ALLOW_THREADS
     }
     if (!fits) {
@@ -1046,9 +1019,9 @@ static int64_t read_pieces(const Batch *b, char *const row[], int64_t j)
         if (n == 0)
             continue;
         from = (const char *)items->buf + pointer + begin * width;
-        widen(row[TOKENS] + 8 * at, from, n < room ? n : room, b->code);
+        convert(row[TOKENS] + 8 * at, "i8", from, b->code, n < room ? n : room);
         if (n > room)                                       /* the extra token is no input */
-            widen(row[LABELS] + 8 * (length - 1), from + room * width, 1, b->code);
+            convert(row[LABELS] + 8 * (length - 1), "i8", from + room * width, b->code, 1);
         if (b->by_document && at > 0 && at < length) {
             PUT(int32_t, row[CU_SEQLENS], documents++, start);
             count_up(row[POSITIONS], start, at, 0, 1);
