@@ -6,6 +6,7 @@
     MEGATRON_MIN_CASES=20 pytest        twenty times the random cases
     MEGATRON_MIN_FUZZ=20 pytest -m slow twenty times the damaged files
     MEGATRON_MIN_PARITY=1 pytest        a missing megatron-core is a failure, not a skip
+    MEGATRON_MIN_FORK=0 pytest          tests that fork this process are skipped
 
 Oracles are plain loops, numpy's own shuffle, and megatron-core 0.16.1 (extra "parity").  Helpers
 take `mm` or `up` (ours or upstream's names in one namespace), so a parity test runs one function
@@ -116,7 +117,7 @@ def do_not_wait(descriptor):
 
 @pytest.fixture(scope="session", autouse=True)
 def forks():
-    """With MEGATRON_MIN_FORK=0 a test that forks is skipped.
+    """With MEGATRON_MIN_FORK=0 a test that forks this process is skipped.
 
     The allocator of gcc's address sanitizer, unlike glibc's, does not see to its locks at a fork:
     where another thread holds one at that moment, the new process waits for it for ever.
@@ -9510,14 +9511,14 @@ def read_pair(mm, rng):
 
 @linux
 @pytest.mark.parametrize("count", FEW_AND_MANY)
-def test_damaged_pairs(one, tmp_path, monkeypatch, count):
+def test_damaged_pairs(mm, tmp_path, monkeypatch, count):
     monkeypatch.chdir(tmp_path)
     for path, modes, dtype in (("plain", None, np.uint16), ("moded", [1, -2], np.int32)):
-        with one.IndexedDatasetBuilder(f"{path}.bin", dtype, modes is not None) as builder:
+        with mm.IndexedDatasetBuilder(f"{path}.bin", dtype, modes is not None) as builder:
             for doc in random_docs(np.random.default_rng(5), 12, 9):
                 cut = len(doc) // 2
                 builder.add_document(doc, [cut, len(doc) - cut], modes)
-    assert in_children(functools.partial(fuzz, count, read_pair, one), timeout=100 + count) == [0]
+    assert in_children(functools.partial(fuzz, count, read_pair, mm), timeout=100 + count) == [0]
 
 
 def samples_of_blend(mm, cache, fast_cache_load, **fields):
