@@ -6584,9 +6584,9 @@ def _c_read_samples(dataset, columns, rows, wanted):
                 dataset._extra,
                 dataset._pad_token_id,
                 _NO_EOD if dataset._eod_token_id is None else dataset._eod_token_id,
-                bool(config.reset_position_ids),
-                bool(config.eod_mask_loss),
-                bool(config.reset_attention_mask),
+                config.reset_position_ids,
+                config.eod_mask_loss,
+                config.reset_attention_mask,
             ),
         )
     except (OverflowError, TypeError, ValueError):

@@ -837,9 +837,9 @@ FAULTS = {
         ("if type(dataset).batch is not BlendedDataset.batch or not", "if not"),
         (" and type(dataset).batch is GPTDataset.batch", ""),
         ("        and cls.__getitems__ is BlendedDataset.__getitems__\n", ""),
-        ("bool(config.eod_mask_loss)", "False"),
-        ("bool(config.reset_attention_mask)", "False"),
-        ("bool(config.reset_position_ids)", "False"),
+        ("                config.eod_mask_loss,\n", "                False,\n"),
+        ("                config.reset_attention_mask,\n", "                False,\n"),
+        ("                config.reset_position_ids,\n", "                False,\n"),
     ],
     "17": [
         ("        if error.name != package:", "        if False:"),
