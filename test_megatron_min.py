@@ -1321,6 +1321,26 @@ def test_streams_longer_than_2_31_tokens(mm):
     same(rows, np.array(wanted, np.int32))
 
 
+@pytest.mark.parametrize(
+    "argument, value, sentence",
+    [
+        ("sizes", [4, 3, -6], "a size is negative"),
+        ("document_indices", [0, 3, 2], "document_indices[1] is 3 of 3 sequences"),
+        ("document_indices", [0, -1, 2], "document_indices[1] is -1 of 3 sequences"),
+        ("tokens_per_epoch", 400, "the samples need 397 tokens, the documents hold 13"),
+        ("tokens_per_epoch", 2**40, "3 documents cannot hold 1099511627776 tokens"),
+        ("sequence_length", 0, "sequence_length must be 1 to"),
+    ],
+)
+def test_a_wrong_stream_is_said(mm, argument, value, sentence):
+    stream = {"sizes": [4, 3, 6], "document_indices": [0, 1, 2], "sequence_length": 4}
+    stream |= {"num_epochs": 1, "tokens_per_epoch": 13, argument: value}
+    for name in ("sizes", "document_indices"):
+        stream[name] = np.array(stream[name], np.int32)
+    with pytest.raises((IndexError, ValueError), match=re.escape(sentence)):
+        mm.build_sample_idx(**stream)
+
+
 def test_partial_samples_are_counted_in_integers(mm):
     """Upstream divides in float32: here it would leave out the last sample."""
     sizes = np.full(1025, 2**15, np.int32)
