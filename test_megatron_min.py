@@ -1858,6 +1858,21 @@ class OwnMethods:
         return np.zeros(len(labels), np.float32)
 
 
+def test_a_sample_is_no_view_of_what_a_subclass_read(mm, tmp_path):
+    """Whoever writes into a sample, such as -100 into its labels, changes nothing else."""
+    read = np.arange(9)
+
+    class Cached(mm.GPTDataset):
+        def _query_document_sample_shuffle_indices(self, k):
+            return read, np.array([0])
+
+    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)]))
+    arguments = plain.dataset, plain.dataset_path, plain.indices, None, mm.Split.train
+    for tensor in Cached(*arguments, plain.config)[0].values():
+        tensor.zero_()
+    same(read, np.arange(9))
+
+
 @pytest.mark.parametrize(
     "method", ["__getitem__", "_query_document_sample_shuffle_indices", "pieces", "_loss_mask"]
 )
