@@ -176,7 +176,7 @@ INLINE int64_t load(const char *base, int64_t i, Py_ssize_t size)
  * An id fits if it is the same number in both dtypes.
  *
  * The result is bytes, and no array that Python has allocated: most documents are short, and to
- * borrow one more array takes as long as to convert 500 ids.
+ * borrow one more array takes about as long as to convert some hundred ids.
  */
 #define PUT(type, base, i, value) do { \
         const type put_ = (type)(value); \

@@ -119,8 +119,8 @@ def do_not_wait(descriptor):
 def forks():
     """With MEGATRON_MIN_FORK=0 a test that forks this process is skipped.
 
-    The allocator of gcc's address sanitizer, unlike glibc's, does not see to its locks at a fork:
-    where another thread holds one at that moment, the new process waits for it for ever.
+    The allocator of gcc 12's address sanitizer, unlike glibc's, does not see to its locks at a
+    fork: where another thread holds one at that moment, the new process waits for it for ever.
     """
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("MEGATRON_MIN_FORK") == "0":
@@ -1858,21 +1858,6 @@ class OwnMethods:
         return np.zeros(len(labels), np.float32)
 
 
-def test_a_sample_is_no_view_of_what_a_subclass_read(mm, tmp_path):
-    """Whoever writes into a sample, such as -100 into its labels, changes nothing else."""
-    read = np.arange(9)
-
-    class Cached(mm.GPTDataset):
-        def _query_document_sample_shuffle_indices(self, k):
-            return read, np.array([0])
-
-    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)]))
-    arguments = plain.dataset, plain.dataset_path, plain.indices, None, mm.Split.train
-    for tensor in Cached(*arguments, plain.config)[0].values():
-        tensor.zero_()
-    same(read, np.arange(9))
-
-
 @pytest.mark.parametrize(
     "method", ["__getitem__", "_query_document_sample_shuffle_indices", "pieces", "_loss_mask"]
 )
@@ -1895,6 +1880,21 @@ def test_a_subclass_keeps_its_own_method(mm, tmp_path, method):
     for samples in [*of_own, *of_blend]:
         for sample, values in zip(samples, wanted, strict=True):
             same(sample[key], values)
+
+
+def test_a_sample_is_no_view_of_what_a_subclass_read(mm, tmp_path):
+    """Whoever writes into a sample, such as -100 into its labels, changes nothing else."""
+    read = np.arange(9)
+
+    class Cached(mm.GPTDataset):
+        def _query_document_sample_shuffle_indices(self, k):
+            return read, np.array([0])
+
+    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)]))
+    arguments = plain.dataset, plain.dataset_path, plain.indices, None, mm.Split.train
+    for tensor in Cached(*arguments, plain.config)[0].values():
+        tensor.zero_()
+    same(read, np.arange(9))
 
 
 class NumbersMethods:
