@@ -286,16 +286,16 @@ class DatasetFormatError(ValueError):
 #   header and sizes  at every open, in O(1)            the table above, and the size of the .bin
 #   first and last    at every open, in O(1)            documents run from 0 to n, and the last
 #   entries                                             sequence ends where the .bin ends
-#   all entries       at the open of an .idx below      lengths are >= 0, each pointer is the sum
-#                     64 MiB, in verify(), and before   of the lengths before it, in bytes, and
-#                     section 4 orders its sequences    documents never go back
+#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
+#                     and before section 4 orders the   of the lengths before it, in bytes, and
+#                     sequences, in O(n)                documents never go back
 #   one place         at every access                   the bounds of the sequence and of the .bin
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, n, m: the first 34 bytes
-_SMALL_INDEX_BYTES = 64 << 20  # a larger .idx takes too long to check at every open on every rank
 _CHUNK = 1 << 14  # entries that are checked at a time: temporary arrays stay in the CPU's cache
+_PAGE = 4096  # bytes that are read in one place of a file to tell it from another
 
 
 class DType(enum.Enum):
@@ -596,13 +596,12 @@ class IndexedDataset(torch.utils.data.Dataset):
     mmap                   True: arrays are views of the mapped file; False: each access reads the
                            file into a new array
     object_storage_config  ObjectStorageConfig; None: its defaults
-    check                  True: check the whole .idx when it is opened, as verify() does;
-                           False: only what takes O(1); None: the whole if it is below 64 MiB
-    fast_cache_load        upstream's name: True is check=False, where check is None
+    check                  True: check the whole .idx when it is opened, as verify() does
 
     ds[i] is sequence i, a 1-D array of ds.dtype, and ds[a:b] a list of such arrays.  Opening costs
-    O(1), or O(n) with the whole check.  A file that is not what its format says is a
-    DatasetFormatError (a ValueError); a place outside of the dataset is an IndexError.
+    O(1), whatever the size, or O(n) with the whole check.  A file that is not what its format says
+    is a DatasetFormatError (a ValueError); a place outside of the dataset is an IndexError.  A
+    pickle holds the path, and what tells the files from later ones.
 
     >>> ds = IndexedDataset(toy_corpus())
     >>> len(ds), ds.sequence_lengths.tolist(), ds.sequence_pointers.tolist()
@@ -617,20 +616,20 @@ class IndexedDataset(torch.utils.data.Dataset):
         multimodal: bool = False,
         mmap: bool = True,
         object_storage_config: typing.Any = None,
-        check: bool | None = None,
-        fast_cache_load: bool = False,
+        check: bool = False,
     ) -> None:
-        if fast_cache_load and check is None:
-            check = False
         self.path_prefix = os.fspath(path_prefix)
         self.multimodal = multimodal
         self.mmap = mmap
         self.object_storage_config = object_storage_config
         self.check = check
         self._verified = False
+        self._identity = None  # identity() fills it
+        self._digest = None  # digest_of_contents() fills both
+        self._digest_stamps = None
         self._open_index()
         self._open_tokens()
-        if check or (check is None and len(self._idx_content) < _SMALL_INDEX_BYTES):
+        if check:
             self.verify()
 
     def _open_index(self):
@@ -680,7 +679,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         if len(self):
             size = int(self.sequence_lengths[-1]) * self._token_bytes
             end = int(self.sequence_pointers[-1]) + size
-        found = file_stamp(path)["size"]
+        self._bin_stamp = file_stamp(path)
+        found = self._bin_stamp["size"]
         if end % self._token_bytes:
             field = f"end of the last sequence ({self.dtype.__name__} tokens)"
             raise _format_error(idx_path, field, f"a multiple of {self._token_bytes}", end)
@@ -810,17 +810,56 @@ class IndexedDataset(torch.utils.data.Dataset):
             yield self._tokens.read(start, min(size, self.num_tokens - start))
 
     def identity(self) -> dict:
-        """Return what tells this .idx from one that was written later.
+        """Return what tells this .idx from one that was written later; it is computed once.
 
-        That is its size, the time of its last change, and a digest of its first and last 64 KiB.
+        That is its size, the time of its last change, and a digest of its first and last page.
         """
-        first = self._idx_content[:65536].tobytes()
-        last = self._idx_content[-65536:].tobytes()
-        return {
-            "idx_size": self._idx_stamp["size"],
-            "idx_mtime_ns": self._idx_stamp["changed"],
-            "idx_ends": _md5(first + last),
-        }
+        if self._identity is None:
+            first = self._idx_content[:_PAGE].tobytes()
+            last = self._idx_content[-_PAGE:].tobytes()
+            self._identity = {
+                "idx_size": self._idx_stamp["size"],
+                "idx_mtime_ns": self._idx_stamp["changed"],
+                "idx_ends": _md5(first + last),
+            }
+        return self._identity.copy()
+
+    def digest_of_contents(self) -> str:
+        """Return an md5 of the sizes of both files and of some of their pages.
+
+        8 pages of 4 KiB of the .idx and 24 of the .bin, the first, the last, and evenly between: so
+        a copy at another path has the same digest, and a corpus with other tokens, even of the same
+        lengths, has another.  It is kept as long as the files are the same.  Object storage is not
+        asked again whether they are: that would be two requests each time.
+        """
+        stamps = [self._idx_stamp, self._bin_stamp]
+        if not is_remote(self.path_prefix):
+            with contextlib.suppress(FileNotFoundError):  # files that are open outlive their names
+                stamps = [
+                    file_stamp(get_idx_path(self.path_prefix)),
+                    file_stamp(get_bin_path(self.path_prefix)),
+                ]
+        if self._digest is None or stamps != self._digest_stamps:
+            self._digest = self._compute_digest()
+            self._digest_stamps = stamps
+        return self._digest
+
+    def _compute_digest(self):
+        """The digest of the pages as they are now."""
+        num_bytes = self.num_tokens * self._token_bytes
+        pages = [f"{len(self._idx_content)} {num_bytes}".encode()]
+        for begin, end in _pages_spread(len(self._idx_content), 8):
+            pages.append(self._idx_content[begin:end].tobytes())
+        spans = []
+        for begin, end in _pages_spread(num_bytes, 24):
+            spans.append((begin // self._token_bytes, (end - begin) // self._token_bytes))
+        source = self._tokens
+        if is_remote(self.path_prefix):
+            # the pages alone, where samples may be read in large blocks
+            source = open_tokens(get_bin_path(self.path_prefix), self.dtype)
+        for tokens in source.read_many(spans):
+            pages.append(tokens.tobytes())
+        return _md5(b"".join(pages))
 
     @property
     def index(self) -> "IndexedDataset":
@@ -832,14 +871,31 @@ class IndexedDataset(torch.utils.data.Dataset):
         return self.document_indices
 
     def __reduce__(self):
-        """Pickle the path alone: the process that unpickles it opens the files again."""
+        """Pickle the path, and what the files were: who unpickles it opens them again."""
         arguments = self.path_prefix, self.multimodal, self.mmap
-        return type(self), (*arguments, self.object_storage_config, self.check)
+        stamps = [self._idx_stamp, self._bin_stamp]
+        return type(self), (*arguments, self.object_storage_config, self.check), stamps
+
+    def __setstate__(self, stamps):
+        """DatasetFormatError if the files that were opened are not those of the pickle."""
+        found = [self._idx_stamp, self._bin_stamp]
+        if found != stamps:
+            raise DatasetFormatError(
+                f"{hide_credentials(self.path_prefix)}: this pair was replaced after the dataset "
+                f"was pickled: wanted files {stamps}, got {found}: build the dataset again"
+            )
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return True if both files of the pair exist.  Upstream: the same name."""
         return file_exists(get_idx_path(path_prefix)) and file_exists(get_bin_path(path_prefix))
+
+
+def _pages_spread(size, count):
+    """Up to count pages of a file of this size, as (begin, end): first, last, evenly between."""
+    last = max(0, size - 1) // _PAGE
+    numbers_of_pages = sorted({k * last // (count - 1) for k in range(count)})
+    return [(k * _PAGE, min(k * _PAGE + _PAGE, size)) for k in numbers_of_pages]
 
 
 def _format_error(path, field, wanted, got):
