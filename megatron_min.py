@@ -1998,30 +1998,22 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
         self._documents = _as_range(indices)
+        self._indices = None if isinstance(indices, range) else np.asarray(indices)
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
         self._pad_token_id = _pad_token_id(config)
+        # what tells this dataset from others: its cache files are named after it (section 12)
+        self.unique_identifiers = identifiers_of(self)
+        self.unique_description = describe(self.unique_identifiers)
+        self.unique_description_hash = _md5(self.unique_description)
 
-    @functools.cached_property
+    @property
     def indices(self) -> np.ndarray:
         """int32: which elements of dataset belong to this split; made when it is asked for."""
-        return _as_documents(self._documents)
-
-    @functools.cached_property
-    def unique_identifiers(self) -> collections.OrderedDict:
-        """What tells this dataset from others: the name of its cache files is made of it."""
-        return identifiers_of(self)  # section 12
-
-    @functools.cached_property
-    def unique_description(self) -> str:
-        """The text of the identifiers, which upstream keeps with a cache."""
-        return describe(self.unique_identifiers)
-
-    @functools.cached_property
-    def unique_description_hash(self) -> str:
-        """The md5 of that text."""
-        return _md5(self.unique_description)
+        if self._indices is None:
+            self._indices = _as_documents(self._documents)
+        return self._indices
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -2118,12 +2110,12 @@ class GPTDataset(SampleTable, MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
-        super().__init__(
-            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
-        )
         self._extra = int(config.add_extra_token_to_sequence)  # x
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
+        )
+        super().__init__(
+            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._eod_token_id = None
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
@@ -2798,6 +2790,9 @@ class BlendedDataset(SampleTable):
         self.split = self.datasets[0].index_split
         # May the rows of one table be filled by all datasets?
         self._shares_columns = all(self._has_same_columns(dataset) for dataset in self.datasets)
+        self.unique_identifiers = identifiers_of_blend(self)
+        self.unique_description = describe(self.unique_identifiers)
+        self.unique_description_hash = _md5(self.unique_description)
         # How many samples the blend takes of each dataset.  The arrays are found in the cache
         # (section 12), or built; a cache of upstream that is trusted does not say how many.
         self._taken = open_indices(self)
@@ -2835,21 +2830,6 @@ class BlendedDataset(SampleTable):
         """Does this dataset fill rows, of the table that the config of the blend asks for?"""
         fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
         return fills_rows and dataset.config is self.config
-
-    @functools.cached_property
-    def unique_identifiers(self) -> collections.OrderedDict:
-        """What tells this blend from others: the name of its cache files is made of it."""
-        return identifiers_of_blend(self)  # section 12
-
-    @functools.cached_property
-    def unique_description(self) -> str:
-        """The text of the identifiers, which upstream keeps with a cache."""
-        return describe(self.unique_identifiers)
-
-    @functools.cached_property
-    def unique_description_hash(self) -> str:
-        """The md5 of that text."""
-        return _md5(self.unique_description)
 
     def _build_indices(self):
         """Return how many samples each dataset gives, and the two arrays."""
@@ -3172,8 +3152,8 @@ class BlendedMegatronDatasetBuilder:
         blend, prefix, opened, size = corpus
         first, end = split_range(blend.bounds, self.cls.numel_low_level_dataset(opened))
         documents = range(first, end)  # of hundreds of corpora: no array before it is needed
-        if not issubclass(self.cls, GPTDataset):
-            documents = _as_documents(documents)  # what upstream gives to a class
+        if self.cls is not GPTDataset:
+            documents = _as_documents(documents)  # a class of the user's gets what upstream gives
         return self.cls(opened, prefix, documents, size, blend.split, self.config)
 
     def _mix(self, blend, parts):
@@ -4932,7 +4912,8 @@ def has_own_arrays(dataset: typing.Any) -> bool:
 def without_mapped_arrays(dataset: typing.Any) -> dict:
     """Return the state of a dataset for a pickle, without arrays that another process can map."""
     state = vars(dataset).copy()
-    state.pop("indices", None)  # made anew when they are asked for
+    if isinstance(state.get("_documents"), range):
+        state["_indices"] = None  # made anew when they are asked for
     mapped = {} if dataset._cache is None else dataset._cache.mapped_arrays()
     for name, values in mapped.items():
         if state.get(name) is values:
