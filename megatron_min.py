@@ -74,7 +74,6 @@ import datetime
 import difflib
 import enum
 import errno
-import fcntl
 import fractions
 import functools
 import glob
@@ -163,7 +162,6 @@ __all__ = [
     "PlannedDataset",
     "PretrainingDataLoader",
     "RemoteFile",
-    "RemoteTokens",
     "RerunDataIterator",
     "SFTDataset",
     "SampleFinder",
@@ -795,10 +793,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         offset = operator.index(offset)
         length = size - offset if length is None else operator.index(length)
         if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(
-                f"{hide_credentials(self.path_prefix)}[{i}] has {size} tokens, "
-                f"wanted {offset} to {offset + length}"
-            )
+            field = f"tokens of sequence {i}"
+            wanted = f"{offset} to {offset + length}"
+            raise _format_error(self.path_prefix, field, wanted, size, IndexError)
         return start + offset, length
 
     def blocks_of_tokens(self) -> typing.Iterator[np.ndarray]:
@@ -878,10 +875,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         """DatasetFormatError if the files that were opened are not those of the pickle."""
         found = [self._idx_stamp, self._bin_stamp]
         if found != stamps:
-            raise DatasetFormatError(
-                f"{hide_credentials(self.path_prefix)}: this pair was replaced after the dataset "
-                f"was pickled: wanted files {stamps}, got {found}: build the dataset again"
-            )
+            reason = "the pair was replaced after the dataset was pickled: build it again"
+            raise _format_error(self.path_prefix, "files", stamps, f"{found}: {reason}")
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
@@ -896,9 +891,9 @@ def _pages_spread(size, count):
     return [(k * _PAGE, min(k * _PAGE + _PAGE, size)) for k in numbers_of_pages]
 
 
-def _format_error(path, field, wanted, got):
+def _format_error(path, field, wanted, got, kind=DatasetFormatError):
     """The error that names the four things a reader of the message needs."""
-    return DatasetFormatError(hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
+    return kind(hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
 
 
 def _describe_missing_pair(prefix):
@@ -921,7 +916,7 @@ def _position(idx, n, name):
     """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
     i = operator.index(idx)
     if not -n <= i < n:
-        raise IndexError(f"index {i} of {hide_credentials(name)}, which has {n} entries")
+        raise _format_error(name, "index", f"one of {n} entries", i, IndexError)
     return i % n
 
 
@@ -5126,8 +5121,8 @@ def allow_open_files(blends: list[BlendOfSplit], prefixes: list) -> None:
 # Question answered here: how are tokens read from a mapping, a file, or object storage?
 #
 #   IndexedDataset  --read(first token, count)-->  MappedTokens   a view of the mapped .bin file
-#                                                  FileTokens     a new array, read with os.pread
-#                                                  RemoteTokens   a range of a remote object
+#                                                  FileTokens     a new array, read from the file
+#                                                  RemoteFile     a range of a remote object
 #
 # Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus, read
 # with the package fsspec, which comes with torch.  The .idx is copied to a local folder, once, and
@@ -5160,8 +5155,7 @@ class ObjectStorageConfig:
         if self.bin_chunk_nbytes < 0:
             raise ValueError(f"bin_chunk_nbytes must be >= 0, got {self.bin_chunk_nbytes}")
         if is_remote(self.folder):
-            name = hide_credentials(self.folder)
-            raise ValueError(f"path_to_idx_cache must be a local folder, got {name}")
+            raise ValueError("path_to_idx_cache must be a local folder, got a URL")
 
     @property
     def folder(self) -> str:
@@ -5179,7 +5173,7 @@ class TokenSource(abc.ABC):
     def read(self, start: int, count: int) -> np.ndarray:
         """Return count tokens from token start on, 1-D; the caller has checked that they exist."""
 
-    def read_many(self, spans: typing.Iterable[tuple[int, int]]) -> list[np.ndarray]:
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return the tokens of several (start, count)."""
         return [self.read(start, count) for start, count in spans]
 
@@ -5215,52 +5209,108 @@ class FileTokens(TokenSource):
 
 
 def _pread(file, size, begin):
-    """The bytes of an open file from begin on: size bytes, or fewer at the end of the file.
-
-    os.pread has no position that threads could mix up, and may return a part of what is there.
-    """
+    """The bytes of an open file from begin on: size bytes, or fewer at the end of the file."""
     content = bytearray()
     while len(content) < size:
-        got = os.pread(file.fileno(), size - len(content), begin + len(content))
+        got = _read_once(file, size - len(content), begin + len(content))
         if not got:
             break
         content += got
     return content
 
 
-class RemoteTokens(TokenSource):
-    """Reads ranges of an object, or blocks of which the last few are kept."""
+_SEEK_LOCK = threading.Lock()
 
+
+def _read_once(file, size, begin):
+    """Some bytes of an open file from begin on; the system may return a part of what is there."""
+    if hasattr(os, "pread"):
+        return os.pread(file.fileno(), size, begin)
+    with _SEEK_LOCK:  # on Windows the threads of a process share the position in a file
+        file.seek(begin)
+        return file.read(size)
+
+
+class RemoteFile(TokenSource):
+    """An object on object storage, by its URL: read in ranges, written and removed as a whole.
+
+    url           such as s3://bucket/corpus.bin
+    dtype         what its tokens are; of bytes by default, for what is no .bin
+    block_bytes   0: read exact ranges; else whole blocks of so many bytes, the last of which are
+                  kept
+
+    Every operation is tried again after growing pauses, but for what cannot succeed: an object that
+    is not there, a missing right, a wrong argument, a missing package.  An error names the object,
+    without the user name, the password and the query of its URL.  Objects can be pickled, and used
+    by threads and by forked processes: fsspec keeps one connection for each process.
+    """
+
+    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
     _KEPT_BLOCKS = 8
 
-    def __init__(self, url: str, dtype: type, block_bytes: int = 0) -> None:
+    def __init__(
+        self, url: str | os.PathLike, dtype: type = np.uint8, block_bytes: int = 0
+    ) -> None:
+        self.url = os.fspath(url)
         self.dtype = np.dtype(dtype)
         self.block_bytes = block_bytes
-        self._file = RemoteFile(url)
-        self._size = self._file.stamp()["size"] if block_bytes else None
+        self._size = None  # of the object, where blocks are cut
         self._kept = {}  # {where a block begins: its bytes}, the oldest first
+        if self.url.lower().startswith("file://"):
+            raise ValueError(f"{self.url}: for a local file give its path, without file://")
+        if block_bytes:
+            self._size = self.stamp()["size"]
+
+    def stamp(self) -> dict:
+        """Return {"size": bytes, "changed": a digest of what the storage says of the object}."""
+        found = self._try(self._info)
+        # The URL that a server redirects to may have a signature, which is a new one each time;
+        # other servers tell when the object was last read.
+        for name in ("url", "time", "accessTime"):
+            found.pop(name, None)
+        return {"size": found["size"], "changed": _md5(json.dumps(found, default=str))}
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return a new array; an error of the storage is an OSError that names the object."""
+        """Return a new array."""
         return self.read_many([(start, count)])[0]
 
-    def read_many(self, spans: typing.Iterable[tuple[int, int]]) -> list[np.ndarray]:
-        """Return new arrays, whose ranges are fetched at the same time."""
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return new arrays, whose ranges, or blocks, are fetched at the same time."""
         ranges = []
         for start, count in spans:
             begin = start * self.dtype.itemsize
             ranges.append((begin, begin + count * self.dtype.itemsize))
+        contents = []
         if not self.block_bytes:
-            contents = self._file.read_ranges(ranges)
+            contents = self._fetch(ranges)
         else:
-            contents = []
             # A few ranges at a time, because the blocks of a whole batch may not fit into memory.
             for low in range(0, len(ranges), self._KEPT_BLOCKS):
-                contents += self._read_from_blocks(ranges[low : low + self._KEPT_BLOCKS])
+                contents += self._cut_from_blocks(ranges[low : low + self._KEPT_BLOCKS])
         return [np.frombuffer(content, self.dtype) for content in contents]
 
-    def _read_from_blocks(self, ranges):
-        """The bytes of each range, cut out of whole blocks."""
+    def upload(self, path: str) -> None:
+        """Write a local file as this object, as a whole."""
+        self._try(self._put, path)
+
+    def remove(self) -> None:
+        """Remove the object, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            self._try(self._remove)
+
+    def file_system(self) -> tuple[typing.Any, str]:
+        """Return fsspec's file system, and the path of the object in it."""
+        return self._try(self._open)
+
+    def _fetch(self, ranges):
+        """The bytes of each (begin, end); a further try asks only for what did not come yet."""
+        contents = {(begin, end): b"" for begin, end in ranges if begin == end}
+        self._try(self._fetch_missing, ranges, contents)
+        return [contents[span] for span in ranges]
+
+    def _cut_from_blocks(self, ranges):
+        """The bytes of each (begin, end), cut out of whole blocks."""
+        # fsspec's own cache of blocks would fetch those of a batch one after the other.
         blocks = self._kept.copy()  # a copy of this call's own, since threads may read, too
         missing = []  # (begin, end) of each block to fetch
         for begin, end in ranges:
@@ -5268,8 +5318,7 @@ class RemoteTokens(TokenSource):
             for block in range(first, end, self.block_bytes):
                 if block not in blocks:
                     missing.append((block, min(block + self.block_bytes, self._size)))
-        fetched = self._file.read_ranges(missing)
-        for (block, _), content in zip(missing, fetched, strict=True):
+        for (block, _), content in zip(missing, self._fetch(missing), strict=True):
             blocks[block] = content
         self._kept = dict(list(blocks.items())[-self._KEPT_BLOCKS :])
         contents = []
@@ -5279,13 +5328,94 @@ class RemoteTokens(TokenSource):
             contents.append(b"".join(parts)[begin - first : end - first])
         return contents
 
+    def _open(self):
+        """fsspec's file system, and the path of the object in it; fsspec keeps file systems."""
+        import fsspec
+
+        return fsspec.core.url_to_fs(self.url)
+
+    def _info(self):
+        """All that the storage says of the object, which must not be an older answer."""
+        file_system, path = self._open()
+        file_system.invalidate_cache(path)
+        found = file_system.info(path)
+        if found.get("type") == "directory":
+            raise FileNotFoundError("this is a folder")
+        if found.get("size") is None:
+            raise ValueError("the server does not tell its size")
+        return dict(sorted(found.items()))
+
+    def _fetch_missing(self, ranges, contents):
+        """Fetch the ranges that contents lacks; what came is kept, and the first error raised."""
+        file_system, path = self._open()
+        missing = [span for span in dict.fromkeys(ranges) if span not in contents]
+        begins = [begin for begin, _ in missing]
+        ends = [end for _, end in missing]
+        found = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
+        errors = []
+        for (begin, end), content in zip(missing, found, strict=True):
+            if isinstance(content, BaseException):
+                errors.append(content)
+            elif len(content) > end - begin:  # such a server would send the whole object each time
+                raise ValueError("the server sends more than the range that it is asked for")
+            elif len(content) < end - begin:
+                errors.append(OSError(f"bytes {begin} to {end} came as {len(content)} bytes"))
+            else:
+                contents[begin, end] = content
+        if errors:
+            raise errors[0]
+
+    def _put(self, path):
+        """Write a local file as this object."""
+        file_system, remote_path = self._open()
+        file_system.put_file(path, remote_path)
+
+    def _remove(self):
+        """Remove the object."""
+        file_system, path = self._open()
+        file_system.rm_file(path)
+
+    def _try(self, operation, *arguments):
+        """Call operation until it succeeds, as often as there are pauses, and once more."""
+        for pause in (*self._PAUSES, None):
+            try:
+                return operation(*arguments)
+            except Exception as error:
+                described = self._describe(error)
+                if pause is None or type(described) is not OSError:
+                    # not "from error": the text of that error may hold credentials
+                    raise described from None
+            time.sleep(pause)
+
+    def _describe(self, error):
+        """The error to raise for one of fsspec's; an OSError, and no subclass, may pass."""
+        cause = error.__cause__
+        if isinstance(error, FileNotFoundError) and type(cause).__module__.startswith("aiohttp"):
+            error = cause  # fsspec calls whatever happens to an HTTP request "not found"
+        url = hide_credentials(self.url)
+        text = hide_credentials(f"{type(error).__name__}: {error}")
+        status = getattr(error, "status", None)  # of HTTP
+        if isinstance(error, ImportError):
+            return ImportError(
+                f"{url} needs a further package: {error} (for s3, http and https: "
+                'pip install "megatron-min[storage]")'
+            )
+        if isinstance(error, PermissionError) or status in (401, 403):
+            return PermissionError(f"{url}: {text}")
+        if isinstance(error, FileNotFoundError) or status == 404:
+            # the text is often just the URL, with its query
+            return FileNotFoundError(f"{url}: no such object, or no right to see it")
+        if isinstance(error, (TypeError, ValueError)):
+            return ValueError(f"{url}: {text}")
+        return OSError(f"{url}: {text}")
+
 
 def open_tokens(
     path: str, dtype: type, mmap: bool = True, config: ObjectStorageConfig | None = None
 ) -> TokenSource:
     """Return the source of the tokens of a .bin file, which is mapped, open, or remote."""
     if is_remote(path):
-        return RemoteTokens(path, dtype, 0 if config is None else config.bin_chunk_nbytes)
+        return RemoteFile(path, dtype, 0 if config is None else config.bin_chunk_nbytes)
     return MappedTokens(path, dtype) if mmap else FileTokens(path, dtype)
 
 
@@ -5332,202 +5462,40 @@ def fetch_index(path: str, stamp: dict, config: ObjectStorageConfig | None = Non
         return copied
     os.makedirs(folder, exist_ok=True)
     with open(f"{copied}.lock", "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the end of this block, or of this process, unlocks
+        _wait_for_lock(lock)  # the end of this block, or of this process, unlocks
         if not os.path.exists(copied):
             with NewFile(copied) as file:
                 _copy_object(path, stamp, file)
     return copied
 
 
+def _wait_for_lock(file):
+    """Wait until no other process has locked this open file, and lock it.
+
+    Where there are no locks, go on without: each process makes a copy, and each appears whole.
+    """
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+
+
 def _copy_object(url, stamp, file):
-    """Write an object to an open file; OSError if the object changed meanwhile."""
+    """Write an object to an open file; an error if it changed meanwhile."""
     remote = RemoteFile(url)
-    for block in remote.blocks(stamp["size"]):
-        file.write(block)
+    size = stamp["size"]
+    for begin in range(0, size, _COPIED_BYTES):
+        file.write(remote.read(begin, min(_COPIED_BYTES, size - begin)))
     if remote.stamp() != stamp:
-        raise OSError(f"{hide_credentials(url)} changed while it was copied: try again")
+        raise _format_error(url, "object", "one that stays while it is copied", "another")
 
 
-class RemoteFile:
-    """An object on object storage, by its URL.
-
-    Faults that pass, such as timeouts, server errors and replies that are cut short, are tried
-    again after growing pauses; what is permanent, such as a missing object or a missing right, is
-    raised at once.  An error is an OSError that names the object; user names, passwords and the
-    queries of URLs are left out of its text.  Objects can be pickled, and used by threads and by
-    forked processes: only the URL is kept, and fsspec keeps one connection for each process.
-    """
-
-    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
-    _BLOCK = 64 << 20  # bytes that are asked for at once where a whole object is read
-
-    def __init__(self, url: str | os.PathLike) -> None:
-        self.url = os.fspath(url)
-        if self.url.lower().startswith("file://"):
-            raise ValueError(f"{self.url}: for a local file give its path, without file://")
-
-    def stamp(self) -> dict:
-        """Return {"size": bytes, "changed": a digest of what the storage says of the object}."""
-        found = self._try(self._info)
-        if found.get("size") is None:
-            raise OSError(f"{hide_credentials(self.url)}: the server does not tell its size")
-        # The URL that a server redirects to may have a signature, which is a new one each time;
-        # other servers tell when the object was last read.
-        for name in ("url", "time", "accessTime"):
-            found.pop(name, None)
-        return {"size": found["size"], "changed": _md5(json.dumps(found, default=str))}
-
-    def read_ranges(self, ranges: typing.Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes from begin to end of each (begin, end), fetched at the same time.
-
-        A further try asks only for the ranges that did not come yet.
-        """
-        contents = {}  # {(begin, end): bytes}; each try adds what it gets
-        for begin, end in ranges:
-            if begin == end:
-                contents[begin, end] = b""
-        self._try(self._fetch_missing, ranges, contents)
-        return [contents[span] for span in ranges]
-
-    def blocks(self, size: int) -> typing.Iterator[bytes]:
-        """Yield the whole object, which has this size, block by block."""
-        for begin in range(0, size, self._BLOCK):
-            yield self.read_ranges([(begin, min(begin + self._BLOCK, size))])[0]
-
-    def upload(self, path: str) -> None:
-        """Write a local file as this object, as a whole."""
-        self._try(self._put, path)
-
-    def remove(self) -> None:
-        """Remove the object, if there is one."""
-        with contextlib.suppress(FileNotFoundError):
-            self._try(self._remove)
-
-    def file_system(self) -> tuple[typing.Any, str]:
-        """Return fsspec's file system, and the path of the object in it."""
-        return self._try(self._open)
-
-    def _open(self):
-        """fsspec's file system, and the path of the object in it; fsspec keeps file systems."""
-        import fsspec
-
-        return fsspec.core.url_to_fs(self.url)
-
-    def _info(self):
-        """All that the storage says of the object, which must not be an older answer."""
-        file_system, path = self._open()
-        file_system.invalidate_cache(path)
-        found = file_system.info(path)
-        if found.get("type") == "directory":
-            raise FileNotFoundError("this is a folder")
-        return dict(sorted(found.items()))
-
-    def _fetch_missing(self, ranges, contents):
-        """Fetch the ranges that contents lacks; what came is kept, and the first error raised."""
-        file_system, path = self._open()
-        missing = [span for span in dict.fromkeys(ranges) if span not in contents]
-        if not missing:
-            return
-        begins = [begin for begin, _ in missing]
-        ends = [end for _, end in missing]
-        paths = [path] * len(missing)
-        found = file_system.cat_ranges(paths, begins, ends, on_error="return")
-        errors = []
-        for (begin, end), content in zip(missing, found, strict=True):
-            if isinstance(content, BaseException):
-                errors.append(content)
-            elif len(content) > end - begin:  # such a server would send the whole object each time
-                raise ValueError("the server sends more than the range that it is asked for")
-            elif len(content) != end - begin:
-                errors.append(OSError(f"bytes {begin} to {end} came as {len(content)} bytes"))
-            else:
-                contents[begin, end] = content
-        if errors:
-            raise errors[0]
-
-    def _put(self, path):
-        """Write a local file as this object."""
-        file_system, remote_path = self._open()
-        file_system.put_file(path, remote_path)
-
-    def _remove(self):
-        """Remove the object."""
-        file_system, path = self._open()
-        file_system.rm_file(path)
-
-    def _try(self, operation, *arguments):
-        """Call operation until it succeeds, as often as there are pauses, and once more."""
-        num_tries = len(self._PAUSES) + 1
-        for attempt in range(num_tries):
-            try:
-                return operation(*arguments)
-            except Exception as error:
-                fault = _cause_of(error)
-                if attempt == num_tries - 1 or _is_permanent(fault):
-                    # not "from error": the text of that error may hold credentials
-                    raise self._describe(fault) from None
-            time.sleep(self._PAUSES[attempt])
-
-    def _describe(self, error):
-        """The error to raise for one of fsspec's or of the libraries that it calls."""
-        url = hide_credentials(self.url)
-        text = hide_credentials(f"{type(error).__name__}: {error}")
-        if isinstance(error, ImportError):
-            return ImportError(
-                f"{url} needs a further package: {error} (for s3, http and https: "
-                'pip install "megatron-min[storage]")'
-            )
-        if getattr(error, "status", None) in (401, 403):
-            return PermissionError(f"{url}: {text}")
-        if isinstance(error, FileNotFoundError):
-            # the text is often just the URL, with its query
-            return FileNotFoundError(f"{url}: no such object, or no right to see it")
-        if isinstance(error, PermissionError):
-            return PermissionError(f"{url}: {text}")
-        return OSError(f"{url}: {text}")
-
-
-def _cause_of(error):
-    """The cause of an error: fsspec calls whatever happens to an HTTP request "not found"."""
-    cause = error.__cause__
-    if not isinstance(error, FileNotFoundError) or cause is None:
-        return error
-    is_of_http = type(cause).__module__.startswith("aiohttp")
-    if is_of_http and getattr(cause, "status", None) != 404:
-        return cause
-    return error
-
-
-def _is_permanent(error):
-    """Would a request fail again in the same way?
-
-    Each library has classes of its own for a connection that broke, so the rest counts as passing.
-    """
-    status = getattr(error, "status", None)  # of HTTP
-    if isinstance(status, int) and 400 <= status < 500:
-        return status not in (408, 429)  # a timeout, and too many requests
-    if "Credentials" in type(error).__name__:
-        return True
-    names = f"{type(error).__name__} {type(error.__cause__).__name__}"
-    if "SSL" in names:  # whose errno is a number of OpenSSL's, even where aiohttp wraps the error
-        return "SSLCertVerificationError" in names
-    if getattr(error, "errno", None) in _PERMANENT_ERRNOS:
-        return True
-    return isinstance(error, _PERMANENT_ERRORS)
-
-
-_PERMANENT_ERRNOS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.EMSGSIZE)
-_PERMANENT_ERRORS = (
-    FileNotFoundError,
-    PermissionError,
-    IsADirectoryError,
-    NotADirectoryError,
-    ImportError,
-    LookupError,
-    TypeError,
-    ValueError,
-    RuntimeError,
-)
+_COPIED_BYTES = 64 << 20  # that are asked for at once
 
 
 def hide_credentials(text: str | os.PathLike) -> str:
@@ -7188,7 +7156,7 @@ class _RemoteReader(io.RawIOBase):
         """Fill the buffer, or a part of it at the end; return how many bytes came."""
         begin = min(self._position, self._size)
         end = min(begin + len(buffer), self._size)
-        buffer[: end - begin] = self._file.read_ranges([(begin, end)])[0]
+        buffer[: end - begin] = self._file.read(begin, end - begin).tobytes()
         self._position = end
         return end - begin
 
