@@ -84,6 +84,7 @@ import itertools
 import json
 import logging
 import math
+import mmap
 import multiprocessing
 import numbers
 import operator
@@ -4446,7 +4447,7 @@ class NewFile:
             if folder and not os.path.isdir(folder):
                 raise FileNotFoundError(f"{folder}: no such folder")
             self.temporary = unique_name
-        self.file = open(self.temporary, "xb", buffering=1 << 20)
+        self.file = open(self.temporary, "x+b", buffering=1 << 20)
         # Readers of the old file keep their rights.  There may be no old file, and some file
         # systems, such as vfat, refuse to set rights.
         with contextlib.suppress(OSError):
@@ -4722,15 +4723,16 @@ class IndexCache:
             new_files = [self._write("description.txt", leftovers, self.description)]
             for name, values in self._arrays.items():
                 new_file = self._write(f"{name}.npy", leftovers, values)
-                noted[name] = describe_file(new_file.temporary)
+                noted[name] = describe_file(new_file.file)
                 noted[name] |= {"dtype": values.dtype.str, "shape": values.shape}
                 new_files.append(new_file)
             manifest = {"made_from": self.made_from, "facts": facts, "files": noted}
-            text = json.dumps(manifest, indent=4)
+            text = json.dumps(manifest)
             new_files.append(self._write("manifest.json", leftovers, text))
             for file in ("manifest.json", "description.txt"):
                 pathlib.Path(self.path(file)).unlink(missing_ok=True)
             for new_file in new_files:
+                new_file.file.close()  # without a sync
                 new_file.commit()
         return noted
 
@@ -4742,7 +4744,7 @@ class IndexCache:
             new_file.file.write(content.encode())
         else:
             np.save(new_file.file, content, allow_pickle=False)
-        new_file.file.close()  # not synced
+        new_file.file.flush()
         return new_file
 
     def __getstate__(self):
@@ -4769,16 +4771,17 @@ def _raise_if_out_of_files(error):
 _PAGE = 4096
 
 
-def describe_file(path: str | os.PathLike) -> dict:
-    """Return what a manifest says of a file.
+def describe_file(file: typing.BinaryIO) -> dict:
+    """Return what a manifest says of an open file, which is not empty.
 
-    >>> describe_file(get_bin_path(toy_corpus()))["size"]
+    >>> with open(get_bin_path(toy_corpus()), "rb") as file:
+    ...     describe_file(file)["size"]
     13
     """
-    content = map_file(path)
+    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return {
         "size": len(content),
-        "mtime_ns": os.stat(path).st_mtime_ns,
+        "mtime_ns": os.fstat(file.fileno()).st_mtime_ns,
         "crc32": zlib.crc32(content),
         "crc32_of_pages": _crc32_of_pages(content),
     }
@@ -4801,9 +4804,11 @@ def map_npy(path: str | os.PathLike, noted: dict | None = None) -> np.ndarray:
     """
     with open(path, "rb") as file:
         changed = os.fstat(file.fileno()).st_mtime_ns
-        content = np.empty(0, np.uint8)
-        if os.fstat(file.fileno()).st_size > 0:  # an empty file cannot be mapped
-            content = np.asarray(np.memmap(file, np.uint8, "r"))
+        try:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:
+            raise DatasetFormatError(f"{path}: {error}") from None  # an empty file
+    content = np.frombuffer(mapping, np.uint8)
     if noted is not None:
         is_noted = len(content) == noted["size"]
         if is_noted and changed == noted["mtime_ns"]:
@@ -6439,9 +6444,13 @@ def _c_count_tokens(pool, sizes, documents):
     return sum(future.result() for future in futures)
 
 
+_FEW_ITEMS = 4096  # numpy shuffles so many while C is still given the state of the generator
+
+
 @functools.wraps(shuffle)
 def _c_shuffle(items, random_state):
-    if type(items) is np.ndarray and type(random_state) is np.random.RandomState:
+    is_plain = type(items) is np.ndarray and type(random_state) is np.random.RandomState
+    if is_plain and len(items) >= _FEW_ITEMS:
         state = random_state.get_state(legacy=False)  # a copy
         if state["bit_generator"] == "MT19937":
             generator = state["state"]
