@@ -904,7 +904,7 @@ static PyObject *build_blending_indices(PyObject *module, PyObject *args)
 
     if (!PyArg_ParseTuple(args, exhaustive ? "OOOn" : "OOOnn", o, o + 1, o + 2, &count, &b.size))
         return NULL;
-    if (!borrow_all(o, arrays, view, 3) || !in_range("num_datasets", count, 1, INT16_MAX) ||
+    if (!borrow_all(o, arrays, view, 3) || !in_range("num_datasets", count, 1, INT16_MAX - 1) ||
         !in_range(arrays[2].name, view[2].shape[0], count, count))
         goto exit;
     places = count + LANES;

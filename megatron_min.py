@@ -49,7 +49,7 @@ Part II, the workshop
     11. Whole files               how does a file appear whole, or not at all?
     12. The index cache           when may arrays made earlier be used again?
     13. Token sources             how are tokens read from a mapping, a file, or object storage?
-    14. Batches ahead             how is the next batch ready before it is asked for?
+    14. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
     15. One error for every rank  what do the others do when one rank fails?
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
 Part III, the tools
@@ -165,6 +165,7 @@ __all__ = [
     "RerunDataIterator",
     "SFTDataset",
     "SampleFinder",
+    "SampleTable",
     "Span",
     "Split",
     "TokenSource",
@@ -196,8 +197,6 @@ __all__ = [
     "file_exists",
     "file_stamp",
     "finalize_model_grads",
-    "fingerprint",
-    "fingerprint_of_past",
     "forward_backward_no_pipelining",
     "get_batch",
     "get_batch_on_this_cp_rank",
@@ -221,7 +220,6 @@ __all__ = [
     "plan_epochs",
     "positions_from",
     "preprocess",
-    "releases_the_gil",
     "save_position",
     "shard_of_launcher",
     "shuffle",
@@ -1880,9 +1878,86 @@ def count_samples_of_epochs(
 # Where a document ends inside of a sample, the config may ask for positions that count from 0
 # again, for a mask that keeps the documents apart, or for the places where documents start.
 #
+# A batch is a table, and a sample is a row of it:
+#
+#   indices      tokens     labels     loss_mask   position_ids
+#   1            b b b c    b b c c    1 1 1 1     0 1 2 3         columns(2) makes the empty table,
+#   0            a a a a    a a a b    1 1 1 1     0 1 2 3         fill() writes samples into rows
+#
 # The three arrays depend on the lengths of the documents, the split, the number of samples, S, x,
-# the seed, and whether a last short sample is kept, and on nothing else.  So they are built once
-# and cached in files (section 12); every rank and every later job maps the same files into memory.
+# the seed, whether a last short sample is kept, and stable_order, and on nothing else.  So they are
+# built once and cached in files (section 12); every rank and every later job maps the same files.
+
+
+class SampleTable(torch.utils.data.Dataset):
+    """A dataset whose batches are tables and whose samples are their rows.
+
+    columns(count)                 an empty table for so many samples: {key: array (count, ...)}
+    fill(columns, rows, indices)   writes the samples of these indices into these rows
+    fills_rows                     does each sample come from fill()?  It does not where a subclass
+                                   says itself what a sample is, as the documentation of the class
+                                   allows: there a batch is these samples, collated
+    """
+
+    @property
+    def fills_rows(self) -> bool:
+        """Does each sample come from fill(), so that a batch can be filled as a whole?"""
+        return type(self).__getitem__ is SampleTable.__getitem__
+
+    def columns(self, count: int) -> dict[str, np.ndarray]:
+        """Return an empty table for so many samples: {key: array (count, ...)}."""
+        raise NotImplementedError(f"{type(self).__name__} wants columns() or its own __getitem__()")
+
+    def fill(
+        self,
+        columns: dict[str, np.ndarray],
+        rows: typing.Sequence[int],
+        indices: typing.Sequence[int | None],
+    ) -> None:
+        """Write the samples of these indices (None: padding, without loss) into these rows."""
+        raise NotImplementedError(f"{type(self).__name__} wants fill() or its own __getitem__()")
+
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        columns = self.columns(1)
+        self.fill(columns, [0], [idx])
+        return _row_of(columns, 0)
+
+    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
+        """Return several samples; torch.utils.data.DataLoader calls this for each batch."""
+        if not self.fills_rows:
+            return [self[idx] for idx in indices]
+        columns = self.columns(len(indices))
+        self.fill(columns, range(len(indices)), indices)
+        return [_row_of(columns, row) for row in range(len(indices))]
+
+    def batch(self, indices: typing.Sequence[int | None]) -> dict:
+        """Return several samples as one: {key: tensor (B, ...)}."""
+        if not self.fills_rows:
+            return torch.utils.data.default_collate([self[idx] for idx in indices])
+        columns = self.columns(len(indices))
+        self.fill(columns, range(len(indices)), indices)
+        return {key: torch.from_numpy(values) for key, values in columns.items()}
+
+
+def _row_of(columns, row):
+    """One sample of a table, as tensors.
+
+    values[row, ...] of the 1-D max_seqlen is an array without axes; values[row] would be a number.
+    """
+    return {key: torch.from_numpy(values[row, ...]) for key, values in columns.items()}
+
+
+class IndexArray:
+    """An attribute that is an index array: mapped from its file at the first access, or set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, dataset: typing.Any, owner: type | None = None) -> np.ndarray:
+        if dataset is None:  # GPTDataset.document_index, of the class
+            return self
+        map_indices(dataset)  # section 12: from now on the arrays are attributes of the dataset
+        return vars(dataset)[self.name]
 
 
 class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
@@ -1899,7 +1974,12 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
       __len__() and __getitem__(k)                    the samples
       build_low_level_dataset(dataset_path, config)   opens the data, for the builder
       numel_low_level_dataset(opened)                 how many elements there are for the split
+    and, if it likes,
+      made_from()                                     a dict that tells its data from others, so
+                                                      that no run goes on with other data
     """
+
+    fills_rows = False  # a batch is samples, collated; see SampleTable
 
     def __init__(
         self,
@@ -1912,38 +1992,23 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        self.indices = indices
+        self._documents = _as_range(indices)
+        self._indices = None if isinstance(indices, range) else np.asarray(indices)
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
         self._pad_token_id = _pad_token_id(config)
-        # what tells this dataset from others: the name of its cache files is made from it
-        self.unique_identifiers = collections.OrderedDict()
-        self.unique_identifiers["class"] = type(self).__name__
-        self.unique_identifiers["dataset_path"] = self.dataset_path
-        self.unique_identifiers["num_samples"] = self.num_samples
-        self.unique_identifiers["index_split"] = index_split.name
-        for name in self._key_config_attributes():
-            self.unique_identifiers[name] = getattr(config, name)
-        self._describe()
-
-    def _describe(self):
-        """Set the text of the identifiers, which upstream keeps with a cache, and its md5."""
+        # what tells this dataset from others: its cache files are named after it (section 12)
+        self.unique_identifiers = identifiers_of(self)
         self.unique_description = describe(self.unique_identifiers)
         self.unique_description_hash = _md5(self.unique_description)
 
     @property
     def indices(self) -> np.ndarray:
-        """int32: which elements of dataset belong to this split."""
-        if isinstance(self._indices, range):
-            # Made when it is asked for, because a loaded cache does without: 4 bytes an element.
-            self._indices = np.arange(self._indices.start, self._indices.stop, dtype=np.int32)
+        """int32: which elements of dataset belong to this split; made when it is asked for."""
+        if self._indices is None:
+            self._indices = _as_documents(self._documents)
         return self._indices
-
-    @indices.setter
-    def indices(self, values: np.ndarray | range) -> None:
-        """Let these elements belong to this split."""
-        self._indices = values if isinstance(values, range) else np.asarray(values)
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -1963,7 +2028,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         raise NotImplementedError("the builder wants a class with numel_low_level_dataset()")
 
     def made_from(self) -> dict:
-        """Return what the samples are made from, JSON-able: a resumed run must find it again."""
+        """Return what the samples are made from: a resumed run must find it again."""
         return {}
 
     @abc.abstractmethod
@@ -1982,23 +2047,8 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         """Return several samples as one: {key: tensor (B, ...)}."""
         return torch.utils.data.default_collate(self.__getitems__(indices))
 
-    def trace(self, k: int) -> list["Span"]:
-        """Return which tokens of which documents sample k is made of, if a subclass can tell."""
-        raise NotImplementedError(f"{type(self).__name__} cannot tell what sample {k} is made of")
 
-    def find(self, path_prefix: typing.Any, sequence: int | None = None) -> list[int]:
-        """Return the samples that hold a token of a sequence, if a subclass can tell."""
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot tell which samples hold {sequence}"
-        )
-
-    @property
-    def is_stable(self) -> bool:
-        """Does a dataset that is built like this one, for more samples, begin with this one?"""
-        return False
-
-
-class GPTDataset(MegatronDataset):
+class GPTDataset(SampleTable, MegatronDataset):
     """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
 
     indexed_dataset   IndexedDataset
@@ -2020,9 +2070,10 @@ class GPTDataset(MegatronDataset):
     The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
     or, for a pair on object storage, one beside the copy of its .idx.
 
-    A subclass may override the two methods _query_document_sample_shuffle_indices(), the tokens of
-    a sample, and _build_document_sample_shuffle_indices(), the three arrays; both names are
-    upstream's.  The arrays may also be set, as attributes.
+    A subclass may override three methods.  __getitem__(k) returns a sample, whatever its keys are.
+    _query_document_sample_shuffle_indices(k) returns the tokens of a sample.  These two end
+    fills_rows.  _build_document_sample_shuffle_indices() returns the three arrays, and changes the
+    orders only; so does whoever sets one of the arrays, which are attributes.
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -2040,6 +2091,10 @@ class GPTDataset(MegatronDataset):
     """
 
     index_names = ("document_index", "sample_index", "shuffle_index")
+    document_index = IndexArray()  # int32 (E*D,): the order of the documents
+    sample_index = IndexArray()  # int32 or int64 (N+1, 2): where each sample of the stream starts
+    shuffle_index = IndexArray()  # uint32 or int64 (N,): the order of the samples
+    _cache = None  # section 12; none where a subclass makes the arrays
 
     def __init__(
         self,
@@ -2050,89 +2105,75 @@ class GPTDataset(MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
+        self._extra = int(config.add_extra_token_to_sequence)  # x
+        self._keeps_short = (
+            index_split is Split.valid and not config.drop_last_partial_validation_sequence
+        )
         super().__init__(
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
-        )
-        # [first, end, digest]: digest is None if the documents are first .. end - 1, in order
-        self._documents = _describe_documents(self._indices)
-        self._check_low_level_dataset()
-        self._extra = int(config.add_extra_token_to_sequence)
-        self._keep_partial = (
-            index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
         self._eod_token_id = None
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self._eod_token_id = _attribute(config.tokenizer, "eod")
-            self._warn_if_no_eod()
-        self.unique_identifiers.update(self._key_corrections())
-        self._describe()
-        self._finder = None  # made by the first find()
-        self._cache = self._make_cache()
-        own = type(self)._build_document_sample_shuffle_indices
-        if own is GPTDataset._build_document_sample_shuffle_indices:
-            self._open_indices()
-        else:
+        if _overrides(self, GPTDataset, "_build_document_sample_shuffle_indices"):
             arrays = self._build_document_sample_shuffle_indices()
             self.document_index, self.sample_index, self.shuffle_index = arrays
-
-    def _check_low_level_dataset(self):
-        """The documents exist, document_index can name them, and their tokens are integers."""
-        n = len(self.dataset)
-        first, end, digest = self._documents
-        lowest = first
-        highest = end - 1
-        if digest is not None:
-            lowest = int(self.indices.min())
-            highest = int(self.indices.max())
-        if lowest < 0 or highest >= n or n >= 2**31:
-            raise IndexError(
-                f"{_name(self)}: documents {lowest} .. {highest} of {n}, and document_index, "
-                f"int32, can name {2**31 - 1}"
-            )
-        dtype = np.dtype(getattr(self.dataset, "dtype", np.int64))
-        if dtype.kind not in "iu":
-            raise ValueError(f"{_name(self)} holds {dtype}: token ids must be integers")
-
-    def _warn_if_no_eod(self):
-        """Resets find nothing in a corpus that was tokenized without --append-eod."""
-        pieces = []
-        for i in self.indices[:16].tolist():
-            length = int(self.dataset.sequence_lengths[i])
-            if length > 0:
-                pieces.append((i, length - 1, 1))
-        last_tokens = [tokens[0] for tokens in self._read_pieces(pieces)]
-        if last_tokens and self._eod_token_id not in last_tokens:
-            warnings.warn(
-                f"{_name(self)}: none of {len(last_tokens)} documents looked at ends in eod, so "
-                "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
-                stacklevel=2,
-            )
-
-    # ---- the indices
-
-    def _make_cache(self):
-        """The cache of the three arrays; no file is opened yet."""
-        folder = self.config.path_to_cache
-        if not folder and self.dataset_path is not None:
-            folder = f"{self._default_cache_folder()}/{type(self).__name__}_indices"
-        name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        return IndexCache(folder, name, self.index_names, self.unique_description, self.made_from())
-
-    def _default_cache_folder(self):
-        """Where caches go if the config names no folder: beside the pair, or else the .idx copy."""
-        prefix = self.dataset.path_prefix
-        if not is_remote(prefix):
-            return f"{prefix}/cache"
-        storage = self.dataset.object_storage_config
-        return ObjectStorageConfig().folder if storage is None else storage.folder
+        else:
+            self._open_indices()
 
     def _open_indices(self):
-        """Load the three arrays from the cache, or build them."""
-        self._cache.load_or_build(
-            self._build_indices,
-            trust=self.config.fast_cache_load,
-            defer=self.config.defer_npy_index_mmap,
+        """Find the three arrays in the cache (section 12), or have them built."""
+        plan = open_indices(self)
+        if plan is None:  # a cache of upstream that is trusted
+            plan = self._plan_epochs(_count_tokens(self.dataset.sequence_lengths, self._documents))
+        self.epoch_plan = EpochPlan(*plan)
+
+    def _build_indices(self):
+        """Return the plan of the epochs and the three arrays of section 4."""
+        check_corpus(self)  # section 12
+        config = self.config
+        S = config.sequence_length
+        documents = _as_documents(self._documents)
+        lengths = self.dataset.sequence_lengths
+        tokens_per_epoch = _count_tokens(lengths, self._documents)
+        plan = self._plan_epochs(tokens_per_epoch)
+        if config.stable_order:
+            edges = count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
+            document_index, shuffle_index = build_stable_orders(
+                documents, edges, config.random_seed
+            )
+        else:
+            random_state = np.random.RandomState(
+                config.random_seed
+            )  # draws documents, then samples
+            document_index = build_document_index(
+                documents, plan.num_epochs, random_state, plan.separate_final_epoch
+            )
+            first_part = plan.num_samples
+            if plan.separate_final_epoch:
+                first_part = plan.samples_before_final_epoch
+            shuffle_index = build_shuffle_index(first_part, plan.num_samples, random_state)
+        sample_index = build_sample_idx(
+            lengths,
+            document_index,
+            S,
+            plan.num_epochs,
+            tokens_per_epoch,
+            not self._keeps_short,
+            self._extra,
         )
+        return plan, [document_index, sample_index, shuffle_index]
+
+    def _plan_epochs(self, tokens_per_epoch):
+        """How often this dataset goes over its documents, and how many samples that gives."""
+        if self.num_samples and not tokens_per_epoch:
+            raise ValueError(
+                f"{_name(self)}: {self.index_split.name} of split {self.config.split!r} holds no "
+                f"tokens for {self.num_samples} samples: enlarge it"
+            )
+        S = self.config.sequence_length
+        drop_last = not self._keeps_short
+        return plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return document_index, sample_index and shuffle_index, from the cache or newly built.
@@ -2143,101 +2184,12 @@ class GPTDataset(MegatronDataset):
         self._open_indices()
         return self.document_index, self.sample_index, self.shuffle_index
 
-    def _build_indices(self):
-        """Yield the order of documents, where each sample starts among them, the order of samples.
-
-        One by one: the cache writes each while the next one is made.
-        """
-        config = self.config
-        if isinstance(self.dataset, IndexedDataset):
-            self.dataset.verify()
-        tokens_per_epoch = self.tokens_per_epoch()
-        plan = self._plan_epochs(tokens_per_epoch)
-        _warn_if_python_is_slow(plan.num_samples + plan.num_epochs * len(self.indices))
-        orders = self._draw_orders(plan, tokens_per_epoch)
-        document_index = next(orders)
-        yield document_index
-        yield build_sample_idx(
-            self.dataset.sequence_lengths,
-            document_index,
-            config.sequence_length,
-            plan.num_epochs,
-            tokens_per_epoch,
-            not self._keep_partial,
-            self._extra,
-        )
-        yield next(orders)
-
-    def _plan_epochs(self, tokens_per_epoch):
-        """How often this dataset goes over its documents, and how many samples that gives."""
-        if self.num_samples and not tokens_per_epoch:
-            raise ValueError(
-                f"{_name(self)}: {self.index_split.name} of split {self.config.split!r} holds no "
-                f"tokens for {self.num_samples} samples: enlarge it"
-            )
-        S = self.config.sequence_length
-        drop_last = not self._keep_partial
-        return plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
-
-    def _draw_orders(self, plan, tokens_per_epoch):
-        """Yield the order of documents, then the order of samples."""
-        config = self.config
-        if config.stable_order:
-            edges = count_samples_of_epochs(
-                plan, tokens_per_epoch, config.sequence_length, self._extra
-            )
-            yield from build_stable_orders(self.indices, edges, config.random_seed)
-            return
-        random_state = np.random.RandomState(config.random_seed)  # it draws both, one by one
-        yield build_document_index(
-            self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
-        )
-        first_part = plan.num_samples
-        if plan.separate_final_epoch:
-            first_part = plan.samples_before_final_epoch
-        yield build_shuffle_index(first_part, plan.num_samples, random_state)
-
-    def tokens_per_epoch(self) -> int:
-        """Return T: how many tokens the documents of this split have."""
-        first, end, digest = self._documents
-        lengths = self.dataset.sequence_lengths
-        lengths = lengths[first:end] if digest is None else lengths[self.indices]
-        return int(lengths.sum(dtype=np.int64))
-
-    @property
-    def document_index(self) -> np.ndarray:
-        """int32 (E*D,): the order of the documents."""
-        return self._cache["document_index"]
-
-    @document_index.setter
-    def document_index(self, values: np.ndarray) -> None:
-        """Use these documents, in this order."""
-        self._cache["document_index"] = values
-
-    @property
-    def sample_index(self) -> np.ndarray:
-        """int32 or int64 (N+1, 2): where each sample of the stream starts."""
-        return self._cache["sample_index"]
-
-    @sample_index.setter
-    def sample_index(self, values: np.ndarray) -> None:
-        """Use these starts of samples."""
-        self._cache["sample_index"] = values
-
-    @property
-    def shuffle_index(self) -> np.ndarray:
-        """uint32 or int64 (N,): the order of the samples."""
-        return self._cache["shuffle_index"]
-
-    @shuffle_index.setter
-    def shuffle_index(self, values: np.ndarray) -> None:
-        """Use this order of samples."""
-        self._cache["shuffle_index"] = values
-
-    # ---- the samples
-
     def __len__(self) -> int:
-        return len(self.sample_index) - 1
+        if "sample_index" in vars(self):  # it is mapped, or was set
+            return len(self.sample_index) - 1
+        return self.epoch_plan.num_samples
+
+    # ---- the tokens of a sample: pieces, joined and filled up
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
@@ -2246,43 +2198,19 @@ class GPTDataset(MegatronDataset):
         """
         k = _position(k, len(self), f"the samples of {_name(self)}")
         j = int(self.shuffle_index[k])
-        rows = self._rows(k, j)
-        (first_d, _), (last_d, _) = rows
+        (first_d, first_offset), (last_d, last_offset) = self._rows(k, j)
         pieces = []
         for d in range(first_d, last_d + 1):
             i = int(self.document_index[d])
             if not 0 <= i < len(self.dataset):
                 raise self._damaged(k, f"document_index[{d}] is {i}")
-            begin, end = self._part(rows, d, i)
+            begin = first_offset if d == first_d else 0
+            if d < last_d:
+                end = int(self.dataset.sequence_lengths[i])
+            else:
+                end = last_offset + self._extra  # with x = 1 the next sample's first token too
             pieces.append((i, begin, end - begin))
         return pieces
-
-    def _part(self, rows, d, i):
-        """Which tokens of sequence i, the d-th of the stream, are in the sample with these rows."""
-        (first_d, first_offset), (last_d, last_offset) = rows
-        begin = first_offset if d == first_d else 0
-        if d < last_d:
-            return begin, int(self.dataset.sequence_lengths[i])
-        return begin, last_offset + self._extra  # with x = 1 the next sample's first token too
-
-    def trace(self, k: int) -> list["Span"]:
-        """Return which tokens of which documents sample k is made of, in order (section 20)."""
-        return trace_sample(self, k)
-
-    def find(self, path_prefix: str | os.PathLike | int, sequence: int | None = None) -> list[int]:
-        """Return the samples that hold at least one token of a sequence of the pair, in order.
-
-        find(sequence) and find(path_prefix, sequence) are the same; the prefix must be that of the
-        pair, else ValueError.  IndexError if the pair has no such sequence.  The first call inverts
-        the orders (section 20); each further one takes a few binary searches for each epoch.
-        """
-        if sequence is None:
-            sequence = path_prefix
-        elif os.fspath(path_prefix) != self.dataset_path:
-            raise ValueError(f"{path_prefix} is not the pair of this dataset, {self.dataset_path}")
-        if self._finder is None:
-            self._finder = SampleFinder(self)
-        return self._finder.find(sequence)
 
     def _rows(self, k, j):
         """Rows j and j + 1 of sample_index; IndexError where they are not the ends of a sample."""
@@ -2301,142 +2229,128 @@ class GPTDataset(MegatronDataset):
         """The error for indices that no builder has made."""
         return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the cache")
 
+    def _read_texts(self, indices):
+        """The S + x tokens of each of these samples; of a whole batch in one call."""
+        pieces_of_samples = [self.pieces(k) for k in indices]
+        all_pieces = list(itertools.chain.from_iterable(pieces_of_samples))
+        if type(self.dataset) is IndexedDataset:
+            parts = self.dataset.get_many(all_pieces)
+        else:  # a reader of the user's own
+            parts = [self.dataset.get(*piece) for piece in all_pieces]
+        texts = []
+        first = 0
+        for k, pieces in zip(indices, pieces_of_samples, strict=True):
+            end = first + len(pieces)
+            texts.append(self._join(k, pieces, parts[first:end]))
+            first = end
+        return texts
+
+    def _join(self, k, pieces, parts):
+        """The tokens of the pieces of sample k, laid end to end and filled up to S + x."""
+        text = np.concatenate(parts, dtype=np.int64)
+        wanted = sum(length for _, _, length in pieces)
+        if len(text) != wanted:  # a reader of the user's own may be wrong
+            raise ValueError(f"{_name(self)}: wanted {wanted} tokens of {pieces}, got {len(text)}")
+        if (text == self._pad_token_id).any():
+            warn_of_real_pads(self)
+        return self._pad(k, text)
+
+    def _pad(self, k, text):
+        """The tokens of sample k, filled up to S + x."""
+        wanted = self.config.sequence_length + self._extra
+        missing = wanted - len(text)
+        if missing < 0:
+            raise self._damaged(k, f"wanted {wanted} tokens, got {len(text)}")
+        return np.append(text, np.full(missing, self._pad_token_id, np.int64))
+
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
 
         A subclass may override this method, which has upstream's name, to change the tokens.  If it
-        returns fewer than S + x of them, padding follows.
+        returns fewer than S + x of them, padding follows.  What it returns behind the tokens is not
+        looked at.
         """
-        pieces = self.pieces(idx)
-        token_ids = self._join(idx, pieces, self._read_pieces(pieces))
-        return token_ids, np.array([i for i, _, _ in pieces], np.int64)
+        [text] = self._read_texts([idx])
+        documents = [i for i, _, _ in self.pieces(idx)]
+        return text, np.array(documents, np.int64)
 
-    def _read_pieces(self, pieces):
-        """The tokens of each piece, in one call where the corpus allows that."""
-        if self._reads_many():
-            return self.dataset.get_many(pieces)
-        return [self.dataset.get(i, offset, length) for i, offset, length in pieces]
+    # ---- a sample as a row: tokens and labels, masks and positions
 
-    def _reads_many(self):
-        """Is this a corpus whose get() is ours, and returns nothing but tokens?"""
-        corpus = self.dataset
-        if not isinstance(corpus, IndexedDataset) or corpus.multimodal:
-            return False
-        return getattr(corpus.get, "__func__", None) is IndexedDataset.get
+    @property
+    def fills_rows(self) -> bool:
+        """Does each sample come from fill(), and are its tokens those of the corpus?"""
+        is_changed = _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
+        return super().fills_rows and not is_changed
 
-    def _join(self, idx, pieces, parts):
-        """The tokens of the pieces of sample idx, laid end to end and filled up to S + x."""
-        token_ids = np.concatenate(parts, dtype=np.int64)
-        wanted = sum(length for _, _, length in pieces)
-        if len(token_ids) != wanted:  # a reader of the user's own may be wrong
-            raise ValueError(
-                f"{_name(self)}: wanted {wanted} tokens of {pieces}, got {len(token_ids)}"
-            )
-        if (token_ids == self._pad_token_id).any():
-            self._warn_of_real_pads()
-        return self._pad(idx, token_ids)
-
-    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        if idx is None:
-            sample = self[0]
-            sample["loss_mask"].zero_()
-            return sample
-        token_ids, _ = self._query_document_sample_shuffle_indices(idx)
-        return self._make_sample(idx, token_ids)
-
-    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples; where the corpus is not mapped, all are read in one call.
-
-        A subclass that has its own __getitem__() or _query_document_sample_shuffle_indices() is
-        asked for one sample after the other.
-        """
-        if not self._reads_batches():
-            return super().__getitems__(indices)
-        pieces_of_samples = []
-        pieces_of_batch = []
-        for idx in indices:
-            pieces = self.pieces(0 if idx is None else idx)
-            pieces_of_samples.append(pieces)
-            pieces_of_batch.extend(pieces)
-        parts = iter(self.dataset.get_many(pieces_of_batch))
-        samples = []
-        for idx, pieces in zip(indices, pieces_of_samples, strict=True):
-            k = 0 if idx is None else idx
-            token_ids = self._join(k, pieces, [next(parts) for _ in pieces])
-            sample = self._make_sample(k, token_ids)
-            if idx is None:
-                sample["loss_mask"].zero_()
-            samples.append(sample)
-        return samples
-
-    def _reads_batches(self):
-        """Does it serve to read a whole batch at once, and are the samples those of this class?"""
-        cls = type(self)
-        query = GPTDataset._query_document_sample_shuffle_indices
-        if cls.__getitem__ is not GPTDataset.__getitem__:
-            return False
-        if cls._query_document_sample_shuffle_indices is not query:
-            return False
-        return self._reads_many() and not self.dataset.is_mapped
-
-    def _make_sample(self, idx, token_ids):
-        """The tensors of sample idx, which has these tokens."""
+    def columns(self, count: int) -> dict[str, np.ndarray]:
+        """Return an empty table for so many samples; its keys are in upstream's order."""
         config = self.config
         S = config.sequence_length
-        padded = self._pad(idx, token_ids)
-        tokens = padded[:S].copy()
-        labels = padded[1:].copy()
+        columns = {}
+        columns["tokens"] = np.empty((count, S), np.int64)
+        columns["labels"] = np.empty((count, S), np.int64)
+        if config.has_dense_mask:
+            columns["attention_mask"] = np.empty((count, 1, S, S), bool)
+        columns["loss_mask"] = np.empty((count, S), np.float32)
+        columns["position_ids"] = np.empty((count, S), np.int64)
+        if config.inter_document_masking:
+            columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
+            columns["max_seqlen"] = np.empty(count, np.int32)
+        return columns
+
+    def fill(
+        self,
+        columns: dict[str, np.ndarray],
+        rows: typing.Sequence[int],
+        indices: typing.Sequence[int | None],
+    ) -> None:
+        """Write the samples of these indices (None: padding, without loss) into these rows."""
+        samples = [0 if k is None else k for k in indices]
+        if self.fills_rows:
+            texts = self._read_texts(samples)
+        else:  # the tokens of a subclass
+            texts = []
+            for k in samples:
+                text = self._query_document_sample_shuffle_indices(k)[0]
+                texts.append(self._pad(k, text))
+        for row, k, text in zip(rows, samples, texts, strict=True):
+            self._write_sample(columns, row, k, text)
+        for row, k in zip(rows, indices, strict=True):
+            if k is None:
+                columns["loss_mask"][row] = 0
+
+    def _write_sample(self, columns, row, k, text):
+        """Write sample k, which has the S + x tokens of text, into a row of the columns."""
+        config = self.config
+        S = config.sequence_length
+        pad = self._pad_token_id
+        tokens = text[:S]
+        labels = text[1:]
         if not self._extra:
-            labels = np.append(labels, self._pad_token_id)
+            labels = np.append(labels, pad)
+        loss_mask = labels != pad
+        if config.eod_mask_loss:
+            loss_mask &= tokens != self._eod_token_id
 
         # the places of the sample where positions count from 0 again
         after_eod = self._starts_after_eod(tokens)
         starts = [0]
         if config.inter_document_masking:
-            starts = self._starts_of_pieces(idx)
+            starts = self._starts_of_pieces(k)
         elif config.reset_position_ids:
             starts = after_eod
 
-        sample = {"tokens": tokens, "labels": labels}
+        columns["tokens"][row] = np.where(tokens == pad, 0, tokens)  # the model looks all ids up
+        columns["labels"][row] = np.where(labels == pad, 0, labels)
+        columns["loss_mask"][row] = loss_mask
+        columns["position_ids"][row] = positions_from(starts, S)
         if config.has_dense_mask:
             mask_starts = after_eod if config.reset_attention_mask else [0]
-            sample["attention_mask"] = causal_mask(mask_starts, S)
-        sample["loss_mask"] = self._loss_mask(tokens, labels)
-        sample["position_ids"] = positions_from(starts, S)
+            columns["attention_mask"][row] = causal_mask(mask_starts, S)
         if config.inter_document_masking:
-            # the places, then S: the end of the last document, and of empty ones behind it
-            sample["cu_seqlens"] = np.full(S + 1, S, np.int32)
-            sample["cu_seqlens"][: len(starts)] = starts
-            sample["max_seqlen"] = np.array(np.diff([*starts, S]).max(), np.int32)
-        tokens[tokens == self._pad_token_id] = 0  # the model must be able to look the ids up
-        labels[labels == self._pad_token_id] = 0
-        return {key: torch.from_numpy(values) for key, values in sample.items()}
-
-    def _pad(self, idx, token_ids):
-        """The tokens of a sample, filled up to S + x."""
-        wanted = self.config.sequence_length + self._extra
-        if len(token_ids) == wanted:
-            return np.asarray(token_ids, np.int64)
-        if len(token_ids) > wanted:
-            raise self._damaged(idx, f"wanted {wanted} tokens, got {len(token_ids)}")
-        padded = np.full(wanted, self._pad_token_id, np.int64)
-        padded[: len(token_ids)] = token_ids
-        return padded
-
-    def _warn_of_real_pads(self):
-        """Upstream is silent; Python shows equal warnings once."""
-        warnings.warn(
-            f"{_name(self)}: real tokens equal the pad id {self._pad_token_id}: they become 0 "
-            "without loss, as in Megatron-LM",
-            stacklevel=2,
-        )
-
-    def _loss_mask(self, tokens, labels):
-        """1 for each label that is no padding, and, if the config says so, does not follow eod."""
-        loss_mask = (labels != self._pad_token_id).astype(np.float32)
-        if self.config.eod_mask_loss:
-            loss_mask[tokens == self._eod_token_id] = 0
-        return loss_mask
+            columns["cu_seqlens"][row] = S  # in all places behind the starts
+            columns["cu_seqlens"][row, : len(starts)] = starts
+            columns["max_seqlen"][row] = np.diff([*starts, S]).max()
 
     def _starts_after_eod(self, tokens):
         """The places among the inputs where a document starts: 0, and behind each eod token."""
@@ -2445,26 +2359,17 @@ class GPTDataset(MegatronDataset):
         eods = np.flatnonzero(tokens[:-1] == self._eod_token_id)
         return [0, *(eods + 1).tolist()]
 
-    def _starts_of_pieces(self, idx):
+    def _starts_of_pieces(self, k):
         """The places among the inputs where a piece starts; empty pieces have no place."""
         starts = [0]
         size = 0
-        for _, _, length in self.pieces(idx):
+        for _, _, length in self.pieces(k):
             if length and 0 < size < self.config.sequence_length:
                 starts.append(size)
             size += length
         return starts
 
-    # ---- what the arrays are made from, for the cache and for resuming
-
-    @property
-    def is_stable(self) -> bool:
-        """Does this dataset, built for more samples, begin with all samples that it has now?
-
-        It does with stable_order, unless a last, short sample is kept: with more samples that one
-        would be whole, and the last epoch would be shuffled with one sample fewer.
-        """
-        return self.config.stable_order and not self._keep_partial
+    # ---- what the builder and the cache ask
 
     @staticmethod
     def build_low_level_dataset(
@@ -2473,71 +2378,50 @@ class GPTDataset(MegatronDataset):
         """Open the pair at dataset_path."""
         if dataset_path is None:
             raise ValueError("no blend is given: give one, or build MockGPTDataset")
-        check = False if config.fast_cache_load else None
         storage = ObjectStorageConfig(config.object_storage_cache_path)
-        return IndexedDataset(dataset_path, False, config.mmap_bin_files, storage, check)
+        return IndexedDataset(dataset_path, False, config.mmap_bin_files, storage)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
         """Return the number of sequences of the file."""
         return len(low_level_dataset)
 
-    def _key_corrections(self):
-        """What the arrays depend on and upstream's identifiers leave out; usually nothing.
-
-        The name of the cache files is the md5 of the identifiers.  Upstream leaves some settings
-        out, so that datasets that differ share their files.  Here such a setting is an identifier
-        too where it differs from its default; so with all defaults the name is upstream's.
-        """
-        corrections = {}
-        if not self._extra:
-            corrections["add_extra_token_to_sequence"] = False
-        if self._keep_partial:
-            corrections["drop_last_partial_validation_sequence"] = False
-        if self._documents != self._documents_of_split():
-            corrections["documents"] = self._documents
-        if self.config.stable_order:
-            corrections["stable_order"] = True
-        return corrections
-
-    def _documents_of_split(self):
-        """What _documents is if this dataset has just the documents of its split."""
-        bounds = (0, 1)  # blend_per_split: its corpora belong to their split as a whole
-        if self.config.split_matrix:
-            # None is an empty split, of which the builder makes no dataset.  For a dataset that is
-            # made by hand any fixed bounds will do: other documents become part of the name.
-            in_matrix = self.config.split_matrix[self.index_split.value]
-            if in_matrix is not None:
-                bounds = in_matrix
-        first, end = split_range(bounds, len(self.dataset))
-        if first == end:
-            return [0, 0, None]
-        return [first, end, None]
-
     def made_from(self) -> dict:
         """Return what the arrays are made from, for the manifest of the cache (section 12)."""
-        found = {
-            "documents": self._documents,
-            "keep_partial": self._keep_partial,
-            "extra_token": self._extra,
-        }
-        if self.config.stable_order:
-            found["stable_order"] = True
-        if isinstance(self.dataset, IndexedDataset):
-            found |= self.dataset.identity()
-        return found
+        return arrays_made_from(self)
 
     def __getstate__(self):
-        """Leave out of a pickle what can be made anew.
+        """Leave out of a pickle the arrays that another process can map, or make."""
+        return without_mapped_arrays(self)
 
-        That is the finder, and the numbers of the documents where first and end say them all.
-        """
-        state = self.__dict__.copy()
-        state["_finder"] = None
-        first, end, digest = self._documents
-        if digest is None:
-            state["_indices"] = range(first, end)
-        return state
+
+def _as_range(documents):
+    """Numbers of documents as a range, if they follow each other, else as an array."""
+    if isinstance(documents, range) and documents.step == 1:
+        return documents
+    documents = np.asarray(documents)
+    if len(documents) and np.array_equal(documents, documents[0] + np.arange(len(documents))):
+        return range(int(documents[0]), int(documents[-1]) + 1)
+    return documents
+
+
+def _as_documents(documents):
+    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
+    if isinstance(documents, range):
+        return np.arange(documents.start, documents.stop, dtype=np.int32)
+    return documents
+
+
+def _count_tokens(lengths, documents):
+    """T: how many tokens these documents have."""
+    if isinstance(documents, range):
+        documents = slice(documents.start, documents.stop)
+    return int(lengths[documents].sum(dtype=np.int64))
+
+
+def _overrides(dataset, cls, method):
+    """Does the class of this dataset have another method of this name than cls has?"""
+    return getattr(type(dataset), method) is not getattr(cls, method)
 
 
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -2574,22 +2458,6 @@ def positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nda
         lengths = np.diff([*starts, sequence_length])
         positions -= np.repeat(starts, lengths)
     return positions
-
-
-def _describe_documents(indices):
-    """Numbers of documents -> [first, end, None] if they are all of first .. end - 1, in order.
-
-    Otherwise the third entry is a digest of the numbers.
-    """
-    if len(indices) == 0:
-        return [0, 0, None]
-    first = int(indices[0])
-    end = int(indices[-1]) + 1
-    if isinstance(indices, range):
-        return [first, end, None]
-    if end - first == len(indices) and np.all(indices[1:] > indices[:-1]):
-        return [first, end, None]
-    return [first, end, _md5(str(indices.tolist()))]
 
 
 def _name(dataset):
@@ -2863,7 +2731,7 @@ class BlendTooLarge(ValueError):
         self.needed = {} if needed is None else needed
 
 
-class BlendedDataset(torch.utils.data.Dataset):
+class BlendedDataset(SampleTable):
     """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
 
     datasets   MegatronDatasets of one split, fewer than 32767
@@ -2874,13 +2742,17 @@ class BlendedDataset(torch.utils.data.Dataset):
                dataset keeps its number, also one whose weights are all 0: a phase that is added
                later may use it.  One phase without a weight of 0 is the plain blend.
 
-    After that ds.phases is such a list, with normalized weights, for a blend of one phase too; it
-    is None where the weights are counts.  ds.weights is None where phases have weights.
+    After that there are three kinds of blend:
 
-    ds[i] is {"dataset_id": int16, **the sample}; ds[None] fills up a batch, without loss.  Cost: 10
-    bytes for each sample, and the time of build_blending_indices() where no cache has the arrays.
-    BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a run.  Where
-    fast_cache_load trusts a cache, the samples are not counted, so that no file is read.
+      made with           size      weights      phases                    rule
+      weights and size    size      normalized   [(size, weights)]         build_blending_indices
+      weights alone       None      counts       None                      build_exhaustive_...
+      phases              the sum   None         with normalized weights   build_phase_indices
+
+    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.  Cost:
+    10 bytes for each sample, and the time of build_blending_indices() where no cache has the
+    arrays.  BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a
+    run.
 
     >>> config = GPTDatasetConfig(1234, 4, split="1", tokenizer=ByteTokenizer())
     >>> corpus = IndexedDataset(toy_corpus())
@@ -2892,6 +2764,8 @@ class BlendedDataset(torch.utils.data.Dataset):
     """
 
     index_names = ("dataset_index", "dataset_sample_index")
+    dataset_index = IndexArray()  # int16 (size,): which dataset a sample comes from
+    dataset_sample_index = IndexArray()  # int64 (size,): which sample of that dataset it is
 
     def __init__(
         self,
@@ -2908,15 +2782,17 @@ class BlendedDataset(torch.utils.data.Dataset):
         else:
             raise ValueError("phases stand for weights and size: these must be None")
         self.config = config
-        self._places = {}  # of the samples of each dataset, made by find()
         self.split = self.datasets[0].index_split
-        self._open_indices()
-        if not self._cache.is_trusted:
-            self._check_counts(self.dataset_index)
-        if config.defer_npy_index_mmap:  # the counting has opened files
-            for dataset in (self, *self.datasets):
-                if hasattr(dataset, "_cache"):
-                    dataset._cache.close()
+        # May the rows of one table be filled by all datasets?
+        self._shares_columns = all(self._has_same_columns(dataset) for dataset in self.datasets)
+        self.unique_identifiers = identifiers_of_blend(self)
+        self.unique_description = describe(self.unique_identifiers)
+        self.unique_description_hash = _md5(self.unique_description)
+        # How many samples the blend takes of each dataset.  The arrays are found in the cache
+        # (section 12), or built; a cache of upstream that is trusted does not say how many.
+        self._taken = open_indices(self)
+        if self._taken is not None:
+            self._check_counts(self._taken)
 
     def _set_weights(self, datasets, weights, size):
         """A blend of one phase, or one whose weights are counts."""
@@ -2945,28 +2821,13 @@ class BlendedDataset(torch.utils.data.Dataset):
         is_plain = len(self.phases) == 1 and all(weights)
         self.weights = weights if is_plain else None
 
-    def _open_indices(self):
-        """Load the two arrays from the cache, or build them."""
-        identifiers = collections.OrderedDict()
-        identifiers["class"] = type(self).__name__
-        identifiers["datasets"] = [dataset.unique_identifiers for dataset in self.datasets]
-        identifiers["split"] = self.split.name
-        identifiers["weights"] = self.weights
-        identifiers["size"] = self.size
-        if self.weights is None:
-            identifiers["phases"] = self.phases
-        self.unique_identifiers = identifiers
-        self.unique_description = describe(identifiers)
-        self.unique_description_hash = _md5(self.unique_description)
-        name = f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}"
-        self._cache = IndexCache(
-            self.config.path_to_cache, name, self.index_names, self.unique_description
-        )
-        self._cache.load_or_build(self._build_indices, trust=self.config.fast_cache_load)
+    def _has_same_columns(self, dataset):
+        """Does this dataset fill rows, of the table that the config of the blend asks for?"""
+        fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
+        return fills_rows and dataset.config is self.config
 
     def _build_indices(self):
-        """Both arrays, filled in by one of the three rules above."""
-        _warn_if_python_is_slow(len(self))
+        """Return how many samples each dataset gives, and the two arrays."""
         dataset_index = np.zeros(len(self), np.int16)
         dataset_sample_index = np.zeros(len(self), np.int64)
         arrays = [dataset_index, dataset_sample_index]
@@ -2976,143 +2837,82 @@ class BlendedDataset(torch.utils.data.Dataset):
             build_phase_indices(*arrays, self.phases)
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
-        # not only after they are loaded: fast_cache_load would trust what is saved
-        self._check_counts(dataset_index)
-        return arrays
+        taken = _count_datasets(dataset_index, len(self.datasets)).tolist()
+        # Before the blend is saved: fast_cache_load does not check a saved one again.
+        self._check_counts(taken)
+        return taken, arrays
 
-    def _check_counts(self, dataset_index):
+    def _check_counts(self, taken):
         """BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
-        taken = self._count_taken(dataset_index)
         needed = {}
         sentences = []
-        for d, dataset in enumerate(self.datasets):
-            if taken[d] > len(dataset):
-                needed[dataset] = int(taken[d])
+        for count, dataset in zip(taken, self.datasets, strict=True):
+            if count > len(dataset):
+                needed[dataset] = count
                 sentences.append(
-                    f"the blend takes {taken[d]:,} samples of {_name(dataset)}, "
+                    f"the blend takes {count:,} samples of {_name(dataset)}, "
                     f"which has {len(dataset):,}"
                 )
         if needed:
             raise BlendTooLarge("; ".join(sentences), needed)
 
     def samples_taken(self) -> np.ndarray:
-        """Return how many samples the blend takes of each dataset, int64 (datasets,); O(size)."""
-        return self._count_taken(self.dataset_index)
-
-    def _count_taken(self, dataset_index):
-        """How often each dataset is in dataset_index; part by part, as it may be mapped."""
-        taken = np.zeros(len(self.datasets), np.int64)
-        for low in range(0, len(dataset_index), _CHUNK):
-            part = dataset_index[low : low + _CHUNK]
-            taken += np.bincount(part, minlength=len(self.datasets))
-        return taken
-
-    @property
-    def dataset_index(self) -> np.ndarray:
-        """int16 (size,): which dataset a sample comes from."""
-        return self._cache["dataset_index"]
-
-    @dataset_index.setter
-    def dataset_index(self, values: np.ndarray) -> None:
-        """Use these datasets."""
-        self._cache["dataset_index"] = values
-
-    @property
-    def dataset_sample_index(self) -> np.ndarray:
-        """int64 (size,): which sample of that dataset a sample is."""
-        return self._cache["dataset_sample_index"]
-
-    @dataset_sample_index.setter
-    def dataset_sample_index(self, values: np.ndarray) -> None:
-        """Use these samples of the datasets."""
-        self._cache["dataset_sample_index"] = values
-
-    @property
-    def is_stable(self) -> bool:
-        """Does this blend begin with the same samples where more of them, or phases, are added?"""
-        for dataset in self.datasets:
-            if not isinstance(dataset, MegatronDataset) or not dataset.is_stable:
-                return False
-        return self.phases is not None
+        """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
+        if self._taken is None:  # the cache of upstream does not say
+            self._taken = _count_datasets(self.dataset_index, len(self.datasets)).tolist()
+        return np.array(self._taken, np.int64)
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
 
-    def _place(self, idx: int | None) -> tuple[int, int | None]:
+    def _place(self, idx):
         """Sample idx is sample k of dataset d: return (d, k).  None is padding, of dataset 0."""
         if idx is None:
             return 0, None
         i = _position(idx, len(self), "the samples of a blend")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
-    def trace(self, idx: int) -> list["Span"]:
-        """Return which tokens of which documents sample idx is made of, in order (section 20)."""
-        d, k = self._place(operator.index(idx))
-        return self.datasets[d].trace(k)
-
-    def find(self, path_prefix: str | os.PathLike, sequence: int) -> list[int]:
-        """Return the samples that hold at least one token of a sequence of a pair, in order.
-
-        ValueError if the blend has no such pair.  The first call for a pair inverts the orders of
-        its dataset, and notes the places of its samples, 8 bytes for each.
-        """
-        prefix = os.fspath(path_prefix)
-        prefixes = [dataset.dataset_path for dataset in self.datasets]
-        if prefix not in prefixes:
-            raise ValueError(
-                f"{prefix} is not in the blend, which has {', '.join(map(str, prefixes))}"
-            )
-        found = []
-        for d, dataset in enumerate(self.datasets):
-            if prefixes[d] == prefix:
-                places = self._places_of(d)
-                samples = dataset.find(prefix, sequence)
-                # a dataset may be built for more samples than the blend takes of it
-                found += [int(places[k]) for k in samples if k < len(places)]
-        return sorted(found)
-
-    def _places_of(self, d):
-        """Where the samples 0, 1, 2, ... of dataset d are in the blend: they come in this order."""
-        if d not in self._places:
-            self._places[d] = np.flatnonzero(self.dataset_index == d)
-        return self._places[d]
-
-    def __getstate__(self):
-        """Leave the places out of a pickle: find() makes them anew."""
-        return self.__dict__ | {"_places": {}}
-
     def __getitem__(self, idx: int | None) -> dict:
         d, k = self._place(idx)
-        return {"dataset_id": np.int16(d), **self.datasets[d][k]}
+        return {"dataset_id": torch.tensor(d), **self.datasets[d][k]}
 
-    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples; each dataset is asked once, for all of its own."""
-        if type(self).__getitem__ is not BlendedDataset.__getitem__:
-            return [self[idx] for idx in indices]  # a subclass has samples of its own
-        batch = [None] * len(indices)
-        for d, (rows, wanted) in self._rows_by_dataset(indices).items():
-            dataset = self.datasets[d]
-            if hasattr(dataset, "__getitems__"):
-                samples = dataset.__getitems__(wanted)
-            else:
-                samples = [dataset[k] for k in wanted]
-            for row, sample in zip(rows, samples, strict=True):
-                batch[row] = {"dataset_id": np.int16(d), **sample}
-        return batch
+    @property
+    def fills_rows(self) -> bool:
+        """Can a batch be filled as a whole, because all datasets fill rows of the same table?"""
+        return self._shares_columns and not _overrides(self, BlendedDataset, "__getitem__")
 
-    def _rows_by_dataset(self, indices):
-        """The samples of a batch by dataset: {d: (rows of the batch, samples of dataset d)}."""
-        rows_by_dataset = {}
-        for row, idx in enumerate(indices):
+    def columns(self, count: int) -> dict[str, np.ndarray]:
+        """Return an empty table for so many samples."""
+        return {"dataset_id": np.empty(count, np.int64), **self.datasets[0].columns(count)}
+
+    def fill(
+        self,
+        columns: dict[str, np.ndarray],
+        rows: typing.Sequence[int],
+        indices: typing.Sequence[int | None],
+    ) -> None:
+        """Write the samples of these indices into these rows: each dataset fills its own."""
+        rows_of_datasets = {}  # {d: (rows, samples of dataset d)}
+        for row, idx in zip(rows, indices, strict=True):
             d, k = self._place(idx)
-            rows, wanted = rows_by_dataset.setdefault(d, ([], []))
-            rows.append(row)
-            wanted.append(k)
-        return rows_by_dataset
+            columns["dataset_id"][row] = d
+            rows_of_dataset, samples = rows_of_datasets.setdefault(d, ([], []))
+            rows_of_dataset.append(row)
+            samples.append(k)
+        for d, (rows_of_dataset, samples) in rows_of_datasets.items():
+            self.datasets[d].fill(columns, rows_of_dataset, samples)
 
-    def batch(self, indices: typing.Sequence[int | None]) -> dict:
-        """Return several samples as one: {key: tensor (B, ...)}."""
-        return torch.utils.data.default_collate(self.__getitems__(indices))
+    def __getstate__(self):
+        """Leave out of a pickle the arrays that another process can map, or make."""
+        return without_mapped_arrays(self)
+
+
+def _count_datasets(dataset_index, num_datasets):
+    """How often each dataset is in dataset_index; part by part, as bincount() makes it int64."""
+    taken = np.zeros(num_datasets, np.int64)
+    for low in range(0, len(dataset_index), _CHUNK):
+        taken += np.bincount(dataset_index[low : low + _CHUNK], minlength=num_datasets)
+    return taken
 
 
 # ==============================================================================
@@ -3145,6 +2945,103 @@ class BlendedDataset(torch.utils.data.Dataset):
 #   rank 0: build and write the cache  ->  other ranks: load the cache, or build where they see none
 
 
+class BlendOfSplit(typing.NamedTuple):
+    """What a dataset is built from: corpora, and how they are mixed; see read_blends()."""
+
+    split: Split
+    prefixes: list  # of the corpora; [None] for mock data
+    weights: list | None  # of the corpora, their sum is 1; None: each corpus is taken once
+    phases: list | None  # [(samples, weights), ...] instead of weights
+    size: int | None  # samples that are wanted; None: one epoch
+    bounds: tuple[float, float]  # the part of each corpus that belongs to the split
+
+    @property
+    def is_one_corpus(self) -> bool:
+        """Is it a corpus alone, which is not blended?"""
+        return len(self.prefixes) == 1 and self.weights is None and self.phases is None
+
+    def sizes(self, surplus: float) -> list[int | None]:
+        """Return how many samples each corpus is built for; None: one epoch."""
+        if self.is_one_corpus:
+            return [self.size]
+        if self.weights is None and self.phases is None:
+            return [None] * len(self.prefixes)
+        phases = self.phases
+        if phases is None:
+            phases = [(self.size, self.weights)]
+        sizes = []
+        for d in range(len(self.prefixes)):
+            target = sum(math.ceil(samples * weights[d]) for samples, weights in phases)
+            sizes.append(math.ceil(target * (1 + surplus)))
+        return sizes
+
+
+def read_blends(
+    config: BlendedMegatronDatasetConfig, sizes: typing.Sequence[int | None]
+) -> list[BlendOfSplit]:
+    """Return what a config means: an entry for each dataset, in the order of the splits.
+
+    With multiple_validation_sets valid has an entry for each of its corpora.  ValueError for sizes
+    that no build can have.  No file is opened.
+
+    >>> config = GPTDatasetConfig(1234, 4, blend=(["a", "b"], [1, 3]), split="9,1,0",
+    ...                           tokenizer=ByteTokenizer())
+    >>> for blend in read_blends(config, [8, 4, 0]):
+    ...     print(blend.split.name, blend.prefixes, blend.weights, blend.size, blend.bounds)
+    train ['a', 'b'] [0.25, 0.75] 8 (0, 0.9)
+    valid ['a', 'b'] [0.25, 0.75] 4 (0.9, 1.0)
+    """
+    if len(sizes) != len(Split):
+        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
+    if config.multiple_validation_sets and config.full_validation:
+        if sizes[Split.valid.value] is not None:
+            raise ValueError("full_validation: the size of valid must be None")
+    blends = []
+    for split, size in zip(Split, sizes, strict=True):
+        is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
+        if size is not None and not is_number:
+            raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
+        if config.blend_per_split is None:
+            bounds = config.split_matrix[split.value]
+            prefixes, weights = ([None], None) if config.mock else config.blend
+        elif config.blend_per_split[split.value] is None:
+            bounds = None
+        else:
+            bounds = (0.0, 1.0)
+            prefixes, weights = config.blend_per_split[split.value]
+            is_kept_apart = split is Split.valid and bool(config.multiple_validation_sets)
+            if is_kept_apart:
+                for prefix in prefixes:
+                    blends.append(BlendOfSplit(split, [prefix], None, None, size, bounds))
+                continue
+            if len(prefixes) == 1:
+                weights = None
+        if bounds is not None:
+            blends.append(_read_blend_of_split(config, split, prefixes, weights, size, bounds))
+    return blends
+
+
+def _read_blend_of_split(config, split, prefixes, weights, size, bounds):
+    """One split, whose corpora are mixed in phases, or by weights, or are taken once."""
+    if split is Split.train and config.blend_phases is not None:
+        phases = _as_phases(config.blend_phases, prefixes)
+        total = sum(samples for samples, _ in phases)
+        if size is not None and size > total:
+            raise ValueError(
+                f"blend_phases has {total} samples, but {size} are wanted of train: "
+                f"add a phase of {size - total}, or make the last one longer"
+            )
+        return BlendOfSplit(split, list(prefixes), None, phases, size, bounds)
+    if weights is None:
+        return BlendOfSplit(split, list(prefixes), None, None, size, bounds)
+    if size is None:
+        raise ValueError(
+            f"{split.name} is a blend with weights, which needs a size (--sizes), got None"
+        )
+    prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
+    return BlendOfSplit(split, prefixes, normalize(weights), None, size, bounds)
+
+
 class BlendedMegatronDatasetBuilder:
     """Build train, valid and test from a config.  Upstream: BlendedMegatronDatasetBuilder.
 
@@ -3172,54 +3069,14 @@ class BlendedMegatronDatasetBuilder:
         self.sizes = list(sizes)
         self.is_built_on_rank = is_built_on_rank
         self.config = config
-        self._check_sizes()
-
-    def _check_sizes(self):
-        """ValueError for a size that no build can have."""
-        config = self.config
-        if len(self.sizes) != len(Split):
-            raise ValueError(f"sizes: wanted {len(Split)} entries, got {self.sizes}")
-        for split, size in zip(Split, self.sizes, strict=True):
-            is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
-            if size is not None and not is_number:
-                raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
-            has_phases = split is Split.train and config.blend_phases is not None
-            _, weights = self._blend_of(split)
-            if size is None and weights is not None and not has_phases:
-                raise ValueError(
-                    f"{split.name} is a blend with weights, which needs a size (--sizes), got None"
-                )
-        if config.multiple_validation_sets and config.full_validation:
-            if self.sizes[Split.valid.value] is not None:
-                raise ValueError("full_validation: the size of valid must be None")
-
-    def _blend_of(self, split):
-        """(prefixes, weights) that a split is built from; (None, None) if it is mock, or not built.
-
-        With blend_per_split one corpus is no blend, whatever its weight, as upstream has it; and
-        corpora that are kept apart are none.
-        """
-        config = self.config
-        if config.blend_per_split is None:
-            is_built = config.split_matrix[split.value] is not None
-            return config.blend if is_built and not config.mock else (None, None)
-        blend = config.blend_per_split[split.value]
-        if blend is None:
-            return None, None
-        prefixes, weights = blend
-        if len(prefixes) == 1 or self._is_kept_apart(split):
-            weights = None
-        return prefixes, weights
-
-    def _is_kept_apart(self, split):
-        """Is each corpus of this split a dataset of its own?"""
-        return split is Split.valid and bool(self.config.multiple_validation_sets)
+        self._blends = read_blends(config, self.sizes)
 
     def build(self) -> list:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
 
-        With torch.distributed every rank must call this method.  Rank 0 builds first, so that the
-        others find its cache; a failure on any rank is raised on every rank.
+        With torch.distributed every rank must call this method: called on rank 0 alone it waits for
+        ever.  Rank 0 builds first, so that the others find its cache; a failure on any rank is
+        raised on every rank.
         """
         if not _is_distributed():
             return self._build_splits()
@@ -3236,161 +3093,102 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_splits(self):
         """All splits, on this rank."""
-        config = self.config
-        if config.mock:
-            return self._build_blend([None], None, config.split_matrix)
-        if config.blend is not None:
-            prefixes, weights = config.blend
-            return self._build_blend(prefixes, weights, config.split_matrix)
-        return [self._build_split(split) for split in Split]
+        prefixes = []
+        for blend in self._blends:
+            prefixes += blend.prefixes
+        prefixes = list(dict.fromkeys(prefixes))  # a corpus of several splits is opened once
+        allow_open_files(self._blends, prefixes)  # section 12
+        opened = dict(zip(prefixes, self._in_threads(self._open, prefixes), strict=True))
+        found = {split: [] for split in Split}
+        for blend in self._blends:
+            sizes = blend.sizes(self.config.mid_level_dataset_surplus)
+            corpora = []
+            for prefix, size in zip(blend.prefixes, sizes, strict=True):
+                corpora.append((blend, prefix, opened[prefix], size))
+            parts = self._in_threads(self._build_part, corpora)
+            dataset = parts[0] if blend.is_one_corpus else self._mix(blend, parts)
+            found[blend.split].append(dataset)
+        datasets = []
+        for of_split in found.values():
+            if len(of_split) == 0:
+                datasets.append(None)
+            elif len(of_split) == 1:
+                datasets.append(of_split[0])
+            else:  # several validation sets
+                datasets.append(of_split)
+        return datasets
 
-    def _build_split(self, split):
-        """blend_per_split: one split, to which its corpora belong as a whole."""
-        prefixes, weights = self._blend_of(split)
-        if prefixes is None:
-            return None
-        matrix = [None] * len(Split)
-        matrix[split.value] = (0.0, 1.0)
-        if self._is_kept_apart(split) and len(prefixes) > 1:
-            datasets = []
-            for prefix in prefixes:
-                datasets.append(self._build_blend([prefix], None, matrix)[split.value])
-            return datasets
-        return self._build_blend(prefixes, weights, matrix)[split.value]
-
-    def _build_blend(self, prefixes, weights, matrix):
-        """[train, valid, test]: for each split, the blend of its parts of all corpora.
-
-        The matrix has the bounds of each split, or None for a split that is not wanted.  One corpus
-        without weights is no blend, but the dataset itself.
-        """
-        phases = None
-        if matrix[Split.train.value] is not None and self.config.blend_phases is not None:
-            phases = self._phases_of_train(prefixes)
-        if weights is not None:
-            if phases is None:  # a phase has a weight for each corpus, so all of them stay
-                prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
-            weights = _normalize_used(weights)
-        corpora = self._split_corpora(prefixes, weights, phases, matrix)
-        blends = []
-        for split in Split:
-            parts = [corpus[split.value] for corpus in corpora]
-            if matrix[split.value] is None:
-                blends.append(None)
-            elif split is Split.train and phases is not None:
-                blends.append(self._blend_exactly(parts, None, None, phases))
-            elif weights is None and len(parts) == 1:
-                blends.append(parts[0])
-            else:
-                blends.append(self._blend_parts(split, parts, weights, self.sizes[split.value]))
-        return blends
-
-    def _phases_of_train(self, prefixes):
-        """blend_phases, with normalized weights; they must have as many samples as are wanted."""
-        phases = _as_phases(self.config.blend_phases, prefixes)
-        total = sum(samples for samples, _ in phases)
-        size = self.sizes[Split.train.value]
-        if size is not None and size > total:
-            raise ValueError(
-                f"blend_phases has {total} samples, but {size} are wanted of train: "
-                f"add a phase of {size - total}, or make the last one longer"
-            )
-        return phases
-
-    def _split_corpora(self, prefixes, weights, phases, matrix):
-        """Each corpus, cut and built for what the blends take of it; in threads."""
-        if len(prefixes) == 1:  # a small corpus is open before a thread has started
-            sizes = self._sizes_of_corpus(0, weights, phases, 1)
-            return [self._split_corpus(prefixes[0], matrix, sizes)]
-        pool = concurrent.futures.ThreadPoolExecutor(self.config.num_dataset_builder_threads)
+    def _in_threads(self, function, items):
+        """[function(item) for each item], several at a time if the config asks for threads."""
+        num_threads = self.config.num_dataset_builder_threads
+        if num_threads == 1 or len(items) == 1:
+            return [function(item) for item in items]
+        pool = concurrent.futures.ThreadPoolExecutor(num_threads)
         try:
-            futures = []
-            for d, prefix in enumerate(prefixes):
-                sizes = self._sizes_of_corpus(d, weights, phases, len(prefixes))
-                futures.append(pool.submit(self._split_corpus, prefix, matrix, sizes))
+            futures = [pool.submit(function, item) for item in items]
             # After an error no further corpus is begun: there may be hundreds, of hours each.
             concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
             return [future.result() for future in futures]
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _sizes_of_corpus(self, d, weights, phases, num_corpora):
-        """[samples of train, of valid, of test] that corpus d is built for; None: one epoch."""
-        sizes = []
-        for split, size in zip(Split, self.sizes, strict=True):
-            if split is Split.train and phases is not None:
-                targets = [math.ceil(samples * weights[d]) for samples, weights in phases]
-                size = self._add_surplus(sum(targets))
-            elif weights is not None and size is not None:
-                size = self._add_surplus(math.ceil(size * weights[d]))
-            elif num_corpora > 1:
-                size = None
-            sizes.append(size)
-        return sizes
-
-    def _add_surplus(self, target):
-        """How many samples a corpus is built for, so that a blend can take this many of it."""
-        return math.ceil(target * (1 + self.config.mid_level_dataset_surplus))
-
-    def _split_corpus(self, prefix, matrix, sizes):
-        """Open one corpus, once, and cut it: [its part of train, of valid, of test]."""
+    def _open(self, prefix):
+        """Open a corpus, whose elements int32 must be able to number."""
         opened = self.cls.build_low_level_dataset(prefix, self.config)
         n = self.cls.numel_low_level_dataset(opened)
         if n >= 2**31:
             raise ValueError(
-                f"{hide_credentials(prefix)}: {n} sequences, but int32 numbers only {2**31 - 1}: "
-                "split the corpus"
+                f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
             )
-        parts = []
-        for split in Split:
-            bounds = matrix[split.value]
-            if bounds is None:
-                parts.append(None)
-                continue
-            first, end = split_range(bounds, n)
-            indices = range(first, end)
-            if self.cls.__init__ is not GPTDataset.__init__:
-                indices = np.arange(first, end, dtype=np.int32)  # what upstream gives to a class
-            size = sizes[split.value]
-            parts.append(self.cls(opened, prefix, indices, size, split, self.config))
-        return parts
+        return opened
 
-    def _blend_parts(self, split, parts, weights, size):
-        """The blend of one split, whose corpora have weights or are taken once each."""
-        if weights is not None:
-            size = sum(math.ceil(size * weight) for weight in weights)
-        else:
-            weights = [len(part) for part in parts]
-            if not any(weights):
-                if size == 0:
-                    return None  # nothing is wanted, and nothing is there
-                wanted = "one epoch" if size is None else f"{size} samples"
-                raise ValueError(f"{split.name}: wanted {wanted}, but no corpus has a sample in it")
-            if size is not None and size > sum(weights):
-                warnings.warn(
-                    f"{split.name}: an epoch has {sum(weights):,} samples, not {size:,}: the run "
-                    "will end early; give weights, to repeat corpora",
-                    stacklevel=2,
-                )
-                size = sum(weights)
-            parts = self._leave_out_empty(split, parts)
-            weights = [len(part) for part in parts]
-        return self._blend_exactly(parts, weights, size)
+    def _build_part(self, corpus):
+        """The dataset of a corpus, of the part of it that belongs to the split."""
+        blend, prefix, opened, size = corpus
+        first, end = split_range(blend.bounds, self.cls.numel_low_level_dataset(opened))
+        documents = range(first, end)  # of hundreds of corpora: no array before it is needed
+        if self.cls is not GPTDataset:
+            documents = _as_documents(documents)  # a class of the user's gets what upstream gives
+        return self.cls(opened, prefix, documents, size, blend.split, self.config)
 
-    def _leave_out_empty(self, split, parts):
-        """The parts that have a sample; a warning names the others."""
+    def _mix(self, blend, parts):
+        """The blend of these datasets; None if nothing is wanted, and nothing is there."""
+        if blend.phases is not None:
+            return self._mix_exactly(parts, None, None, blend.phases)
+        if blend.weights is not None:
+            size = sum(math.ceil(blend.size * weight) for weight in blend.weights)
+            return self._mix_exactly(parts, blend.weights, size)
+        return self._mix_epochs(blend, parts)
+
+    def _mix_epochs(self, blend, parts):
+        """The blend of one epoch of each corpus, or of as many samples of it as are wanted."""
+        split = blend.split.name
+        size = blend.size
+        lengths = [len(part) for part in parts]
+        if sum(lengths) == 0:
+            if size == 0:
+                return None
+            wanted = "one epoch" if size is None else f"{size} samples"
+            raise ValueError(f"{split}: wanted {wanted}, but no corpus has a sample in it")
+        if size is not None and size > sum(lengths):
+            warnings.warn(
+                f"{split}: an epoch has {sum(lengths):,} samples, not {size:,}: the run "
+                "will end early; give weights, to repeat corpora",
+                stacklevel=2,
+            )
+            size = sum(lengths)
         kept = []
         for part in parts:
             if len(part) > 0:
                 kept.append(part)
             else:
                 warnings.warn(
-                    f"{split.name} of {_name(part)} holds no whole sample: left out of the blend",
+                    f"{split} of {_name(part)} holds no whole sample: left out of the blend",
                     stacklevel=2,
                 )
-        return kept
+        return self._mix_exactly(kept, [len(part) for part in kept], size)
 
-    def _blend_exactly(self, parts, weights, size, phases=None):
+    def _mix_exactly(self, parts, weights, size, phases=None):
         """The blend of these parts; one that would not last is built again, larger."""
         try:
             return BlendedDataset(parts, weights, size, self.config, phases)
@@ -3423,56 +3221,52 @@ def _do_nothing():
 # at consumed_samples and ends at the end of the epoch, so the first pass after a stop may be only
 # the rest of an epoch.
 #
-# The sampler "single", with micro_batch_size 2 and data_parallel_size 2:
+# All ranks have one order of samples, and it is dealt to them round by round.  The sampler "single"
+# deals it in runs, the sampler "cyclic" sample by sample.  With micro_batch_size 2 and
+# data_parallel_size 2:
 #
-#   round          0              1              2
-#   samples        0  1  2  3     4  5  6  7     8 ...
-#   rank           0  0  1  1     0  0  1  1     0
+#   round                  0              1              2
+#   order of "single"      0  1  2  3     4  5  6  7     8 ...
+#   rank                   0  0  1  1     0  0  1  1     0
 #
-# One number, consumed_samples, says how many samples all ranks together have used.  A checkpoint
-# keeps it, with a description of the data and of the order (save_position below).  A job that goes
-# on may have other ranks, micro-batches or workers, wherever the order does not depend on them:
+#   order of "cyclic"      4  0  7  3     2  5  1  6                each epoch in a new order; the
+#   rank                   0  1  0  1     0  1  0  1                samples of whole rounds only
+#
+# With data_sharding each rank shuffles a part of its own, so that it always reads the same samples:
+# rank 0 those of 0 .. 3, rank 1 those of 4 .. 7.
+#
+# A batch is then the samples of these indices, stacked; see batches_of().  One number,
+# consumed_samples, says how many samples all ranks together have used.  A checkpoint keeps this
+# number and what the samples so far depend on (section 14).  A job that goes on may have other
+# ranks, micro-batches or workers, wherever the order does not depend on them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
 #   full_validation
 #   cyclic, unsharded   in each epoch all ranks draw the   workers; ranks and micro-batch size, if
-#                       same shuffled order, and take      (a), (b) and (c) hold
-#                       its samples in turn
+#                       same shuffled order                (a), (b) and (c) hold
 #   cyclic, sharded     in each epoch each rank shuffles   workers; micro-batch size, if (a) and (b)
 #                       a part of its own                  hold
 #
 #   (a) consumed_samples is a whole number of the new rounds
-#   (b) as many samples are shuffled: those that fill no micro-batch (sharded: no round) are not
-#   (c) consumed_samples is as far in the same epoch: new rounds may change how long an epoch is
-#
-# A job that goes on may also train longer, or mix its corpora in another way from here on, if its
-# datasets have stable_order (section 4) and the order of its sampler does not depend on how many
-# samples there are, as that of "single" does not.  Then the state describes the past alone.  With
-# u, v and w for the weights of phases:
-#
-#   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
-#   a job that it fits                 phases (500, u) (400, v)
-#   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
-#   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
+#   (b) the new sizes shuffle the same number of samples (the rest at the end, less than a
+#       micro-batch or, sharded, less than a round, is left out)
+#   (c) the number of the epoch and the place in it come out the same
 
 
 class _Sampler:
     """What the samplers share: their sizes, and the check of where a pass can start.
 
     kind                  the sampler's name in a saved state
-    is_in_order           are the samples that were consumed the first ones of the dataset?
     consumed_samples      where the next pass starts
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
-    A sampler also has check_start(consumed_samples), a ValueError unless a pass can start there,
-    and order_key(consumed_samples), a dict that is equal for two samplers if consumed_samples is
-    the same place of the same order for them, so that one can go on where the other one stopped.
+    len() counts the batches of a whole pass, wherever the next one starts (upstream: samples).
+    check_start(consumed_samples) raises a ValueError unless a pass can start there.
     """
 
     kind: str
-    is_in_order = True
 
     def __init__(
         self,
@@ -3506,6 +3300,11 @@ class _Sampler:
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
         self.check_start(self.consumed_samples)
 
+    def __len__(self) -> int:
+        if self.drop_last:
+            return self.active_total_samples // self.samples_per_round
+        return _ceil_div(self.total_samples, self.samples_per_round)
+
     @property
     def micro_batch_times_data_parallel_size(self) -> int:
         """Upstream's name of samples_per_round."""
@@ -3527,7 +3326,7 @@ class MegatronPretrainingSampler(_Sampler):
     Yields lists of micro_batch_size indices; rank r gets the r-th part of each round.
     drop_last=False: the samples of the last, short round are shared out, and None (padding) stands
     in the missing places, so that every rank yields the same number of batches.  A second pass
-    starts at 0.  len() counts the batches of the next pass (upstream: samples).
+    starts at 0.
 
     >>> list(MegatronPretrainingSampler(6, 0, 1, data_parallel_rank=1, data_parallel_size=2))
     [[1], [3], [5]]
@@ -3535,26 +3334,20 @@ class MegatronPretrainingSampler(_Sampler):
 
     kind = "single"
 
-    def __len__(self) -> int:
-        whole, rest = divmod(self.total_samples - self.consumed_samples, self.samples_per_round)
-        if rest and not self.drop_last:
-            return whole + 1
-        return whole
-
     def __iter__(self) -> typing.Iterator[list[int | None]]:
-        num_batches = len(self)
-        first = self.consumed_samples
+        begin = self.consumed_samples
         self.consumed_samples = 0  # where the pass after this one starts
         rank = self.data_parallel_rank
         ranks = self.data_parallel_size
-        for _ in range(num_batches):
+        for first in range(begin, self.total_samples, self.samples_per_round):
             count = min(self.samples_per_round, self.total_samples - first)
+            if count < self.samples_per_round and self.drop_last:
+                return
             # a short round is cut as evenly as can be: two ranks differ by one sample at most
-            begin = first + _ceil_div(rank * count, ranks)
-            end = first + _ceil_div((rank + 1) * count, ranks)
-            padding = [None] * (self.micro_batch_size - (end - begin))
-            yield [*range(begin, end), *padding]
-            first += self.samples_per_round
+            own_first = first + _ceil_div(rank * count, ranks)
+            own_end = first + _ceil_div((rank + 1) * count, ranks)
+            padding = [None] * (self.micro_batch_size - (own_end - own_first))
+            yield [*range(own_first, own_end), *padding]
 
     def check_start(self, consumed_samples: int) -> None:
         """ValueError unless a pass can start there; at the very end an empty pass can."""
@@ -3563,10 +3356,6 @@ class MegatronPretrainingSampler(_Sampler):
                 f"consumed_samples must be 0 to total_samples ({self.total_samples}), "
                 f"got {consumed_samples}"
             )
-
-    def order_key(self, consumed_samples: int) -> dict:
-        """Return what must be equal for a run to go on in the same order."""
-        return {"consumed": consumed_samples}
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
@@ -3601,15 +3390,13 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
     The samples that fill no whole round at the end of an order are left out, so that all ranks stay
     in the same epoch (upstream, unsharded, keeps some of them, and ranks get into different
-    epochs).  A pass goes on at consumed_samples, which every batch advances; len() counts the
-    batches left in the epoch.
+    epochs).  A pass goes on at consumed_samples, which every batch advances.
 
     >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
     [[4], [0], [7], [3], [2], [5], [1], [6]]
     """
 
     kind = "cyclic"
-    is_in_order = False
 
     def __init__(
         self,
@@ -3633,41 +3420,31 @@ class MegatronPretrainingRandomSampler(_Sampler):
             data_parallel_size,
         )
 
-    def __len__(self) -> int:
-        done = self.consumed_samples % self.active_total_samples
-        return (self.active_total_samples - done) // self.samples_per_round
-
     def __iter__(self) -> typing.Iterator[list[int]]:
         epoch, done = divmod(self.consumed_samples, self.active_total_samples)
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        if self.data_sharding:
-            order = self._sharded_order(done, generator)
-        else:
-            order = self._unsharded_order(done, generator)
-        for batch in order.split(self.micro_batch_size):
+        order = self._order_of_rank(epoch)
+        for batch in order[done // self.data_parallel_size :].split(self.micro_batch_size):
             self.consumed_samples += self.samples_per_round
             yield batch.tolist()
 
-    def _sharded_order(self, done, generator):
-        """Rank r shuffles the samples [r * part, (r + 1) * part) for itself."""
+    def _order_of_rank(self, epoch):
+        """The samples that this rank reads in an epoch, in order."""
+        rank = self.data_parallel_rank
         ranks = self.data_parallel_size
-        part = self._num_shuffled() // ranks
-        order = torch.randperm(part, generator=generator)
-        return self.data_parallel_rank * part + order[done // ranks :]
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(self.samples_shuffled(), generator=generator)
+        if self.data_sharding:
+            return rank * len(order) + order
+        return order[rank : self.active_total_samples : ranks]
 
-    def _unsharded_order(self, done, generator):
-        """All ranks draw one order and take its samples in turn."""
-        order = torch.randperm(self._num_shuffled(), generator=generator)
-        order = order[done : self.active_total_samples]
-        return order[self.data_parallel_rank :: self.data_parallel_size]
+    def samples_shuffled(self) -> int:
+        """Return how many samples one shuffle has, as upstream has it.
 
-    def _num_shuffled(self):
-        """How many samples are shuffled, as upstream has it.
-
-        Sharded: whole rounds, so that all parts are equal.  Unsharded: whole micro-batches.
+        Sharded: the part of a rank.  Unsharded: all that fill whole micro-batches.
         """
-        unit = self.samples_per_round if self.data_sharding else self.micro_batch_size
-        return self.total_samples - self.total_samples % unit
+        if self.data_sharding:
+            return self.active_total_samples // self.data_parallel_size
+        return self.total_samples - self.total_samples % self.micro_batch_size
 
     def check_start(self, consumed_samples: int) -> None:
         """ValueError unless a pass can start there: after a whole number of rounds."""
@@ -3682,435 +3459,28 @@ class MegatronPretrainingRandomSampler(_Sampler):
                 f"samples, got {consumed_samples}"
             )
 
-    def order_key(self, consumed_samples: int) -> dict:
-        """Return what must be equal for a run to go on in the same order."""
-        epoch, done = divmod(consumed_samples, self.active_total_samples)
-        key = {
-            "seed": self.seed,
-            "data_sharding": self.data_sharding,
-            "epoch": epoch,
-            "done": done,
-            "shuffled": self._num_shuffled(),
-        }
-        if self.data_sharding:
-            key["data_parallel_size"] = self.data_parallel_size
-        return key
 
+def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
+    """Yield the micro-batches of this rank: for the indices of the sampler, the samples stacked.
 
-def fingerprint(dataset: typing.Any) -> dict:
-    """Return what a resumed run must find again: the data, however its path is called.
+    This is the definition of a loader.  PretrainingDataLoader (section 14) yields the same batches;
+    it can make them ahead, and its position can be saved.
 
-    The dict is JSON-able.  A dataset that is not one of ours is known by its class and length.
-    Cost: a digest of the ends of each .idx, and no token is read.
-
-    >>> fingerprint(range(3))
-    {'class': 'range', 'num_samples': 3}
+    >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
+    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, [3, 0, 0], lambda: True, config)
+    >>> train, _, _ = builder.build()
+    >>> sampler = MegatronPretrainingSampler(len(train), 0, 2, 0, 1)
+    >>> for batch in batches_of(train, sampler):
+    ...     print({key: tuple(tensor.shape) for key, tensor in batch.items()})
+    {'tokens': (2, 4), 'labels': (2, 4), 'loss_mask': (2, 4), 'position_ids': (2, 4)}
+    >>> batch["tokens"]                                              # b b b c, and c c c c
+    tensor([[98, 98, 98, 99],
+            [99, 99, 99, 99]])
     """
-    found = {"class": type(dataset).__name__, "num_samples": len(dataset)}
-    if isinstance(dataset, BlendedDataset):
-        first = fingerprint(dataset.datasets[0])
-        for key in ("split", "sequence_length", "random_seed", "stable_order"):
-            if key in first:
-                found[key] = first[key]  # all datasets of a blend share it
-        found["size"] = dataset.size
-        if dataset.weights is None:  # phases have weights
-            found["phases"] = _describe_phases(dataset.phases)
-        else:
-            found["weights"] = _number_weights(dataset.weights)
-        found["corpora"] = {}
-        for d, part in enumerate(dataset.datasets):
-            found["corpora"][str(d)] = _fingerprint_of_corpus(part)
-    elif isinstance(dataset, MegatronDataset):
-        found["split"] = dataset.index_split.name
-        found["requested"] = dataset.num_samples
-        found["sequence_length"] = dataset.config.sequence_length
-        found["random_seed"] = dataset.config.random_seed
-        found["corpora"] = {"0": _fingerprint_of_corpus(dataset)}
-        if isinstance(dataset, GPTDataset) and dataset.config.stable_order:
-            found["stable_order"] = True
-    return found
-
-
-def _fingerprint_of_corpus(dataset):
-    """What tells a dataset of a blend from others; the name is for messages, and may change."""
-    found = {"name": os.path.basename(_name(dataset)), "num_samples": len(dataset)}
-    if isinstance(dataset, MegatronDataset):
-        found["requested"] = dataset.num_samples
-        found |= _describe_contents(dataset)
-    return found
-
-
-def _describe_contents(dataset):
-    """Which documents of which data, and how they are cut; a digest stands for the data."""
-    made_from = dataset.made_from()
-    if not made_from:
-        return {}
-    first, end, digest = made_from["documents"]
-    found = {"documents": [first, end], "num_sequences": len(dataset.dataset)}
-    identity = {}  # what tells the file from others
-    for key, value in made_from.items():
-        if key in ("keep_partial", "extra_token"):
-            found[key] = value
-        elif key not in ("documents", "idx_mtime_ns"):  # a copy of a corpus is the same corpus
-            identity[key] = value
-    found["contents"] = _md5(json.dumps([digest, identity]))
-    return found
-
-
-def _number_weights(weights):
-    """[weight, ...] -> {"number of the corpus": weight}, without those that are 0."""
-    return {str(d): weight for d, weight in enumerate(weights) if weight}
-
-
-def _describe_phases(phases):
-    """[(samples, weights), ...] -> [[samples, numbered weights], ...], for a state."""
-    return [[samples, _number_weights(weights)] for samples, weights in phases]
-
-
-def fingerprint_of_past(dataset: typing.Any, consumed_samples: int) -> dict:
-    """Return what must be the same for the first consumed_samples samples to be the same.
-
-    Where a dataset begins with every shorter one (is_stable), this is less than fingerprint():
-    neither how many samples there are nor the phases and the corpora that come later belong to it.
-    """
-    found = fingerprint(dataset)
-    if not getattr(dataset, "is_stable", False):
-        return found
-    for key in ("num_samples", "requested", "size", "weights"):
-        found.pop(key, None)
-    if isinstance(dataset, BlendedDataset):
-        phases = _phases_of_past(dataset.phases, consumed_samples)
-        found["phases"] = _describe_phases(phases)
-        for d in range(len(dataset.datasets)):
-            if not any(weights[d] for _, weights in phases):
-                del found["corpora"][str(d)]
-    for corpus in found["corpora"].values():
-        del corpus["num_samples"]
-        del corpus["requested"]
-    return found
-
-
-def _phases_of_past(phases, consumed_samples):
-    """The phases that the first samples are from, the last of them cut off behind these samples."""
-    past = []
-    left = consumed_samples
-    for samples, weights in phases:
-        if left > 0:
-            past.append((min(samples, left), weights))
-        left -= samples
-    return past
-
-
-def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int) -> dict:
-    """Return a small JSON-able dict: how far, in which order, of which data.
-
-    >>> sampler = MegatronPretrainingSampler(8, 0, 2, 0, 1)
-    >>> state = save_position(range(8), sampler, 4)
-    >>> check_position(state, range(8), sampler)
-    4
-    """
-    past = consumed_samples if sampler.is_in_order else len(dataset)
-    return {
-        "version": 3,
-        "consumed_samples": consumed_samples,
-        "sampler": sampler.kind,
-        "order": sampler.order_key(consumed_samples),
-        "dataset": fingerprint_of_past(dataset, past),
-    }
-
-
-def check_position(state: dict, dataset: typing.Any, sampler: _Sampler, strict: bool = True) -> int:
-    """Return the consumed samples of a saved position; ValueError names what does not fit here.
-
-    state is what save_position() returned, at a place where a pass of the sampler can start.
-    With stable_order the dataset may have more samples, fewer, or other phases, if the samples that
-    were consumed are the same.
-    strict=False lets a run go on with other data or in another order.
-    """
-    try:
-        consumed_samples = operator.index(state["consumed_samples"])
-        saved = _flatten_position(state)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
-    sampler.check_start(consumed_samples)
-    here = _flatten_position(save_position(dataset, sampler, consumed_samples))
-    differences = _describe_differences(here, saved)
-    if differences and strict:
-        raise ValueError(
-            f"the state does not fit: {'; '.join(differences)}.  Go on with the data and the "
-            "settings of the state, or take what is here from sample "
-            f"{consumed_samples:,} on: load_state_dict(state, strict=False)"
-        )
-    return consumed_samples
-
-
-def _flatten_position(state):
-    """All of a position in one dict: {(entry, the number of its corpus, or ""): value}.
-
-    {"order": {"consumed": 4}, "dataset": {"corpora": {"0": {"name": "p"}}, ...}, ...} becomes
-    {("consumed", ""): 4, ("corpora", ""): ["0"], ("name", "0"): "p", ...}
-    """
-    data = dict(state["dataset"])
-    corpora = data.pop("corpora", {})
-    weights = data.pop("weights", {})
-    phases = data.pop("phases", [])
-    data["version"] = state["version"]
-    data["sampler"] = state["sampler"]
-    data["corpora"] = sorted(corpora)
-    flat = {}
-    for part in (state["order"], data):
-        for entry, value in part.items():
-            flat[entry, ""] = value
-    for d, weight in weights.items():
-        flat["weight", d] = weight
-    for number, (samples, weights_of_phase) in enumerate(phases):
-        flat[f"samples of phase {number}", ""] = samples
-        for d, weight in weights_of_phase.items():
-            flat[f"weight in phase {number}", d] = weight
-    for d, corpus in corpora.items():
-        for entry, value in corpus.items():
-            flat[entry, d] = value
-    # the keys of a state that somebody else wrote may be no texts, which cannot be sorted
-    return {(str(entry), str(d)): value for (entry, d), value in flat.items()}
-
-
-# What the entries of a position are called in a message, where their own name does not say it.
-_WORDS_OF_POSITION = {
-    "documents": "the range of documents",
-    "done": "the number of samples done in the epoch",
-    "requested": "the number of samples asked for",
-    "shuffled": "the number of samples shuffled in an epoch",
-}
-
-
-def _describe_differences(here, saved):
-    """One sentence for each entry in which two flat positions differ; names may differ."""
-    keys = sorted(here.keys() | saved.keys())
-    if here["sampler", ""] != saved["sampler", ""]:
-        keys = [("sampler", "")]  # another sampler has other entries
-    sentences = []
-    for entry, d in keys:
-        found = here.get((entry, d))
-        wanted = saved.get((entry, d))
-        if found == wanted or entry == "name":
-            continue
-        if (d in here["corpora", ""]) != (d in saved["corpora", ""]):
-            continue  # a corpus that is not there at all: "corpora" differ, which is said
-        words = _WORDS_OF_POSITION.get(entry, entry)
-        if d:
-            words += f" of corpus {d} ({here.get(('name', d))})"
-        if entry == "contents":  # a digest, which says nothing to a person
-            sentences.append(f"the {words} are not those in the state ({saved.get(('name', d))})")
-        else:
-            shown = _with_thousands(found)
-            sentences.append(f"{words} is {shown} here, {_with_thousands(wanted)} in the state")
-    return sentences
-
-
-def _with_thousands(value):
-    """A value as a person reads it: 1,000 and not 1000."""
-    if type(value) is int:
-        return f"{value:,}"
-    return repr(value)
-
-
-def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
-    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
-
-    One pass may be empty, as in a run that is resumed at the end of an epoch.  Two empty passes in
-    a row are a ValueError instead of a loop without end.
-
-    >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
-    [1, 2, 3, 1, 2, 3, 1]
-    """
-    empty_passes = 0
-    while empty_passes < 2:
-        empty_passes += 1
-        for item in iterable:
-            empty_passes = 0
-            yield item
-    raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
-
-
-class RerunDataIterator(collections.abc.Iterator):
-    """An iterator whose last micro-batches can be had again, to run a step a second time.
-
-    Upstream: RerunDataIterator.
-
-    rewind() goes back to the last advance(); advance() forgets what was read until now.  Call
-    advance() before each step, the first one too: before the first call nothing is kept, so that a
-    loop which never calls it does not fill the memory with batches.
-
-    >>> numbers = RerunDataIterator(range(9))
-    >>> numbers.advance()
-    >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
-    (0, 1, None, 0, 1)
-    """
-
-    def __init__(self, iterable: typing.Iterable) -> None:
-        self.iterable = iterable
-        self._source = iter(iterable)
-        self._is_kept = False
-        # the names of these three are upstream's
-        self.saved_microbatches = []  # since the last advance()
-        self.replaying = False  # are some of them to be had again before the source goes on?
-        self.replay_pos = 0  # the next of them
-
-    def __next__(self) -> typing.Any:
-        if self.replaying and self.replay_pos < len(self.saved_microbatches):
-            item = self.saved_microbatches[self.replay_pos]
-            self.replay_pos += 1
-            return item
-        self.replaying = False
-        item = next(self._source)
-        if self._is_kept:
-            self.saved_microbatches.append(item)
-        return item
-
-    def rewind(self) -> None:
-        """Yield again all that came since the last advance(); ValueError before the first one."""
-        if not self._is_kept:
-            raise ValueError("nothing to go back to: call advance() before the first step")
-        self.replaying = True
-        self.replay_pos = 0
-
-    def advance(self) -> None:
-        """The step is done: what was read is not needed any more."""
-        left = []
-        if self.replaying:
-            left = self.saved_microbatches[self.replay_pos :]
-        self.saved_microbatches = left
-        self.replay_pos = 0
-        self._is_kept = True
-
-    def state_dict(self) -> dict:
-        """Return what was read since the last advance(), and how much of it is read again."""
-        return {
-            "saved_microbatches": list(self.saved_microbatches),
-            "replaying": self.replaying,
-            "replay_pos": self.replay_pos,
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where the state was taken; the iterable must go on there by itself.
-
-        What is read from now on is kept, as after advance().
-        """
-        self.saved_microbatches = list(state["saved_microbatches"])
-        self.replaying = state["replaying"]
-        self.replay_pos = state["replay_pos"]
-        self._is_kept = True
-
-
-def get_train_valid_test_num_samples(
-    *,
-    global_batch_size: int,
-    eval_interval: int,
-    eval_iters: int,
-    train_iters: int | None = None,
-    train_samples: int | None = None,
-    full_validation: bool = False,
-    skip_train: bool = False,
-) -> tuple[int, int | None, int]:
-    """Return how many samples a run needs of train, valid (None with full_validation) and test.
-
-    The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
-    of valid every eval_interval steps and at the end, and of test once.  With skip_train it does
-    not train, and evaluates valid once.  Upstream: get_train_valid_test_num_samples.
-
-    >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
-    ...                                  eval_iters=2)
-    (800, 48, 16)
-    """
-    if (train_iters is None) == (train_samples is None):
-        raise ValueError(f"give train_iters or train_samples, got {train_iters}, {train_samples}")
-    if global_batch_size < 1:
-        raise ValueError(f"global_batch_size must be >= 1, got {global_batch_size}")
-    if eval_interval < 1:
-        raise ValueError(f"eval_interval must be >= 1, got {eval_interval}")
-    if train_samples is None:
-        train_samples = train_iters * global_batch_size
-    if train_samples < 0 or eval_iters < 0:
-        raise ValueError(
-            "wanted training samples or steps, and eval_iters, >= 0, "
-            f"got {train_samples} samples and eval_iters {eval_iters}"
-        )
-    evaluations = 1
-    if not skip_train:
-        evaluations += train_samples // global_batch_size // eval_interval
-    test_samples = eval_iters * global_batch_size
-    valid_samples = None if full_validation else evaluations * test_samples
-    return train_samples, valid_samples, test_samples
-
-
-class NumMicroBatches:
-    """Micro-batches in a step, constant or growing.  Upstream: num_microbatches_calculator.
-
-    global_batch_size    samples in a step, of all data-parallel ranks together
-    micro_batch_size     samples that one rank handles at once
-    data_parallel_size   data-parallel ranks
-    rampup_batch_size    (start, increment, samples): the global batch grows from start to
-                         global_batch_size in equal steps of increment over so many samples
-
-    ValueError if one of the global batch sizes on the way is no whole number of micro-batches on
-    every rank.
-
-    >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
-    >>> for consumed in (0, 50, 101):
-    ...     ramp.update(consumed)
-    ...     print(ramp.get(), ramp.get_current_global_batch_size())
-    2 16
-    3 24
-    4 32
-    """
-
-    def __init__(
-        self,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_parallel_size: int,
-        rampup_batch_size: typing.Sequence[int] | None = None,
-    ) -> None:
-        ramp = rampup_batch_size
-        if not ramp:
-            ramp = (global_batch_size, 1, 0)  # one size from the start
-        if len(ramp) != 3:
-            raise ValueError(f"rampup_batch_size is (start, increment, samples), got {ramp}")
-        start, increment, samples = ramp
-        if start < 1 or increment < 1 or samples < 0:
-            raise ValueError(f"ramp-up {ramp}: wanted start and increment >= 1, samples >= 0")
-        self.global_batch_size = global_batch_size
-        self.unit = micro_batch_size * data_parallel_size
-        self.samples = samples
-        self.sizes = range(start, global_batch_size + 1, increment)
-        if global_batch_size not in self.sizes:
-            raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
-        if self.unit < 1:
-            raise ValueError(f"micro_batch_size * data_parallel_size must be >= 1, got {self.unit}")
-        for size in self.sizes:
-            if size % self.unit:
-                raise ValueError(
-                    f"a global batch of {size} samples is no multiple of micro_batch_size * "
-                    f"data_parallel_size, {self.unit}"
-                )
-        self.update(0)
-
-    def update(self, consumed_samples: int) -> None:
-        """Set the batch size of the step that begins after so many samples."""
-        increments = len(self.sizes) - 1
-        if increments and self.samples and consumed_samples <= self.samples:
-            samples_per_increment = self.samples / increments
-            self._current = self.sizes[int(consumed_samples / samples_per_increment)]
-        else:
-            self._current = self.sizes[-1]
-
-    def get(self) -> int:
-        """Return the number of micro-batches of the current step."""
-        return self._current // self.unit
-
-    def get_current_global_batch_size(self) -> int:
-        """Return the number of samples of the current step."""
-        return self._current
+    for indices in sampler:
+        samples = [dataset[k] for k in indices]
+        yield torch.utils.data.default_collate(samples)
 
 
 # ==============================================================================
@@ -5159,29 +4529,391 @@ def map_file(path: str | os.PathLike) -> np.ndarray:
 #
 #   <hash>-GPTDataset-train-description.txt      what was asked for; hash is the md5 of this text
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
-#                          -manifest.json        what the arrays were made from; the size and the
-#                                                CRC-32 of each file
+#                          -manifest.json        what the arrays were made from; what a start needs
+#                                                to know of them; of each file its size, its time,
+#                                                the CRC-32 of all its bytes and that of four pages
 #
-#   found                                          then
+#   found at a start                               then
 #   nothing                                        the arrays are built and saved
-#   a manifest that matches                        the arrays are used (rank 0 reads the files to
-#                                                  check the CRCs, the other ranks check sizes)
+#   a manifest of the same data, and files of      nothing is opened before the first access
+#   the noted sizes
 #   arrays without manifest (upstream's cache,     built and saved: the same bytes
 #   or one whose making was cut off)
-#   anything else: torn, altered, of other data    built and saved, with a warning that says why
+#   anything else: torn, or of other data          built and saved, with a warning that says why
 #   a folder that cannot be written                built, with a warning; they stay in memory
+#
+#   found at the first access                      then
+#   a file of the noted time, and four pages of    its array is used
+#   the noted CRC
+#   a file of another time, as in a copy of the    its array is used
+#   cache, and all bytes of the noted CRC
+#   anything else: pages that a power loss left    built again, in memory, with a warning
+#   empty, or the file of another job
+#
+# Nothing is synced: a cache can be made again, and a torn one is noticed.
+
+
+class IndexCache:
+    """Index arrays in .npy files: found if they are there and right, else built and saved.
+
+    folder       where the files are; None: the arrays stay in memory
+    stem         what all file names begin with
+    names        names of the arrays: <folder>/<stem>-<name>.npy
+    description  text of the description file
+    made_from    flat dict, for JSON, of what the arrays are made from; a cache of other data is
+                 stale
+
+    build, below, is a function that returns (facts, arrays): what a start needs to know, as JSON
+    can write it, and the arrays in the order of names.
+
+    >>> def build():
+    ...     return [3], [np.array([2, 0, 1]), np.array([0, 1])]
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> for build_or_fail in build, None:                   # the second time nothing is built
+    ...     cache = IndexCache(folder.name, "toy", ["documents", "samples"], describe({}))
+    ...     print(cache.load_or_build(build_or_fail), cache.arrays(build_or_fail)["documents"])
+    [3] [2 0 1]
+    [3] [2 0 1]
+    >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike | None,
+        stem: str,
+        names: typing.Sequence[str],
+        description: str,
+        made_from: dict | None = None,
+    ) -> None:
+        if folder and is_remote(folder):
+            raise ValueError(f"path_to_cache must be a local folder, which is mapped, got {folder}")
+        self.folder = folder if folder else None
+        self.stem = stem
+        self.names = names
+        self.description = description
+        # The format is a number to raise when the same made_from comes to mean other arrays.
+        self.made_from = {"format": 3}
+        if made_from is not None:
+            self.made_from |= made_from
+        self.is_saved = False  # do the files hold the arrays?
+        self._noted = {}  # what the manifest says of each file; nothing where it is not asked
+        self._arrays = {}  # {name: array}: in memory, or mapped by the first access
+
+    def path(self, file: str) -> str:
+        """Return the path of one of the files: an array's, the description's or the manifest's."""
+        return os.path.join(self.folder, f"{self.stem}-{file}")
+
+    def load_or_build(self, build: typing.Callable[[], tuple], trust: bool = False) -> typing.Any:
+        """Find the arrays, or build and save them; return the facts that build() returned.
+
+        trust   use a cache that is there without a check, also one of upstream: then the facts are
+                None where no manifest has them
+        Errors of build pass through.  Cost where the cache is there: the manifest is read; no array
+        is opened.
+        """
+        if self.folder is not None:
+            found = self._find_manifest(trust)
+            if found is not None:
+                facts, files = found
+                self.is_saved = True
+                if not trust:
+                    self._noted = files
+                return facts
+            if trust and self.exists():
+                self.is_saved = True
+                return None
+        facts, arrays = build()
+        self._arrays = dict(zip(self.names, arrays, strict=True))
+        if self.folder is not None:
+            try:
+                self._noted = self._save(facts)
+            except OSError as error:
+                warnings.warn(
+                    f"the index cache {os.path.join(self.folder, self.stem)} cannot be written "
+                    f"({error}): the indices stay in memory; set path_to_cache to a folder that "
+                    "can be",
+                    stacklevel=2,
+                )
+            else:
+                self.is_saved = True
+                self._arrays = {}  # they are mapped like those of any other cache
+        return facts
+
+    def exists(self) -> bool:
+        """Are all files there that upstream looks for?"""
+        files = [f"{name}.npy" for name in self.names] + ["description.txt"]
+        return all(os.path.isfile(self.path(file)) for file in files)
+
+    def _find_manifest(self, trust):
+        """(facts, files) of a manifest of the same data, whose files are there; else None.
+
+        A warning says what is wrong, unless another process is writing the cache anew.
+        """
+        path = self.path("manifest.json")
+        try:
+            with open(path, encoding="utf-8") as file:
+                manifest = json.load(file)
+            if not trust:
+                self._compare(manifest)
+            return manifest["facts"], manifest["files"]
+        except _FAULTS as error:
+            _raise_if_out_of_files(error)
+            if os.path.exists(path):
+                name = os.path.join(self.folder, self.stem)
+                fault = str(error)
+                if not isinstance(error, DatasetFormatError):
+                    fault = f"{type(error).__name__}: {error}"
+                warnings.warn(f"the cache {name} is rebuilt: {fault}", stacklevel=2)
+            return None
+
+    def _compare(self, manifest):
+        """DatasetFormatError if a manifest is of other data, or its files have other sizes."""
+        noted = manifest["made_from"]
+        for key in self.made_from.keys() | noted.keys():
+            if noted.get(key) != self.made_from.get(key):
+                raise DatasetFormatError(
+                    f"{key} was {noted.get(key)!r}, is {self.made_from.get(key)!r}"
+                )
+        for name in self.names:
+            wanted = manifest["files"][name]["size"]
+            found = os.path.getsize(self.path(f"{name}.npy"))
+            if found != wanted:
+                raise DatasetFormatError(f"{name}.npy had {wanted} bytes, has {found}")
+
+    def arrays(self, build: typing.Callable[[], tuple]) -> dict[str, np.ndarray]:
+        """Return {name: array}; the first call maps the files.
+
+        Where these are not what was written, the arrays are built again, in memory.
+        """
+        if self._arrays:
+            return self._arrays
+        try:
+            arrays = {}
+            for name in self.names:
+                arrays[name] = map_npy(self.path(f"{name}.npy"), self._noted.get(name))
+        except _FAULTS as error:
+            _raise_if_out_of_files(error)
+            if not self._noted:  # it was trusted
+                raise
+            warnings.warn(
+                f"{error}: the cache changed after the start, so its arrays are built again, in "
+                "memory",
+                stacklevel=2,
+            )
+            _, values = build()
+            arrays = dict(zip(self.names, values, strict=True))
+            self.is_saved = False
+        self._arrays = arrays
+        return arrays
+
+    def mapped_arrays(self) -> dict[str, np.ndarray]:
+        """Return those that another process can map."""
+        return self._arrays if self.is_saved else {}
+
+    def _save(self, facts):
+        """Write the files and give them their names; return what the manifest says of each array.
+
+        The old manifest is removed first, and the new one is the last to get its name: so a crash
+        on the way leaves none beside files of which some are new.
+        """
+        os.makedirs(self.folder, exist_ok=True)
+        noted = {}
+        with contextlib.ExitStack() as leftovers:
+            new_files = [self._write("description.txt", leftovers, self.description)]
+            for name, values in self._arrays.items():
+                new_file = self._write(f"{name}.npy", leftovers, values)
+                noted[name] = describe_file(new_file.temporary)
+                noted[name] |= {"dtype": values.dtype.str, "shape": values.shape}
+                new_files.append(new_file)
+            manifest = {"made_from": self.made_from, "facts": facts, "files": noted}
+            text = json.dumps(manifest, indent=4)
+            new_files.append(self._write("manifest.json", leftovers, text))
+            for file in ("manifest.json", "description.txt"):
+                pathlib.Path(self.path(file)).unlink(missing_ok=True)
+            for new_file in new_files:
+                new_file.commit()
+        return noted
+
+    def _write(self, file, leftovers, content):
+        """Write a text or an array; leftovers removes the file unless it gets its name."""
+        new_file = NewFile(self.path(file))
+        leftovers.callback(new_file.discard)
+        if isinstance(content, str):
+            new_file.file.write(content.encode())
+        else:
+            np.save(new_file.file, content, allow_pickle=False)
+        new_file.file.close()  # not synced
+        return new_file
+
+    def __getstate__(self):
+        """Without arrays that the other process can map."""
+        state = self.__dict__.copy()
+        if self.is_saved:
+            state["_arrays"] = {}
+        return state
 
 
 # what a torn array, or a manifest that somebody else wrote, can lead to
-_FAULTS = (
-    OSError,
-    EOFError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-)
+_FAULTS = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+
+def _raise_if_out_of_files(error):
+    """A process that may open no more files says nothing of the cache."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        raise OSError(
+            f"{error}: each corpus keeps 2 files open, and 3 for each split: raise the limit of "
+            "open files (ulimit -n)"
+        ) from None
+
+
+_PAGE = 4096
+
+
+def describe_file(path: str | os.PathLike) -> dict:
+    """Return what a manifest says of a file.
+
+    >>> describe_file(get_bin_path(toy_corpus()))["size"]
+    13
+    """
+    content = map_file(path)
+    return {
+        "size": len(content),
+        "mtime_ns": os.stat(path).st_mtime_ns,
+        "crc32": zlib.crc32(content),
+        "crc32_of_pages": _crc32_of_pages(content),
+    }
+
+
+def _crc32_of_pages(content):
+    """The CRC-32 of four pages: the first, the last, and two in between."""
+    crc32 = 0
+    last = max(0, len(content) - _PAGE)
+    for start in (0, last // 3, last * 2 // 3, last):
+        crc32 = zlib.crc32(content[start : start + _PAGE], crc32)
+    return crc32
+
+
+def map_npy(path: str | os.PathLike, noted: dict | None = None) -> np.ndarray:
+    """Map the array of an .npy file, read-only; nothing in it is unpickled.
+
+    noted    what a manifest says of the file; None: it is not compared
+    Raises   DatasetFormatError for a file that is not the noted one, or no whole .npy file
+    """
+    with open(path, "rb") as file:
+        changed = os.fstat(file.fileno()).st_mtime_ns
+        content = np.empty(0, np.uint8)
+        if os.fstat(file.fileno()).st_size > 0:  # an empty file cannot be mapped
+            content = np.asarray(np.memmap(file, np.uint8, "r"))
+    if noted is not None:
+        is_noted = len(content) == noted["size"]
+        if is_noted and changed == noted["mtime_ns"]:
+            is_noted = _crc32_of_pages(content) == noted["crc32_of_pages"]
+        elif is_noted:
+            is_noted = zlib.crc32(content) == noted["crc32"]
+        if not is_noted:
+            raise DatasetFormatError(f"{path}: not the file that the manifest describes")
+    try:
+        if noted is None:
+            header = io.BytesIO(content[:_PAGE].tobytes())
+            np.lib.format.read_magic(header)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(header)
+        else:
+            shape = noted["shape"]
+            dtype = np.dtype(noted["dtype"])
+        begin = len(content) - math.prod(shape) * dtype.itemsize
+        return content[begin:].view(dtype).reshape(shape)
+    except Exception as error:  # numpy's parser of headers raises errors of many kinds
+        raise DatasetFormatError(f"{path}: no whole .npy file: {error}") from error
+
+
+def verify_cache(folder: str | os.PathLike) -> dict[str, dict[str, int]]:
+    """Read all bytes of all index caches of a folder, and compare them with their manifests.
+
+    Whether the corpus is still the one that the arrays were made from is checked where a dataset
+    opens its cache.
+
+    Returns   {what the names of its files begin with: {array: bytes}} of each cache
+    Raises    DatasetFormatError that names the file; FileNotFoundError if there is no cache
+    Cost      all files are read once
+    """
+    manifests = sorted(pathlib.Path(folder).glob("*-manifest.json"))
+    if not manifests:
+        raise FileNotFoundError(f"{folder}: no index cache with a manifest")
+    found = {}
+    for path in manifests:
+        stem = path.name.removesuffix("-manifest.json")
+        try:
+            sizes = {}
+            for name, noted in json.loads(path.read_text("utf-8"))["files"].items():
+                array_path = path.with_name(f"{stem}-{name}.npy")
+                map_npy(array_path, noted | {"mtime_ns": None})  # no time: all bytes are compared
+                sizes[name] = noted["size"]
+        except DatasetFormatError:
+            raise
+        except _FAULTS as error:
+            raise DatasetFormatError(f"{path}: {type(error).__name__}: {error}") from error
+        found[stem] = sizes
+    return found
+
+
+# -- the caches of datasets and blends -------------------------------------------------------------
+
+
+def open_indices(dataset: typing.Any) -> typing.Any:
+    """Find the arrays of a dataset or blend in its cache, or build them; return the facts."""
+    name = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{_split_of(dataset).name}"
+    made_from = dataset.made_from() if isinstance(dataset, MegatronDataset) else None
+    dataset._cache = IndexCache(
+        _folder_of_cache(dataset), name, dataset.index_names, dataset.unique_description, made_from
+    )
+    return dataset._cache.load_or_build(dataset._build_indices, dataset.config.fast_cache_load)
+
+
+def _split_of(dataset):
+    """The split of a dataset or blend."""
+    return dataset.split if isinstance(dataset, BlendedDataset) else dataset.index_split
+
+
+def _folder_of_cache(dataset):
+    """Where the cache is if the config names no folder: beside the pair, or its copied .idx."""
+    folder = dataset.config.path_to_cache
+    if folder or isinstance(dataset, BlendedDataset) or dataset.dataset_path is None:
+        return folder
+    prefix = getattr(dataset.dataset, "path_prefix", dataset.dataset_path)
+    folder = f"{prefix}/cache"
+    if is_remote(prefix):
+        storage = dataset.dataset.object_storage_config
+        folder = ObjectStorageConfig().folder if storage is None else storage.folder
+    return f"{folder}/{type(dataset).__name__}_indices"
+
+
+def map_indices(dataset: typing.Any) -> None:
+    """Make the arrays of a dataset or blend its attributes, but for those that were set."""
+    for name, values in dataset._cache.arrays(dataset._build_indices).items():
+        vars(dataset).setdefault(name, values)
+
+
+def has_own_arrays(dataset: typing.Any) -> bool:
+    """Return True if a subclass has made an array of this dataset, or somebody has set one."""
+    made = {}
+    if dataset._cache is not None and "_arrays" in vars(dataset._cache):
+        made = dataset._cache._arrays
+    for name in dataset.index_names:
+        if name in vars(dataset) and vars(dataset)[name] is not made.get(name):
+            return True
+    return False
+
+
+def without_mapped_arrays(dataset: typing.Any) -> dict:
+    """Return the state of a dataset for a pickle, without arrays that another process can map."""
+    state = vars(dataset).copy()
+    if isinstance(state.get("_documents"), range):
+        state["_indices"] = None  # made anew when they are asked for
+    mapped = {} if dataset._cache is None else dataset._cache.mapped_arrays()
+    for name, values in mapped.items():
+        if state.get(name) is values:
+            del state[name]
+    return state
 
 
 def describe(identifiers: dict) -> str:
@@ -5208,303 +4940,179 @@ def _md5(data):
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-class IndexCache:
-    """Index arrays in .npy files: loaded if they are there and right, else built and saved.
+def identifiers_of(dataset: MegatronDataset) -> collections.OrderedDict:
+    """Return what tells a dataset from others, as upstream has it, and what upstream leaves out."""
+    identifiers = collections.OrderedDict()
+    identifiers["class"] = type(dataset).__name__
+    identifiers["dataset_path"] = dataset.dataset_path
+    identifiers["num_samples"] = dataset.num_samples
+    identifiers["index_split"] = dataset.index_split.name
+    for name in dataset._key_config_attributes():
+        identifiers[name] = getattr(dataset.config, name)
+    if isinstance(dataset, GPTDataset):
+        identifiers.update(_key_corrections(dataset))
+    return identifiers
 
-    folder       where the files are; None: the arrays stay in memory
-    stem         what all file names begin with
-    names        names of the arrays: <folder>/<stem>-<name>.npy
-    description  text of the description file
-    made_from    JSON-able dict of what the arrays are made from; a cache of other data is stale
 
-    cache[name] is an array, mapped from its file where there is one.  A pickle of a cache whose
-    arrays are saved has the paths alone, and maps the files again; else it has the arrays.
+def identifiers_of_blend(blend: BlendedDataset) -> collections.OrderedDict:
+    """Return what tells a blend from others, as upstream has it."""
+    identifiers = collections.OrderedDict()
+    identifiers["class"] = type(blend).__name__
+    identifiers["datasets"] = [dataset.unique_identifiers for dataset in blend.datasets]
+    identifiers["split"] = blend.split.name
+    identifiers["weights"] = blend.weights
+    identifiers["size"] = blend.size
+    if blend.weights is None:
+        identifiers["phases"] = blend.phases
+    return identifiers
 
-    >>> def two_orders():
-    ...     return [np.array([2, 0, 1]), np.array([0, 1])]
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> for build in two_orders, None:                      # the second time nothing is built
-    ...     cache = IndexCache(folder.name, "toy", ["documents", "samples"], describe({}))
-    ...     cache.load_or_build(build)
-    >>> cache["documents"].tolist(), os.path.basename(cache.path("documents.npy"))
-    ([2, 0, 1], 'toy-documents.npy')
-    >>> folder.cleanup()
+
+def _key_corrections(dataset):
+    """What the arrays depend on and upstream's identifiers leave out; usually nothing.
+
+    The name of the cache files is the md5 of the identifiers.  Upstream leaves some settings out,
+    so that datasets that differ share their files.  Here such a setting is an identifier too where
+    it differs from its default; so with all defaults the name is upstream's.
     """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike | None,
-        stem: str,
-        names: typing.Sequence[str],
-        description: str,
-        made_from: dict | None = None,
-    ) -> None:
-        if folder and is_remote(folder):
-            name = hide_credentials(folder)
-            raise ValueError(f"path_to_cache must be a local folder, which is mapped, got {name}")
-        self.folder = folder if folder else None
-        self.stem = stem
-        self.names = names
-        self.description = description
-        # The format is a number to raise when the same made_from comes to mean other arrays.
-        self.made_from = {"format": 2}
-        if made_from is not None:
-            self.made_from |= made_from
-        self._arrays = None  # {name: array}
-        self._is_saved = False  # do the files hold these arrays?
-        self.is_trusted = False  # was the cache taken without any check?
-
-    def path(self, file: str) -> str:
-        """Return the path of one of the files: an array's, the description's or the manifest's."""
-        return os.path.join(self.folder, f"{self.stem}-{file}")
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        if self._arrays is None:
-            self._arrays = self._map_arrays()
-        return self._arrays[name]
-
-    def __setitem__(self, name: str, values: np.ndarray) -> None:
-        """Put another array in the place of one, in memory; the files stay as they are."""
-        arrays = {}
-        if self._arrays is not None:
-            arrays = self._arrays
-        elif self._is_saved:
-            arrays = self._map_arrays()
-        self._arrays = arrays | {name: values}
-        self._is_saved = False
-
-    def load_or_build(
-        self,
-        build: typing.Callable[[], typing.Iterable[np.ndarray]],
-        trust: bool = False,
-        defer: bool = False,
-    ) -> None:
-        """Load the arrays, or build and save them.
-
-        build   makes the arrays, in the order of names; its errors pass through.  An array that it
-                has yielded must stay as it is, because a thread may be writing it
-        trust   use a cache that exists, without any check
-        defer   keep no file open; map the files at the first access
-        """
-        if self.folder is None:
-            self._arrays = dict(zip(self.names, build(), strict=True))
-            return
-        if trust and self.exists():
-            self.is_trusted = True
-            self._is_saved = True
-            return
-        if self._load():
-            self._is_saved = True
-        else:
-            self._build_and_save(build)
-        if defer:
-            self.close()
-
-    def close(self) -> None:
-        """Keep no file open; the files are mapped at the next access.  Unsaved arrays stay."""
-        if self._is_saved:
-            self._arrays = None
-
-    def exists(self) -> bool:
-        """Are all files there that upstream looks for?"""
-        if self.folder is None:
-            return False
-        files = [f"{name}.npy" for name in self.names] + ["description.txt"]
-        return all(os.path.isfile(self.path(file)) for file in files)
-
-    def _load(self):
-        """Map the arrays -> whether a manifest vouches for them; a wrong one is warned of."""
-        manifest = pathlib.Path(self.path("manifest.json"))
-        try:
-            if not manifest.exists():
-                return False
-            text = manifest.read_text("utf-8")
-            fault = self._find_fault(json.loads(text))
-            if fault is None:
-                self._arrays = self._map_arrays()
-                # Whoever replaces the files removes the manifest first.  So if it is still there,
-                # the files that were mapped are those that were checked.
-                if manifest.read_text("utf-8") == text:
-                    return True
-                fault = "another process replaces it"
-        except _FAULTS as error:
-            fault = f"{type(error).__name__}: {error}"
-        if manifest.exists():  # if not, another process is writing the cache anew
-            name = os.path.join(self.folder, self.stem)
-            warnings.warn(f"the cache {name} is rebuilt: {fault}", stacklevel=2)
-        return False
-
-    def _find_fault(self, manifest):
-        """What is wrong with the files, as a sentence, or None; errors mean torn files too."""
-        description = pathlib.Path(self.path("description.txt")).read_text("utf-8")
-        if description != self.description:
-            return "its description is of another dataset"
-        for key, value in self.made_from.items():
-            if manifest["made_from"].get(key) != value:
-                return f"{key} was {manifest['made_from'].get(key)!r}, is {value!r}"
-        noted = [manifest["files"][name] for name in self.names]
-        with concurrent.futures.ThreadPoolExecutor(len(noted)) as pool:  # a core for each file
-            found = list(pool.map(self._describe_array, self.names, noted))
-        for name, before, now in zip(self.names, noted, found, strict=True):
-            if now != before:
-                return f"{name}.npy was {before}, is {now}"
-        return None
-
-    def _describe_array(self, name, noted):
-        """What a manifest of now would say of the file of an array.
-
-        To read a whole file takes a third of a second for each GiB, so rank 0 does it for all; the
-        other ranks look at the size, and believe the noted CRC.
-        """
-        path = self.path(f"{name}.npy")
-        if _rank() == 0:
-            return _describe_file(path)
-        return {"size": os.path.getsize(path), "crc32": noted["crc32"]}
-
-    def _map_arrays(self):
-        """The arrays of the files, read-only."""
-        return {name: _map_npy(self.path(f"{name}.npy")) for name in self.names}
-
-    def _build_and_save(self, build):
-        """Build the arrays and save them; where they cannot be saved, they stay in memory.
-
-        While an array is made, a thread writes the large ones that were made before it.  No file
-        gets its name until all arrays are made: an error of the build leaves all files as they
-        were.
-        """
-        arrays = {}
-        pending = {}  # a future for each array that a thread writes
-        # The pool is left first: no file is removed while a thread still writes it.
-        with contextlib.ExitStack() as leftovers, concurrent.futures.ThreadPoolExecutor() as pool:
-            for name, values in zip(self.names, build(), strict=True):
-                arrays[name] = values
-                if values.nbytes >= _WORTH_A_THREAD:
-                    pending[name] = pool.submit(self._write_array, name, values, leftovers)
-            self._arrays = arrays
-            try:
-                self._arrays = self._save(pending, leftovers)
-                self._is_saved = True
-            except OSError as error:
-                warnings.warn(
-                    f"the index cache {os.path.join(self.folder, self.stem)} cannot be written "
-                    f"({error}): the indices stay in memory; set path_to_cache to a folder that "
-                    "can be",
-                    stacklevel=2,
-                )
-
-    def _save(self, pending, leftovers):
-        """Write what no thread writes, give all files their names, and return the mapped arrays.
-
-        The old manifest is removed first, and the new one is the last to get its name: so a crash
-        on the way leaves none beside files of which some are new.
-        """
-        written = {}
-        for name, values in self._arrays.items():
-            if name not in pending:
-                written[name] = self._write_array(name, values, leftovers)
-        description = self._write_text("description.txt", self.description, leftovers)
-        for name, future in pending.items():
-            written[name] = future.result()
-        new_files = [written[name].new_file for name in self.names]
-        files = {name: written[name].facts for name in self.names}
-        text = json.dumps({"made_from": self.made_from, "files": files}, indent=4)
-        manifest = self._write_text("manifest.json", text, leftovers)
-        for file in ("manifest.json", "description.txt"):
-            pathlib.Path(self.path(file)).unlink(missing_ok=True)
-        for new_file in [*new_files, description, manifest]:
-            new_file.commit()
-        return {name: written[name].mapped for name in self.names}
-
-    def _open_new(self, file, leftovers):
-        """Open a file of the cache; leftovers removes it unless it gets its name."""
-        os.makedirs(self.folder, exist_ok=True)
-        new_file = NewFile(self.path(file))
-        leftovers.callback(new_file.discard)
-        return new_file
-
-    def _write_text(self, file, text, leftovers):
-        """Write a text file, which has no name yet."""
-        new_file = self._open_new(file, leftovers)
-        new_file.file.write(text.encode())
-        new_file.finish()
-        return new_file
-
-    def _write_array(self, name, values, leftovers):
-        """Write one .npy file, which has no name yet: the bytes that numpy.save() would write."""
-        values = np.ascontiguousarray(values)
-        header = _npy_header(values)
-        new_file = self._open_new(f"{name}.npy", leftovers)
-        new_file.file.write(header)
-        crc32 = zlib.crc32(header)
-        content = values.reshape(-1).view(np.uint8)
-        for start in range(0, len(content), _PIECE):
-            piece = content[start : start + _PIECE]
-            new_file.file.write(piece)
-            crc32 = zlib.crc32(piece, crc32)
-        new_file.finish()
-        # Mapped under the temporary name: a moment later another job, with other data, may have put
-        # a file of its own under the final one.
-        mapped = np.memmap(new_file.temporary, values.dtype, "r", len(header), values.shape)
-        facts = {"size": len(header) + len(content), "crc32": crc32}
-        return _WrittenArray(new_file, facts, np.asarray(mapped))
-
-    def __getstate__(self):
-        """Without arrays that the other process can map."""
-        state = self.__dict__.copy()
-        if self._is_saved:
-            state["_arrays"] = None
-        return state
+    corrections = {}
+    if not dataset._extra:
+        corrections["add_extra_token_to_sequence"] = False
+    if dataset._keeps_short:
+        corrections["drop_last_partial_validation_sequence"] = False
+    documents = _describe_documents(dataset._documents)
+    if documents != _documents_of_split(dataset):
+        corrections["documents"] = documents
+    if dataset.config.stable_order:
+        corrections["stable_order"] = True
+    return corrections
 
 
-class _WrittenArray(typing.NamedTuple):
-    """An array in a file that has no name yet."""
+def _describe_documents(documents):
+    """Numbers of documents -> [first, end, None] if they are all of first .. end - 1, in order.
 
-    new_file: NewFile
-    facts: dict  # what the manifest says of the file
-    mapped: np.ndarray
-
-
-_WORTH_A_THREAD = 1 << 18  # bytes; smaller arrays are on a local disk before a thread starts
-
-# Arrays are written, and read to check them, in pieces of so many bytes.  A piece fits the CPU's
-# cache; and one write of many MiB at times takes ten times as long as the same bytes in pieces.
-_PIECE = 1 << 18
-
-
-def _describe_file(path):
-    """What the manifest says of the file of an array: its size and its CRC-32."""
-    piece = memoryview(bytearray(_PIECE))
-    crc32 = 0
-    with open(path, "rb", buffering=0) as file:
-        size = file.readinto(piece)
-        while size > 0:
-            crc32 = zlib.crc32(piece[:size], crc32)
-            size = file.readinto(piece)
-        return {"size": file.tell(), "crc32": crc32}
+    Otherwise the third entry is a digest of the numbers.
+    """
+    if len(documents) == 0:
+        return [0, 0, None]
+    first = int(documents[0])
+    end = int(documents[-1]) + 1
+    if isinstance(documents, range):
+        return [first, end, None]
+    return [first, end, _md5(str(documents.tolist()))]
 
 
-# numpy parses the header of a file with Python's own parser, which Python 3.11 does not bear in two
-# threads at once (SystemError: AST constructor recursion depth mismatch).
-_parser_lock = threading.Lock()
+def _documents_of_split(dataset):
+    """What _describe_documents() says of a dataset that has just the documents of its split."""
+    bounds = (0, 1)  # blend_per_split: its corpora belong to their split as a whole
+    if dataset.config.split_matrix:
+        # None is an empty split, of which the builder makes no dataset.  For a dataset that is made
+        # by hand any fixed bounds will do: other documents become part of the name.
+        in_matrix = dataset.config.split_matrix[dataset.index_split.value]
+        if in_matrix is not None:
+            bounds = in_matrix
+    return _describe_documents(range(*split_range(bounds, len(dataset.dataset))))
 
 
-def _map_npy(path):
-    """The array of a file, mapped, read-only.  numpy is told never to unpickle anything."""
+def arrays_made_from(dataset: GPTDataset) -> dict:
+    """Return what the arrays of a dataset are made from: a flat dict."""
+    first, end, digest = _describe_documents(dataset._documents)
+    found = {
+        "first_document": first,
+        "end_document": end,
+        "digest_of_documents": digest,
+        "keeps_short": dataset._keeps_short,
+        "extra_token": dataset._extra,
+        "stable_order": dataset.config.stable_order,
+    }
+    if isinstance(dataset.dataset, IndexedDataset):
+        found |= dataset.dataset.identity()
+    return found
+
+
+# -- what is looked at before arrays are built, or mapped ------------------------------------------
+
+
+def check_corpus(dataset: GPTDataset) -> None:
+    """Check what a new order is made of; a warning where resets would find nothing.
+
+    Each document exists, document_index can name it, its tokens are integers, and the whole .idx is
+    right.
+    """
+    corpus = dataset.dataset
+    documents = dataset._documents
+    if len(documents):
+        lowest = documents[0]
+        highest = documents[-1]
+        if not isinstance(documents, range):
+            lowest = documents.min()
+            highest = documents.max()
+        n = len(corpus)
+        if lowest < 0 or highest >= n or n >= 2**31:
+            raise IndexError(
+                f"{_name(dataset)}: documents {lowest} .. {highest} of {n}, and document_index, "
+                f"int32, can name {2**31 - 1}"
+            )
+    dtype = np.dtype(getattr(corpus, "dtype", np.int64))
+    if dtype.kind not in "iu":
+        raise ValueError(f"{_name(dataset)} holds {dtype}: token ids must be integers")
+    if isinstance(corpus, IndexedDataset):
+        corpus.verify()
+    if dataset._eod_token_id is not None:
+        _warn_if_no_eod(dataset)
+
+
+def _warn_if_no_eod(dataset):
+    """Resets find nothing in a corpus that was tokenized without --append-eod."""
+    last_tokens = []
+    for i in dataset._documents[:16]:
+        length = int(dataset.dataset.sequence_lengths[i])
+        if length > 0:
+            last_tokens.append(dataset.dataset.get(i, length - 1, 1)[0])
+    if last_tokens and dataset._eod_token_id not in last_tokens:
+        warnings.warn(
+            f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
+            "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
+            stacklevel=2,
+        )
+
+
+def warn_of_real_pads(dataset: GPTDataset) -> None:
+    """Upstream is silent; Python shows equal warnings once."""
+    warnings.warn(
+        f"{_name(dataset)}: real tokens equal the pad id {dataset._pad_token_id}: they become 0 "
+        "without loss, as in Megatron-LM",
+        stacklevel=2,
+    )
+
+
+_SPARE_FILES = 100  # of the program itself, such as logs, sockets and libraries
+
+
+def allow_open_files(blends: list[BlendOfSplit], prefixes: list) -> None:
+    """Let this process open the files that these corpora need, while they are mapped.
+
+    These are two for each pair and one for each index array.  The soft limit is raised, up to the
+    hard one; OSError where that is too low.
+    """
     try:
-        with _parser_lock:
-            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except OSError:
-        raise
-    except Exception as error:  # numpy's parser of headers raises errors of many kinds
-        raise DatasetFormatError(f"{path}: no whole .npy file: {error}") from error
-
-
-def _npy_header(values):
-    """The first bytes of the .npy file of an array."""
-    header = io.BytesIO()
-    facts = np.lib.format.header_data_from_array_1_0(values)
-    np.lib.format.write_array_header_1_0(header, facts)
-    return header.getvalue()
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    wanted = _SPARE_FILES + 2 * len(prefixes)
+    for blend in blends:
+        wanted += len(GPTDataset.index_names) * len(blend.prefixes)
+        wanted += len(BlendedDataset.index_names)
+    if os.path.isdir("/proc/self/fd"):
+        wanted += len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise OSError(
+            f"{len(prefixes)} corpora need {wanted} open files, and this process may open {hard}: "
+            f"raise the hard limit (ulimit -Hn {wanted}, then ulimit -n {wanted})"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # ==============================================================================
@@ -5903,9 +5511,10 @@ def hide_credentials(text: str | os.PathLike) -> str:
 
 
 # ==============================================================================
-# 14. Batches ahead
+# 14. The loader and its state
 # ==============================================================================
-# Question answered here: how is the next batch ready before it is asked for?
+# Question answered here: how is the next batch ready before it is asked for, and what does a
+# checkpoint keep of a loader?
 #
 #   sampler       0 1 2 3 4 ...        indices of each batch
 #   threads             2 3            num_workers of them make batches ahead
@@ -5918,6 +5527,24 @@ def hide_credentials(text: str | os.PathLike) -> str:
 #
 # The sampler runs ahead of the training loop.  A saved position counts the batches that the loop
 # was given, so what was made ahead and not used is made again after a resume.
+#
+# A state has three keys: its version, the number of consumed samples, and a text, which is the JSON
+# of what these samples depend on: their past.  A state is accepted where the past is the same.
+#
+#   the past of            depends on
+#   a plain order          seed, S, documents and their tokens, the number of epochs, and whether
+#                          the last one is apart; not on the number of samples that are wanted
+#   stable_order           seed, S, documents and their tokens
+#   a blend                the weights, and the past of each corpus; not on its size
+#   phases                 the phases up to here, and the past of the corpora in them
+#   the sampler "cyclic"   besides, the number of samples that it shuffles, and its seed
+#
+# With u, v and w for the weights of phases, of datasets with stable_order:
+#
+#   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
+#   a job that it fits                 phases (500, u) (400, v)
+#   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
+#   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
 
 
 class PretrainingDataLoader(torch.utils.data.DataLoader):
@@ -5929,6 +5556,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
                    one of these the batches of our own datasets, too, are made by DataLoader and
                    its processes; pin_memory alone does not change who makes them.
+
+    len() counts the batches of a whole pass, also after a resume.  One iterator at a time: a new
+    one ends those before it.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -5947,7 +5577,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     ) -> None:
         if num_workers < 0:
             raise ValueError(f"num_workers must be >= 0, got {num_workers}")
-        self.makes_batches = releases_the_gil(dataset) and arguments.keys() <= {"pin_memory"}
+        is_filled_by_c = IMPLEMENTATION == "c" and getattr(dataset, "fills_rows", False)
+        self.makes_batches = is_filled_by_c and arguments.keys() <= {"pin_memory"}
         self.num_threads = 0
         if self.makes_batches:
             self.num_threads = num_workers
@@ -5955,9 +5586,14 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         arguments.setdefault("persistent_workers", num_workers > 0)
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self.consumed_samples = batch_sampler.consumed_samples
-        self._num_loads = 0  # a running iterator sees by it that a state was loaded
+        self._num_starts = 0  # a running iterator sees by it that another place counts from now on
 
     def __iter__(self) -> typing.Iterator[dict]:
+        self._num_starts += 1
+        return self._iterate(self._num_starts)
+
+    def _iterate(self, number):
+        """Yield the batches of a pass, and count what the loop was given."""
         sampler = self.batch_sampler
         limit = sampler.total_samples
         if sampler.kind == "cyclic":
@@ -5966,17 +5602,17 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             sampler.consumed_samples = self.consumed_samples
             limit = math.inf  # it counts on over all epochs
         consumed = sampler.consumed_samples
-        num_loads = self._num_loads
         batches = self._own_batches() if self.makes_batches else super().__iter__()
         for batch in batches:
+            if self._num_starts != number:
+                raise RuntimeError(
+                    "a new iterator was started, or a state was loaded, while this iterator was "
+                    "running: the loader counts the samples of one iterator, so go on with the "
+                    "newest iter(loader)"
+                )
             consumed += sampler.samples_per_round
             self.consumed_samples = min(consumed, limit)
             yield batch
-            if self._num_loads != num_loads:
-                raise RuntimeError(
-                    "load_state_dict() was called while this iterator was running: it would go on "
-                    "at its old place, so start a new one with iter(loader)"
-                )
 
     def _own_batches(self):
         """Batches of our own datasets, in the order of the sampler."""
@@ -5993,7 +5629,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         return batch
 
     def state_dict(self) -> dict:
-        """Return a small JSON-able dict: how far, in which order, of what.
+        """Return {"version": number, "consumed_samples": number, "past": text}.
 
         It is equal on all ranks that read: a tensor-parallel rank that gets its batches from
         another one stays at the beginning.
@@ -6003,12 +5639,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def load_state_dict(self, state: dict, strict: bool = True) -> None:
         """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
 
-        Ranks, micro-batch size and workers may be others, unless the order depends on them.  With
-        stable_order the run may be longer, or its later phases others.
+        Ranks, micro-batch size and workers may be others, unless the order depends on them.  The
+        run may be longer, unless the consumed samples would be others (see the table above).
         ValueError names what does not fit; strict=False goes on all the same.
         """
         consumed = check_position(state, self.dataset, self.batch_sampler, strict)
-        self._num_loads += 1
+        self._num_starts += 1
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
@@ -6107,6 +5743,394 @@ def build_pretraining_data_loader(
     return PretrainingDataLoader(
         dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
     )
+
+
+# -- the state -------------------------------------------------------------------------------------
+
+_STATE_VERSION = 4  # a number to raise when the same past comes to mean other samples
+
+
+def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int) -> dict:
+    """Return the state of a loader: how far, in which order, of which data.
+
+    >>> sampler = MegatronPretrainingSampler(8, 0, 2, 0, 1)
+    >>> state = save_position(range(8), sampler, 4)
+    >>> state["past"]
+    '{"class of corpus 0": "range", "sampler": "single", "samples of corpus 0": 8}'
+    >>> check_position(state, range(8), sampler)
+    4
+    """
+    past = _past_of_order(dataset, sampler, consumed_samples)
+    return {
+        "version": _STATE_VERSION,
+        "consumed_samples": consumed_samples,
+        "past": json.dumps(past, sort_keys=True, default=_identifiers_of),
+    }
+
+
+def check_position(state: dict, dataset: typing.Any, sampler: _Sampler, strict: bool = True) -> int:
+    """Return the consumed samples of a state; ValueError names what does not fit here.
+
+    state is what save_position() returned, at a place where a pass of the sampler can start.
+    strict=False lets a run go on with other data or in another order.
+    """
+    try:
+        consumed_samples = operator.index(state["consumed_samples"])
+        version = state["version"]
+        saved = dict(json.loads(state["past"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
+    sampler.check_start(consumed_samples)
+    here = json.loads(save_position(dataset, sampler, consumed_samples)["past"])
+    here["version of the state"] = _STATE_VERSION
+    saved["version of the state"] = version
+    differences = _describe_differences(here, saved, dataset)
+    if differences and strict:
+        raise ValueError(
+            f"the state does not fit: {'; '.join(differences)}.  Go on with the data and the "
+            "settings of the state (a run that is to be longer, or mixed in another way, wants "
+            f"stable_order=True from its first start), or read what is here from sample "
+            f"{consumed_samples:,} on, where some samples come twice and others never: "
+            "load_state_dict(state, strict=False)"
+        )
+    return consumed_samples
+
+
+def _past_of_order(dataset, sampler, consumed_samples):
+    """What the consumed samples depend on: a flat dict of texts and numbers."""
+    past = {"sampler": sampler.kind}
+    num_samples = consumed_samples  # of the dataset, from the first one on
+    if sampler.kind == "cyclic":
+        epoch, done = divmod(consumed_samples, sampler.active_total_samples)
+        past["seed of the sampler"] = sampler.seed
+        past["data_sharding"] = sampler.data_sharding
+        num_samples = sampler.samples_shuffled()
+        past["samples that are shuffled"] = num_samples
+        past["epoch of the sampler"] = epoch
+        past["samples done in the epoch"] = done
+        if sampler.data_sharding:
+            past["data_parallel_size"] = sampler.data_parallel_size
+            num_samples *= sampler.data_parallel_size
+    if isinstance(dataset, BlendedDataset):
+        corpora = _past_of_blend(dataset, num_samples, past)
+    else:
+        corpora = {0: dataset}
+    for d, part in corpora.items():
+        for key, value in _past_of_corpus(part).items():
+            past[f"{key} of corpus {d}"] = value
+    return past
+
+
+def _past_of_blend(blend, num_samples, past):
+    """Note in past what the first samples of a blend depend on; return {d: dataset} of them."""
+    if has_own_arrays(blend):
+        past["orders of the blend"] = _digest_of_arrays(blend)
+        return dict(enumerate(blend.datasets))
+    if blend.phases is None:
+        for d, count in enumerate(blend.weights):
+            past[f"samples of the blend of corpus {d}"] = count
+        return dict(enumerate(blend.datasets))
+    used = {}
+    for number, (samples, weights) in enumerate(_phases_of_past(blend.phases, num_samples)):
+        past[f"samples of phase {number}"] = samples
+        for d, weight in enumerate(weights):
+            if weight > 0:
+                past[f"weight in phase {number} of corpus {d}"] = weight
+                used[d] = blend.datasets[d]
+    return used
+
+
+def _phases_of_past(phases, num_samples):
+    """The phases that the first samples are from, the last of them cut off behind these samples."""
+    past = []
+    left = num_samples
+    for samples, weights in phases:
+        if left > 0:
+            past.append((min(samples, left), weights))
+        left -= samples
+    return past
+
+
+def _past_of_corpus(dataset):
+    """What the first samples of one dataset depend on, however many they are."""
+    found = {"class": type(dataset).__name__}
+    if not isinstance(dataset, MegatronDataset):
+        found["samples"] = len(dataset)
+        return found
+    found["split"] = dataset.index_split.name
+    found["sequence_length"] = dataset.config.sequence_length
+    found["random_seed"] = dataset.config.random_seed
+    if not isinstance(dataset, GPTDataset):
+        found["samples"] = len(dataset)
+        for key, value in dataset.made_from().items():
+            found[f"{key} (made_from)"] = value
+        return found
+    first, end, digest = _describe_documents(dataset._documents)
+    found["documents"] = f"{first} to {end - 1}"
+    if digest is not None:
+        found["contents of the list of documents"] = digest
+    found["sequences"] = len(dataset.dataset)
+    if isinstance(dataset.dataset, IndexedDataset):
+        found["contents"] = dataset.dataset.digest_of_contents()
+    found["extra_token"] = dataset._extra
+    found["keeps_short"] = dataset._keeps_short
+    if has_own_arrays(dataset):
+        found["orders"] = _digest_of_arrays(dataset)
+        return found
+    found["stable_order"] = dataset.config.stable_order
+    # With a short last sample, more epochs make a whole one of it, in another place of the order.
+    if not dataset.config.stable_order or dataset._keeps_short:
+        found["epochs"] = dataset.epoch_plan.num_epochs
+        found["last epoch apart"] = dataset.epoch_plan.separate_final_epoch
+    return found
+
+
+def _digest_of_arrays(dataset):
+    """A digest of all index arrays of a dataset, for orders that no config describes."""
+    digest = hashlib.md5(usedforsecurity=False)
+    for name in dataset.index_names:
+        digest.update(np.ascontiguousarray(getattr(dataset, name)))
+    return digest.hexdigest()
+
+
+def _describe_differences(here, saved, dataset):
+    """A sentence for each key in which two pasts differ, at most five.
+
+    Where the same keys have other values, keys that one of the two lacks follow from these.
+    """
+    keys = [key for key in here if key in saved and here[key] != saved[key]]
+    if not keys:
+        keys = sorted(here.keys() ^ saved.keys())
+    sentences = []
+    for key in keys[:5]:
+        if "contents" in key or "orders" in key:  # a digest, which says nothing to a person
+            sentences.append(f"the {key}{_name_of_corpus(key, dataset)} are not those in the state")
+        else:
+            found = f"{_shown(here, key)} here, {_shown(saved, key)} in the state"
+            sentences.append(f"{key}{_name_of_corpus(key, dataset)} is {found}")
+    if len(keys) > 5:
+        sentences.append(f"and {len(keys) - 5} more")
+    return sentences
+
+
+def _shown(past, key):
+    """A value as a person reads it: 1,000 and not 1000."""
+    if key not in past:
+        return "not there"
+    if type(past[key]) is int:
+        return f"{past[key]:,}"
+    return repr(past[key])
+
+
+def _name_of_corpus(key, dataset):
+    """ " (wiki)" for a key such as "epochs of corpus 3", if the blend here has this corpus."""
+    found = re.search(r" of corpus (\d+)$", key)
+    parts = getattr(dataset, "datasets", [dataset])
+    if found is None or int(found[1]) >= len(parts):
+        return ""
+    return f" ({os.path.basename(_name(parts[int(found[1])]))})"
+
+
+# -- what a training loop needs beside it ----------------------------------------------------------
+
+
+def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
+    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
+
+    One pass may be empty, as in a run that is resumed at the end of an epoch.  Two empty passes in
+    a row are a ValueError instead of a loop without end.
+
+    >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
+    [1, 2, 3, 1, 2, 3, 1]
+    """
+    empty_passes = 0
+    while empty_passes < 2:
+        empty_passes += 1
+        for item in iterable:
+            empty_passes = 0
+            yield item
+    raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
+
+
+class RerunDataIterator(collections.abc.Iterator):
+    """An iterator whose last micro-batches can be had again, to run a step a second time.
+
+    Upstream: RerunDataIterator.
+
+    rewind() goes back to the last advance(); advance() forgets what was read until now.  Call
+    advance() before each step, the first one too: before the first call nothing is kept, so that a
+    loop which never calls it does not fill the memory with batches.
+
+    >>> numbers = RerunDataIterator(range(9))
+    >>> numbers.advance()
+    >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
+    (0, 1, None, 0, 1)
+    """
+
+    def __init__(self, iterable: typing.Iterable) -> None:
+        self.iterable = iterable
+        self._source = iter(iterable)
+        self._is_kept = False
+        # the names of these three are upstream's
+        self.saved_microbatches = []  # since the last advance()
+        self.replaying = False  # are some of them to be had again before the source goes on?
+        self.replay_pos = 0  # the next of them
+
+    def __next__(self) -> typing.Any:
+        if self.replaying and self.replay_pos < len(self.saved_microbatches):
+            item = self.saved_microbatches[self.replay_pos]
+            self.replay_pos += 1
+            return item
+        self.replaying = False
+        item = next(self._source)
+        if self._is_kept:
+            self.saved_microbatches.append(item)
+        return item
+
+    def rewind(self) -> None:
+        """Yield again all that came since the last advance(); ValueError before the first one."""
+        if not self._is_kept:
+            raise ValueError("nothing to go back to: call advance() before the first step")
+        self.replaying = True
+        self.replay_pos = 0
+
+    def advance(self) -> None:
+        """The step is done: what was read is not needed any more."""
+        left = []
+        if self.replaying:
+            left = self.saved_microbatches[self.replay_pos :]
+        self.saved_microbatches = left
+        self.replay_pos = 0
+        self._is_kept = True
+
+    def state_dict(self) -> dict:
+        """Return what was read since the last advance(), and how much of it is read again."""
+        return {
+            "saved_microbatches": list(self.saved_microbatches),
+            "replaying": self.replaying,
+            "replay_pos": self.replay_pos,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where the state was taken; the iterable must go on there by itself.
+
+        What is read from now on is kept, as after advance().
+        """
+        self.saved_microbatches = list(state["saved_microbatches"])
+        self.replaying = state["replaying"]
+        self.replay_pos = state["replay_pos"]
+        self._is_kept = True
+
+
+def get_train_valid_test_num_samples(
+    *,
+    global_batch_size: int,
+    eval_interval: int,
+    eval_iters: int,
+    train_iters: int | None = None,
+    train_samples: int | None = None,
+    full_validation: bool = False,
+    skip_train: bool = False,
+) -> tuple[int, int | None, int]:
+    """Return how many samples a run needs of train, valid (None with full_validation) and test.
+
+    The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
+    of valid every eval_interval steps and at the end, and of test once.  With skip_train it does
+    not train, and evaluates valid once.  Upstream: get_train_valid_test_num_samples.
+
+    >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
+    ...                                  eval_iters=2)
+    (800, 48, 16)
+    """
+    if (train_iters is None) == (train_samples is None):
+        raise ValueError(f"give train_iters or train_samples, got {train_iters}, {train_samples}")
+    if global_batch_size < 1:
+        raise ValueError(f"global_batch_size must be >= 1, got {global_batch_size}")
+    if eval_interval < 1:
+        raise ValueError(f"eval_interval must be >= 1, got {eval_interval}")
+    if train_samples is None:
+        train_samples = train_iters * global_batch_size
+    if train_samples < 0 or eval_iters < 0:
+        raise ValueError(
+            "wanted training samples or steps, and eval_iters, >= 0, "
+            f"got {train_samples} samples and eval_iters {eval_iters}"
+        )
+    evaluations = 1
+    if not skip_train:
+        evaluations += train_samples // global_batch_size // eval_interval
+    test_samples = eval_iters * global_batch_size
+    valid_samples = None if full_validation else evaluations * test_samples
+    return train_samples, valid_samples, test_samples
+
+
+class NumMicroBatches:
+    """Micro-batches in a step, constant or growing.  Upstream: num_microbatches_calculator.
+
+    global_batch_size    samples in a step, of all data-parallel ranks together
+    micro_batch_size     samples that one rank handles at once
+    data_parallel_size   data-parallel ranks
+    rampup_batch_size    (start, increment, samples): the global batch grows from start to
+                         global_batch_size in equal steps of increment over so many samples
+
+    ValueError if one of the global batch sizes on the way is no whole number of micro-batches on
+    every rank.
+
+    >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
+    >>> for consumed in (0, 50, 101):
+    ...     ramp.update(consumed)
+    ...     print(ramp.get(), ramp.get_current_global_batch_size())
+    2 16
+    3 24
+    4 32
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        rampup_batch_size: typing.Sequence[int] | None = None,
+    ) -> None:
+        ramp = rampup_batch_size
+        if not ramp:
+            ramp = (global_batch_size, 1, 0)  # one size from the start
+        if len(ramp) != 3:
+            raise ValueError(f"rampup_batch_size is (start, increment, samples), got {ramp}")
+        start, increment, samples = ramp
+        if start < 1 or increment < 1 or samples < 0:
+            raise ValueError(f"ramp-up {ramp}: wanted start and increment >= 1, samples >= 0")
+        self.global_batch_size = global_batch_size
+        self.unit = micro_batch_size * data_parallel_size
+        self.samples = samples
+        self.sizes = range(start, global_batch_size + 1, increment)
+        if global_batch_size not in self.sizes:
+            raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
+        if self.unit < 1:
+            raise ValueError(f"micro_batch_size * data_parallel_size must be >= 1, got {self.unit}")
+        for size in self.sizes:
+            if size % self.unit:
+                raise ValueError(
+                    f"a global batch of {size} samples is no multiple of micro_batch_size * "
+                    f"data_parallel_size, {self.unit}"
+                )
+        self.update(0)
+
+    def update(self, consumed_samples: int) -> None:
+        """Set the batch size of the step that begins after so many samples."""
+        increments = len(self.sizes) - 1
+        if increments and self.samples and consumed_samples <= self.samples:
+            samples_per_increment = self.samples / increments
+            self._current = self.sizes[int(consumed_samples / samples_per_increment)]
+        else:
+            self._current = self.sizes[-1]
+
+    def get(self) -> int:
+        """Return the number of micro-batches of the current step."""
+        return self._current // self.unit
+
+    def get_current_global_batch_size(self) -> int:
+        """Return the number of samples of the current step."""
+        return self._current
 
 
 # ==============================================================================
@@ -6272,8 +6296,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #   shuffle                             _c_shuffle                     shuffle
 #   build_blending_indices              _c_build_blending_indices      build_blending_indices
 #   build_exhaustive_blending_indices   _c_build_exhaustive_...        build_exhaustive_...
-#   GPTDataset.__getitem__, batch       _c_getitem, _c_batch           read_samples
-#   BlendedDataset.batch                _c_blended_batch               read_samples
+#   GPTDataset.fill                     _c_fill                        read_samples
 #
 # An adapter takes the arguments of its definition and gives the same result.  functools.wraps()
 # gives it the docstring of the definition, and keeps the definition as adapter.__wrapped__.  A loop
@@ -6300,22 +6323,6 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
             raise ImportError(sentence) from error
         if not isinstance(error, ModuleNotFoundError):
             warnings.warn(f"the C kernels are there, and cannot be loaded: {error}", stacklevel=2)
-
-_MANY_ENTRIES = 1_000_000  # of an index: to build more of them in Python is a wait
-_has_warned_of_python = False
-
-
-def _warn_if_python_is_slow(num_entries):
-    """Warn, once in a process, where Python builds an index so large that C would be missed."""
-    global _has_warned_of_python
-    if IMPLEMENTATION == "c" or num_entries <= _MANY_ENTRIES or _has_warned_of_python:
-        return
-    _has_warned_of_python = True
-    warnings.warn(
-        f"an index of {num_entries:,} entries is built in Python, for the C kernels are not there: "
-        "they are 5 to 100 times faster (pip install . in a clone of megatron_min builds them)",
-        stacklevel=2,
-    )
 
 
 @functools.wraps(_encode_tokens)
@@ -6434,163 +6441,68 @@ def _c_count_tokens(pool, sizes, documents):
 
 @functools.wraps(shuffle)
 def _c_shuffle(items, random_state):
-    if not _is_shuffled_by_c(items) or type(random_state) is not np.random.RandomState:
-        random_state.shuffle(items)
-        return
-    state = random_state.get_state(legacy=False)  # a copy
-    if state["bit_generator"] != "MT19937":
-        random_state.shuffle(items)
-        return
-    generator = state["state"]
-    generator["pos"] = _megatron_min.shuffle(items, generator["key"], generator["pos"])
-    random_state.set_state(state)
-
-
-def _is_shuffled_by_c(items):
-    """Is this a plain 1-D array of a dtype that C knows?"""
-    if type(items) is not np.ndarray or items.ndim != 1 or not items.flags.carray:
-        return False
-    return items.dtype in (np.int32, np.uint32, np.int64)
+    if type(items) is np.ndarray and type(random_state) is np.random.RandomState:
+        state = random_state.get_state(legacy=False)  # a copy
+        if state["bit_generator"] == "MT19937":
+            generator = state["state"]
+            with contextlib.suppress(TypeError, ValueError):
+                generator["pos"] = _megatron_min.shuffle(items, generator["key"], generator["pos"])
+                random_state.set_state(state)
+                return
+    _c_shuffle.__wrapped__(items, random_state)
 
 
 @functools.wraps(build_blending_indices)
 def _c_build_blending_indices(
     dataset_index, dataset_sample_index, weights, num_datasets, size, verbose=False
 ):
-    weights = np.array(weights[:num_datasets], np.float64)
-    _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size)
-    outputs = dataset_index, dataset_sample_index
-    if not _are_filled_by_c(*outputs):
-        return _c_build_blending_indices.__wrapped__(*outputs, weights, num_datasets, size)
-    _megatron_min.build_blending_indices(*outputs, weights, num_datasets, size)
+    arguments = dataset_index, dataset_sample_index, weights, num_datasets, size
+    try:
+        shares = np.array(weights[:num_datasets], np.float64)
+        _megatron_min.build_blending_indices(
+            dataset_index, dataset_sample_index, shares, num_datasets, size
+        )
+    except (TypeError, ValueError, OverflowError):
+        _c_build_blending_indices.__wrapped__(*arguments)
 
 
 @functools.wraps(build_exhaustive_blending_indices)
 def _c_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
-    sizes = _as_counts(sizes, num_datasets)
-    size = sum(sizes.tolist())
-    _check_blending(dataset_index, dataset_sample_index, sizes, num_datasets, size)
-    outputs = dataset_index, dataset_sample_index
-    if not _are_filled_by_c(*outputs):
-        return _c_build_exhaustive_blending_indices.__wrapped__(*outputs, sizes, num_datasets)
-    _megatron_min.build_exhaustive_blending_indices(*outputs, sizes, num_datasets)
+    arguments = dataset_index, dataset_sample_index, sizes, num_datasets
+    try:
+        counts = _as_counts(sizes, num_datasets)
+        _megatron_min.build_exhaustive_blending_indices(
+            dataset_index, dataset_sample_index, counts, num_datasets
+        )
+    except (TypeError, ValueError, OverflowError):
+        _c_build_exhaustive_blending_indices.__wrapped__(*arguments)
 
-
-def _are_filled_by_c(dataset_index, dataset_sample_index):
-    """Do the items lie side by side, in memory that may be written?"""
-    return dataset_index.flags.carray and dataset_sample_index.flags.carray
-
-
-# A batch is made in one pass over its tokens: C writes each sample into its row of the tensors.
 
 _NO_EOD = -(2**63)  # an id that no token has
-_ROW_0 = array.array("q", [0])  # where a single sample goes
-
-# the methods of GPTDataset whose work C does; a subclass that has its own is left to the
-# definitions
-_METHODS_IN_C = (
-    "__getitem__",
-    "__getitems__",
-    "pieces",
-    "_part",
-    "_query_document_sample_shuffle_indices",
-    "_read_pieces",
-    "_reads_many",
-    "_join",
-    "_make_sample",
-    "_rows",
-    "_pad",
-    "_loss_mask",
-    "_starts_after_eod",
-    "_starts_of_pieces",
-)
 
 
-def _is_read_by_c(dataset):
-    """Are the samples of this dataset those of GPTDataset, of a corpus that is mapped?"""
-    if not isinstance(dataset, GPTDataset) or _has_methods_of_its_own(type(dataset)):
-        return False
-    corpus = dataset.dataset
-    if type(corpus) is not IndexedDataset or corpus.multimodal:
-        return False
-    return corpus.is_mapped
+@functools.wraps(GPTDataset.fill)
+def _c_fill(self, columns, rows, indices):
+    is_filled = False
+    corpus = self.dataset
+    if type(corpus) is IndexedDataset and corpus.is_mapped and self.fills_rows:
+        is_filled = _c_read_samples(self, columns, rows, indices)
+    if not is_filled:
+        _c_fill.__wrapped__(self, columns, rows, indices)
 
 
-def _has_methods_of_its_own(cls):
-    """Does a subclass of GPTDataset replace a method whose work C does?"""
-    if cls is GPTDataset:
-        return False
-    return any(getattr(cls, name) is not getattr(GPTDataset, name) for name in _METHODS_IN_C)
+def _c_read_samples(dataset, columns, rows, indices):
+    """Fill rows by the loop, in one pass over their tokens.
 
-
-def releases_the_gil(dataset: typing.Any) -> bool:
-    """Return True if C makes the batches of this dataset, so that threads can make them ahead.
-
-    That is so for GPTDataset and its blends, where no subclass overrides how a sample is made.
-
-    >>> releases_the_gil(range(3))
-    False
+    False if an argument is not what the loop can use, or it met a place that it cannot trust.
     """
-    if IMPLEMENTATION != "c":
-        return False
-    if isinstance(dataset, BlendedDataset):
-        if type(dataset).batch is not BlendedDataset.batch or not _has_samples_of_a_blend(dataset):
-            return False
-        return all(_is_part_read_by_c(dataset, part) for part in dataset.datasets)
-    return _is_read_by_c(dataset) and type(dataset).batch is GPTDataset.batch
-
-
-def _has_samples_of_a_blend(dataset):
-    """Are the samples of this dataset those of BlendedDataset?  A subclass may have its own."""
-    cls = type(dataset)
-    return (
-        cls.__getitem__ is BlendedDataset.__getitem__
-        and cls.__getitems__ is BlendedDataset.__getitems__
-    )
-
-
-def _is_part_read_by_c(blend, dataset):
-    """May C write the samples of this dataset into the rows of a batch of the blend?"""
-    return _is_read_by_c(dataset) and dataset.config is blend.config
-
-
-def _c_columns(config, count):
-    """Empty arrays for a batch of so many samples: {key: array (B, ...)}, in upstream's order."""
-    S = config.sequence_length
-    columns = {"tokens": np.empty((count, S), np.int64), "labels": np.empty((count, S), np.int64)}
-    if config.has_dense_mask:
-        columns["attention_mask"] = np.empty((count, 1, S, S), bool)
-    columns["loss_mask"] = np.empty((count, S), np.float32)
-    columns["position_ids"] = np.empty((count, S), np.int64)
-    if config.inter_document_masking:
-        columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
-        columns["max_seqlen"] = np.empty(count, np.int32)
-    return columns
-
-
-def _c_fill(dataset, columns, rows, indices):
-    """Write the samples of these indices (None: padding) into these rows of the columns.
-
-    False if the loop met a place that it cannot trust.
-    """
-    wanted = [0 if k is None else k for k in indices]
-    if not _c_read_samples(dataset, columns, array.array("q", rows), wanted):
-        return False
-    for row, k in zip(rows, indices, strict=True):
-        if k is None:
-            columns["loss_mask"][row] = 0
-    return True
-
-
-def _c_read_samples(dataset, columns, rows, wanted):
-    """Call the loop: False if it met a place that it cannot trust."""
     config = dataset.config
     corpus = dataset.dataset
     shuffle_index = dataset.shuffle_index
     if len(dataset) < len(shuffle_index):  # of a subclass: no sample comes from behind its end
         shuffle_index = shuffle_index[: len(dataset)]
     try:
-        pads = _megatron_min.read_samples(
+        real_pads = _megatron_min.read_samples(
             (
                 columns["tokens"],
                 columns["labels"],
@@ -6600,8 +6512,8 @@ def _c_read_samples(dataset, columns, rows, wanted):
                 columns.get("max_seqlen"),
                 columns.get("attention_mask"),
             ),
-            rows,
-            array.array("q", wanted),
+            array.array("q", rows),
+            array.array("q", [0 if k is None else k for k in indices]),
             (corpus._tokens.tokens, corpus.sequence_pointers, corpus.sequence_lengths),
             (dataset.document_index, dataset.sample_index, shuffle_index),
             (
@@ -6614,70 +6526,15 @@ def _c_read_samples(dataset, columns, rows, wanted):
             ),
         )
     except (OverflowError, TypeError, ValueError):
-        return False  # no dataset has 2**63 samples; or an index array is none that a builder made
-    if pads > 0:  # so many real tokens equal the pad id
-        dataset._warn_of_real_pads()
-    return pads >= 0
-
-
-def _c_make_batch(dataset, indices):
-    """A batch of one dataset, {key: array (B, ...)}; None where the definition has to make it."""
-    if len(indices) == 0 or not _is_read_by_c(dataset):
-        return None
-    columns = _c_columns(dataset.config, len(indices))
-    if not _c_fill(dataset, columns, range(len(indices)), indices):
-        return None
-    return columns
-
-
-@functools.wraps(GPTDataset.__getitem__)
-def _c_getitem(self, idx):
-    if idx is None or not _is_read_by_c(self):
-        return _c_getitem.__wrapped__(self, idx)
-    columns = _c_columns(self.config, 1)
-    if not _c_read_samples(self, columns, _ROW_0, [idx]):
-        return _c_getitem.__wrapped__(self, idx)
-    return _c_sample(columns, 0)
-
-
-@functools.wraps(GPTDataset.__getitems__)
-def _c_getitems(self, indices):
-    columns = _c_make_batch(self, indices)
-    if columns is None:
-        return _c_getitems.__wrapped__(self, indices)
-    return [_c_sample(columns, row) for row in range(len(indices))]
-
-
-def _c_sample(columns, row):
-    """One row of a batch, as tensors that share no memory with those of other rows.
-
-    values[row, ...] of the 1-D max_seqlen is an array without axes; values[row] would be a number.
-    """
-    return {key: torch.from_numpy(values[row, ...]) for key, values in columns.items()}
-
-
-@functools.wraps(MegatronDataset.batch)
-def _c_batch(self, indices):
-    columns = _c_make_batch(self, indices)
-    if columns is None:
-        return _c_batch.__wrapped__(self, indices)
-    return {key: torch.from_numpy(values) for key, values in columns.items()}
-
-
-@functools.wraps(BlendedDataset.batch)
-def _c_blended_batch(self, indices):
-    if len(indices) == 0:
-        return _c_blended_batch.__wrapped__(self, indices)
-    if not _has_samples_of_a_blend(self):
-        return _c_blended_batch.__wrapped__(self, indices)
-    columns = {"dataset_id": np.empty(len(indices), np.int16)}
-    columns |= _c_columns(self.config, len(indices))
-    for d, (rows, wanted) in self._rows_by_dataset(indices).items():
-        dataset = self.datasets[d]
-        if not _is_part_read_by_c(self, dataset) or not _c_fill(dataset, columns, rows, wanted):
-            return _c_blended_batch.__wrapped__(self, indices)
-        columns["dataset_id"][rows] = d
-    return {key: torch.from_numpy(values) for key, values in columns.items()}
+        return False
+    if real_pads < 0:
+        return False
+    if real_pads > 0:  # so many real tokens equal the pad id
+        warn_of_real_pads(dataset)
+    for row, k in zip(rows, indices, strict=True):
+        if k is None:
+            columns["loss_mask"][row] = 0
+    return True
 
 
 if IMPLEMENTATION == "c":
@@ -6687,10 +6544,7 @@ if IMPLEMENTATION == "c":
     shuffle = _c_shuffle
     build_blending_indices = _c_build_blending_indices
     build_exhaustive_blending_indices = _c_build_exhaustive_blending_indices
-    GPTDataset.__getitem__ = _c_getitem
-    GPTDataset.__getitems__ = _c_getitems
-    GPTDataset.batch = _c_batch
-    BlendedDataset.batch = _c_blended_batch
+    GPTDataset.fill = _c_fill
 
 
 def _describe_kernels():
@@ -8968,79 +8822,6 @@ def _list_names(names):
     """The first names of a list, and how many more there are."""
     text = ", ".join(names[:4])
     return text if len(names) <= 4 else f"{text} and {len(names) - 4} more"
-
-
-# -- verify_cache() ----------------------------------------------------------------------------
-
-_CACHE_FILE = r"([0-9a-f]{32}-\w+-(?:train|valid|test))-(\w+\.(?:npy|json|txt))"
-
-
-def verify_cache(path: str | os.PathLike) -> dict[str, dict[str, tuple]]:
-    """Check all index caches of a folder, or the one that a file belongs to.
-
-    Each needs a manifest, arrays of the sizes and CRCs in the manifest and of shapes that fit each
-    other, and a description that fits the name of the files.  Whether the corpus is still the one
-    that the arrays were made from is checked where a dataset opens its cache.
-
-    Returns   {what the names of its files begin with: {array: shape}} of each cache
-    Raises    DatasetFormatError that names the file; FileNotFoundError if there is no cache
-    Cost      all files are read once, at about a GiB in a second
-    """
-    path = pathlib.Path(path)
-    files = list(path.glob("*"))
-    folder = path
-    if path.is_file():
-        files = [path]
-        folder = path.parent
-    stems = set()
-    for file in files:
-        match = re.fullmatch(_CACHE_FILE, file.name)
-        if match is not None:
-            stems.add(match[1])
-    if not stems:
-        raise FileNotFoundError(f"{path}: no index cache, and no file of one")
-    return {stem: _verify_files_of_cache(folder, stem) for stem in sorted(stems)}
-
-
-def _verify_files_of_cache(folder, stem):
-    """The shapes of the arrays of one cache, or the DatasetFormatError that says what is wrong."""
-    manifest_path = folder / f"{stem}-manifest.json"
-    if not manifest_path.exists():
-        raise DatasetFormatError(
-            f"{manifest_path}: no such file: the cache is upstream's, or its making was cut off; "
-            "it will be built anew"
-        )
-    try:
-        description_path = folder / f"{stem}-description.txt"
-        if not stem.startswith(_md5(description_path.read_bytes())):
-            raise DatasetFormatError(f"{description_path}: not the text that the name stands for")
-        noted_files = json.loads(manifest_path.read_text("utf-8"))["files"]
-        shapes = {}
-        for name, noted in noted_files.items():
-            array_path = folder / f"{stem}-{name}.npy"
-            found = _describe_file(array_path)
-            if found != noted:
-                raise _format_error(array_path, "size and CRC", noted, found)
-            shapes[name] = _map_npy(array_path).shape
-        _check_shapes(folder / stem, shapes)
-    except DatasetFormatError:
-        raise
-    except _FAULTS as error:
-        raise DatasetFormatError(f"{folder / stem}: {type(error).__name__}: {error}") from error
-    return shapes
-
-
-def _check_shapes(name, shapes):
-    """The arrays of a dataset, or of a blend, have the shapes of section 5, or of section 6."""
-    if "shuffle_index" in shapes:
-        (num_samples,) = shapes["shuffle_index"]
-        fits = shapes["sample_index"] == (num_samples + 1, 2)
-        fits = fits and len(shapes["document_index"]) == 1
-    else:
-        (num_samples,) = shapes["dataset_index"]
-        fits = shapes["dataset_sample_index"] == (num_samples,)
-    if not fits:
-        raise DatasetFormatError(f"{name}: the shapes of its arrays do not fit: {shapes}")
 
 
 # ==============================================================================

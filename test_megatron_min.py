@@ -1978,6 +1978,8 @@ def test_damage_that_is_not_looked_for(mm, toy, tmp_path, name, place, value, ex
 
 def test_a_reader_that_returns_too_few_tokens(one, tmp_path):
     ds = gpt(one, mk(one, tmp_path / "p", [[1] * 9]))
+    ds.dataset = mock.Mock(wraps=ds.dataset, sequence_lengths=ds.dataset.sequence_lengths)
+    ds.dataset.__len__ = mock.Mock(return_value=1)
     ds.dataset.get = mock.Mock(return_value=np.ones(8, np.int32))
     check_refused(ds, 0, ValueError, "wanted 9 tokens of .* got 8")
 
@@ -1994,27 +1996,30 @@ class OwnMethods:
     def _query_document_sample_shuffle_indices(self, k):
         return np.arange(k, k + 9), np.array([0])
 
-    def pieces(self, k):
-        return [(0, k, 9)]
 
-    def _loss_mask(self, tokens, labels):
-        return np.zeros(len(labels), np.float32)
+class NewestOwnMethods:
+    """Upstream's newest class returns a third value."""
+
+    def _query_document_sample_shuffle_indices(self, k):
+        return np.arange(k, k + 9), np.array([0]), np.array([9])
+
+
+QUERY = "_query_document_sample_shuffle_indices"
 
 
 @pytest.mark.parametrize(
-    "method", ["__getitem__", "_query_document_sample_shuffle_indices", "pieces", "_loss_mask"]
+    "methods, method",
+    [(OwnMethods, "__getitem__"), (OwnMethods, QUERY), (NewestOwnMethods, QUERY)],
 )
-def test_a_subclass_keeps_its_own_method(mm, tmp_path, method):
+def test_a_subclass_keeps_its_own_method(mm, tmp_path, methods, method):
     """Alone, in a batch, in a blend with a dataset that C reads, and in a batch of that blend."""
     plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
-    cls = type("Own", (mm.GPTDataset,), {method: vars(OwnMethods)[method]})
+    cls = type("Own", (mm.GPTDataset,), {method: vars(methods)[method]})
     arguments = plain.dataset, plain.dataset_path, plain.indices, None, mm.Split.train
     own = cls(*arguments, plain.config)
-    key = "loss_mask" if method == "_loss_mask" else "tokens"
     wanted = [torch.arange(k, k + 8) for k in range(5)]
-    if method == "_loss_mask":
-        wanted = [torch.zeros(8)] * 5
-    assert not torch.equal(plain[1][key], wanted[1])
+    assert not torch.equal(plain[1]["tokens"], wanted[1])
+    assert (plain.fills_rows, own.fills_rows) == (True, False)
     # the other part of the blend has to have the same keys
     others = [own, own] if method == "__getitem__" else [own, plain]
     blend = mm.BlendedDataset(others, [1, 1], 10, plain.config)  # samples 0, 2, ... are own ones
@@ -2022,7 +2027,7 @@ def test_a_subclass_keeps_its_own_method(mm, tmp_path, method):
     of_blend = [samples[::2] for samples in read_in_all_ways(blend, range(10))]
     for samples in [*of_own, *of_blend]:
         for sample, values in zip(samples, wanted, strict=True):
-            same(sample[key], values)
+            same(sample["tokens"], values)
 
 
 def test_a_sample_is_no_view_of_what_a_subclass_read(mm, tmp_path):
@@ -2123,7 +2128,7 @@ def test_arrays_may_be_set(mm, tmp_path, defer):
     blend = mm.BlendedDataset([plain, plain], [1, 1], 4, plain.config)
     blend.dataset_index = np.array([1, 1, 0, 0], np.int16)
     blend.dataset_sample_index = np.array([3, 2, 1, 0])
-    same(blend.batch([0, 3])["dataset_id"], np.array([1, 0], np.int16))
+    same(blend.batch([0, 3])["dataset_id"], np.array([1, 0]))
     same(blend.batch([0, 3])["tokens"], plain.batch([3, 0])["tokens"])
     plain.shuffle_index = np.array([-1])
     check_refused(plain, 0, IndexError, "rebuild")
@@ -2211,13 +2216,13 @@ def check_samples_of_blend(ds, indices):
     for i in indices:
         d = 0 if i is None else int(ds.dataset_index[i])
         k = None if i is None else int(ds.dataset_sample_index[i])
-        wanted.append({"dataset_id": np.int16(d), **ds.datasets[d][k]})
+        wanted.append({"dataset_id": torch.tensor(d), **ds.datasets[d][k]})
         assert wanted[-1]["loss_mask"].any() == (i is not None)
     one_by_one, several, rows = read_in_all_ways(ds, indices)
     for samples in (one_by_one, several, rows):
         for sample, expected in zip(samples, wanted, strict=True):
             same_samples(sample, expected)
-    assert isinstance(one_by_one[0]["dataset_id"], np.int16)
+    assert one_by_one[0]["dataset_id"].dtype == torch.int64, "gloo sends no int16"
     tensors = [ds.batch(indices)["tokens"]]
     for sample in [*wanted, *one_by_one, *several]:
         tensors += [value for value in sample.values() if isinstance(value, torch.Tensor)]
@@ -2756,9 +2761,7 @@ def samplers(mm, kind, total, consumed, micro, ranks, **more):
 
 def one_pass(samplers):
     """[[rank 0's batch, rank 1's batch, ...] of each step] of a pass."""
-    lengths = [len(sampler) for sampler in samplers]
     passes = [list(sampler) for sampler in samplers]
-    assert [len(batches) for batches in passes] == lengths, "len() counts the batches that are left"
     return [list(step) for step in zip(*passes, strict=True)]
 
 
@@ -2782,6 +2785,9 @@ def test_orders(one, kind):
             assert one_pass(all_ranks) == wanted, (total, consumed, micro, ranks, later)
             done = 0
         assert all_ranks[0].micro_batch_times_data_parallel_size == group
+        whole = order_of_pass(kind, total, micro, ranks)
+        lengths = [len(sampler) for sampler in all_ranks]
+        assert lengths == [len(dealt(kind, whole, micro, ranks))] * ranks, "of a whole pass"
 
 
 def test_the_tail_is_shared_out(one):
@@ -2791,6 +2797,8 @@ def test_the_tail_is_shared_out(one):
         consumed = int(rng.integers(total + 1))
         steps = one_pass(samplers(one, "single", total, consumed, micro, ranks, drop_last=False))
         assert len(steps) == math.ceil((total - consumed) / (micro * ranks))
+        [sampler] = samplers(one, "single", total, consumed, micro, 1, drop_last=False)
+        assert len(sampler) == math.ceil(total / micro), "of a whole pass"
         real = []
         for step in steps:
             sizes = []
@@ -2933,14 +2941,14 @@ UNSHARDED = CYCLIC | {"data_sharding": False}
 TWO_RANKS = {"data_parallel_size": 2}
 SHORTER = {"total": 20, "consumed": 40, "micro_batch_size": 4}
 MISFITS = [  # fields of the run that stopped, fields that are others here, words
-    ({}, {"total": 65}, "num_samples is 65 here, 64 in the state"),
+    ({}, {"total": 65}, "samples of corpus 0 .* is 65 here, 64 in the state"),
     ({}, UNSHARDED, "sampler is 'cyclic' here, 'single'"),
     ({}, {"full_validation": True}, "sampler is 'full_validation' here"),
-    (UNSHARDED, {"seed": 1}, "seed is 1 here, 0"),
+    (UNSHARDED, {"seed": 1}, "seed of the sampler is 1 here, 0"),
     (CYCLIC, UNSHARDED, "data_sharding is False here, True"),
     (CYCLIC, TWO_RANKS | {"micro_batch_size": 4}, "data_parallel_size is 2 here, 1"),
-    (CYCLIC | {"total": 67}, {"micro_batch_size": 2}, "shuffled in an epoch is 66 here, 64"),
-    (UNSHARDED | {"total": 67}, {"micro_batch_size": 2}, "shuffled in an epoch is 66 here, 64"),
+    (CYCLIC | {"total": 67}, {"micro_batch_size": 2}, "samples that are shuffled is 66 here, 64"),
+    (UNSHARDED | {"total": 67}, {"micro_batch_size": 2}, "that are shuffled is 66 here, 64"),
     (UNSHARDED | SHORTER, TWO_RANKS, "done in the epoch is 8 here, 0 in the state"),  # other epochs
 ]
 
@@ -2965,6 +2973,7 @@ def test_what_is_no_state_is_refused(one, state):
 
 
 ODD_VALUES = [None, True, -1, 0, 1, 80, 2**63, 0.5, math.nan, "8", [8], {"consumed": 8}]
+NO_NUMBERS = [None, 0.5, math.nan, "8", [8], {"consumed": 8}, -1, 2**63]
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_ORDER)
@@ -2973,12 +2982,17 @@ def test_states_with_one_other_entry_are_refused(one, kind):
     state = run_of(one, 16, **fields_of(kind)).state_dict()
     loader = run_of(one, 0, **fields_of(kind))
     before = loader.state_dict()
-    changed = [state | {key: value} for key in state for value in ODD_VALUES]
-    for part in ("order", "dataset"):
-        for key in state[part]:
-            changed += [state | {part: state[part] | {key: value}} for value in ODD_VALUES]
-            less = {name: value for name, value in state[part].items() if name != key}
-            changed.append(state | {part: less})
+    changed = [state | {"consumed_samples": value} for value in NO_NUMBERS]
+    changed += [state | {key: value} for key in ("version", "past") for value in ODD_VALUES]
+    for key in state:
+        changed.append({name: value for name, value in state.items() if name != key})
+    past = json.loads(state["past"])
+    for key in past:
+        for value in ODD_VALUES:
+            if past[key] != value:
+                changed.append(state | {"past": json.dumps(past | {key: value})})
+        less = {name: value for name, value in past.items() if name != key}
+        changed.append(state | {"past": json.dumps(less)})
     for other in changed:
         if other != state:
             with pytest.raises(ValueError):
@@ -2989,9 +3003,11 @@ def test_states_with_one_other_entry_are_refused(one, kind):
     assert loader.state_dict() == before
 
 
-def data_of_a_run(mm, folder, lengths=(17, 9, 30), documents=3, split="train", size=40, **fields):
+def data_of_a_run(
+    mm, folder, lengths=(17, 9, 30), token=1, documents=3, split="train", size=40, **fields
+):
     """A GPTDataset in a folder."""
-    prefix = mk(mm, folder / "p", [[1] * length for length in lengths])
+    prefix = mk(mm, folder / "p", [[token] * length for length in lengths])
     return gpt(mm, prefix, size, split, np.arange(documents, dtype=np.int32), **fields)
 
 
@@ -3030,32 +3046,33 @@ BEFORE = [(24, [1, 2, 0]), (16, [3, 1, 0])]
 PLAN = (planned, {"phases": BEFORE})
 UNSTABLE_PLAN = (planned, {"phases": BEFORE, "stable_order": False})
 OTHER_DATA = [  # data of a run, its consumed samples, what is other in the next job, words
-    (CORPUS, 8, {"lengths": (9, 17, 30)}, r"contents of corpus 0 \(p\)"),
-    (CORPUS, 8, {"documents": 2}, r"documents of corpus 0 \(p\) is \[0, 2\]"),
-    (CORPUS, 8, {"random_seed": 5}, "random_seed is 5 here, 1,234 in"),
-    (CORPUS, 8, {"sequence_length": 4}, "sequence_length is 4 here, 8"),
-    (CORPUS, 8, {"size": 41}, "the number of samples asked for is 41 here, 40"),
-    (CORPUS, 8, {"split": "valid"}, "split is 'valid'"),
+    (CORPUS, 8, {"lengths": (9, 17, 30)}, r"contents of corpus 0 \(p\) are not"),
+    (CORPUS, 8, {"token": 2}, r"contents of corpus 0 \(p\) are not"),
+    (CORPUS, 8, {"documents": 2}, r"documents of corpus 0 \(p\) is '0 to 1' here, '0 to 2' in"),
+    (CORPUS, 8, {"random_seed": 5}, r"random_seed of corpus 0 \(p\) is 5 here, 1,234 in"),
+    (CORPUS, 8, {"sequence_length": 4}, "sequence_length of corpus 0 .* is 4 here, 8"),
+    (CORPUS, 8, {"size": 60}, "epochs of corpus 0 .* is 9 here, 6 in the state"),
+    (CORPUS, 8, {"split": "valid"}, "split of corpus 0 .* is 'valid'"),
     (CORPUS, 8, {"add_extra_token_to_sequence": False}, "extra_token of corpus"),
-    (KEEPS_SHORT, 20, {"size": 60}, "num_samples is "),
-    (BLEND, 8, {"phases": (40, [1, 3])}, r"weight of corpus 1 \(b\) is 0.75 here, 0.6"),
+    (CORPUS, 8, {"stable_order": True}, r"fit: stable_order of corpus 0 \(p\) is True here"),
+    (KEEPS_SHORT, 20, {"size": 60}, "epochs of corpus"),
+    (BLEND, 8, {"phases": (40, [1, 3])}, r"weight in phase 0 of corpus 1 \(b\) is 0.75 here, 0.6"),
     (BLEND, 8, {"corpora": "ba"}, r"corpus 0 \(b\) .* corpus 1 \(a\)"),
     (BLEND, 8, {"corpora": "ac"}, r"the contents of corpus 1 \(c\)"),
-    (BLEND, 8, {"corpora": "abc", "phases": (40, [1, 2, 1])}, "corpora is ..0., .1., .2.. here"),
-    (BLEND, 8, {"phases": (41, [1, 2])}, "size is 4"),
-    (WHOLE_CORPORA, 4, {"phases": (5, None)}, "num_samples is None here, 6"),
+    (BLEND, 8, {"corpora": "abc", "phases": (40, [1, 2, 1])}, "weight in phase 0 of corpus 0"),
+    (WHOLE_CORPORA, 4, {"phases": (5, None)}, "samples of the blend of corpus 0 .* is not there"),
     (PLAN, 32, {"phases": [(24, [1, 3, 0]), (16, [3, 1, 0])]}, "weight in phase 0"),
     (PLAN, 25, {"phases": [BEFORE[0], (16, [3, 2, 0])]}, "weight in phase 1"),
     (PLAN, 24, {"phases": [(23, [1, 2, 0]), (17, [3, 1, 0])]}, "samples of phase 0 is 23"),
-    (PLAN, 30, {"phases": [BEFORE[0], (4, [3, 1, 0])] * 2}, "samples of phase 2 is 2 here, None"),
-    (PLAN, 30, {"phases": [(40, [1, 2, 0])]}, "phase 1 is None"),
+    (PLAN, 30, {"phases": [BEFORE[0], (4, [3, 1, 0])] * 2}, "samples of phase 1 is 4 here, 6"),
+    (PLAN, 30, {"phases": [(40, [1, 2, 0])]}, "samples of phase 0 is 30 here, 24 in"),
     (PLAN, 32, {"phases": [BEFORE[0], (4, [3, 1, 0])]}, "consumed_samples"),
     (PLAN, 24, {"corpora": "adc"}, r"contents of corpus 1 \(d\)"),
-    (PLAN, 24, {"phases": [(24, [1, 0, 2])], "corpora": "acb"}, "corpora is"),
+    (PLAN, 24, {"phases": [(24, [1, 0, 2])], "corpora": "acb"}, "of corpus 1 .* is not there here"),
     (PLAN, 24, {"random_seed": 5}, "random_seed"),
     (PLAN, 24, {"stable_order": False}, "stable_order"),
-    (UNSTABLE_PLAN, 24, {"phases": [*BEFORE, (20, [1, 1, 1])]}, "phase 2"),
-    (UNSTABLE_PLAN, 24, {"phases": [BEFORE[0], (16, [3, 2, 0])]}, "phase 1"),
+    (UNSTABLE_PLAN, 24, {"phases": [*BEFORE, (50, [1, 1, 1])]}, "epochs of corpus"),
+    (UNSTABLE_PLAN, 25, {"phases": [BEFORE[0], (16, [3, 2, 0])]}, "phase 1"),
 ]
 
 
@@ -3078,6 +3095,8 @@ def test_a_corpus_may_have_another_name(one, tmp_path):
 
 
 SAME_PAST = [  # data of a run, its consumed samples, what is other in the next job
+    (CORPUS, 32, {"size": 41}),
+    (BLEND, 32, {"phases": (41, [1, 2])}),
     (STABLE, 20, {"size": 60}),
     (STABLE_VALID, 20, {"size": 60}),
     (STABLE_BLEND, 20, {"phases": (60, [1, 2])}),
@@ -3114,11 +3133,159 @@ def test_a_shuffled_order_does_not_grow(one, tmp_path, fields):
     """The sampler shuffles the samples of all phases, anew where there are more."""
     state = run_over(one, planned(one, tmp_path, [(24, [1, 2, 0])]), 8, **fields)
     for phases, words in [
-        ([(32, [1, 2, 0])], "shuffled in an epoch is 32 here, 24"),
-        ([(16, [1, 2, 0]), (8, [2, 1, 0])], "phase 1 is"),
+        ([(32, [1, 2, 0])], "that are shuffled is 32 here, 24"),
+        ([(16, [1, 2, 0]), (8, [2, 1, 0])], "samples of phase 0 is 16 here, 24"),
     ]:
         with pytest.raises(ValueError, match=words):
             run_over(one, planned(one, tmp_path, phases), 0, state, **fields)
+
+
+def random_run(rng):
+    """What a run may be made of: the arguments of planned(), and the fields of its loader."""
+    corpora = str(rng.choice(["ab", "ab", "ba", "ac"]))
+    weights = [1, 2]
+    fields = {"corpora": corpora, "stable_order": bool(rng.integers(2))}
+    kind = rng.integers(4)
+    if kind == 0:
+        fields["phases"] = (int(rng.integers(20, 60)), weights)
+    elif kind == 1:
+        fields["phases"] = (None, None)
+    else:
+        size = 4 * int(rng.integers(3, 8))
+        fields["phases"] = [(size, weights)]
+        if kind == 3:
+            fields["phases"].append((int(rng.integers(1, 30)), weights[::-1]))
+    of_loader = {}
+    if rng.random() < 0.3:
+        of_loader = [CYCLIC, UNSHARDED][rng.integers(2)]
+    return fields, of_loader
+
+
+def consumed_by(mm, dataset, consumed, of_loader):
+    """The samples of the first batches of a run."""
+    fields = {"micro_batch_size": 4} | of_loader
+    loader = mm.build_pretraining_data_loader(dataset, 0, **fields)
+    batches = itertools.islice(mm.cyclic_iter(loader), consumed // 4)
+    return [batch["tokens"].tolist() for batch in batches]
+
+
+def epochs_of(dataset):
+    """The plans of epochs of the datasets of a blend."""
+    plans = [part.epoch_plan for part in dataset.datasets]
+    return [(plan.num_epochs, plan.separate_final_epoch) for plan in plans]
+
+
+def test_states_of_random_pairs_of_runs(one, tmp_path):
+    """Accepted means that all consumed samples are equal.  Two runs of one plan are accepted."""
+    num_accepted = 0
+    for rng in cases(150):
+        made, of_loader = random_run(rng)
+        before = quiet(planned, one, tmp_path, **made)
+        consumed = 4 * int(rng.integers(1, len(before) // 4 + 1))
+        state = run_over(one, before, consumed, **of_loader)
+        other, of_other_loader = random_run(rng)
+        for key in rng.choice(["stable_order", "corpora", "phases"], 2, replace=False):
+            other[key] = made[key]
+        if rng.random() < 0.7:
+            of_other_loader = of_loader
+        after = quiet(planned, one, tmp_path, **other)
+        same_plan = (
+            made["corpora"] == other["corpora"]
+            and made["stable_order"] == other["stable_order"]
+            and before.phases is not None
+            and after.phases is not None
+            and before.phases[0][1] == after.phases[0][1]
+            and len(before.phases) == len(after.phases) == 1
+            and epochs_of(before) == epochs_of(after)
+            and of_loader == of_other_loader == {}
+            and consumed <= len(after)
+        )
+        try:
+            run_over(one, after, 0, state, **of_other_loader)
+        except ValueError:
+            assert not same_plan, (made, other)
+            continue
+        num_accepted += 1
+        found = consumed_by(one, after, consumed, of_other_loader)
+        assert found == consumed_by(one, before, consumed, of_loader), (made, other, of_loader)
+    assert num_accepted > 20 * min(CASES, 1)
+
+
+def test_a_run_that_is_made_longer_goes_on(one, tmp_path):
+    """A plain order depends on the epochs and not on the number of samples: 10 steps, then 20."""
+    before = data_of_a_run(one, tmp_path, lengths=[100] * 30, documents=30, size=80)
+    after = data_of_a_run(one, tmp_path, lengths=[100] * 30, documents=30, size=160)
+    assert before.epoch_plan == after.epoch_plan
+    state = run_over(one, before, 80)
+    loader = one.build_pretraining_data_loader(after, 0, micro_batch_size=4)
+    loader.load_state_dict(state)
+    same(next(iter(loader))["tokens"], after.batch(range(80, 84))["tokens"])
+
+
+@pytest.mark.parametrize("made_from", [{}, {"rows": 3}, {"path": ["a", {"b": 1}]}])
+def test_a_dataset_of_the_users_own_has_a_state(one, made_from):
+    cls = numbers_class(one)
+    datasets = []
+    for found in (made_from, made_from, {"rows": 4}):
+        ds = cls(range(30), "x", np.arange(12), None, one.Split.train, config(one))
+        ds.made_from = mock.Mock(return_value=found)
+        datasets.append(ds)
+    before, same_data, other = datasets
+    state = run_over(one, before, 4)
+    assert run_over(one, same_data, 0, state) == state
+    with pytest.raises(ValueError, match="made_from"):
+        run_over(one, other, 0, state)
+
+
+def test_a_state_has_the_same_few_keys(one, tmp_path):
+    """Numbers and texts, so that torch.distributed.checkpoint and any trainer can carry it."""
+    for data in (CORPUS, STABLE, BLEND, STABLE_BLEND, WHOLE_CORPORA, PLAN):
+        function, arguments = data
+        dataset = function(one, tmp_path, **arguments)
+        for consumed in (0, 4):
+            state = one.build_pretraining_data_loader(
+                dataset, consumed, micro_batch_size=4
+            ).state_dict()
+            types_of_state = {key: type(value) for key, value in state.items()}
+            assert types_of_state == {"version": int, "consumed_samples": int, "past": str}
+
+
+def test_a_state_goes_through_torchs_checkpoints(one, tmp_path):
+    """Of each kind of dataset and sampler, into a loader that is fresh."""
+    import torch.distributed.checkpoint as checkpoint
+
+    for number, data in enumerate((CORPUS, STABLE_BLEND, PLAN, WHOLE_CORPORA)):
+        function, arguments = data
+        for fields in ({}, CYCLIC, UNSHARDED):
+            dataset = function(one, tmp_path, **arguments)
+            folder = tmp_path / f"checkpoint {number} {fields}"
+            fields = {"micro_batch_size": 2} | fields
+            loader = one.build_pretraining_data_loader(dataset, 0, **fields)
+            length = len(loader)
+            iterator = iter(loader)
+            next(iterator)
+            rest = list(iterator)
+            quiet(
+                checkpoint.save, {"loader": loader.state_dict()}, checkpoint_id=folder, no_dist=True
+            )
+            fresh = one.build_pretraining_data_loader(dataset, 0, **fields)
+            target = {"loader": fresh.state_dict()}
+            quiet(checkpoint.load, target, checkpoint_id=folder, no_dist=True)
+            assert target["loader"] == loader.state_dict()
+            del rest
+            assert len(fresh) == length
+
+
+def test_the_second_iterator_of_a_loader_ends_the_first(one):
+    """Two would count each other's samples; a state that is saved then would be wrong."""
+    loader = run_of(one, 0)
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    assert next(second)["k"].tolist() == list(range(8))
+    with pytest.raises(RuntimeError, match=r"newest iter\(loader\)"):
+        next(first)
+    assert loader.state_dict()["consumed_samples"] == 8
 
 
 # -- what a training loop needs beside it ----------------------------------------------------------
@@ -3243,17 +3410,9 @@ def test_num_micro_batches(one, arguments, wanted):
         assert (ramp.get_current_global_batch_size(), ramp.get()) == (size, size // 8), consumed
 
 
-@pytest.mark.parametrize("part", ["order", "dataset"])
-def test_a_state_whose_keys_are_no_texts_is_refused(one, part):
-    loader = run_of(one)
-    state = loader.state_dict()
-    with pytest.raises(ValueError, match="does not fit"):
-        loader.load_state_dict(state | {part: state[part] | {1: 2}})
-
-
 def test_of_another_sampler_nothing_else_is_said(one):
     with pytest.raises(ValueError, match="is 'single' here, 'cyclic' in the state.  Go on"):
-        run_of(one).load_state_dict(run_of(one, total=65, **CYCLIC).state_dict())
+        run_of(one).load_state_dict(run_of(one, **CYCLIC).state_dict())
 
 
 # ==============================================================================
@@ -4328,13 +4487,13 @@ def test_a_file_system_that_refuses_rights(one, tmp_path, monkeypatch):
 
 
 def toy_arrays(first=0):
-    order = np.arange(first, first + 50, dtype=np.int32)
+    order = np.arange(first, first + 20_000, dtype=np.int32)
     return [order, np.stack([order, order * 2], 1).astype(np.int64)]
 
 
 def toy_build(first=0):
-    """A build function for two arrays, which counts its calls."""
-    return mock.Mock(return_value=toy_arrays(first))
+    """A build function for two arrays and a fact, which counts its calls."""
+    return mock.Mock(return_value=([first], toy_arrays(first)))
 
 
 TOY_FILES = ["k-description.txt", "k-manifest.json", "k-order.npy", "k-rows.npy"]
@@ -4347,19 +4506,36 @@ def toy_cache(one, folder, description="a toy", made_from=OF_13):
     return one.IndexCache(folder, "k", ("order", "rows"), description, made_from)
 
 
-def load_toy(cache, build, **how):
-    """load_or_build() -> the messages of its warnings; the cache then has the arrays of build."""
+def messages_of(function, *arguments, **options):
+    """The messages of its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cache.load_or_build(build, **how)
-    same_arrays([cache["order"], cache["rows"]], build.return_value)
+        function(*arguments, **options)
     return [str(warning.message) for warning in caught]
 
 
-def pickled(cache):
-    """The two arrays of a copy of the cache, as another process gets them."""
-    again = pickle.loads(pickle.dumps(cache))
-    return [again["order"], again["rows"]]
+def start_toy(cache, build, **how):
+    """load_or_build() -> the messages of its warnings; the facts are those of build."""
+    facts, _ = build.return_value
+    found = []
+    messages = messages_of(lambda: found.append(cache.load_or_build(build, **how)))
+    assert found == [facts]
+    return messages
+
+
+def use_toy(cache, build):
+    """The first access -> the messages of its warnings; the arrays are those of build."""
+    messages = messages_of(cache.arrays, build)
+    _, wanted = build.return_value
+    same_arrays([cache.arrays(build)[name] for name in ("order", "rows")], wanted)
+    return messages
+
+
+def save_toy(one, folder, first=0, made_from=OF_13):
+    """A saved cache."""
+    cache = toy_cache(one, folder, made_from=made_from)
+    cache.load_or_build(toy_build(first))
+    return cache
 
 
 def stamps(folder):
@@ -4373,7 +4549,7 @@ def stamps(folder):
 # -- the cache alone, with a toy build function ----------------------------------------------------
 
 
-def test_built_once_then_loaded(one, tmp_path):
+def test_built_once_then_found(one, tmp_path):
     """Plain .npy files and no warning; a second job writes nothing.
 
     A later version must read the manifest: whoever changes it makes all caches of users stale.
@@ -4381,24 +4557,36 @@ def test_built_once_then_loaded(one, tmp_path):
     build = toy_build()
     folder = tmp_path / "new" / "cache"
     saved = toy_cache(one, folder)
-    assert load_toy(saved, build) == []
+    assert start_toy(saved, build) == []
     files = files_of(folder)
     assert sorted(files) == TOY_FILES
     assert files["k-description.txt"] == b"a toy"
-    manifest = {"made_from": {"format": 2, "tokens": 13}, "files": {}}
-    for name, array in zip(("order", "rows"), build.return_value, strict=True):
+    manifest = {"made_from": {"format": 3, "tokens": 13}, "facts": [0], "files": {}}
+    _, wanted = build.return_value
+    for name, array in zip(("order", "rows"), wanted, strict=True):
         content = files[f"k-{name}.npy"]
         same(np.load(io.BytesIO(content)), array)
-        manifest["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
+        last = len(content) - 4096
+        pages = b"".join(content[p : p + 4096] for p in (0, last // 3, last * 2 // 3, last))
+        manifest["files"][name] = {
+            "size": len(content),
+            "mtime_ns": os.stat(folder / f"k-{name}.npy").st_mtime_ns,
+            "crc32": zlib.crc32(content),
+            "crc32_of_pages": zlib.crc32(pages),
+            "dtype": array.dtype.str,
+            "shape": list(array.shape),
+        }
     assert json.loads(files["k-manifest.json"]) == manifest
     before = stamps(folder)
-    loaded = toy_cache(one, folder)
-    assert load_toy(loaded, build) == []
+    found = toy_cache(one, folder)
+    assert start_toy(found, build) == []
     assert build.call_count == 1
     assert stamps(folder) == before
-    for cache in (saved, loaded):  # both are mapped
+    for cache in (saved, found):  # both are mapped
+        assert use_toy(cache, build) == []
         with pytest.raises(ValueError, match="read-only"):
-            cache["order"][0] = 1
+            cache.arrays(build)["order"][0] = 1
+    assert build.call_count == 1
 
 
 class Trap:
@@ -4416,128 +4604,136 @@ def npy(array):
 
 
 ORDER, PAIRS = (npy(array) for array in toy_arrays())
-ALTERED = ORDER[:-3] + b"\xff" + ORDER[-2:]
-TRAPS = [("order.npy", npy(np.array([Trap()], object))), ("order.npy", pickle.dumps(Trap()))]
 NO_MANIFEST = ("manifest.json", None)  # as in upstream's caches, and in those being written
-DAMAGED_FILES = [  # (name of a file, its new bytes; None: there is no file)
+OF_ANOTHER = b'{"made_from": {"format": 3, "tokens": 14}, "facts": [0], "files": {}}'
+WITHOUT_FILES = b'{"made_from": {"format": 3, "tokens": 13}, "facts": [0]}'
+TORN_AT_A_START = [  # (name of a file, its new bytes; None: there is no file)
     ("rows.npy", PAIRS[:-5]),
-    ("order.npy", ALTERED),
     ("order.npy", None),
-    ("order.npy", npy(np.arange(50.0))),
-    *TRAPS,
     NO_MANIFEST,
-    ("description.txt", b"another toy"),
-    ("description.txt", b"\xff"),
     ("manifest.json", b"null"),
     ("manifest.json", b"[" * 100_000),
+    ("manifest.json", b"\xff"),
     ("manifest.json", b'{"made_from": null}'),
-    ("manifest.json", b'{"made_from": {"format": 2, "tokens": 14}}'),
-    ("manifest.json", b'{"made_from": {"format": 2, "tokens": 13}}'),
+    ("manifest.json", OF_ANOTHER),
+    ("manifest.json", WITHOUT_FILES),
 ]
 
 
-def damaged_toy(one, folder, file, content):
-    """Save a toy cache, and put other content into one of its files -> the files before."""
-    load_toy(toy_cache(one, folder), toy_build())
-    whole = files_of(folder)
-    path = folder / f"k-{file}"
+def replace_file(path, content):
+    """Put another file in its place, as another job does; None: no file."""
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    return whole
 
 
-@pytest.mark.parametrize("file, content", DAMAGED_FILES)
-def test_a_damaged_cache_is_rebuilt(one, tmp_path, monkeypatch, file, content):
-    """With one warning, which names the array; nothing in it is run.
+@pytest.mark.parametrize("file, content", TORN_AT_A_START)
+def test_what_a_start_finds_wrong_is_rebuilt(one, tmp_path, file, content):
+    """With one warning, which says why; the next job finds the cache whole.
 
     Without a manifest it is built and saved, the same bytes, and there is no reason to warn.
     """
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "cache"
-    whole = damaged_toy(one, folder, file, content)
+    save_toy(one, tmp_path)
+    replace_file(tmp_path / f"k-{file}", content)
     build = toy_build()
-    messages = load_toy(toy_cache(one, folder), build)
+    messages = start_toy(toy_cache(one, tmp_path), build)
     assert len(messages) == (0 if (file, content) == NO_MANIFEST else 1)
     for message in messages:
         assert re.search("is rebuilt: .+", message)
         assert file in message or not file.endswith(".npy")
     assert build.call_count == 1
-    assert files_of(folder) == whole
-    assert load_toy(toy_cache(one, folder), build) == []
-    assert not os.path.exists("ran")
+    again = toy_cache(one, tmp_path)
+    assert start_toy(again, build) == []
+    assert use_toy(again, build) == []
+    assert build.call_count == 1
 
 
-@pytest.mark.parametrize("file, content", TRAPS)
-def test_an_array_that_is_trusted_is_not_unpickled(one, tmp_path, monkeypatch, file, content):
+def altered(content, at):
+    """Other bytes of the same length."""
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+LAST_PAGE_EMPTY = PAIRS[:-4096] + bytes(4096)
+TRAPS = [npy(np.array([Trap()], object)).ljust(len(ORDER)), pickle.dumps(Trap()).ljust(len(ORDER))]
+WRONG_AT_THE_FIRST_ACCESS = [  # name of a file, its new bytes, has it the time of the old one?
+    ("order.npy", altered(ORDER, 50_000), False),  # in none of the four pages
+    ("order.npy", altered(ORDER, len(ORDER) - 1), True),
+    ("order.npy", altered(ORDER, 20), True),
+    ("rows.npy", LAST_PAGE_EMPTY, True),  # as after a power loss
+    ("rows.npy", npy(toy_arrays(7)[1]), False),  # of another job
+    ("order.npy", ORDER[:-4], False),
+    ("order.npy", b"", False),
+    ("order.npy", None, False),
+    ("order.npy", TRAPS[0], False),
+    ("order.npy", TRAPS[1], True),
+]
+
+
+@pytest.mark.parametrize("file, content, same_time", WRONG_AT_THE_FIRST_ACCESS)
+def test_what_the_first_access_finds_wrong_is_built_in_memory(
+    one, tmp_path, monkeypatch, file, content, same_time
+):
+    """With one warning; nothing in it is run.  Also in the job that has saved the cache."""
     monkeypatch.chdir(tmp_path)
-    damaged_toy(one, tmp_path, file, content)
-    cache = toy_cache(one, tmp_path)
-    cache.load_or_build(toy_build(), trust=True)
-    with pytest.raises(one.DatasetFormatError, match="npy"):
-        cache["order"]
+    folder = tmp_path / "cache"
+    build = toy_build()
+    saved = save_toy(one, folder)
+    found = toy_cache(one, folder)
+    assert start_toy(found, build) == []
+    path = folder / f"k-{file}"
+    time_ns = path.stat().st_mtime_ns
+    replace_file(path, content)
+    if same_time:
+        os.utime(path, ns=(time_ns, time_ns))
+    for cache in (saved, found):
+        [message] = use_toy(cache, build)
+        assert file in message
+        assert "in memory" in message
+        same_arrays(pickled(cache, None), build.return_value[1])
+    assert build.call_count == 2
     assert not os.path.exists("ran")
-    np.load(tmp_path / f"k-{file}", allow_pickle=True)
-    assert os.path.exists("ran"), "whoever unpickles it is caught"
 
 
-def test_one_rank_reads_the_whole_files_for_all(one, tmp_path, group, monkeypatch):
-    """The others look at sizes alone: to read a GiB takes a second."""
-    monkeypatch.setattr(torch.distributed, "get_rank", mock.Mock(return_value=1))
-    damaged_toy(one, tmp_path, "order.npy", ALTERED)
-    unused = toy_build()
-    toy_cache(one, tmp_path).load_or_build(unused)
-    assert unused.call_count == 0
-    (tmp_path / "k-order.npy").write_bytes(ORDER[:-5])
-    [message] = load_toy(toy_cache(one, tmp_path), toy_build())
-    assert "order.npy was" in message
+def pickled(cache, build):
+    """The two arrays of a copy of the cache, as another process gets them."""
+    again = pickle.loads(pickle.dumps(cache))
+    return [again.arrays(build)[name] for name in ("order", "rows")]
 
 
-def test_a_cache_that_another_process_writes_anew_while_it_is_read(one, tmp_path, monkeypatch):
-    """Its manifest goes first, so there is no reason to warn of what does not fit."""
-    whole = damaged_toy(one, tmp_path, "order.npy", ALTERED)
-    manifest = whole["k-manifest.json"].decode()
-    read = {"k-description.txt": "a toy", "k-manifest.json": manifest}
+def test_a_copied_cache_is_believed_by_all_its_bytes(one, tmp_path):
+    """Its files have other times, and the same bytes."""
+    save_toy(one, tmp_path / "cache")
+    shutil.copytree(tmp_path / "cache", tmp_path / "copy", copy_function=shutil.copyfile)
+    assert stamps(tmp_path / "cache") != stamps(tmp_path / "copy")
+    cache = toy_cache(one, tmp_path / "copy")
+    build = toy_build()
+    assert start_toy(cache, build) == use_toy(cache, build) == []
+    assert build.call_count == 0
 
-    def read_and_remove(path, encoding):
-        (tmp_path / "k-manifest.json").unlink(missing_ok=True)
-        return read[path.name]
 
-    monkeypatch.setattr(pathlib.Path, "read_text", read_and_remove)
-    assert load_toy(toy_cache(one, tmp_path), toy_build()) == []
-    assert files_of(tmp_path) == whole
+@linux
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_too_many_open_files_are_no_fault_of_the_cache(one, tmp_path, monkeypatch, number):
+    """Upstream and a bare [Errno 24] do not say what to do."""
+    cache = save_toy(one, tmp_path)
+    monkeypatch.setattr("builtins.open", mock.Mock(side_effect=OSError(number, "Too many")))
+    for function in (cache.arrays, toy_cache(one, tmp_path).load_or_build):
+        with pytest.raises(OSError, match="Too many.*ulimit -n"):
+            function(toy_build())
 
 
 # -- errors of the build, and of the disk ----------------------------------------------------------
 
 
-@pytest.fixture(params=["at the end", "in threads"])
-def writes(one, monkeypatch, request):
-    """Small arrays are written when all are made, large ones while the next one is made."""
-    if request.param == "in threads":
-        monkeypatch.setattr(one, "_WORTH_A_THREAD", 0)
-
-
-@pytest.mark.usefixtures("writes")
 @pytest.mark.parametrize("error", [KeyError, OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("file, content", [NO_MANIFEST, ("rows.npy", PAIRS[:-5])])
-@pytest.mark.parametrize("num_made", range(3))
-def test_an_error_of_the_build_is_no_fault_of_the_cache(
-    one, tmp_path, file, content, error, num_made
-):
-    """It is raised as it is, after one call; a warning is of what was wrong with the files.
-
-    So it is if some arrays, or all, were made before: their files are removed.
-    """
-    damaged_toy(one, tmp_path, file, content)
+def test_an_error_of_the_build_is_no_fault_of_the_cache(one, tmp_path, file, content, error):
+    """It is raised as it is, after one call; a warning is of what was wrong with the files."""
+    save_toy(one, tmp_path)
+    replace_file(tmp_path / f"k-{file}", content)
     before = files_of(tmp_path)
     reason = error("the build")
-
-    def make():
-        yield from toy_arrays()[:num_made]
-        raise reason
-
-    build = mock.Mock(side_effect=make)
+    build = mock.Mock(side_effect=reason)
     with warnings.catch_warnings(record=True) as caught, pytest.raises(error) as raised:
         warnings.simplefilter("always")
         toy_cache(one, tmp_path).load_or_build(build)
@@ -4547,100 +4743,102 @@ def test_an_error_of_the_build_is_no_fault_of_the_cache(
     assert files_of(tmp_path) == before
 
 
-@pytest.mark.usefixtures("writes")
-@pytest.mark.parametrize("how", [{}, {"trust": True}, {"defer": True}], ids=str)
+@pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("folder", [None, "", "file/cache"])
-def test_without_a_folder_the_arrays_stay_in_memory(one, tmp_path, monkeypatch, folder, how):
+def test_without_a_folder_the_arrays_stay_in_memory(one, tmp_path, monkeypatch, folder, trust):
     """Below a regular file not even root can make a folder, so there is a warning."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     build = toy_build()
     cache = toy_cache(one, folder)
-    messages = load_toy(cache, build, **how)
+    messages = start_toy(cache, build, trust=trust)
     assert len(messages) == (1 if folder else 0)
     assert all("cannot be written" in message for message in messages)
-    same_arrays(pickled(cache), build.return_value)
+    assert use_toy(cache, build) == []
+    same_arrays(pickled(cache, None), build.return_value[1])
     assert build.call_count == 1
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.usefixtures("writes")
 @pytest.mark.parametrize("num_renames", range(4))
-@pytest.mark.parametrize("defer", [False, True])
-def test_a_disk_that_is_full_in_the_middle(one, tmp_path, monkeypatch, num_renames, defer):
+def test_a_disk_that_is_full_in_the_middle(one, tmp_path, monkeypatch, num_renames):
     """The arrays stay in memory, are pickled whole, and the next job builds right ones."""
-    load_toy(toy_cache(one, tmp_path), toy_build(7))  # of other data
+    save_toy(one, tmp_path, 7)  # of other data
     full = OSError(errno.ENOSPC, "No space left on device")
     results = [mock.DEFAULT] * num_renames + [full] * 4
     monkeypatch.setattr(os, "replace", mock.Mock(wraps=os.replace, side_effect=results))
     build = toy_build()
     cache = toy_cache(one, tmp_path, made_from=OF_14)
-    *_, message = load_toy(cache, build, defer=defer)
+    *_, message = start_toy(cache, build)
     monkeypatch.undo()
     assert "No space left" in message
-    same_arrays(pickled(cache), build.return_value)
+    assert use_toy(cache, build) == []
+    same_arrays(pickled(cache, None), build.return_value[1])
     assert not glob.glob(f"{tmp_path}/*.tmp")
     assert not (tmp_path / "k-manifest.json").exists(), "nothing vouches for these files"
-    load_toy(toy_cache(one, tmp_path, made_from=OF_14), build)
+    next_job = toy_cache(one, tmp_path, made_from=OF_14)
+    start_toy(next_job, build)
+    assert use_toy(next_job, build) == []
     assert build.call_count == 2
     assert sorted(os.listdir(tmp_path)) == TOY_FILES
 
 
-def test_a_manifest_vouches_for_what_its_own_job_wrote(one, tmp_path, monkeypatch):
-    """Not for a file that another job, of other data, has put in its place at once."""
-    replace = os.replace
-
-    def replace_twice(source, target):
-        replace(source, target)
-        if target.endswith("k-order.npy"):
-            pathlib.Path(target).write_bytes(ALTERED)
-
-    build = toy_build()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", replace_twice)
-        toy_cache(one, tmp_path).load_or_build(build)
-    [message] = load_toy(toy_cache(one, tmp_path), build)
-    assert "order.npy was" in message
-
-
-def test_a_cache_that_is_replaced_while_it_is_loaded(one, tmp_path, monkeypatch):
-    """What was checked is no longer what is mapped: the cache is built anew."""
-    toy_cache(one, tmp_path).load_or_build(toy_build())
-    map_arrays = one.IndexCache._map_arrays
-
-    def replace_and_map(cache):
-        toy_cache(one, tmp_path, made_from=OF_14)._build_and_save(toy_build(7))
-        return map_arrays(cache)
-
-    build = toy_build()
-    cache = toy_cache(one, tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(one.IndexCache, "_map_arrays", replace_and_map)
-        [message] = load_toy(cache, build)
-    assert "another process replaces it" in message
-    assert build.call_count == 1
-
-
-def test_a_header_that_numpy_cannot_parse(one, tmp_path):
-    """Its parser raises a TokenError for an open bracket, which is no ValueError."""
-    header = b"{'descr': ('<i4'".ljust(118)
-    (tmp_path / "k.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + header)
-    with pytest.raises(one.DatasetFormatError, match="no whole .npy file"):
-        one._map_npy(tmp_path / "k.npy")
-
-
 def test_trust_checks_nothing_but_that_the_files_are_there(one, tmp_path):
+    """Not even the time, or the data; without a manifest (upstream's) the facts are not known."""
     other = toy_build(7)
-    load_toy(toy_cache(one, tmp_path), other)
-    os.remove(tmp_path / "k-manifest.json")
+    save_toy(one, tmp_path, 7)
+    os.utime(tmp_path / "k-order.npy", ns=(1, 1))
     before = stamps(tmp_path)
-    load_toy(toy_cache(one, tmp_path, "another", OF_14), other, trust=True)
-    assert other.call_count == 1
-    assert stamps(tmp_path) == before
+    for with_manifest in (True, False):
+        if not with_manifest:
+            os.remove(tmp_path / "k-manifest.json")
+            del before["k-manifest.json"]
+        cache = toy_cache(one, tmp_path, "another", OF_14)
+        facts = cache.load_or_build(other, trust=True)
+        assert facts == ([7] if with_manifest else None)
+        assert use_toy(cache, other) == []
+        assert stamps(tmp_path) == before
+    assert other.call_count == 0
     os.remove(tmp_path / "k-rows.npy")
     build = toy_build()
-    assert load_toy(toy_cache(one, tmp_path), build, trust=True) == []
+    assert start_toy(toy_cache(one, tmp_path), build, trust=True) == []
     assert build.call_count == 1
+
+
+@pytest.mark.parametrize(
+    "content", [*TRAPS, ORDER[:100], b"\x93NUMPY\x01\x00\x76\x00" + b"{" * 118]
+)
+def test_an_array_that_is_trusted_is_not_unpickled(one, tmp_path, monkeypatch, content):
+    """What is no array is a DatasetFormatError, whatever numpy's parser of headers raises."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "cache"
+    save_toy(one, folder)
+    replace_file(folder / "k-order.npy", content)
+    cache = toy_cache(one, folder)
+    cache.load_or_build(toy_build(), trust=True)
+    with pytest.raises(one.DatasetFormatError, match="npy"):
+        cache.arrays(toy_build())
+    assert not os.path.exists("ran")
+
+
+def test_verify_reads_all_bytes(one, tmp_path):
+    """Also those that the four pages leave out, of a file of the noted time."""
+    save_toy(one, tmp_path)
+    assert one.verify_cache(tmp_path) == {"k": {"order": len(ORDER), "rows": len(PAIRS)}}
+    path = tmp_path / "k-order.npy"
+    time_ns = path.stat().st_mtime_ns
+    path.write_bytes(altered(ORDER, 50_000))
+    os.utime(path, ns=(time_ns, time_ns))
+    cache = toy_cache(one, tmp_path)
+    cache.load_or_build(toy_build())
+    assert messages_of(cache.arrays, toy_build()) == [], "a start does not see it"
+    with pytest.raises(one.DatasetFormatError, match="k-order.npy"):
+        one.verify_cache(tmp_path)
+    replace_file(tmp_path / "k-manifest.json", b"{}")
+    with pytest.raises(one.DatasetFormatError, match="manifest.json"):
+        one.verify_cache(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no index cache"):
+        one.verify_cache(tmp_path / "empty")
 
 
 # -- the caches of datasets and blends -------------------------------------------------------------
@@ -4674,10 +4872,13 @@ def test_the_manifest_tells_the_state_of_a_pair(one, tmp_path, cache):
     content = pathlib.Path(f"{corpus}.idx").read_bytes()
     manifest = json.loads(file_of(cache, "-GPTDataset-train-manifest.json").read_text())
     assert manifest["made_from"] == {
-        "format": 2,
-        "documents": [0, 9000, None],
-        "keep_partial": False,
-        "extra_token": True,
+        "format": 3,
+        "first_document": 0,
+        "end_document": 9000,
+        "digest_of_documents": None,
+        "keeps_short": False,
+        "extra_token": 1,
+        "stable_order": False,
         "idx_size": len(content),
         "idx_mtime_ns": os.stat(f"{corpus}.idx").st_mtime_ns,
         "idx_ends": hashlib.md5(content[:4096] + content[-4096:]).hexdigest(),
@@ -4781,13 +4982,12 @@ def is_mapped(folder):
 @linux
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("blend", [False, True], ids=["gpt", "blend"])
-def test_a_deferred_dataset_maps_nothing_before_the_first_access(mm, corpus, cache, fast, blend):
+def test_a_start_maps_nothing_before_the_first_access(mm, corpus, cache, fast, blend):
     """Nor does a blend, not even to see that its datasets have enough samples, nor a pickle."""
     cfg = config(
         mm,
         ([corpus, corpus], [1, 2]) if blend else ([corpus], None),
         path_to_cache=cache,
-        defer_npy_index_mmap=True,
         fast_cache_load=fast,
     )
     built = build(mm, [40, 0, 0], cfg)[0]
@@ -4797,9 +4997,43 @@ def test_a_deferred_dataset_maps_nothing_before_the_first_access(mm, corpus, cac
     del built
     loaded = build(mm, [40, 0, 0], cfg)[0]
     again = pickle.loads(pickle.dumps(loaded))
+    assert len(loaded) == len(again)
     assert not is_mapped(cache)
     for dataset in (loaded, again):
         same_samples(dataset.batch(range(40)), wanted)
+
+
+@linux
+def test_what_a_second_start_opens_and_reads(one, tmp_path, cache):
+    """Of each corpus the .idx and the .bin, which are mapped; of each dataset its manifest.
+
+    No array of an index, and no token; whatever is opened is opened once.
+    """
+    prefixes = []
+    for name in "abc":
+        prefixes.append(mk(one, tmp_path / name, [[1] * 9] * 40))
+    fields = {"path_to_cache": cache, "split": "8,1,1", "reset_position_ids": True}
+    cfg = config(one, (prefixes, [1, 2, 3]), **fields)
+    quiet(build, one, [60, 8, 8], cfg)
+    opened = []
+
+    def note(path, *arguments, **options):
+        opened.append(os.path.basename(os.fspath(path)))
+        return real_open(path, *arguments, **options)
+
+    real_open = open
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.open", note)
+        patch.setattr(one.MappedTokens, "read", mock.Mock(side_effect=AssertionError))
+        patch.setattr(one.GPTDataset, "_build_indices", mock.Mock(side_effect=AssertionError))
+        build(one, [60, 8, 8], cfg)
+    pairs = [name for name in opened if not name.endswith("-manifest.json")]
+    wanted = [
+        f"{os.path.basename(prefix)}.{ending}" for prefix in prefixes for ending in ("bin", "idx")
+    ]
+    assert sorted(pairs) == sorted(wanted)
+    manifests = [name for name in opened if name.endswith("-manifest.json")]
+    assert len(manifests) == len(set(manifests)) == 3 * 3 + 3
 
 
 @pytest.mark.parametrize("blend", [False, True], ids=["gpt", "blend"])
@@ -4814,9 +5048,8 @@ def test_a_pickled_dataset_is_small_and_works(mm, tmp_path, cache, blend):
     ks = [0, 77, len(again) - 1, None]
     same_samples(again.batch(ks), ds.batch(ks))
     shutil.rmtree(cache)
-    with pytest.raises(FileNotFoundError, match=r"_index\.npy"):
-        pickle.loads(text)[0]
-    same_samples(ds.batch(ks), again.batch(ks))
+    with pytest.warns(UserWarning, match="in memory"):
+        same_samples(pickle.loads(text).batch(ks), ds.batch(ks))
 
 
 # ==============================================================================
@@ -5588,7 +5821,7 @@ def test_what_a_url_cannot_be(one, bucket, url, error, words):
 
 
 # ==============================================================================
-# 14. Batches ahead
+# 14. The loader and its state
 # ==============================================================================
 
 # -- the datasets of a loader ----------------------------------------------------------------------
@@ -5605,20 +5838,6 @@ class Marked:
         return super().__getitem__(idx) | {"mark": 7}
 
 
-class Reversed:
-    """A subclass's own way to read several samples: in reverse."""
-
-    def __getitems__(self, indices):
-        return super().__getitems__(indices[::-1])
-
-
-class Unstacked:
-    """A subclass that cannot make batches."""
-
-    def batch(self, indices):
-        raise NotImplementedError
-
-
 class Shifted:
     """A reader with tokens of its own."""
 
@@ -5629,17 +5848,13 @@ class Shifted:
 KINDS_OF_DATASET = {  # {kind: (its methods, do threads make its batches, where C does?)}
     "plain": (Plain, True),
     "blend": (Plain, True),
-    "not mapped": (Plain, False),
-    "blend, not mapped": (Plain, False),
+    "not mapped": (Plain, True),
+    "blend, not mapped": (Plain, True),
     "blend, of another config": (Plain, False),
     "numbers": (None, False),
     "marked": (Marked, False),
     "blend, marked": (Marked, False),
-    "reversed": (Reversed, False),
-    "blend, reversed": (Reversed, False),
-    "unstacked": (Unstacked, False),
-    "blend, unstacked": (Unstacked, False),
-    "own reader": (Plain, False),
+    "own reader": (Plain, True),
 }
 
 
@@ -5689,9 +5904,9 @@ def test_batches_are_samples_stacked(mm, tmp_path, kind):
     wanted = []
     for indices in loader_of(mm, dataset, drop_last=False).batch_sampler:
         samples = [dataset[k] for k in indices]
-        if methods is Reversed:
-            samples.reverse()
         wanted.append(torch.utils.data.default_collate(samples))
+    sampler = loader_of(mm, dataset, drop_last=False).batch_sampler
+    same_batches(mm.batches_of(dataset, sampler), wanted)
     assert len(wanted) == math.ceil(len(dataset) / 4)
     assert ("mark" in wanted[0]) == (methods is Marked)
     for num_workers in (0, 1):
@@ -6074,18 +6289,6 @@ def test_without_a_build(monkeypatch, tmp_path, setting, error, wanted):
         spec.loader.exec_module(module)
     assert module.IMPLEMENTATION == "python"
     assert [str(warning.message).rpartition(" ")[2] for warning in caught] == wanted
-
-
-def test_large_indices_in_python_are_said_once(mm, tmp_path, monkeypatch, recwarn):
-    """What is large is made small here: a million entries take seconds."""
-    prefixes = [mk(mm, tmp_path / name, [[1] * 20] * 30) for name in "ab"]
-    monkeypatch.setattr(mm, "_has_warned_of_python", False)
-    for size, limit, count in ((10, 10**6, 0), (200, 59, 1), (300, 59, 1)):
-        monkeypatch.setattr(mm, "_MANY_ENTRIES", limit)
-        build(mm, [size, 0, 0], config(mm, (prefixes, [1, 1])))
-        said = [str(warning.message) for warning in recwarn]
-        assert len(said) == (count if mm.IMPLEMENTATION == "python" else 0), said
-        assert all("in Python" in sentence for sentence in said)
 
 
 # -- C gives what the definitions give -------------------------------------------------------------
