@@ -21,6 +21,7 @@ To add a row, write a function in section 3 and a line in section 4.
 import argparse
 import atexit
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import http.server
@@ -226,6 +227,15 @@ def build_dataset(mm, prefixes, S, num_samples=None, **options):
     return builder.build()[0]
 
 
+@contextlib.contextmanager
+def group_of_one():
+    """A process group of this process alone: upstream keeps no blend in a cache without one."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 def is_built_here():
     """For the builder: this process builds the datasets."""
     return True
@@ -340,6 +350,34 @@ def cache_hit(mm, n, **options):
     with clock:
         dataset = build_dataset(mm, [prefix], 2048, path_to_cache=cache, **options)
     return [dataset.document_index[:], dataset.sample_index[:], dataset.shuffle_index[:]]
+
+
+def mixture(mm, n, documents, is_new):
+    """The builder, with a blend of n corpora in three splits: without a cache, or one is there."""
+    cache = f"{home()}/mixture-{n}-{documents}"
+    if is_new:
+        shutil.rmtree(cache, ignore_errors=True)
+    prefixes = [corpus(documents + k) for k in range(n)]
+    weights = np.random.default_rng(SEED).integers(1, 100, n).tolist()
+    num_samples = samples_in(n * documents, 1)
+    config = mm.GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=2048,
+        blend=(prefixes, weights),
+        split="98,1,1",
+        tokenizer=TOKENIZER,
+        path_to_cache=cache,
+        **dict.fromkeys(FLAGS, False),
+    )
+    sizes = [num_samples, num_samples // 100, num_samples // 100]
+    builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, is_built_here, config)
+    with group_of_one(), clock:
+        splits = builder.build()
+    found = []
+    for split in splits:
+        found += [split.dataset_index[:], split.dataset_sample_index[:]]
+        found += [split.datasets[0].document_index[:], split.datasets[-1].shuffle_index[:]]
+    return found
 
 
 def open_pair(mm, n):
@@ -500,6 +538,12 @@ ARRAYS = {"convert": np.asarray}
 LISTS = {"convert": np.ndarray.tolist}
 NO_MASK = {"S": 2048, "with_mask": False}
 MASK = {"S": 512, "with_mask": True}
+FEW_NEW = {"documents": 2000, "is_new": True}
+SMALL_NEW = {"documents": 5000, "is_new": True}
+LARGE_NEW = {"documents": 200_000, "is_new": True}
+FEW_FOUND = {"documents": 2000, "is_new": False}
+SMALL_FOUND = {"documents": 5000, "is_new": False}
+LARGE_FOUND = {"documents": 200_000, "is_new": False}
 
 SCREEN = [  # the rows that tell most
     Case("dataset[i], S=512", samples, 4000, "samples", {"S": 512}),
@@ -514,6 +558,8 @@ SCREEN = [  # the rows that tell most
     Case("blend, 1,024 datasets", blend, 100_000, "samples", {"datasets": 1024}),
     Case("build, new cache, S=2048", build, 10**7, "documents"),
     Case("cache hit, S=2048", cache_hit, 10**7, "documents", {}, NO_C),
+    Case("mixture, new cache", mixture, 40, "small corpora", FEW_NEW),
+    Case("mixture, cache hit", mixture, 40, "small corpora", FEW_FOUND, NO_C),
     Case("add_document, arrays", add_documents, 20_000, "documents", ARRAYS),
     Case("tp batch, S=512, mask *", tp_batch, 100, "batches", MASK, NO_C, ranks=2),
 ]
@@ -523,7 +569,12 @@ MORE = [  # with --full
     Case("build, small corpus", build, 200_000, "documents"),
     Case("build, 4 corpora", build, 10**6, "documents", {"corpora": 4}),
     Case("build, 4 small corpora", build, 200_000, "documents", {"corpora": 4}),
+    Case("mixture, new cache", mixture, 200, "small corpora", SMALL_NEW),
+    Case("mixture, cache hit", mixture, 200, "small corpora", SMALL_FOUND, NO_C),
+    Case("mixture, new cache", mixture, 20, "large corpora", LARGE_NEW),
+    Case("mixture, cache hit", mixture, 20, "large corpora", LARGE_FOUND, NO_C),
     Case("open a pair", open_pair, 10**6, "documents"),
+    Case("cache hit, one pair", cache_hit, 2 * 10**6, "documents", {}, NO_C),
     Case("cache hit, fast_cache_load", cache_hit, 10**7, "documents", TRUST, NO_C),
     Case("add_document, lists", add_documents, 20_000, "documents", LISTS),
     Case("preprocess, BPE (library) *", preprocess, 1000, "pages of 2 kB", {"workers": 1}),

@@ -917,7 +917,7 @@ def _position(idx, n, name):
     """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
     i = operator.index(idx)
     if not -n <= i < n:
-        raise _format_error(name, "index", f"one of {n} entries", i, IndexError)
+        raise IndexError(f"index {i} of {hide_credentials(name)}, which has {n} entries")
     return i % n
 
 

@@ -701,7 +701,7 @@ def test_access_is_a_lists(one, tmp_path, docs, mmap):
     n = len(docs)
     assert (len(ds), lists(ds), ds.document_indices.tolist()) == (n, docs, list(range(n + 1)))
     for i in (n, -n - 1, 10**12, 2**70):
-        with pytest.raises(IndexError, match=f"one of {n} entries, got {i}"):
+        with pytest.raises(IndexError, match=f"index {i} of .* which has {n} entries"):
             ds[i]
     for start, stop in itertools.product([None, *range(-5, 6)], repeat=2):
         assert lists(ds[start:stop]) == docs[start:stop]
@@ -806,6 +806,22 @@ def test_a_pair_that_is_replaced_while_it_is_opened(one, pair, monkeypatch):
     monkeypatch.setattr(one, "file_stamp", mock.Mock(side_effect=stamps))
     with pytest.raises(one.DatasetFormatError, match=r"pair\.idx: .* another"):
         one.IndexedDataset(pair)
+
+
+@linux
+def test_opening_reads_a_few_pages_of_an_index(one, tmp_path):
+    """Whatever its size: here 200 MB, of which all but both ends are a hole in the file."""
+    resource = importlib.import_module("resource")
+    n = 10**7
+    (tmp_path / "p.idx").write_bytes(idx_bytes([], [])[:18] + struct.pack("<QQ", n, n + 1))
+    os.truncate(tmp_path / "p.idx", 34 + 20 * n + 8)
+    patch(tmp_path / "p.idx", -8, struct.pack("<q", n))
+    (tmp_path / "p.bin").touch()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    ds = one.IndexedDataset(tmp_path / "p")
+    assert (len(ds), ds.identity()["idx_size"]) == (n, 34 + 20 * n + 8)
+    ds.digest_of_contents()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 500
 
 
 MISSING = {  # prefix: the end of the sentence
@@ -5292,6 +5308,12 @@ def test_a_source_reads_any_place(one, bucket, numbers, name):
         same(source.read(start, count), wanted)
         same(found, wanted)
     assert source.read_many([]) == []
+
+
+@pytest.mark.parametrize("block_bytes", [0, 3])
+def test_reads_of_nothing_ask_for_nothing(one, web, numbers, block_bytes):
+    source = one.RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16, block_bytes)
+    assert ranges_of(web, source.read_many, []) == ranges_of(web, source.read, 3, 0) == []
 
 
 @pytest.mark.parametrize("block_bytes", [0, 500])
