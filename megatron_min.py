@@ -5697,7 +5697,7 @@ def build_pretraining_data_loader(
     drop_last: bool = True,
     seed: int = 0,
 ) -> typing.Any:
-    """Return a PretrainingDataLoader of this rank's micro-batches; None for None.
+    """Return a PretrainingDataLoader of this rank's micro-batches; None where there is no sample.
 
     A micro-batch is a dict of tensors (micro_batch_size, ...).  Upstream:
     build_pretraining_data_loader.
@@ -5716,6 +5716,8 @@ def build_pretraining_data_loader(
     """
     if dataset is None or dataloader_type == "external":
         return dataset
+    if len(dataset) == 0:  # a split of which nothing is wanted
+        return None
     layout = {
         "total_samples": len(dataset),
         "consumed_samples": consumed_samples,
@@ -6011,6 +6013,11 @@ class RerunDataIterator(collections.abc.Iterator):
 
         What is read from now on is kept, as after advance().
         """
+        for key in ("saved_microbatches", "replaying", "replay_pos"):
+            if key not in state:
+                raise ValueError(
+                    f"no state of a RerunDataIterator: wanted {key}, got {list(state)}"
+                )
         self.saved_microbatches = list(state["saved_microbatches"])
         self.replaying = state["replaying"]
         self.replay_pos = state["replay_pos"]
@@ -7179,6 +7186,8 @@ def _read_blocks(parts, json_keys):
     """Yield the lines of all parts as _Blocks."""
     for part in parts:
         if part.path == "-":
+            if sys.stdin is None:
+                raise ValueError("-: standard input is closed")
             yield from _read_lines(part, sys.stdin.buffer)
             continue
         with _open_input(part.path) as file:

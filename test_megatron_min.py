@@ -3328,6 +3328,9 @@ def test_batches_are_kept_from_the_first_advance_on(one):
     assert next(numbers) == 3
     assert numbers.saved_microbatches == [2, 3]
     assert state == {"saved_microbatches": [2], "replaying": False, "replay_pos": 0}
+    for missing in state:
+        with pytest.raises(ValueError, match=f"wanted {missing}"):
+            numbers.load_state_dict({key: state[key] for key in state if key != missing})
 
 
 LENGTHS_OF_RUNS = [  # arguments, samples of train, valid and test or the words of an error
@@ -5911,6 +5914,18 @@ def test_arguments_of_dataloader_are_for_dataloader(mm, tmp_path):
     assert loader.num_workers == 1
 
 
+def test_nothing_wanted_of_a_split_is_no_loader(one, tmp_path):
+    """A size of 0 in a blend; there a sampler would refuse total_samples."""
+    prefixes = [mk(one, tmp_path / name, [[1] * 9] * 20) for name in "ab"]
+    cfg = config(one, (prefixes, [1, 1]), split="8,1,1")
+    loaders = []
+    for dataset in build(one, [8, 0, 0], cfg):
+        for kind in ("single", "cyclic"):
+            arguments = {"micro_batch_size": 2, "dataloader_type": kind}
+            loaders.append(one.build_pretraining_data_loader(dataset, 0, **arguments))
+    assert [loader is None for loader in loaders] == [False, False, True, True, True, True]
+
+
 def test_types_of_loaders(one):
     data = [1, 2]
     assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
@@ -7489,6 +7504,13 @@ def test_standard_input(one, tmp_path, monkeypatch, workers):
     assert texts_of(one, made["text"]) == [[97, 98], [99], [100]]
 
 
+def test_a_closed_standard_input(one, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match="-: standard input is closed"):
+        one.preprocess("-", tmp_path / "o")
+    assert os.listdir(tmp_path) == []
+
+
 def test_nothing_of_an_earlier_run_is_left(one, tmp_path):
     """Upstream: pieces of an earlier run with another input are used again."""
     for texts in (["1", "2"], ["7"]):
@@ -8450,69 +8472,6 @@ def test_what_plan_refuses(one, tmp_path):
             one.plan(cfg, sizes, gbs)
 
 
-# -- verify_cache ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def blend_cache(one, tmp_path):
-    """The folder of the cache of a blend."""
-    prefixes = [mk(one, tmp_path / name, [[1] * 9] * 30) for name in "ab"]
-    folder = tmp_path / "cache"
-    build(one, [60, 0, 0], config(one, (prefixes, [1, 2]), path_to_cache=str(folder)))
-    return folder
-
-
-def test_verify_cache(one, blend_cache):
-    shapes = one.verify_cache(blend_cache)
-    assert len(shapes) == 3
-    for stem, arrays in shapes.items():
-        for name, shape in arrays.items():
-            file = blend_cache / f"{stem}-{name}.npy"
-            assert np.load(file).shape == shape
-            assert one.verify_cache(file) == {stem: arrays}
-    with pytest.raises(FileNotFoundError, match="no index cache"):
-        one.verify_cache(blend_cache.parent)
-
-
-def flip_last_bit(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def save_one_entry_less(path):
-    """The array is one shorter, and the manifest vouches for the file."""
-    stem, _, name = path.stem.rpartition("-")
-    np.save(path, np.load(path)[:-1])
-    manifest_path = path.with_name(f"{stem}-manifest.json")
-    manifest = json.loads(manifest_path.read_text())
-    content = path.read_bytes()
-    manifest["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
-    manifest_path.write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize(
-    "file, damage, word",
-    [
-        ("*GPTDataset*-manifest.json", os.unlink, "manifest.json: no such file"),
-        ("*GPTDataset*-manifest.json", flip_last_bit, "JSONDecodeError"),
-        ("*GPTDataset*-description.txt", flip_last_bit, "not the text"),
-        ("*GPTDataset*-description.txt", os.unlink, "description"),
-        ("*-shuffle_index.npy", flip_last_bit, "CRC"),
-        ("*-document_index.npy", os.unlink, "document_index"),
-        ("*-sample_index.npy", save_one_entry_less, "shapes"),
-        ("*-dataset_index.npy", save_one_entry_less, "shapes"),
-    ],
-)
-def test_verify_cache_names_the_fault(one, blend_cache, file, damage, word):
-    path = next(blend_cache.glob(file))
-    damage(path)
-    stem = path.name.rpartition("-")[0]
-    with pytest.raises(one.DatasetFormatError, match=word) as caught:
-        one.verify_cache(blend_cache)
-    assert stem in str(caught.value)
-
-
 # ==============================================================================
 # 21. The command line
 # ==============================================================================
@@ -8807,6 +8766,12 @@ def test_a_file_means_what_the_flags_mean(one, run_folder, capsys, lines, flags)
     (run_folder / "file.toml").write_text(lines)
     by_file = command(one, capsys, "plan", "--config", "file.toml", *common)
     assert by_file[0] == 0 and by_file == command(one, capsys, "plan", *flags.split(), *common)
+
+
+def flip_last_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 def test_verify_of_caches(one, run_folder, capsys):
