@@ -9012,6 +9012,58 @@ def test_commands_without_docstrings(line):
     assert done.returncode == 0, done.stderr
 
 
+BARE_PLATFORM = """
+import multiprocessing, os, sys
+import torch, torch.utils.data
+for name in ("fcntl", "resource"):
+    sys.modules[name] = None
+for name in ("pread", "preadv", "pwrite", "fork", "forkpty", "sched_getaffinity", "mkfifo"):
+    if hasattr(os, name):
+        delattr(os, name)
+sys.platform = "darwin"
+multiprocessing.set_start_method("spawn", force=True)
+import megatron_min as mm
+
+if __name__ == "__main__":
+    texts = [{"text": "some text, number " + str(i)} for i in range(99)]
+    with open("in.jsonl", "w") as file:
+        file.writelines(mm.json.dumps(text) + "\\n" for text in texts)
+    prefix = mm.preprocess("in.jsonl", "out", append_eod=True, workers=2)["text"]
+    config = mm.GPTDatasetConfig(
+        1, 8, blend=([prefix, prefix], [1, 2]), split="9,1,0", tokenizer=mm.ByteTokenizer(),
+        mmap_bin_files=False, path_to_cache="cache")
+    sizes = [40, 4, 0]
+    train = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
+    assert len(mm.trace(train, 0)) > 0
+    model = mm.DistributedDataParallel(torch.nn.Embedding(257, 1))
+    loader = mm.build_pretraining_data_loader(train, 0, micro_batch_size=4, num_workers=2)
+
+    def forward_step(batches, model):
+        loss = model(next(batches)["tokens"]).sum()
+        return loss, lambda loss: (loss, torch.tensor(32), loss.detach())
+
+    reports = mm.forward_backward_no_pipelining(
+        forward_step_func=forward_step, data_iterator=iter(loader), model=model,
+        num_microbatches=2)
+    assert len(reports) == 2 and loader.state_dict()["consumed_samples"] >= 8
+    assert mm.main(["verify", prefix, "cache"]) == 0
+    print("trained", mm.IMPLEMENTATION)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_platforms_without_fcntl_pread_and_fork(tmp_path, kernels):
+    """As Windows lacks them; workers are spawned there, and on macOS."""
+    (tmp_path / "job.py").write_text(BARE_PLATFORM)
+    paths = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    env = os.environ | {"MEGATRON_MIN_C": "1" if kernels == "c" else "0", "PYTHONPATH": paths}
+    run = [sys.executable, "job.py"]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"trained {kernels}\n" in done.stdout
+
+
 def wait_until(condition, *arguments):
     """Wait until condition(*arguments) holds, for a minute at most."""
     until = time.monotonic() + 60
