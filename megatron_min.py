@@ -8255,8 +8255,6 @@ def _place_in_input(dataset, document, records):
         return None, None
     if prefix not in records:
         records[prefix] = read_record(prefix)
-    if records[prefix] is None:
-        return None, None
     return input_of_document(records[prefix], document)
 
 
@@ -8606,7 +8604,7 @@ class _PlannedCorpus:
         other = self.size_of_other_order(n)
         if other is not None and self.blend.split is Split.train:
             notes.append(
-                f"{self.name}: for {other:,} samples instead of {n:,} all of its samples would be "
+                f"{self.name}: for {_count(other, 'sample')} instead of {n:,} all of them would be "
                 "shuffled anew, from the first one on: set stable_order if the run may become "
                 "longer or shorter"
             )
@@ -9219,7 +9217,7 @@ def _run_verify(options):
 
 # -- The options of a run, for build, plan, trace and find ------------------------------------
 
-# The arguments of explain() that a file may hold, with a value of each: for a number the least one.
+# The arguments of explain() that a file may hold, with a value of each: of a number the least one.
 _LAYOUT = {
     "global_batch_size": 1,
     "micro_batch_size": 1,
@@ -9230,6 +9228,10 @@ _LAYOUT = {
     "drop_last": True,
     "seed": 0,
 }
+
+
+# The same of the arguments of build_tokenizer().
+_OF_TOKENIZER = {"tokenizer": "bytes", "eod_token": "</s>", "add_special_tokens": False}
 
 
 class _Run(typing.NamedTuple):
@@ -9354,7 +9356,7 @@ def _make_config(values, path):
     tokenizer = _tokenizer_of(values)
     fields = {}
     for name, value in values.items():
-        if name not in ("tokenizer", "eod_token", "add_special_tokens"):
+        if name not in _OF_TOKENIZER:
             fields[name] = value
     try:
         return GPTDatasetConfig(**fields, tokenizer=tokenizer)
@@ -9371,7 +9373,7 @@ def _read_toml(path):
             raise ValueError(f"{path}: {error}") from None
     values = _with_home(values)
     try:
-        _check_layout(values)
+        _check_values(values)
         if "sizes" in values:
             values["sizes"] = _read_sizes(values["sizes"])
         if "blend" in values:
@@ -9395,9 +9397,9 @@ def _with_home(value):
     return value
 
 
-def _check_layout(values):
-    """ValueError for a layout that no job has."""
-    for name, example in _LAYOUT.items():
+def _check_values(values):
+    """ValueError for a layout that no job has, and for a value of another type."""
+    for name, example in (_LAYOUT | _OF_TOKENIZER).items():
         value = values.get(name, example)
         if type(value) is not type(example):
             raise ValueError(f"{name}: wanted a value such as {example!r}, got {value!r}")
@@ -9728,16 +9730,16 @@ def _run_find(options):
     prefix = getattr(options, "path_prefix", prefixes[0])
     if len(prefixes) > 1 and "path_prefix" not in options:
         raise ValueError(f"--path-prefix is needed, one of {', '.join(prefixes)}")
-    samples = find(dataset, prefix, options.sequence)
+    found = find(dataset, prefix, options.sequence)
     end = _end_of_run(dataset, run.layout)
+    samples = [k for k in found if k < end]
     entries = []
     for k in samples:
         tokens = 0
         for span in trace(dataset, k):
             if (span.path_prefix, span.sequence) == (prefix, options.sequence):
                 tokens += span.length
-        step = _step_of(k, run.layout) if k < end else None
-        entries.append({"sample": k, "tokens": tokens, "step": step})
+        entries.append({"sample": k, "tokens": tokens, "step": _step_of(k, run.layout)})
     if options.json:
         yield _json(entries)
         return
@@ -9747,8 +9749,9 @@ def _run_find(options):
     if entries:
         rows = [list(entry.values()) for entry in entries]
         yield from _table(["sample", "tokens of it", "step, counted from 0"], rows, "rrr")
-    if len(samples) > 0 and samples[-1] >= end:
-        yield f"samples from {end:,} on are not read: the run of --sizes ends before them"
+    if len(found) > len(samples):
+        left_out = _count(len(found) - len(samples), "sample")
+        yield f"and in {left_out} from {end:,} on, before which the run of --sizes ends"
 
 
 def _end_of_run(dataset, layout):

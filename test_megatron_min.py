@@ -8171,6 +8171,8 @@ def test_a_span_names_the_input_by_the_record(one, tmp_path, monkeypatch):
     monkeypatch.setattr(one, "read_record", read)
 
     def input_of_document(record, document):
+        if record is None:
+            return None, None
         return record["inputs"][0], document + 100
 
     monkeypatch.setattr(one, "input_of_document", input_of_document)
@@ -9161,6 +9163,7 @@ MISTAKES = [  # arguments, a TOML file, a word
     ("find a --sequence 1 --consumed-samples -4 " + SMALL, "", "0 or more, got -4"),
     ("plan a --config f " + SMALL, "micro_batch_size = 0", "f: micro_batch_size must be >= 1"),
     ("plan a --config f " + SMALL, 'seed = "1"', "f: seed: wanted a value such as 0, got '1'"),
+    ("plan a --config f " + SMALL, "tokenizer = 5", "f: tokenizer: wanted a value such as"),
     ("plan --config f " + FIELDS, "sizes = [9, -1, 0]", "f: sizes: wanted a number of samples"),
     ("plan --config f " + FIELDS, "sizes = [9, 1]", "f: sizes: wanted one of train"),
     ("plan --config f --sizes 9 0 0 " + FIELDS, 'blend_per_split = ["a", "", ""]', "got 'a'"),
@@ -9206,16 +9209,19 @@ def test_find_knows_where_the_run_ends(one, run_folder, capsys):
     """The dataset has whole epochs; "cyclic" may read any sample of them."""
     (run_folder / "f").write_text('dataloader_type = "cyclic"')
     argv = ["find", "a", *SMALL.split(), "--sequence", 88, "--global-batch-size", 1]
-    num_samples = len(gpt(one, "a", 9))
-    ends = {}
-    for size in (9, num_samples):
+    dataset = gpt(one, "a", 9, tokenizer=one.ByteTokenizer(), random_seed=7)
+    samples = one.find(dataset, "a", 88)
+    for size in (samples[-1], len(dataset)):
         sizes = ["--sizes", size, 0, 0]
-        steps = {entry["sample"]: entry["step"] for entry in json_of(one, capsys, *argv, *sizes)}
-        assert steps and steps == {k: k if k < size else None for k in steps}
-        ends[size] = "the run of --sizes ends" in command(one, capsys, *argv, *sizes)[1]
-        assert ends[size] == (max(steps) >= size)
-    assert ends == {9: True, num_samples: False}
-    assert "run of" not in command(one, capsys, *argv, "--config", "f")[1]
+        entries = json_of(one, capsys, *argv, *sizes)
+        assert [entry["sample"] for entry in entries] == [k for k in samples if k < size]
+        assert all(entry["step"] == entry["sample"] for entry in entries)
+        is_cut = (
+            f"and in 1 sample from {size:,} on, before" in command(one, capsys, *argv, *sizes)[1]
+        )
+        assert is_cut == (size <= samples[-1])
+    entries = json_of(one, capsys, *argv, "--config", "f")
+    assert [entry["sample"] for entry in entries] == samples
 
 
 def test_an_order_of_no_size_is_warned_of(one, run_folder, capsys):
