@@ -144,7 +144,6 @@ __all__ = [
     "IndexCache",
     "IndexedDataset",
     "IndexedDatasetBuilder",
-    "JsonlRows",
     "MappedTokens",
     "MegatronDataset",
     "MegatronFullValidationSampler",
@@ -157,10 +156,8 @@ __all__ = [
     "NumMicroBatches",
     "ObjectStorageConfig",
     "ParallelGroups",
-    "ParquetRows",
     "Plan",
     "PlanRow",
-    "PlannedDataset",
     "PretrainingDataLoader",
     "RemoteFile",
     "RerunDataIterator",
@@ -190,7 +187,6 @@ __all__ = [
     "count_samples_of_epochs",
     "cyclic_iter",
     "describe",
-    "encode_conversation",
     "encode_document",
     "encode_jsonl",
     "explain",
@@ -198,6 +194,7 @@ __all__ = [
     "file_exists",
     "file_stamp",
     "finalize_model_grads",
+    "find",
     "forward_backward_no_pipelining",
     "get_batch",
     "get_batch_on_this_cp_rank",
@@ -215,7 +212,6 @@ __all__ = [
     "normalize",
     "on_every_rank",
     "open_tokens",
-    "pack_conversations",
     "parse_and_normalize_split",
     "plan",
     "plan_epochs",
@@ -224,10 +220,9 @@ __all__ = [
     "save_position",
     "shard_of_launcher",
     "shuffle",
-    "split_conversations",
     "split_range",
     "toy_corpus",
-    "trace_sample",
+    "trace",
     "verify_cache",
 ]
 
@@ -5707,7 +5702,7 @@ def build_pretraining_data_loader(
     drop_last: bool = True,
     seed: int = 0,
 ) -> typing.Any:
-    """Return a PretrainingDataLoader of this rank's micro-batches; None for None.
+    """Return a PretrainingDataLoader of this rank's micro-batches; None where there is no sample.
 
     A micro-batch is a dict of tensors (micro_batch_size, ...).  Upstream:
     build_pretraining_data_loader.
@@ -5726,6 +5721,8 @@ def build_pretraining_data_loader(
     """
     if dataset is None or dataloader_type == "external":
         return dataset
+    if len(dataset) == 0:  # a split of which nothing is wanted
+        return None
     layout = {
         "total_samples": len(dataset),
         "consumed_samples": consumed_samples,
@@ -6021,6 +6018,11 @@ class RerunDataIterator(collections.abc.Iterator):
 
         What is read from now on is kept, as after advance().
         """
+        for key in ("saved_microbatches", "replaying", "replay_pos"):
+            if key not in state:
+                raise ValueError(
+                    f"no state of a RerunDataIterator: wanted {key}, got {list(state)}"
+                )
         self.saved_microbatches = list(state["saved_microbatches"])
         self.replaying = state["replaying"]
         self.replay_pos = state["replay_pos"]
@@ -7193,6 +7195,8 @@ def _read_blocks(parts, json_keys):
     """Yield the lines of all parts as _Blocks."""
     for part in parts:
         if part.path == "-":
+            if sys.stdin is None:
+                raise ValueError("-: standard input is closed")
             yield from _read_lines(part, sys.stdin.buffer)
             continue
         with _open_input(part.path) as file:
@@ -7818,7 +7822,7 @@ _IGNORED = -100  # the target of a place where nothing is learned; torch's cross
 class SFTDataset(MegatronDataset):
     """Samples of conversations, tokenized at access.  Upstream: SFTDataset.
 
-    dataset        JsonlRows or ParquetRows
+    dataset        the rows: any object with len(dataset) and dataset[i]["messages"]
     dataset_path   the path of the file
     indices        int32, the rows of this split
     num_samples    how many samples; None: each row once
@@ -7836,7 +7840,7 @@ class SFTDataset(MegatronDataset):
 
     The tokenizer may have tokenize_conversation(conversation, return_target=True,
     add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
-    Any other tokenizer gets the template of encode_conversation().
+    Any other tokenizer gets the template of _encode_conversation().
 
     A sample that is too long is cut, and one that is too short is filled with tokenizer.pad.  A
     tokenizer without pad fills with eod; only the filled places are masked then, so that each real
@@ -7862,7 +7866,7 @@ class SFTDataset(MegatronDataset):
 
     def __init__(
         self,
-        dataset: "JsonlRows | ParquetRows",
+        dataset: typing.Any,
         dataset_path: str | os.PathLike | None,
         indices: np.ndarray,
         num_samples: int | None,
@@ -7895,20 +7899,18 @@ class SFTDataset(MegatronDataset):
             self._granularity = 2 * config.context_parallel_size
 
     @staticmethod
-    def build_low_level_dataset(
-        dataset_path: str | None, config: GPTDatasetConfig
-    ) -> "JsonlRows | ParquetRows":
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
         if dataset_path is None:
             raise ValueError(
                 "SFTDataset has no mock data: give a blend of .jsonl or .parquet files"
             )
         if os.fspath(dataset_path).endswith(".parquet"):
-            return ParquetRows(dataset_path)
-        return JsonlRows(dataset_path)
+            return _ParquetRows(dataset_path)
+        return _JsonlRows(dataset_path)
 
     @staticmethod
-    def numel_low_level_dataset(low_level_dataset: "JsonlRows | ParquetRows") -> int:
+    def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
         """Return the number of rows of the file."""
         return len(low_level_dataset)
 
@@ -7923,7 +7925,7 @@ class SFTDataset(MegatronDataset):
         k = _position(idx, len(self), f"the samples of {_name(self)}")
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
-        tokens, targets, is_filled, ends = pack_conversations(
+        tokens, targets, is_filled, ends = _pack_conversations(
             self._encode_row(row), S, self._fill_token_id, self._granularity
         )
         labels = targets[1:].copy()
@@ -7945,7 +7947,7 @@ class SFTDataset(MegatronDataset):
     def _encode_row(self, row):
         """Yield (tokens, targets), int64, of one conversation of a row after the other."""
         try:
-            for conversation in split_conversations(self.dataset[row]):
+            for conversation in _split_conversations(self.dataset[row]):
                 tokens, targets = self._encode(conversation)
                 if len(tokens) != len(targets):
                     raise ValueError(
@@ -7953,36 +7955,44 @@ class SFTDataset(MegatronDataset):
                     )
                 yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
         except Exception as error:
-            raise ValueError(f"{self.dataset.describe_place(row)}: {error}") from error
+            place = f"row {row + 1}"
+            if isinstance(self.dataset, _JsonlRows):
+                place = f"line {self.dataset.line_numbers[row]}"
+            raise ValueError(f"{_name(self)}, {place}: {error}") from error
 
     def _encode(self, conversation):
         """The tokens and targets of one conversation, by the tokenizer's template or by ours."""
         tokenizer = self.config.tokenizer
         tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
         if tokenize_conversation is None:
-            return encode_conversation(conversation, tokenizer)
+            return _encode_conversation(conversation, tokenizer)
         return tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
 
     def made_from(self) -> dict:
-        """Return which rows of which file the samples are made from."""
-        return {"documents": _describe_documents(self.indices)} | self.dataset.identity()
+        """Return what tells the rows from others: their numbers, and the ends of the file."""
+        found = {"rows": _md5(self.indices.tobytes())}
+        if self.dataset_path is not None and os.path.isfile(self.dataset_path):
+            with open(self.dataset_path, "rb") as file:
+                ends = file.read(65536)
+                found["size"] = file.seek(0, os.SEEK_END)
+                file.seek(max(0, found["size"] - 65536))
+                found["file_ends"] = _md5(ends + file.read())
+        return found
 
-    @property
-    def is_stable(self) -> bool:
-        """Sample k is the same row, however many samples are asked for."""
-        return True
 
-
-def split_conversations(messages: list[dict]) -> list[list[dict]]:
+def _split_conversations(row):
     """Cut the messages of a row into conversations: each system message begins a new one.
 
-    Anything but a list of messages is a ValueError.
+    Anything but {"messages": [message, ...]} is a ValueError.
 
     >>> messages = [{"role": role, "content": "hi"} for role in ("user", "system", "user")]
-    >>> [len(conversation) for conversation in split_conversations(messages)]
+    >>> [len(conversation) for conversation in _split_conversations({"messages": messages})]
     [1, 2]
     """
-    if not isinstance(messages, list) or not messages:
+    messages = None
+    if isinstance(row, collections.abc.Mapping):
+        messages = row.get("messages")
+    if not isinstance(messages, list) or len(messages) == 0:
         raise ValueError(
             'wanted "messages", a list of {"role": ..., "content": ...}, '
             f"got {str(messages)[:80]}"
@@ -7991,22 +8001,20 @@ def split_conversations(messages: list[dict]) -> list[list[dict]]:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f'a message wants a "role", got {str(message)[:80]}')
-        if message["role"] == "system" or not conversations:
+        if message["role"] == "system" or len(conversations) == 0:
             conversations.append([])
         conversations[-1].append(message)
     return conversations
 
 
-def encode_conversation(
-    conversation: typing.Sequence[dict], tokenizer: typing.Any
-) -> tuple[list[int], list[int]]:
+def _encode_conversation(conversation, tokenizer):
     """Return the tokens and the targets of a conversation, by a plain template.
 
     A message is the line "role: content".  Only the content of the assistant's messages and the eod
     that ends each of them are learned; eod stands in the place of the line's end there.
 
     >>> messages = [{"role": "u", "content": "2"}, {"role": "assistant", "content": "4"}]
-    >>> tokens, targets = encode_conversation(messages, ByteTokenizer())
+    >>> tokens, targets = _encode_conversation(messages, ByteTokenizer())
     >>> bytes(tokens[:-1]), tokens[-1]
     (b'u: 2\\nassistant: 4', 256)
     >>> targets[-3:]
@@ -8029,12 +8037,7 @@ def encode_conversation(
     return tokens, targets
 
 
-def pack_conversations(
-    encoded: typing.Iterable[tuple[np.ndarray, np.ndarray]],
-    sequence_length: int,
-    fill: int,
-    granularity: int = 1,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+def _pack_conversations(encoded, sequence_length, fill, granularity=1):
     """Lay conversations end to end in the S + 1 places of a sample.
 
     encoded       (tokens, targets) of each conversation, as many as fit; what is too long is cut
@@ -8047,7 +8050,7 @@ def pack_conversations(
     conversations.
 
     >>> two = [([1, 2, 3], [-100, 2, 3]), ([4, 5], [4, 5])]
-    >>> tokens, targets, is_filled, ends = pack_conversations(two, 8, 0, granularity=4)
+    >>> tokens, targets, is_filled, ends = _pack_conversations(two, 8, 0, granularity=4)
     >>> tokens.tolist(), ends
     ([1, 2, 3, 0, 4, 5, 0, 0, 0], [0, 4, 8])
     """
@@ -8071,142 +8074,68 @@ def pack_conversations(
     return tokens, targets, is_filled, ends
 
 
-class JsonlRows:
-    """The rows of a file of JSON lines, by number.  Only the place of each line is kept in memory.
+class _JsonlRows:
+    """The rows of a file of JSON lines, by number.  Blank lines are no rows.
 
-    Blank lines are no rows.  Cost: one pass over the file to open it, 8 bytes for each row; one
-    read for each row.  Objects can be pickled, and used by threads and by forked processes.
+    starts         where each row begins, in bytes
+    line_numbers   the number of its line, from 1, for errors
+
+    Cost: one pass over the file to open it, 16 bytes for each row; an open and a read for each row.
     """
 
-    _BLOCK = 1 << 22  # bytes that are read at once where the whole file is read
-
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path):
         self.path = os.fspath(path)
         if self.path.endswith((".gz", ".zst", ".bz2", ".xz")):
             raise ValueError(
                 f"{self.path}: rows are read in any order, and a compressed file can only be read "
                 "from its beginning: decompress it first"
             )
-        self._open()
-        self._starts = self._find_lines()
-
-    def _open(self):
-        """Open the file, to read rows from it."""
-        self._file = open(self.path, "rb", buffering=0)
-        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
-
-    def _find_lines(self):
-        """int64 (rows + 1,): where each row begins, and the size of the file.
-
-        A row reaches to where the next one begins, so it includes the blank lines behind it.
-        """
-        starts = array.array("q")
+        self.starts = array.array("q")
+        self.line_numbers = array.array("q")
         position = 0
-        with open(self.path, "rb", buffering=self._BLOCK) as file:
-            for line in file:
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, 1):
                 if not line.isspace():
-                    starts.append(position)
+                    self.starts.append(position)
+                    self.line_numbers.append(number)
                 position += len(line)
-        starts.append(position)
-        return np.frombuffer(starts, np.int64)
 
-    def __len__(self) -> int:
-        return len(self._starts) - 1
+    def __len__(self):
+        return len(self.starts)
 
-    def __getitem__(self, row: int) -> typing.Any:
-        """Return the "messages" of a row; None if the row has none."""
-        begin, end = self._starts[row : row + 2].tolist()
-        line = _pread(self._file, end - begin, begin)
+    def __getitem__(self, row):
+        # An open file would have a position, which threads and forked processes could mix up.
+        with open(self.path, "rb") as file:
+            file.seek(self.starts[row])
+            line = file.readline()
         try:
-            value = json.loads(line)
+            return json.loads(line)
         except ValueError as error:
             raise ValueError(f"no JSON: {error}") from None
-        return value.get("messages") if isinstance(value, dict) else None
-
-    def describe_place(self, row: int) -> str:
-        """Return the file and the number of the line, for errors: the lines before are counted."""
-        begin = int(self._starts[row])
-        line_number = 1
-        for position in range(0, begin, self._BLOCK):
-            count = min(self._BLOCK, begin - position)
-            line_number += _pread(self._file, count, position).count(b"\n")
-        return f"{self.path}, line {line_number}"
-
-    def identity(self) -> dict:
-        """Return what tells this file from another: its size and a digest of its two ends."""
-        return _identity_of_file(self._file, int(self._starts[-1]))
-
-    def __getstate__(self):
-        """Leave the open file out of a pickle."""
-        state = self.__dict__.copy()
-        del state["_file"]
-        return state
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self._open()
 
 
-def _identity_of_file(file, size):
-    """The size of an open file, and a digest of its first and its last bytes."""
-    first = _pread(file, 65536, 0)
-    last = _pread(file, 65536, max(0, size - 65536))
-    return {"size": size, "file_ends": _md5(first + last)}
+class _ParquetRows:
+    """The rows of a Parquet file, by number; its column "messages" is kept in memory.
 
-
-class ParquetRows:
-    """The rows of a Parquet file, by number, read with the package pyarrow (extra "storage").
-
-    Parquet is read in row groups, and the last one is kept.  So rows in order cost little, and rows
-    in any order want small row groups: pyarrow.parquet.write_table(..., row_group_size=1000).
+    It is read with the package pyarrow (extra "storage").
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
-        self.path = os.fspath(path)
-        self._open()
+    def __init__(self, path):
+        parquet = import_extra("pyarrow.parquet", "storage", path)
+        with open(path, "rb") as file:
+            try:
+                table = parquet.read_table(file, columns=["messages"])
+            except Exception as error:  # pyarrow raises many kinds
+                raise ValueError(
+                    f'{path}: damaged, or no Parquet file with a column "messages": {error}'
+                ) from None
+        self._messages = table.column("messages")
 
-    def _open(self):
-        """Open the file, and see in its footer where the row groups begin."""
-        os.stat(self.path)  # of a missing file pyarrow would say that it is damaged
-        self._file = _open_parquet(self.path, self.path)
-        names = self._file.schema_arrow.names
-        if "messages" not in names:
-            raise ValueError(f'{self.path}: wanted a column "messages", found {", ".join(names)}')
-        metadata = self._file.metadata
-        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        self._starts = np.cumsum([0, *sizes])
-        self._kept = None, None  # the number of the last row group that was read, and its messages
+    def __len__(self):
+        return len(self._messages)
 
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def __getitem__(self, row: int) -> typing.Any:
-        """Return the "messages" of a row, a list of dicts."""
-        group = int(np.searchsorted(self._starts, row, side="right")) - 1
-        kept_group, messages = self._kept
-        if kept_group != group:
-            # without threads of pyarrow's own, which a forked process would lack
-            table = self._file.read_row_group(group, columns=["messages"], use_threads=False)
-            messages = table.column("messages")
-            self._kept = group, messages
-        return messages[row - int(self._starts[group])].as_py()
-
-    def describe_place(self, row: int) -> str:
-        """Return the name of the file and the number of the row, from 1."""
-        return f"{self.path}, row {row + 1}"
-
-    def identity(self) -> dict:
-        """Return what tells this file from another: its size and a digest of its two ends."""
-        with open(self.path, "rb") as file:
-            return _identity_of_file(file, os.path.getsize(self.path))
-
-    def __getstate__(self):
-        """A pickle is the path: the file is opened again."""
-        return {"path": self.path}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self._open()
+    def __getitem__(self, row):
+        return {"messages": self._messages[row].as_py()}
 
 
 # ==============================================================================
@@ -8214,11 +8143,10 @@ class ParquetRows:
 # ==============================================================================
 # Question answered here: which documents made this batch, and what will this blend do?
 #
-#   trace(k)              a sample          ->  its spans: which tokens of which documents it holds
-#   find(sequence)        a sequence        ->  the samples that hold tokens of it
-#   explain(step)         a training step   ->  the samples of all ranks, and the spans of each
-#   plan(config, sizes)   a config          ->  what the builder would build
-#   verify_cache(path)    files of a cache  ->  whether they are what was written
+#   trace(dataset, k)         a sample          ->  its spans: which tokens of which documents
+#   find(dataset, pair, i)    a sequence        ->  the samples that hold tokens of it
+#   explain(dataset, step)    a training step   ->  the samples of all ranks, the spans of each
+#   plan(config, sizes)       a config          ->  what the builder would build
 #
 # The first three follow from the orders of section 4, and read no token.  trace() goes down this
 # table, as GPTDataset.pieces() does, and find() goes up:
@@ -8228,8 +8156,7 @@ class ParquetRows:
 #   sample_index     sample j of the stream   positions d .. d'         binary search
 #   document_index   positions d .. d'        sequences                 a sorted copy, made once
 #
-# plan() runs the builder of section 7 with datasets that have a length and no arrays.  So it reads
-# the lengths of the documents alone, and has the builder's own blends, phases and errors.
+# A BlendedDataset has two arrays above these: they say which sample of which dataset sample i is.
 
 
 class Span(typing.NamedTuple):
@@ -8242,35 +8169,69 @@ class Span(typing.NamedTuple):
     length: int  # how many tokens it has
     byte_offset: int | None  # where it begins in the .bin file, in bytes; None without a file
     sample_offset: int  # where it begins in the sample
+    input: str | None  # the file that the document was made from; None without a record
+    input_document: int | None  # the number of the document in that file, counted from 0
 
 
-def trace_sample(dataset: GPTDataset, k: int) -> list[Span]:
+def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     """Return the spans of sample k, in order: its S + x tokens, or fewer if it is padded.
 
     A subclass that changes tokens when it reads them is traced to the tokens before the change.
-    Cost: that of dataset.pieces(k), and a binary search for each span; no token is read.
+    Cost: that of dataset.pieces(k), a binary search for each span, and the record of each pair; no
+    token is read.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
     >>> sizes = [3, 0, 0]
     >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
     >>> train, valid, test = builder.build()
-    >>> for span in train.trace(0):                     # b b b c c: all of bbb, and two c
+    >>> for span in trace(train, 0):                    # b b b c c: all of bbb, and two c
     ...     print(span.sequence, span.offset, span.length, span.byte_offset, span.sample_offset)
     1 0 3 4 0
     2 0 2 7 3
-    >>> train.find(2)                                   # the samples that hold tokens of cccccc
+    >>> find(train, train.dataset_path, 2)             # the samples that hold tokens of cccccc
     [0, 1]
     """
+    return _trace(dataset, k, {})
+
+
+def _trace(dataset, k, records):
+    """Trace a sample; records keeps the record of each pair that was seen."""
+    if isinstance(dataset, BlendedDataset):
+        i = _position(k, len(dataset), "the samples of a blend")
+        part = dataset.datasets[dataset.dataset_index[i]]
+        return _trace(part, int(dataset.dataset_sample_index[i]), records)
     spans = []
     sample_offset = 0
-    for sequence, offset, length in dataset.pieces(k):
+    for sequence, offset, length in _pieces(dataset, k):
         if length > 0:
             document, byte_offset = _place_in_pair(dataset.dataset, sequence, offset)
-            place = sequence, document, offset, length, byte_offset, sample_offset
-            spans.append(Span(dataset.dataset_path, *place))
+            input, input_document = _place_in_input(dataset, document, records)
+            spans.append(
+                Span(
+                    path_prefix=dataset.dataset_path,
+                    sequence=sequence,
+                    document=document,
+                    offset=offset,
+                    length=length,
+                    byte_offset=byte_offset,
+                    sample_offset=sample_offset,
+                    input=input,
+                    input_document=input_document,
+                )
+            )
             sample_offset += length
     return spans
+
+
+def _pieces(dataset, k):
+    """The pieces of sample k; TypeError for a dataset that is not cut from a stream of tokens."""
+    if not hasattr(dataset, "pieces"):
+        raise TypeError(
+            f"{type(dataset).__name__} cannot be traced: its samples are not pieces of sequences, "
+            "as those of a GPTDataset are"
+        )
+    return dataset.pieces(k)
 
 
 def _place_in_pair(pair, sequence, offset):
@@ -8286,16 +8247,93 @@ def _place_in_pair(pair, sequence, offset):
     return document, int(pair.sequence_pointers[sequence]) + offset * token_bytes
 
 
-class SampleFinder:
-    """Finds the samples of a dataset that hold tokens of a sequence; GPTDataset.find() has one.
+def read_record(path_prefix):  # MERGE: this and the next go, where section 18 has them
+    """The record of a pair."""
+    return None
 
-    Cost: to make, a sort of document_index and an inversion of shuffle_index (10 million documents:
-    a third of a second), 8 bytes for each document of all epochs and 4 or 8 for each sample.  To
-    find, a few binary searches for each epoch, and the samples that are found.
+
+def input_of_document(record, document):
+    """The input file of a document, and its number there."""
+    return None, None
+
+
+def _place_in_input(dataset, document, records):
+    """The input file of a document, and its number there; (None, None) without a record."""
+    prefix = dataset.dataset_path
+    if not isinstance(dataset.dataset, IndexedDataset):
+        return None, None
+    if prefix not in records:
+        records[prefix] = read_record(prefix)
+    return input_of_document(records[prefix], document)
+
+
+def _parts_of(dataset):
+    """The datasets of a blend, or the dataset alone."""
+    return dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+
+
+def find(
+    dataset: GPTDataset | BlendedDataset, path_prefix: str | os.PathLike | None, sequence: int
+) -> list[int]:
+    """Return the samples that hold at least one token of a sequence of a pair, in order.
+
+    path_prefix   the pair; None for mock data
+    Raises        ValueError if the dataset has no such pair, IndexError if the pair has no such
+                  sequence
+    Cost          that of a SampleFinder: take one yourself for many questions
+    """
+    return SampleFinder(dataset).find(path_prefix, sequence)
+
+
+class SampleFinder:
+    """Finds the samples of a dataset that hold tokens of a sequence.
+
+    Cost: the first question about a pair sorts a copy of document_index and inverts shuffle_index
+    (10 million documents: a third of a second), 8 bytes for each document of all epochs and 4 or 8
+    for each sample, and 8 more for each sample of a blend.  Each further question takes a few
+    binary searches for each epoch, and the samples that are found.
     """
 
-    def __init__(self, dataset: GPTDataset) -> None:
+    def __init__(self, dataset: GPTDataset | BlendedDataset) -> None:
         self._dataset = dataset
+        self._parts = _parts_of(dataset)
+        self._orders = {}  # of the parts that were asked about
+
+    def find(self, path_prefix: str | os.PathLike | None, sequence: int) -> list[int]:
+        """Return the samples that hold a token of this sequence of the pair, in order."""
+        prefix = path_prefix if path_prefix is None else os.fspath(path_prefix)
+        prefixes = [part.dataset_path for part in self._parts]
+        if prefix not in prefixes:
+            names = ", ".join(str(name) for name in prefixes)
+            raise ValueError(f"{prefix} is not a pair of this dataset, which has {names}")
+        found = []
+        for d, part in enumerate(self._parts):
+            if prefixes[d] == prefix:
+                if d not in self._orders:
+                    self._orders[d] = _InvertedOrders(part)
+                found += self._in_dataset(d, self._orders[d].find(sequence))
+        return sorted(found)
+
+    def _in_dataset(self, d, samples):
+        """Samples of part d -> the same samples, as the whole dataset numbers them."""
+        if not isinstance(self._dataset, BlendedDataset):
+            return samples
+        # The samples 0, 1, 2, ... of a part come in this order in the blend.
+        orders = self._orders[d]
+        if orders.places_in_blend is None:
+            orders.places_in_blend = np.flatnonzero(self._dataset.dataset_index == d)
+        places = orders.places_in_blend
+        # a part may be built for more samples than the blend takes of it
+        return [int(places[k]) for k in samples if k < len(places)]
+
+
+class _InvertedOrders:
+    """The orders of a GPTDataset, from a sequence to samples."""
+
+    def __init__(self, dataset):
+        _pieces(dataset, 0)  # an error for a dataset that has none
+        self._dataset = dataset
+        self.places_in_blend = None
         # One number for each entry of document_index, sequence * size + position.  When they are
         # sorted, those of a sequence are neighbours: binary search finds the first and the last.
         self._size = len(dataset.document_index)
@@ -8310,31 +8348,28 @@ class SampleFinder:
         self._numbers = np.empty_like(shuffle_index)
         self._numbers[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
 
-    def find(self, sequence: int) -> list[int]:
-        """Return the samples that hold a token of this sequence of the pair, in order."""
+    def find(self, sequence):
+        """The samples that hold a token of this sequence of the pair."""
         i = _position(sequence, len(self._dataset.dataset), f"{_name(self._dataset)}, its pair")
         begin, end = np.searchsorted(self._places, [i * self._size, (i + 1) * self._size])
-        found = set()
-        for place in self._places[begin:end].tolist():
-            for j in self._samples_of_position(place - i * self._size, i):
-                found.add(int(self._numbers[j]))
-        # a subclass may have a smaller len()
-        return sorted(k for k in found if k < len(self._dataset))
+        found = []
+        for k in self._samples_at(self._places[begin:end] - i * self._size):
+            if any(piece[0] == i and piece[2] > 0 for piece in self._dataset.pieces(k)):
+                found.append(k)
+        return found
 
-    def _samples_of_position(self, d, i):
-        """The samples of the stream that hold a token of sequence i at position d of the stream."""
-        sample_index = self._dataset.sample_index
-        starts = sample_index[:, 0]  # the positions at which samples start, in order
-        num_samples = len(sample_index) - 1
-        # Those that start at d may hold its tokens, and the last one that starts before d.
-        first = max(0, bisect.bisect_left(starts, d) - 1)
-        end = min(bisect.bisect_right(starts, d), num_samples)
-        samples = []
-        for j in range(first, end):
-            part_begin, part_end = self._dataset._part(sample_index[j : j + 2].tolist(), d, i)
-            if part_begin < part_end:
-                samples.append(j)
-        return samples
+    def _samples_at(self, positions):
+        """The samples that may hold a token of one of these positions of the stream."""
+        starts = self._dataset.sample_index[:, 0]  # where samples start, in order
+        num_samples = len(starts) - 1
+        samples = set()
+        for d in positions.tolist():
+            # Those that start at d may hold its tokens, and the last one that starts before d.
+            first = max(0, bisect.bisect_left(starts, d) - 1)
+            end = min(bisect.bisect_right(starts, d), num_samples)
+            samples.update(self._numbers[first:end].tolist())
+        # a subclass may have a smaller len()
+        return [k for k in samples if k < len(self._dataset)]
 
 
 class ExplainedSample(typing.NamedTuple):
@@ -8362,7 +8397,7 @@ def explain(
 ) -> list[ExplainedSample]:
     """Return what the loaders of all data-parallel ranks give in one step of training.
 
-    step               0 is the first step after consumed_samples
+    step               counted from 0: the first step after consumed_samples is step 0
     global_batch_size  samples in a step, of all ranks: a whole number of rounds (section 8)
     consumed_samples   samples that were consumed before step 0, also by steps of another size
     the others         as for build_pretraining_data_loader()
@@ -8387,195 +8422,66 @@ def explain(
             f"wanted step >= 0 and data_parallel_size >= 1, got {step} and {data_parallel_size}"
         )
     begin = consumed_samples + step * global_batch_size
-    if dataloader_type == "single" and not 0 <= begin < len(dataset):
+    if dataloader_type != "cyclic" and not 0 <= begin < len(dataset):
         raise ValueError(f"step {step} begins at sample {begin} of {len(dataset)}: no such step")
+    samples_per_round = data_parallel_size
+    if not full_validation:
+        samples_per_round *= micro_batch_size
+    rounds, rest = divmod(global_batch_size, samples_per_round)
+    if rest or rounds < 1:
+        raise ValueError(
+            f"global_batch_size: wanted a multiple of the round of {samples_per_round} samples, "
+            f"got {global_batch_size}"
+        )
+    records = {}
     explained = []
     for rank in range(data_parallel_size):
-        loader = build_pretraining_data_loader(
-            dataset,
-            begin,
-            micro_batch_size=micro_batch_size,
-            data_parallel_rank=rank,
-            data_parallel_size=data_parallel_size,
-            dataloader_type=dataloader_type,
-            data_sharding=data_sharding,
-            full_validation=full_validation,
-            drop_last=drop_last,
-            seed=seed,
-        )
-        explained += _explain_rank(dataset, rank, _sampler_of(loader), global_batch_size)
+        order = [len(dataset), begin, micro_batch_size, rank, data_parallel_size]
+        if full_validation:
+            batches = MegatronFullValidationSampler(*order)
+        elif dataloader_type == "single":
+            batches = MegatronPretrainingSampler(*order, drop_last=drop_last)
+        elif dataloader_type == "cyclic":
+            sampler = MegatronPretrainingRandomSampler(dataset, *order, data_sharding, seed)
+            batches = cyclic_iter(sampler)  # the step may go on in the next epoch
+        else:
+            raise ValueError(f"dataloader_type must be single or cyclic, got {dataloader_type!r}")
+        for micro_batch, samples in enumerate(itertools.islice(batches, rounds)):
+            for k in samples:
+                spans = []
+                if k is not None:
+                    spans = _trace(dataset, k, records)
+                explained.append(ExplainedSample(rank, micro_batch, k, spans))
     if len(explained) == 0:
         raise ValueError(f"step {step} begins at sample {begin}: what is left fills no round")
-    return explained
-
-
-def _sampler_of(loader):
-    """The sampler of a loader of section 14; ValueError for an external one."""
-    sampler = getattr(loader, "batch_sampler", None)
-    if not isinstance(sampler, _Sampler):
-        raise ValueError("only steps of the samplers single, cyclic and full_validation are known")
-    return sampler
-
-
-def _explain_rank(dataset, rank, sampler, global_batch_size):
-    """What one rank reads in a step that begins where its sampler stands."""
-    num_micro_batches, rest = divmod(global_batch_size, sampler.samples_per_round)
-    if rest or global_batch_size < 1:
-        raise ValueError(
-            f"global_batch_size: wanted a multiple of the round of {sampler.samples_per_round} "
-            f"samples, got {global_batch_size}"
-        )
-    batches = sampler
-    if sampler.kind == "cyclic":
-        batches = cyclic_iter(sampler)  # the step may go on in the next epoch
-    explained = []
-    for micro_batch, samples in enumerate(itertools.islice(batches, num_micro_batches)):
-        for k in samples:
-            spans = [] if k is None else dataset.trace(k)
-            explained.append(ExplainedSample(rank, micro_batch, k, spans))
     return explained
 
 
 # -- plan() ------------------------------------------------------------------------------------
 
 
-class PlannedDataset(GPTDataset):
-    """A GPTDataset that has a length, and no arrays: plan() has the builder build these.
-
-    epoch_tokens   T
-    epoch_plan     EpochPlan
-    """
-
-    @staticmethod
-    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> typing.Any:
-        """Open the pair at dataset_path without a check of the whole .idx, or mock data."""
-        if config.mock:
-            return MockGPTDataset.build_low_level_dataset(dataset_path, config)
-        storage = ObjectStorageConfig(config.object_storage_cache_path)
-        return IndexedDataset(dataset_path, False, config.mmap_bin_files, storage, check=False)
-
-    def _open_indices(self):
-        """Count the samples, instead of making the arrays."""
-        self.epoch_tokens = self.tokens_per_epoch()
-        self.epoch_plan = self._plan_epochs(self.epoch_tokens)
-
-    def _warn_if_no_eod(self):
-        """Read no tokens: what the tokenizer lacks is noted by plan()."""
-
-    def __len__(self) -> int:
-        return self.epoch_plan.num_samples
-
-    def most_repeats(self, samples_drawn: int) -> int:
-        """Return how many epochs the first samples_drawn samples are from.
-
-        So often does a run read a document at most.
-        """
-        if samples_drawn == 0:
-            return 0
-        epochs = self.epoch_plan
-        if self.config.stable_order:
-            S = self.config.sequence_length
-            ends = count_samples_of_epochs(epochs, self.epoch_tokens, S, self._extra)
-            return bisect.bisect_left(ends, samples_drawn)
-        if epochs.separate_final_epoch and samples_drawn <= epochs.samples_before_final_epoch:
-            return epochs.num_epochs - 1
-        return epochs.num_epochs
-
-    def tokens_cut(self) -> int:
-        """Return how many tokens at the end of the stream are in no sample."""
-        tokens = self.epoch_plan.num_epochs * self.epoch_tokens
-        if len(self) == 0:
-            return tokens
-        return max(0, tokens - len(self) * self.config.sequence_length - self._extra)
-
-    def cache_bytes(self) -> int:
-        """Return the size of the three arrays of the dataset, as files."""
-        num_places = self.epoch_plan.num_epochs * len(self.indices)
-        row_bytes = 2 * np.dtype(_sample_index_dtype(num_places)).itemsize
-        number_bytes = np.dtype(_shuffle_index_dtype(len(self))).itemsize
-        arrays = 4 * num_places + row_bytes * (len(self) + 1) + number_bytes * len(self)
-        return arrays + 3 * _NPY_HEADER_BYTES
-
-    def samples_to_a_new_order(self) -> int | None:
-        """Return the nearest size at which all samples come in another order, minus this size.
-
-        That is a number of samples which needs another number of epochs, or for which the last
-        epoch is shuffled by itself and was not, or the other way round (see plan_epochs()).  None
-        if the order does not depend on the number of samples.
-        """
-        n = self.num_samples
-        if n is None or n == 0 or self.config.stable_order:
-            return None
-        S = self.config.sequence_length
-        epochs = self.epoch_plan
-        # the order changes between each of these numbers of samples and the next number
-        edges = [count_samples(epochs.num_epochs * self.epoch_tokens, S, True, self._extra)]
-        if epochs.num_epochs > 1:
-            samples_per_epoch = (self.epoch_tokens - self._extra) // S
-            before = epochs.samples_before_final_epoch
-            edges += [before, before + int(0.80 * samples_per_epoch) - 1]
-        changes = [edge + 1 - n if n <= edge else edge - n for edge in edges]
-        return min(changes, key=abs)
-
-
-_NPY_HEADER_BYTES = 128  # of a .npy file of a 1-D or 2-D array
-
-
 class PlanRow(typing.NamedTuple):
     """What plan() says of one corpus in one split."""
 
     split: str
-    path_prefix: str | None
+    path_prefix: str | None  # None: mock data
     documents: int  # sequences of this split
     tokens: int  # in these
-    samples_requested: int | None  # what the builder is to build; None: one epoch
-    samples_built: int  # what it builds: whole epochs, and what a blend needs
+    samples_requested: int | None  # what it is built for; None: one epoch
+    samples_built: int  # whole epochs of that many samples at least
     samples_drawn: int  # what a run of the wanted size reads
     epochs: fractions.Fraction  # S * samples_drawn / tokens
     weight_asked: float  # share of the samples of the split; 1 for a corpus alone
     weight_achieved: fractions.Fraction  # samples_drawn of the samples of the split
-    most_repeats: int  # how often a document is read at most
     tokens_cut: int  # tokens at the end of the last epoch that fill no sample
     steps_per_epoch: fractions.Fraction | None  # of train: steps in which the corpus is read once
 
 
-class Plan(list):
-    """A list of PlanRow, one for each corpus of each split.
+class Plan(typing.NamedTuple):
+    """What plan() returns: a row for each corpus of each split, and what may cost a run."""
 
-    notes              sentences on what may surprise
-    cache_bytes        the size of all index arrays, as files, and in memory where they are mapped
-    global_batch_size  as given to plan()
-    """
-
-    def __init__(
-        self,
-        rows: list[PlanRow],
-        notes: list[str],
-        cache_bytes: int,
-        global_batch_size: int | None,
-        config: GPTDatasetConfig,
-    ) -> None:
-        super().__init__(rows)
-        self.notes = notes
-        self.cache_bytes = cache_bytes
-        self.global_batch_size = global_batch_size
-        self._config = config
-
-    def steps(self, num_epochs: int) -> int:
-        """Return in how many whole steps a run reads so many epochs of all corpora of train.
-
-        One step more would begin another epoch.  Where the weights of a blend repeat some corpora
-        more than others, see steps_per_epoch of each row instead.
-        """
-        if self.global_batch_size is None:
-            raise ValueError("steps() needs the global_batch_size of plan()")
-        S = self._config.sequence_length
-        x = self._config.add_extra_token_to_sequence
-        samples = 0
-        for row in self:
-            if row.split == Split.train.name:
-                samples += count_samples(num_epochs * row.tokens, S, True, x)
-        return samples // self.global_batch_size
+    rows: list[PlanRow]
+    notes: list[str]
 
 
 def plan(
@@ -8586,251 +8492,180 @@ def plan(
     """Return what a BlendedMegatronDatasetBuilder of GPTDatasets would build, and a run would read.
 
     sizes              samples wanted of train, valid and test; None: one epoch, as for the builder
-    global_batch_size  samples in a step, for the numbers of steps
-    Raises             what the builder raises
+    global_batch_size  samples in a step, for steps_per_epoch
+    Raises             ValueError where the builder raises one
     Cost               opens each pair and reads the lengths of its documents; the blends are made,
                        10 bytes for each sample of them.  No token is read, and nothing is written.
 
     >>> prefix = toy_corpus()                                   # 3 documents, 13 tokens
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
-    >>> planned = plan(config, [6, 0, 0], global_batch_size=2)
-    >>> row = planned[0]
-    >>> row.samples_built, row.epochs, row.most_repeats, row.steps_per_epoch
-    (6, Fraction(24, 13), 2, Fraction(13, 8))
-    >>> planned.steps(1), planned.steps(2)          # 3 and 6 samples
-    (1, 3)
+    >>> [row], notes = plan(config, [6, 0, 0], global_batch_size=2)
+    >>> row.samples_built, row.epochs, row.tokens_cut, row.steps_per_epoch
+    (6, Fraction(24, 13), 1, Fraction(13, 8))
     """
     if global_batch_size is not None and global_batch_size < 1:
         raise ValueError(f"global_batch_size must be >= 1, got {global_batch_size}")
-    config = dataclasses.replace(config, path_to_cache=None)
-    builder = _PlanningBuilder(PlannedDataset, sizes, _is_built_here, config)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        built = builder._build_splits()  # on this rank alone
-    notes = [str(warning.message) for warning in caught]
+    cls = MockGPTDataset if config.mock else GPTDataset
+    opened = {}  # the lengths of the sequences of each pair
     rows = []
-    parts = []
-    cache_bytes = 0
-    for split, datasets in zip(Split, built, strict=True):
-        if not isinstance(datasets, list):
-            datasets = [datasets]
-        for dataset in datasets:
-            if dataset is not None:
-                shares = _shares(dataset)
-                cache_bytes += _cache_bytes(dataset)
-                parts += [part for part, _, _ in shares]
-                rows += _plan_rows(split, shares, global_batch_size)
-    notes += _notes_of_config(config)
-    for row, part in zip(rows, parts, strict=True):
-        notes += _notes_of_row(row, part)
-    notes += builder.notes
-    notes += _notes_of_splits(config, rows, parts, global_batch_size)
-    notes = list(dict.fromkeys(notes))  # each sentence once
-    return Plan(rows, notes, cache_bytes, global_batch_size, config)
-
-
-class _PlanningBuilder(BlendedMegatronDatasetBuilder):
-    """The builder, which notes where a blend has a corpus built again, larger."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.notes = []
-
-    def _blend_exactly(self, parts, weights, size, phases=None):
-        first_parts = list(parts)
-        blend = super()._blend_exactly(parts, weights, size, phases)
-        for first, part in zip(first_parts, parts, strict=True):
-            if part is not first:
-                self.notes.append(
-                    f"{part.index_split.name} of {_name(part)}: the blend takes "
-                    f"{part.num_samples:,} samples, and weight and surplus give {len(first):,}: "
-                    "the corpus is built again, larger (Megatron-LM fails in the middle of the run)"
-                )
-        return blend
-
-
-def _shares(dataset):
-    """[(part, samples drawn of it, share asked for), ...] of a blend, or of a dataset alone."""
-    if not isinstance(dataset, BlendedDataset):
-        drawn = len(dataset) if dataset.num_samples is None else dataset.num_samples
-        return [(dataset, drawn, 1.0)]
-    taken = dataset.samples_taken().tolist()
-    if dataset.phases is None:
-        weights = normalize(dataset.weights)
-    else:
-        weights = np.zeros(len(taken))
-        for samples, weights_of_phase in dataset.phases:
-            share_of_phase = 1.0  # without any sample there is one phase
-            if dataset.size > 0:
-                share_of_phase = samples / dataset.size
-            weights += np.multiply(weights_of_phase, share_of_phase)
-        weights = weights.tolist()
-    return list(zip(dataset.datasets, taken, weights, strict=True))
-
-
-def _cache_bytes(dataset):
-    """The size of the arrays of a dataset, or of a blend and its parts."""
-    if not isinstance(dataset, BlendedDataset):
-        return dataset.cache_bytes()
-    arrays = dataset.dataset_index.nbytes + dataset.dataset_sample_index.nbytes
-    of_parts = sum(part.cache_bytes() for part in dataset.datasets)
-    return arrays + 2 * _NPY_HEADER_BYTES + of_parts
-
-
-def _plan_rows(split, shares, global_batch_size):
-    """The rows of one dataset: of the parts of a blend, or of the dataset itself."""
-    all_drawn = sum(drawn for _, drawn, _ in shares)
-    rows = []
-    for part, drawn, weight_asked in shares:
-        epochs = fractions.Fraction(0)
-        achieved = fractions.Fraction(0)
-        steps_per_epoch = None
-        if drawn:
-            tokens_drawn = drawn * part.config.sequence_length
-            epochs = fractions.Fraction(tokens_drawn, part.epoch_tokens)
-            achieved = fractions.Fraction(drawn, all_drawn)
-            if global_batch_size is not None and split is Split.train:
-                steps_per_epoch = fractions.Fraction(all_drawn, global_batch_size) / epochs
-        rows.append(
-            PlanRow(
-                split=split.name,
-                path_prefix=part.dataset_path,
-                documents=len(part.indices),
-                tokens=part.epoch_tokens,
-                samples_requested=part.num_samples,
-                samples_built=len(part),
-                samples_drawn=drawn,
-                epochs=epochs,
-                weight_asked=weight_asked,
-                weight_achieved=achieved,
-                most_repeats=part.most_repeats(drawn),
-                tokens_cut=part.tokens_cut(),
-                steps_per_epoch=steps_per_epoch,
+    notes = []
+    for blend in read_blends(config, sizes):
+        corpora = []
+        requested = blend.sizes(config.mid_level_dataset_surplus)
+        for prefix, num_samples in zip(blend.prefixes, requested, strict=True):
+            if prefix not in opened:
+                opened[prefix] = cls.build_low_level_dataset(prefix, config).sequence_lengths
+            corpora.append(_PlannedCorpus(config, blend, prefix, opened[prefix], num_samples))
+        drawn = _samples_drawn(blend, [corpus.epochs.num_samples for corpus in corpora])
+        shares = _shares_asked(blend, corpora)
+        for corpus, num_drawn, share in zip(corpora, drawn, shares, strict=True):
+            if num_drawn > corpus.epochs.num_samples:
+                corpus.enlarge(num_drawn)
+            row = corpus.row(num_drawn, share, sum(drawn), global_batch_size)
+            rows.append(row)
+            notes += corpus.notes(row)
+        if blend.size is not None and sum(drawn) < blend.size:
+            notes.append(
+                f"{blend.split.name}: an epoch has {sum(drawn):,} samples, not {blend.size:,}: the "
+                "run will end early"
             )
-        )
-    return rows
+    return Plan(rows, notes)
 
 
 _MANY_EPOCHS = 4  # repeating data more often than this is known to teach a model less and less
-_NEAR = 0.01  # by this share more or fewer samples a run may well be planned anew
-_MUCH = 0.05  # from this share on, a difference is worth a note
+_MUCH = 0.05  # from this share on, a difference of a weight is worth a note
 
 
-def _notes_of_config(config):
-    """Sentences on settings that find nothing, or too much, in the data."""
-    notes = []
-    tokenizer = config.tokenizer
-    wants_eod = config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss
-    if wants_eod and _attribute(tokenizer, "eod") is None:
-        notes.append(
-            "reset_position_ids, reset_attention_mask and eod_mask_loss look for eod, and the "
-            "tokenizer has none: they find nothing"
+class _PlannedCorpus:
+    """A corpus in a split of a config, and the epochs of it that a number of samples takes."""
+
+    def __init__(self, config, blend, prefix, lengths, num_samples):
+        self.config = config
+        self.blend = blend
+        self.prefix = prefix
+        self.name = f"{blend.split.name} of {'mock data' if prefix is None else prefix}"
+        self.documents = range(*split_range(blend.bounds, len(lengths)))
+        self.tokens = _count_tokens(lengths, self.documents)
+        self.enlarge(num_samples)
+
+    def enlarge(self, num_samples):
+        """Plan for so many samples: a blend may take more of a corpus than its surplus."""
+        self.requested = num_samples
+        self.epochs = self.plan_epochs(num_samples)
+
+    def plan_epochs(self, num_samples):
+        """Return the EpochPlan of so many samples of this corpus; None: one epoch."""
+        config = self.config
+        is_valid = self.blend.split is Split.valid
+        drop_last = config.drop_last_partial_validation_sequence or not is_valid
+        x = config.add_extra_token_to_sequence
+        try:
+            return plan_epochs(self.tokens, num_samples, config.sequence_length, drop_last, x)
+        except ValueError as error:  # it holds no tokens
+            raise ValueError(f"{self.name}: {error}") from None
+
+    def row(self, drawn, weight_asked, drawn_of_all, global_batch_size):
+        """Return the PlanRow, for a run that reads so many samples of this corpus and of all."""
+        S = self.config.sequence_length
+        built = self.epochs.num_samples
+        tokens_in_use = 0
+        if built > 0:
+            tokens_in_use = built * S + self.config.add_extra_token_to_sequence
+        epochs = fractions.Fraction(0)
+        weight_achieved = fractions.Fraction(0)
+        steps_per_epoch = None
+        if drawn > 0:
+            epochs = fractions.Fraction(drawn * S, self.tokens)
+            weight_achieved = fractions.Fraction(drawn, drawn_of_all)
+            if global_batch_size is not None and self.blend.split is Split.train:
+                steps_per_epoch = fractions.Fraction(drawn_of_all, global_batch_size) / epochs
+        return PlanRow(
+            split=self.blend.split.name,
+            path_prefix=self.prefix,
+            documents=len(self.documents),
+            tokens=self.tokens,
+            samples_requested=self.requested,
+            samples_built=built,
+            samples_drawn=drawn,
+            epochs=epochs,
+            weight_asked=weight_asked,
+            weight_achieved=weight_achieved,
+            tokens_cut=max(0, self.epochs.num_epochs * self.tokens - tokens_in_use),
+            steps_per_epoch=steps_per_epoch,
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the builder's warnings are noted already
-        pad = _pad_token_id(config)
-    if pad >= 0:
-        notes.append(
-            f"padding has the id {pad}: real tokens of this id become 0, and have no loss; "
-            "see that the corpus has none"
-        )
-    return notes
 
-
-def _notes_of_row(row, part):
-    """Sentences on one corpus of one split."""
-    name = f"{row.split} of {_name(part)}"
-    notes = []
-    if row.samples_built == 0 and row.samples_requested != 0:
-        notes.append(f"{name}: its {row.tokens:,} tokens are too few for one sample")
-    elif row.samples_drawn and row.tokens_cut > _MUCH * row.tokens:
-        share = row.tokens_cut / row.tokens
-        notes.append(
-            f"{name}: {row.tokens_cut:,} tokens at the end of its stream fill no sample, "
-            f"{share:.1%} of an epoch"
-        )
-    if row.epochs > _MANY_EPOCHS:
-        notes.append(
-            f"{name}: read {float(row.epochs):.1f} times: more than {_MANY_EPOCHS} times is "
-            "worth less and less"
-        )
-    change = part.samples_to_a_new_order()
-    if change is not None and abs(change) <= max(1, _NEAR * part.num_samples):
-        notes.append(
-            f"{name}: for {part.num_samples + change:,} samples instead of {part.num_samples:,} "
-            "all of its samples would be shuffled anew, from the first one on: set stable_order if "
-            "the run may become longer or shorter"
-        )
-    difference = abs(float(row.weight_achieved) - row.weight_asked)
-    is_wanted = row.samples_requested or row.samples_drawn
-    if is_wanted and difference > _MUCH * row.weight_asked:
-        notes.append(
-            f"{name}: a weight of {row.weight_asked:.4g} cannot be met with so few samples: "
-            f"{row.samples_drawn:,} are drawn, {float(row.weight_achieved):.4g} of all"
-        )
-    return notes
-
-
-def _epochs_of_pile(part):
-    """How many epochs are shuffled together, the last one left out where it is by itself."""
-    return part.epoch_plan.num_epochs - int(part.epoch_plan.separate_final_epoch)
-
-
-class _OrderOfDocuments(typing.NamedTuple):
-    """Corpora for which this is equal have their documents in the same order, with one seed."""
-
-    split: str
-    documents: int
-    num_epochs: int | None  # None with stable_order, which shuffles each epoch by itself
-    separate_final_epoch: bool | None
-
-
-def _notes_of_splits(config, rows, parts, global_batch_size):
-    """Sentences on several corpora of a split together."""
-    notes = []
-    same_order = {}
-    piles = {}
-    samples_of_train = 0
-    for row, part in zip(rows, parts, strict=True):
-        if row.split == Split.train.name:
-            samples_of_train += row.samples_drawn
-        if row.documents < 2 or row.samples_drawn == 0:
-            continue
-        order = _OrderOfDocuments(row.split, row.documents, None, None)
-        if not config.stable_order:
-            epochs = part.epoch_plan
-            order = order._replace(
-                num_epochs=epochs.num_epochs, separate_final_epoch=epochs.separate_final_epoch
-            )
-            if _epochs_of_pile(part) > 1:
-                piles.setdefault(row.split, []).append(_name(part))
-        same_order.setdefault(order, []).append(_name(part))
-    for split, names in piles.items():
-        notes.append(
-            f"{split}: several epochs of {_list_names(names)} are shuffled as one pile: some "
-            "documents come several times before others come once (stable_order shuffles each "
-            "epoch by itself)"
-        )
-    for order, names in same_order.items():
-        if len(names) > 1:
+    def notes(self, row):
+        """Return sentences on what may cost a run."""
+        notes = []
+        if row.epochs > _MANY_EPOCHS:
             notes.append(
-                f"{order.split}: {_list_names(names)} have {order.documents:,} documents each, so "
-                "with one seed these come in the same order in each of them"
+                f"{self.name}: read {float(row.epochs):.1f} times: more than {_MANY_EPOCHS} times "
+                "is worth less and less"
             )
-    if global_batch_size is not None and samples_of_train % global_batch_size:
-        rest = _count(samples_of_train % global_batch_size, "sample")
-        notes.append(
-            f"train: {_count(samples_of_train, 'sample')} fill steps of {global_batch_size:,}, but "
-            f"for the last {rest}"
-        )
-    return notes
+        difference = abs(float(row.weight_achieved) - row.weight_asked)
+        if self.blend.size != 0 and difference > _MUCH * row.weight_asked:
+            notes.append(
+                f"{self.name}: a weight of {row.weight_asked:.4g} cannot be met with so few "
+                f"samples: {row.samples_drawn:,} are drawn, {float(row.weight_achieved):.4g} of all"
+            )
+        n = row.samples_requested
+        other = self.size_of_other_order(n)
+        if other is not None and self.blend.split is Split.train:
+            notes.append(
+                f"{self.name}: for {_count(other, 'sample')} instead of {n:,} all of them would be "
+                "shuffled anew, from the first one on: set stable_order if the run may become "
+                "longer or shorter"
+            )
+        return notes
+
+    def size_of_other_order(self, n):
+        """A number of samples, 1 % more than n or less, that has another order; None: none has."""
+        if not n or self.config.stable_order:
+            return None
+        margin = max(1, n // 100)
+        for other in (n + margin, max(1, n - margin)):
+            epochs = self.plan_epochs(other)
+            is_as_long = epochs.num_epochs == self.epochs.num_epochs
+            if not is_as_long or epochs.separate_final_epoch != self.epochs.separate_final_epoch:
+                return other
+        return None
 
 
-def _list_names(names):
-    """The first names of a list, and how many more there are."""
-    text = ", ".join(names[:4])
-    return text if len(names) <= 4 else f"{text} and {len(names) - 4} more"
+def _samples_drawn(blend, built):
+    """How many samples a run reads of each corpus of a blend; built: how many each has."""
+    if blend.is_one_corpus:
+        return [built[0] if blend.size is None else int(blend.size)]
+    if blend.phases is not None:
+        phases = blend.phases
+    elif blend.weights is not None:
+        phases = [(sum(math.ceil(blend.size * weight) for weight in blend.weights), blend.weights)]
+    elif sum(built) == 0 and blend.size != 0:
+        raise ValueError(f"{blend.split.name}: no corpus of the blend holds a whole sample")
+    elif blend.size is None or sum(built) == 0:
+        return built
+    else:
+        phases = [(min(int(blend.size), sum(built)), _normalize_used(built))]
+    size = sum(samples for samples, _ in phases)
+    dataset_index = np.zeros(size, np.int16)
+    build_phase_indices(dataset_index, np.zeros(size, np.int64), phases)
+    return np.bincount(dataset_index, minlength=len(built)).tolist()
+
+
+def _shares_asked(blend, corpora):
+    """The share of the samples of a split that each corpus is to give."""
+    if blend.is_one_corpus:
+        return [1.0]
+    if blend.weights is not None:
+        return blend.weights
+    if blend.phases is None:
+        built = [corpus.epochs.num_samples for corpus in corpora]
+        return [count / max(1, sum(built)) for count in built]
+    shares = np.zeros(len(corpora))
+    size = sum(samples for samples, _ in blend.phases)
+    for samples, weights in blend.phases:
+        shares += np.multiply(weights, samples / size)
+    return shares.tolist()
 
 
 # ==============================================================================
@@ -8841,15 +8676,25 @@ def _list_names(names):
 #   megatron-min preprocess --input 'books/*.jsonl' --output-prefix books --append-eod --workers 8
 #   megatron-min merge      --input books_text_document wiki_text_document --output-prefix all
 #   megatron-min inspect    all --tokenizer tokenizer.json
-#   megatron-min verify     all
-#   megatron-min build      --blend 70 books 30 wiki --split 98,1,1 --sizes 1000000 1000 1000
-#                           --sequence-length 2048 --random-seed 1234 --path-to-cache cache
+#   megatron-min verify     all cache
+#   megatron-min build      --config run.toml --path-to-cache cache
 #   megatron-min plan       --config run.toml --global-batch-size 512
 #   megatron-min trace      --config run.toml --step 31000 --global-batch-size 512 --decode
 #   megatron-min find       --config run.toml --path-prefix books --sequence 12
 #   megatron-min demo
 #
-# plan, trace, find and build read the same options, from the command line or from a TOML file.
+# build, plan, trace and find read the options of a run.  Those that people type are flags; the TOML
+# file of --config may hold these and all others:
+#
+#   flag              in run.toml                              what becomes of it
+#   --blend 7 a 3 b   blend = [7, "a", 3, "b"]                 fields of GPTDatasetConfig
+#   --random-seed 1   random_seed = 1
+#                     eod_mask_loss = true, ...
+#   --tokenizer t     tokenizer = "t", eod_token = "<end>"     arguments of build_tokenizer()
+#   --sizes 9 9 none  sizes = [9, 9, "none"]                   sizes of the builder
+#   --global-...      global_batch_size = 8, seed = 1, ...     arguments of explain()
+#
+# A flag wins over the file.  A blend of the command line replaces all blends of the file.
 #
 #   how a command ends                              exit code
 #   well                                            0
@@ -8867,17 +8712,20 @@ def main(argv: list[str] | None = None) -> int:
     argv   the words after the name of the program; None: those of this process
     """
     options = _make_parser().parse_args(argv)
-    with warnings.catch_warnings(), _exit_at_sigterm():
+    with warnings.catch_warnings(), _exit_at_sigterm(), _any_text_on_stdout():
         warnings.showwarning = _print_warning
         return _run_command(options)
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults, and keeps the lines of the example: two formatters of argparse."""
+
+
 def _make_parser():
     """Return the parser of all commands; each stores the function that runs it as options.run."""
-    description = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(
         _program_name(),
-        description=description,
+        description="Megatron-LM's GPT data path: text to files to indices to resumable batches.",
         epilog=f"{_program_name()} COMMAND --help shows the options of a command, and an example.",
     )
     version = f"{__version__} ({_describe_kernels()})"
@@ -8895,6 +8743,27 @@ def _make_parser():
     return parser
 
 
+def _add_command(commands, name, run, help, example, makes_files=False):
+    """Add a command without options yet, and return its parser.
+
+    run          the generator that runs the command: it takes the options, and yields the lines
+                 that are printed
+    help         what the command does, in a line
+    example      a command line, without the name of the program and of the command
+    makes_files  is its work done when its files are there?  Else its work is what it prints
+    """
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=help,
+        formatter_class=_HelpFormatter,
+        argument_default=argparse.SUPPRESS,  # what is not given, and has no default, is not there
+    )
+    parser.epilog = f"example:\n  {parser.prog} {example}".rstrip()
+    parser.set_defaults(run=run, makes_files=makes_files)
+    return parser
+
+
 def _program_name():
     """How this program was started: also a copy of this file alone is one."""
     if os.path.basename(sys.argv[0]) == os.path.basename(__file__):
@@ -8905,15 +8774,7 @@ def _program_name():
 def _run_command(options):
     """Run the command and return the exit code; an error becomes one sentence on stderr."""
     try:
-        options.run(options)
-        # A full disk is noticed here, and not when Python exits.  print() knows, unlike
-        # sys.stdout.flush(), that there is no sys.stdout if a shell has closed it.
-        print(end="", flush=True)
-    except BrokenPipeError:
-        # The reader has seen enough, as in "megatron-min demo | head -1".  Python would try to
-        # write the rest when it exits, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
+        return _print_lines(options.run(options), options.makes_files)
     except (Exception, KeyboardInterrupt) as error:
         signal_error = _find_signal(error)
         if isinstance(signal_error, SystemExit):
@@ -8923,6 +8784,25 @@ def _run_command(options):
             return 130
         print(f"megatron-min: {_one_line(error)}", file=sys.stderr)
         return 1
+
+
+def _print_lines(lines, makes_files):
+    """Print what a command says, and return the exit code.
+
+    makes_files   then the lines tell of files that are made, whether or not there is room for the
+                  lines; else it is an error that they cannot be written
+    """
+    for line in lines:
+        try:
+            print(line, flush=True)
+        except OSError as error:
+            # Python would try to write the line again when it exits: send it to nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            # A reader may have seen enough, as in "megatron-min demo | head -1".
+            if not isinstance(error, BrokenPipeError):
+                print(f"megatron-min: output: {_one_line(error)}", file=sys.stderr)
+            if not makes_files:
+                return 1
     return 0
 
 
@@ -8944,14 +8824,28 @@ def _one_line(error):
     if len(words) == 0:
         return type(error).__name__
     message = hide_credentials(" ".join(words))
-    if isinstance(error, (ValueError, IndexError, OSError, ImportError)):
+    if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)):
         return message
     return f"{type(error).__name__}: {message}"
 
 
 def _print_warning(message, *details):
     """Print a warning as a user wants to see it: without the line of code that it came from."""
-    print(f"warning: {message}", file=sys.stderr)
+    print(f"warning: {_one_line(message)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _any_text_on_stdout():
+    """Print \\xe9 for a letter that the terminal's encoding lacks, instead of stopping there."""
+    if not isinstance(sys.stdout, io.TextIOWrapper):  # closed by the shell, or a program's own
+        yield
+        return
+    errors = sys.stdout.errors
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        sys.stdout.reconfigure(errors=errors)
 
 
 @contextlib.contextmanager
@@ -8975,76 +8869,38 @@ def _exit_143(signal_number, frame):
 # -- What the commands share -------------------------------------------------------------------
 
 
-def _add_command(commands, name, run, help, example):
-    """Add a command without options yet, and return its parser.
-
-    run       the function that runs the command; it takes the options
-    help      what the command does, in a line
-    example   a command line, without the name of the program and of the command
-    """
-    formatter = argparse.RawDescriptionHelpFormatter  # which keeps the lines of the example
-    parser = commands.add_parser(name, help=help, description=help, formatter_class=formatter)
-    parser.epilog = f"example:\n  {parser.prog} {example}".rstrip()
-    parser.set_defaults(run=run)
-    return parser
-
-
-_NEEDED = "needed, here or in --config"  # what the help says instead of a default
-
-
-def _add_option(parser, flag, help, default=None, shown=None, **arguments):
-    """Add --x VALUE, whose help tells its default.
-
-    shown       the default in words, where it is not the default of argparse
-    arguments   of add_argument(), such as type, nargs, choices or required
-    """
-    if arguments.get("required"):
-        words = "required"
-    elif shown == _NEEDED:
-        words = _NEEDED
-    else:
-        words = f"default: {_default_in_words(default if shown is None else shown)}"
-    parser.add_argument(flag, default=default, help=f"{help} ({words})", **arguments)
-
-
-def _add_switch(parser, flag, help, default=False, shown=None):
-    """Add the two flags --x and --no-x, whose help tells which of them is the default."""
-    action = argparse.BooleanOptionalAction
-    words = _default_in_words(default if shown is None else shown)
-    parser.add_argument(flag, action=action, default=default, help=f"{help} (default: {words})")
-
-
-def _default_in_words(value):
-    """A default as a person would write it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return " ".join(value)
-    return "none" if value is None else str(value)
+_TOKENIZERS = "bytes, null:VOCAB, a tokenizer.json or module:attribute"
 
 
 def _add_tokenizer_options(parser):
-    """Add the options that _tokenizer_of() reads; None stands for their defaults."""
-    kinds = "bytes, null:VOCAB, a tokenizer.json or module:attribute"
-    _add_option(parser, "--tokenizer", kinds, shown="bytes")
-    _add_option(
-        parser,
+    """Add the arguments of build_tokenizer()."""
+    parser.add_argument("--tokenizer", default="bytes", help=_TOKENIZERS)
+    parser.add_argument(
         "--eod-token",
-        "text of the end-of-document token of a tokenizer.json",
-        shown="<|endoftext|>, or else </s>",
+        help="text of the end-of-document token of a tokenizer.json; without, <|endoftext|> or "
+        "else </s>",
     )
-    special = "let a tokenizer.json add its own special tokens, such as BOS, to each text"
-    _add_switch(parser, "--add-special-tokens", special, default=None, shown=False)
+    parser.add_argument(
+        "--add-special-tokens",
+        action="store_true",
+        default=False,
+        help="let a tokenizer.json add its own special tokens, such as BOS, to each text",
+    )
 
 
-def _tokenizer_of(options):
-    """The tokenizer that the options name."""
-    name = "bytes" if options.tokenizer is None else options.tokenizer
-    return build_tokenizer(name, options.eod_token, bool(options.add_special_tokens))
+def _tokenizer_of(values):
+    """Return the tokenizer that the values of options by name, or of a file, describe."""
+    return build_tokenizer(
+        values.get("tokenizer", "bytes"),
+        values.get("eod_token"),
+        values.get("add_special_tokens", False),
+    )
 
 
 def _add_json_flag(parser):
-    _add_switch(parser, "--json", "print JSON, for other programs")
+    parser.add_argument(
+        "--json", action="store_true", default=False, help="print JSON, for other programs"
+    )
 
 
 def _whole_number(text):
@@ -9052,6 +8908,14 @@ def _whole_number(text):
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"wanted a whole number, 0 or more, got {text}")
     return int(text)
+
+
+def _positive_number(text):
+    """The type of an option that is a number from 1 on."""
+    number = _whole_number(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError("wanted a whole number, 1 or more, got 0")
+    return number
 
 
 def _pair_prefix(path):
@@ -9062,41 +8926,40 @@ def _pair_prefix(path):
     return path
 
 
-def _print_counts(label, dataset):
-    """Print one line about a pair."""
+def _counts(label, dataset):
+    """A line about a pair."""
     words = [
         _count(len(dataset), "sequence"),
         _count(len(dataset.document_indices) - 1, "document"),
         f"{_count(dataset.num_tokens, 'token')} of {np.dtype(dataset.dtype)}",
     ]
-    print(f"{hide_credentials(label)}: {', '.join(words)}")
+    return f"{label}: {', '.join(words)}"
 
 
-def _largest_id(dataset):
-    """The largest of at most a million tokens, which come from all over a pair; -1: no tokens."""
-    largest = -1
-    for i in range(0, len(dataset), _ceil_div(len(dataset), 1000)):
-        count = min(int(dataset.sequence_lengths[i]), 1000)
-        if count > 0:
-            largest = max(largest, int(dataset.get(i, 0, count).max()))
-    return largest
-
-
-def _bar(share):
-    """Return a share of 1 as a bar of at most 50 signs; what is not 0 has one."""
-    return "#" * math.ceil(share * 50)
-
-
-def _print_table(titles, rows, alignment):
-    """Print rows of texts under their titles; alignment is l or r for each column."""
+def _table(titles, rows, alignment):
+    """Rows of values under their titles, as lines; alignment is l or r for each column."""
+    lines = [titles]
+    for row in rows:
+        lines.append([_cell(value) for value in row])
     widths = []
-    for column, title in enumerate(titles):
-        widths.append(max([len(title), *(len(row[column]) for row in rows)]))
-    for row in [titles, *rows]:
+    for column in range(len(titles)):
+        widths.append(max(len(line[column]) for line in lines))
+    aligned = []
+    for line in lines:
         cells = []
-        for cell, width, side in zip(row, widths, alignment, strict=True):
+        for cell, width, side in zip(line, widths, alignment, strict=True):
             cells.append(cell.ljust(width) if side == "l" else cell.rjust(width))
-        print("  ".join(cells).rstrip())
+        aligned.append("  ".join(cells).rstrip())
+    return aligned
+
+
+def _cell(value):
+    """A value of a table as a text: 12,345,678, 0.25; "-" for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)
 
 
 def _shorten(path, width=32):
@@ -9105,23 +8968,9 @@ def _shorten(path, width=32):
     return text if len(text) <= width else "..." + text[3 - width :]
 
 
-def _short_count(number):
-    """Return a number in few places, rounded: 1,234,567 or 12,345.7M; "-" for None."""
-    if number is None or number < 10**7:
-        return _whole(number)
-    if number < 10**11:
-        return f"{number / 10**6:,.1f}M"
-    return f"{number / 10**9:,.0f}G"
-
-
-def _whole(number):
-    """Return a number in full, 12,345,678; "-" for None."""
-    return "-" if number is None else f"{number:,}"
-
-
-def _print_json(value):
-    """Print a value for other programs; a Fraction becomes a text such as "24/13"."""
-    print(json.dumps(value, indent=2, default=str))
+def _json(value):
+    """A value for other programs; a Fraction becomes a text such as "24/13"."""
+    return json.dumps(value, indent=2, default=str)
 
 
 # -- preprocess --------------------------------------------------------------------------------
@@ -9134,25 +8983,56 @@ def _add_preprocess(commands):
         _run_preprocess,
         "JSON lines, also compressed, and Parquet to .bin/.idx pairs",
         "--input 'books/*.jsonl.gz' --output-prefix books --append-eod --workers 8",
+        makes_files=True,
     )
-    inputs = (
-        "files, globs and URLs, read in this order: JSON lines (also .gz, .bz2, .xz, .zst) and "
-        '.parquet; "-" is stdin'
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help="files, globs and URLs, read in this order: JSON lines (also .gz, .bz2, .xz, .zst) "
+        'and .parquet; "-" is stdin',
     )
-    _add_option(parser, "--input", inputs, nargs="+", required=True)
-    _add_option(parser, "--output-prefix", "the pairs are named PREFIX_KEY_document", required=True)
+    parser.add_argument(
+        "--output-prefix", required=True, help="the pairs are named PREFIX_KEY_document"
+    )
     _add_tokenizer_options(parser)
-    _add_switch(parser, "--split-sentences", "a sentence is a sequence; in PREFIX_KEY_sentence")
-    _add_switch(parser, "--append-eod", "put an eod after each document that has tokens")
-    _add_option(parser, "--json-keys", "each key becomes a pair", default=["text"], nargs="+")
-    workers = "processes, or threads; the files are the same for any number"
-    _add_option(parser, "--workers", workers, default=1, type=_whole_number)
-    shard = "i/n: make the i-th of n parts, from 0 on; merge makes one pair of them"
-    launcher = "of torchrun or Slurm, else the whole, 0/1"
-    _add_option(parser, "--shard", shard, shown=launcher, type=_parse_shard)
-    on_error = "at a bad line: stop, or skip: leave it out, and count it"
-    _add_option(parser, "--on-error", on_error, default="stop", choices=["stop", "skip"])
-    _add_switch(parser, "--verbose", "show progress on stderr", default=True)
+    parser.add_argument(
+        "--split-sentences",
+        action="store_true",
+        default=False,
+        help="a sentence is a sequence; in PREFIX_KEY_sentence",
+    )
+    parser.add_argument(
+        "--append-eod",
+        action="store_true",
+        default=False,
+        help="put an eod after each document that has tokens",
+    )
+    parser.add_argument("--json-keys", default=["text"], nargs="+", help="each key becomes a pair")
+    parser.add_argument(
+        "--workers",
+        default=1,
+        type=_whole_number,
+        help="processes, or threads; the files are the same for any number",
+    )
+    parser.add_argument(
+        "--shard",
+        type=_parse_shard,
+        help="i/n: make the i-th of n parts, from 0 on; merge makes one pair of them; without: "
+        "that of torchrun or Slurm, else the whole",
+    )
+    parser.add_argument(
+        "--on-error",
+        default="stop",
+        choices=["stop", "skip"],
+        help="at a bad line: stop, or skip: leave it out, and count it",
+    )
+    parser.add_argument(
+        "--verbose",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="show progress on stderr",
+    )
 
 
 def _parse_shard(text):
@@ -9164,13 +9044,14 @@ def _parse_shard(text):
 
 
 def _run_preprocess(options):
-    shard = options.shard
+    given_shard = getattr(options, "shard", None)
+    shard = given_shard
     if shard is None:
         shard = shard_of_launcher()
     prefixes = preprocess(
         options.input,
         options.output_prefix,
-        _tokenizer_of(options),
+        _tokenizer_of(vars(options)),
         append_eod=options.append_eod,
         json_keys=options.json_keys,
         split_sentences=options.split_sentences,
@@ -9181,24 +9062,24 @@ def _run_preprocess(options):
     )
     made = list(prefixes.values())
     for prefix in made:
-        _print_counts(prefix, IndexedDataset(prefix))
+        yield _counts(prefix, IndexedDataset(prefix))
     if shard[1] == 1:
         return
-    if options.shard is None and torch.distributed.is_torchelastic_launched():
+    if given_shard is None and torch.distributed.is_torchelastic_launched():
         for prefix in _merge_shards_of_ranks(made, shard):
-            _print_counts(prefix, IndexedDataset(prefix))
+            yield _counts(prefix, IndexedDataset(prefix))
     else:
-        _print_how_to_merge(made, shard)
+        yield from _how_to_merge(made, shard)
 
 
-def _print_how_to_merge(prefixes, shard):
-    """Print the commands that make one pair of the shards of each key."""
-    print(f"this is shard {shard[0]}/{shard[1]}; when all {shard[1]} are made:")
+def _how_to_merge(prefixes, shard):
+    """The commands that make one pair of the shards of each key."""
+    yield f"this is shard {shard[0]}/{shard[1]}; when all {shard[1]} are made:"
     for prefix in prefixes:
         whole = prefix.removesuffix(_shard_name(shard))
         quoted = shlex.quote(whole)
         shards = f"{quoted}_*_of_{shard[1]:05}.idx"  # the * is for the shell
-        print(f"{_program_name()} merge --input {shards} --output-prefix {quoted}")
+        yield f"{_program_name()} merge --input {shards} --output-prefix {quoted}"
 
 
 # -- merge, inspect, verify --------------------------------------------------------------------
@@ -9211,18 +9092,26 @@ def _add_merge(commands):
         _run_merge,
         "append pairs into a new pair",
         "--input books_text_document wiki_text_document --output-prefix all",
+        makes_files=True,
     )
-    inputs = "path prefixes of pairs of one dtype, in the order in which they are appended"
-    _add_option(parser, "--input", inputs, nargs="+", type=_pair_prefix, required=True)
-    _add_option(parser, "--output-prefix", "path prefix of the new pair", required=True)
-    _add_switch(parser, "--multimodal", "the pairs hold modes")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        type=_pair_prefix,
+        required=True,
+        help="path prefixes of pairs of one dtype, in the order in which they are appended",
+    )
+    parser.add_argument("--output-prefix", required=True, help="of the new pair")
+    parser.add_argument(
+        "--multimodal", action="store_true", default=False, help="the pairs hold modes"
+    )
 
 
 def _run_merge(options):
     check_all_shards(options.input)
     _make_folder_of(options.output_prefix)
     merge(options.input, options.output_prefix, options.multimodal)
-    _print_counts(options.output_prefix, IndexedDataset(options.output_prefix))
+    yield _counts(options.output_prefix, IndexedDataset(options.output_prefix))
 
 
 def _add_inspect(commands):
@@ -9234,61 +9123,59 @@ def _add_inspect(commands):
         "books_text_document --tokenizer tokenizer.json",
     )
     parser.add_argument("prefix", type=_pair_prefix, help="path of a pair, without .bin and .idx")
-    tokens = "how many tokens of sequence 0 to show"
-    _add_option(parser, "--tokens", tokens, default=16, type=_whole_number)
+    parser.add_argument(
+        "--tokens", default=16, type=_whole_number, help="how many tokens of sequence 0 to show"
+    )
     _add_tokenizer_options(parser)
 
 
 def _run_inspect(options):
-    tokenizer = _tokenizer_of(options)
+    tokenizer = _tokenizer_of(vars(options))
     dataset = IndexedDataset(options.prefix, check=False)
-    _print_counts(options.prefix, dataset)
+    yield _counts(options.prefix, dataset)
     if len(dataset) > 0:
-        _print_lengths(dataset.sequence_lengths)
-        _print_first_tokens(dataset, options.tokens, tokenizer)
+        yield from _describe_lengths(dataset.sequence_lengths)
+        yield from _describe_first_tokens(dataset, options.tokens, tokenizer)
 
 
-def _print_lengths(lengths):
-    """Print how long the sequences are; percentiles of at most 100,000: there may be a billion."""
-    print(f"lengths: {lengths.min():,} to {lengths.max():,} tokens")
+def _describe_lengths(lengths):
+    """How long the sequences are; percentiles of at most 100,000: there may be a billion."""
+    yield f"lengths: {lengths.min():,} to {lengths.max():,} tokens"
     sample = lengths[:: _ceil_div(len(lengths), 100_000)]
     percentiles = np.percentile(sample, (1, 25, 50, 75, 99)).round().astype(int).tolist()
     note = ""
     if len(sample) < len(lengths):
         note = f", of {len(sample):,} lengths from all over the pair"
     numbers = ", ".join(f"{number:,}" for number in percentiles)
-    print(f"1%, 25%, median, 75%, 99%{note}: {numbers}")
-    _print_histogram(sample)
+    yield f"1%, 25%, median, 75%, 99%{note}: {numbers}"
 
 
-def _print_histogram(lengths):
-    """Print a bar for each power of two: how many sequences have up to so many tokens."""
-    counts = collections.Counter(int(length).bit_length() for length in lengths)
-    rows = []
-    for bits in range(min(counts), max(counts) + 1):
-        lowest = (1 << bits) >> 1  # 0 bits: the length 0
-        highest = (1 << bits) - 1
-        share = counts[bits] / len(lengths)
-        rows.append([f"{lowest:,}", f"{highest:,}", f"{share:.1%}", _bar(share)])
-    _print_table(["from", "to", "share", ""], rows, "rrrl")
-
-
-def _print_first_tokens(dataset, count, tokenizer):
-    """Print how sequence 0 begins, as ids, and as text if they are text for the tokenizer."""
+def _describe_first_tokens(dataset, count, tokenizer):
+    """How sequence 0 begins, as ids, and as text if they are text for the tokenizer."""
     tokens = dataset[0][:count].tolist()
-    print(f"sequence 0: {tokens}")
+    yield f"sequence 0: {tokens}"
     text = None
     largest = _largest_id(dataset)
     if largest < tokenizer.vocab_size:
         with contextlib.suppress(Exception):  # a tokenizer may raise anything for ids of another
             text = tokenizer.detokenize(tokens)
     if text is not None and _is_readable(text):
-        print(f"decoded: {text!r}")
+        yield f"decoded: {text!r}"
     else:
-        print(
+        yield (
             f"not decoded: the ids, up to {largest:,}, are no text for this tokenizer of "
             f"{tokenizer.vocab_size:,} ids: name that of the pair with --tokenizer"
         )
+
+
+def _largest_id(dataset):
+    """The largest of at most a million tokens, which come from all over a pair; -1: no tokens."""
+    largest = -1
+    for i in range(0, len(dataset), _ceil_div(len(dataset), 1000)):
+        count = min(int(dataset.sequence_lengths[i]), 1000)
+        if count > 0:
+            largest = max(largest, int(dataset.get(i, 0, count).max()))
+    return largest
 
 
 def _is_readable(text):
@@ -9302,14 +9189,14 @@ def _add_verify(commands):
         commands,
         "verify",
         _run_verify,
-        "check every entry of a pair, or every file of an index cache",
+        "check every entry of a pair, or every byte of the index caches of a folder",
         "books_text_document cache --json",
     )
     parser.add_argument(
         "path",
         nargs="+",
         type=_pair_prefix,
-        help="a pair, without .bin and .idx; or a cache folder, or a file of one",
+        help="a pair, without .bin and .idx; or a folder of index caches",
     )
     _add_json_flag(parser)
 
@@ -9319,290 +9206,253 @@ def _run_verify(options):
     for path in options.path:
         if IndexedDataset.exists(path) or not os.path.exists(path):
             dataset = IndexedDataset(path, check=True)
-            checked.append(_count_pair(path, dataset))
+            counts = {
+                "path": path,
+                "sequences": len(dataset),
+                "documents": len(dataset.document_indices) - 1,
+                "tokens": dataset.num_tokens,
+            }
+            checked.append(counts)
             if not options.json:
-                _print_counts(f"whole: {path}", dataset)
+                yield _counts(f"whole: {path}", dataset)
             continue
-        for stem, shapes in verify_cache(path).items():
-            checked.append({"path": path, "cache": stem, "shapes": shapes})
+        for stem, sizes in verify_cache(path).items():
+            checked.append({"path": path, "cache": stem, "bytes": sizes})
             if not options.json:
-                print(f"whole: {stem}")
-                for name, shape in shapes.items():
-                    print(f"       {name}: {' x '.join(f'{size:,}' for size in shape)}")
+                yield f"whole: {stem}: {_count(sum(sizes.values()), 'byte')}"
     if options.json:
-        _print_json(checked)
+        yield _json(checked)
 
 
-def _count_pair(path, dataset):
-    """What verify says of a pair, for JSON."""
-    return {
-        "path": path,
-        "sequences": len(dataset),
-        "documents": len(dataset.document_indices) - 1,
-        "tokens": dataset.num_tokens,
-    }
+# -- The options of a run, for build, plan, trace and find ------------------------------------
+
+# The arguments of explain() that a file may hold, with a value of each: of a number the least one.
+_LAYOUT = {
+    "global_batch_size": 1,
+    "micro_batch_size": 1,
+    "data_parallel_size": 1,
+    "consumed_samples": 0,
+    "dataloader_type": "single",
+    "data_sharding": True,
+    "drop_last": True,
+    "seed": 0,
+}
 
 
-# -- the options of a run, for build, plan, trace and find ------------------------------------
-
-# The fields of GPTDatasetConfig that can be written in a shell; tokenizer and blend have flags of
-# their own.  A field becomes the flag of its name; bool stands for the two flags --x and --no-x.
-_CONFIG_FLAGS = [
-    ("random_seed", int, "seed of every shuffle of documents and samples"),
-    ("sequence_length", int, "S, in tokens"),
-    ("split", str, 'shares of train, valid and test, such as "98,1,1"'),
-    ("multiple_validation_sets", bool, "valid is one dataset for each of its corpora"),
-    (
-        "full_validation",
-        bool,
-        "with --multiple-validation-sets: each valid dataset is one epoch; its size must be none",
-    ),
-    ("num_dataset_builder_threads", int, "how many corpora are built side by side"),
-    ("path_to_cache", str, "folder of the index files"),
-    ("mmap_bin_files", bool, "map the .bin files; without, read with os.pread"),
-    ("mid_level_dataset_surplus", float, "share of extra samples of each corpus of a blend"),
-    ("allow_ambiguous_pad_tokens", bool, "pad with the pad id even where it is eod too"),
-    ("fast_cache_load", bool, "trust a cache that exists, without any check"),
-    ("defer_npy_index_mmap", bool, "open the index files at the first access"),
-    ("reset_position_ids", bool, "positions restart after every eod token"),
-    ("reset_attention_mask", bool, "no token attends across an eod token"),
-    ("eod_mask_loss", bool, "no loss where the input token is eod"),
-    ("create_attention_mask", bool, "samples have the dense (1, S, S) mask"),
-    ("drop_last_partial_validation_sequence", bool, "no: pad the short last sample of valid"),
-    ("add_extra_token_to_sequence", bool, "the last input token has a label too"),
-    ("object_storage_cache_path", str, "folder for copies of .idx files"),
-    ("inter_document_masking", bool, "samples have cu_seqlens and max_seqlen, and no mask"),
-    ("stable_order", bool, "a longer dataset begins with the shorter one"),
-]
+# The same of the arguments of build_tokenizer().
+_OF_TOKENIZER = {"tokenizer": "bytes", "eod_token": "</s>", "add_special_tokens": False}
 
 
-# How a job reads its samples.
-_LAYOUT_FLAGS = [
-    ("global_batch_size", int, "samples in a step, of all ranks together"),
-    ("micro_batch_size", int, "samples that one rank reads at once"),
-    ("data_parallel_size", int, "data-parallel ranks"),
-    ("consumed_samples", int, "samples that were consumed before step 0"),
-    ("dataloader_type", str, "single or cyclic"),
-    ("data_sharding", bool, "of cyclic: each rank shuffles a part of its own"),
-    ("drop_last", bool, "of single: leave out the samples that fill no round"),
-    ("seed", int, "of cyclic"),
-]
+class _Run(typing.NamedTuple):
+    """What a run reads, and in which order."""
 
-# What a file of --config may hold, and of which type: the fields of the config, and these.
-_RUN_OPTIONS = {name: kind for name, kind, _ in _CONFIG_FLAGS + _LAYOUT_FLAGS}
-_RUN_OPTIONS |= {"blend": list, "blend_per_split": list, "blend_phases": list, "sizes": list}
-_RUN_OPTIONS |= {"train_blend": list, "valid_blend": list, "test_blend": list}
-_RUN_OPTIONS |= {"tokenizer": str, "eod_token": str, "add_special_tokens": bool}
+    config: GPTDatasetConfig
+    sizes: list[int | None] | None  # of train, valid and test, None is one epoch; not given: None
+    layout: dict  # what is given of _LAYOUT
 
 
 def _add_run_options(parser):
-    """Add the options that say which data a run reads, and in which order.
-
-    All of them are None where they are not given: then they may be in the file of --config.
-    """
-    parser.add_argument("prefix", nargs="*", type=_pair_prefix, help="the same as --blend")
-    config = (
-        "a TOML file with options by their names, with _ for -; those of the command line come "
-        "first, and its blends make those of the file void"
+    """Add the options that say which data a run reads."""
+    parser.add_argument(
+        "prefix",
+        nargs="*",
+        type=_pair_prefix,
+        help="corpora that are all train: the same as --blend PREFIX --split 1",
     )
-    _add_option(parser, "--config", config, metavar="FILE")
-    sizes = "samples of train, of valid and of test; none means one epoch"
-    _add_option(parser, "--sizes", sizes, nargs="+", shown="none none none; build needs it")
-    blend = "path prefixes, or a weight before each: 70 books 30 wiki"
-    _add_option(parser, "--blend", blend, nargs="+", type=_pair_prefix)
-    for split in Split:
-        blend = f"blend of whole corpora for {split.name}, instead of --blend and --split"
-        _add_option(parser, f"--{split.name}-blend", blend, nargs="+", type=_pair_prefix)
-    _add_option(
-        parser,
-        "--phase",
-        "a phase of train: its samples, and a weight for each corpus; may be repeated",
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a TOML file with the fields of GPTDatasetConfig, and sizes, tokenizer, eod_token, "
+        f"add_special_tokens, {', '.join(_LAYOUT)}; flags win over it",
+    )
+    parser.add_argument(
+        "--blend",
         nargs="+",
-        action="append",
-        dest="blend_phases",
-        metavar=("SAMPLES", "WEIGHT"),
+        type=_pair_prefix,
+        help="path prefixes, or a weight before each: 70 books 30 wiki; in the place of all "
+        "blends of the file",
     )
-    _add_tokenizer_options(parser)
-    defaults = {field.name: field.default for field in dataclasses.fields(GPTDatasetConfig)}
-    defaults["random_seed"] = _NEEDED
-    defaults["sequence_length"] = _NEEDED
-    defaults["path_to_cache"] = "PREFIX/cache for a corpus; the arrays of a blend are not kept"
-    _add_fields(parser, _CONFIG_FLAGS, defaults)
+    parser.add_argument("--split", help='shares of train, valid and test, such as "98,1,1"')
+    parser.add_argument(
+        "--sizes",
+        nargs=3,
+        type=_number_of_samples,
+        metavar=("TRAIN", "VALID", "TEST"),
+        help="samples of each; none is one epoch",
+    )
+    parser.add_argument("--sequence-length", type=_positive_number, help="S, in tokens")
+    parser.add_argument(
+        "--random-seed", type=_whole_number, help="of every shuffle of documents and samples"
+    )
+    parser.add_argument("--tokenizer", help=f"{_TOKENIZERS}; without: bytes")
+    parser.add_argument(
+        "--path-to-cache",
+        help="folder of the index files; without: PREFIX/cache for a corpus, and none for a blend",
+    )
 
 
-def _add_layout_options(parser):
-    """Add the options that say how a job reads its samples."""
-    defaults = {"global_batch_size": None, "micro_batch_size": 1, "data_parallel_size": 1}
-    defaults |= {"consumed_samples": 0, "dataloader_type": "single", "data_sharding": True}
-    defaults |= {"drop_last": True, "seed": 0}
-    _add_fields(parser, _LAYOUT_FLAGS, defaults)
-
-
-def _add_fields(parser, fields, defaults):
-    """Add an option for each (name, type, help); bool stands for two flags, --x and --no-x."""
-    for name, kind, text in fields:
-        flag = "--" + name.replace("_", "-")
-        if kind is bool:
-            _add_switch(parser, flag, text, default=None, shown=bool(defaults[name]))
-        else:
-            _add_option(parser, flag, text, shown=defaults[name], type=kind)
+def _add_step_options(parser):
+    """Add the options that say which samples form a step."""
+    parser.add_argument("--global-batch-size", type=_positive_number, help="samples in a step")
+    parser.add_argument(
+        "--micro-batch-size",
+        type=_positive_number,
+        help="samples that one rank reads at once; without: 1",
+    )
+    parser.add_argument(
+        "--data-parallel-size", type=_positive_number, help="data-parallel ranks; without: 1"
+    )
+    parser.add_argument(
+        "--consumed-samples",
+        type=_whole_number,
+        help="samples that were consumed before step 0; without: 0",
+    )
 
 
 def _add_index_split(parser):
     """Add the option that says which split a command looks at."""
     names = [split.name for split in Split]
-    _add_option(parser, "--index-split", "the split to look at", default="train", choices=names)
+    parser.add_argument(
+        "--index-split", default="train", choices=names, help="the split to look at"
+    )
 
 
-def _read_run_options(options):
-    """Fill the options that were not given with those of the file of --config."""
-    if options.prefix:
-        if options.blend is not None:
+def _number_of_samples(text):
+    """The type of --sizes: a number of samples, or None for one epoch."""
+    if text == "none":
+        return None
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"wanted a number of samples, or none for one epoch, got {text}"
+        )
+    return int(text)
+
+
+def _read_run(options):
+    """Return the _Run of the flags and of the file of --config."""
+    flags = vars(options)
+    values = {}
+    if "config" in flags:
+        values = _read_toml(flags["config"])
+    if "prefix" in flags:
+        if "blend" in flags:
             raise ValueError("name the corpora once: as PREFIX or with --blend")
-        options.blend = options.prefix
-    if options.config is not None:
-        void = _void_names(options)
-        for name, value in _read_toml(options.config).items():
-            if name not in void and getattr(options, name, None) is None:
-                setattr(options, name, value)
-    if options.prefix and options.split is None:
+        flags = flags | {"blend": flags["prefix"]}
+    if "blend" in flags:
+        values.pop("blend_per_split", None)
+        values.pop("blend_phases", None)
+        values["blend"] = get_blend_from_list(flags["blend"])
+    others = ["split", "sizes", "sequence_length", "random_seed", "tokenizer", "path_to_cache"]
+    for name in [*others, *_LAYOUT]:
+        if name in flags:
+            values[name] = flags[name]
+    if "prefix" in flags and "split" not in values:
         warnings.warn(
             "without --split all documents count as train, as with --split 1", stacklevel=2
         )
-        options.split = "1"
+        values["split"] = "1"
+    sizes = values.pop("sizes", None)
+    layout = {name: values.pop(name) for name in _LAYOUT if name in values}
+    return _Run(_make_config(values, flags.get("config")), sizes, layout)
+
+
+def _make_config(values, path):
+    """Return the GPTDatasetConfig of the values that are left; path is the file, for errors."""
     for name in ("random_seed", "sequence_length"):
-        if getattr(options, name) is None:
+        if name not in values:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is needed, here or as {name} in a file of --config")
-    _check_layout(options)
-
-
-def _void_names(options):
-    """Which options of a file the blends of the command line make void."""
-    per_split = [f"{split.name}_blend" for split in Split]
-    if options.blend is not None:
-        return ["blend_per_split", *per_split]
-    if any(getattr(options, name) for name in per_split):
-        return ["blend", "split", "blend_per_split"]
-    return []
-
-
-def _check_layout(options):
-    """ValueError for a layout that no job has."""
-    least = {"global_batch_size": 1, "micro_batch_size": 1, "data_parallel_size": 1}
-    least["consumed_samples"] = 0
-    for name, lowest in least.items():
-        value = getattr(options, name, None)
-        if value is not None and value < lowest:
-            raise ValueError(f"{name} must be >= {lowest}, got {value}")
-    kind = getattr(options, "dataloader_type", None)
-    if kind not in (None, "single", "cyclic"):
-        raise ValueError(f"dataloader_type must be single or cyclic, got {kind}")
+    tokenizer = _tokenizer_of(values)
+    fields = {}
+    for name, value in values.items():
+        if name not in _OF_TOKENIZER:
+            fields[name] = value
+    try:
+        return GPTDatasetConfig(**fields, tokenizer=tokenizer)
+    except TypeError as error:  # a name that is no field
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _read_toml(path):
-    """Return the options of a file; ValueError that names one which is none, or of a wrong type."""
+    """Return the values of a file, in the form that GPTDatasetConfig and explain() want."""
     with open(path, "rb") as file:
         try:
             values = tomllib.load(file)
         except ValueError as error:  # no TOML, or no UTF-8
             raise ValueError(f"{path}: {error}") from None
-    for name, value in values.items():
-        if name not in _RUN_OPTIONS:
-            raise ValueError(f"{path}: {name} is no option: wanted {', '.join(_RUN_OPTIONS)}")
-        kind = _RUN_OPTIONS[name]
-        if type(value) is not kind and (kind is not float or type(value) is not int):
-            raise ValueError(f"{path}: {name}: wanted {kind.__name__}, got {value!r}")
+    values = _with_home(values)
+    try:
+        _check_values(values)
+        if "sizes" in values:
+            values["sizes"] = _read_sizes(values["sizes"])
+        if "blend" in values:
+            values["blend"] = _read_blend_of_file(values["blend"])
+        if isinstance(values.get("blend_per_split"), list):
+            blends = values["blend_per_split"]
+            values["blend_per_split"] = [_read_blend_of_file(blend) for blend in blends]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return values
 
 
-def _make_config(options):
-    """Return the GPTDatasetConfig of the options."""
-    return GPTDatasetConfig(
-        blend=_parse_blend(options.blend),
-        blend_per_split=_parse_blend_per_split(options),
-        blend_phases=_parse_phases(options.blend_phases),
-        tokenizer=_tokenizer_of(options),
-        **_given_fields(options),
-    )
+def _with_home(value):
+    """Put the home folder in the place of the ~ that a text begins with, as a shell does."""
+    if isinstance(value, str):
+        return os.path.expanduser(value)
+    if isinstance(value, list):
+        return [_with_home(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: _with_home(entry) for name, entry in value.items()}
+    return value
 
 
-def _parse_blend(blend):
-    """A blend of the command line or of a file, as the config has it.
+def _check_values(values):
+    """ValueError for a layout that no job has, and for a value of another type."""
+    for name, example in (_LAYOUT | _OF_TOKENIZER).items():
+        value = values.get(name, example)
+        if type(value) is not type(example):
+            raise ValueError(f"{name}: wanted a value such as {example!r}, got {value!r}")
+        if type(value) is int and value < example:
+            raise ValueError(f"{name} must be >= {example}, got {value}")
+    kind = values.get("dataloader_type", "single")
+    if kind not in ("single", "cyclic"):
+        raise ValueError(f"dataloader_type must be single or cyclic, got {kind}")
 
-    ["books", "wiki"]               prefixes
-    ["70", "books", "30", "wiki"]   weights and prefixes in turn
-    [["books", "wiki"], [70, 30]]   in a file: prefixes, and the weights if there are any
+
+def _read_sizes(sizes):
+    """Return the sizes of a file, [100, "none", 0], as the builder wants them: [100, None, 0]."""
+    if not isinstance(sizes, list) or len(sizes) != len(Split):
+        raise ValueError(f"sizes: wanted one of train, of valid and of test, got {sizes!r}")
+    try:
+        return [_number_of_samples(str(size)) for size in sizes]
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"sizes: {error}") from None
+
+
+def _read_blend_of_file(blend):
+    """Return a blend of a file as the config has it; None for [], a split without a blend.
+
+    ["books", "wiki"]             prefixes
+    [70, "books", 30, "wiki"]     weights and prefixes in turn
+    [["books", "wiki"], [70, 30]] prefixes and weights, as the config has it
     """
-    if isinstance(blend, list) and blend and isinstance(blend[0], list):
-        prefixes, *weights = blend
-        return prefixes, weights[0] if weights else None
+    if blend == []:
+        return None
+    if isinstance(blend, list) and isinstance(blend[0], list):
+        return blend
     return get_blend_from_list(blend)
 
 
-def _parse_blend_per_split(options):
-    """The blends of train, of valid and of test; a file may have the field of the config."""
-    blends = [_parse_blend(options.train_blend)]
-    blends.append(_parse_blend(options.valid_blend))
-    blends.append(_parse_blend(options.test_blend))
-    of_file = getattr(options, "blend_per_split", None)
-    if of_file is None or any(blends):
-        return blends
-    return [_parse_blend(blend) if blend else None for blend in of_file]
-
-
-def _parse_sizes(sizes):
-    """["100", "none", ...] -> [100, None, ...]; no sizes are one epoch of each split."""
-    if sizes is None:
-        return [None] * len(Split)
-    return [_parse_size(str(size)) for size in sizes]
-
-
-def _parse_size(text):
-    """Return a number of samples, or None for one epoch."""
-    if text == "none":
-        return None
-    if not text.isdecimal():
-        raise ValueError(f"--sizes: wanted a number of samples, or none for one epoch, got {text}")
-    return int(text)
-
-
-def _parse_phases(phases):
-    """[["500", "70", "30"], ...] -> [(500, [70.0, 30.0]), ...]; None for None."""
-    if phases is None:
-        return None
-    parsed = []
-    for phase in phases:
-        if not isinstance(phase, list) or len(phase) == 0:
-            raise ValueError(f"blend_phases: wanted [samples, [weight, ...]], got {phase!r}")
-        samples, *weights = phase
-        if len(weights) == 1 and isinstance(weights[0], list):
-            weights = weights[0]  # a file has (samples, weights), as the config
-        samples = str(samples)
-        weights = [str(weight) for weight in weights]
-        values = [_number(weight) for weight in weights]
-        if not samples.isdecimal() or None in values:
-            given = " ".join([samples, *weights])
-            raise ValueError(f"--phase: wanted a number of samples, and weights, got {given}")
-        parsed.append((int(samples), values))
-    return parsed
-
-
-def _given_fields(options):
-    """Return the fields of the config that were given; the others keep their defaults."""
-    fields = {}
-    for name, _, _ in _CONFIG_FLAGS:
-        value = getattr(options, name)
-        if value is not None:
-            fields[name] = value
-    return fields
-
-
-def _build_datasets(options, config):
+def _build_datasets(run):
     """Build train, valid and test, as a job with these options would."""
-    cls = MockGPTDataset if config.mock else GPTDataset
-    sizes = _parse_sizes(options.sizes)
-    return BlendedMegatronDatasetBuilder(cls, sizes, _is_built_here, config).build()
+    cls = MockGPTDataset if run.config.mock else GPTDataset
+    sizes = [None] * len(Split) if run.sizes is None else run.sizes
+    return BlendedMegatronDatasetBuilder(cls, sizes, _is_built_here, run.config).build()
+
+
+def _tokens_of_epoch(dataset):
+    """T: how many tokens an epoch of a GPTDataset has."""
+    return int(dataset.dataset.sequence_lengths[dataset.indices].sum(dtype=np.int64))
 
 
 def _is_built_here():
@@ -9622,21 +9472,20 @@ def _add_build(commands):
         "--blend 70 books_text_document 30 wiki_text_document --split 98,1,1 \\\n"
         "    --sizes 1000000 1000 1000 --sequence-length 2048 --random-seed 1234 \\\n"
         "    --tokenizer tokenizer.json --path-to-cache cache",
+        makes_files=True,
     )
     _add_run_options(parser)
 
 
 def _run_build(options):
-    _read_run_options(options)
-    if options.sizes is None:
+    run = _read_run(options)
+    if run.sizes is None:
         raise ValueError("--sizes is needed, here or as sizes in a file of --config")
-    config = _make_config(options)
-    _warn_of_foreign_ids(config)
-    for split, built in zip(Split, _build_datasets(options, config), strict=True):
-        if not isinstance(built, list):  # it is a list with --multiple-validation-sets
+    for split, built in zip(Split, _build_datasets(run), strict=True):
+        if not isinstance(built, list):  # it is a list with multiple_validation_sets
             built = [built]
         for dataset in built:
-            _print_dataset(split, dataset, config)
+            yield from _describe_dataset(split, dataset, run.config)
             _check_saved(dataset)
 
 
@@ -9646,61 +9495,34 @@ def _check_saved(dataset):
     if isinstance(dataset, BlendedDataset):
         datasets += dataset.datasets
     for built in datasets:
-        if built is not None and built._cache.folder is not None and not built._cache._is_saved:
+        if built is not None and built._cache.folder is not None and not built._cache.is_saved:
             raise OSError(f"no cache was written to {built._cache.folder}: see the warning above")
 
 
-def _warn_of_foreign_ids(config):
-    """Warn if a corpus was made with another tokenizer: no job would find the caches."""
-    prefixes = []
-    blends = [config.blend]
-    if config.blend_per_split is not None:
-        blends.extend(config.blend_per_split)
-    for blend in blends:
-        if blend is not None:
-            prefixes.extend(blend[0])
-    vocab_size = config.tokenizer.vocab_size
-    for prefix in dict.fromkeys(prefixes):
-        largest = _largest_id(IndexedDataset(prefix, check=False))
-        if largest >= vocab_size:
-            warnings.warn(
-                f"{prefix} holds the id {largest:,}, and the tokenizer has {vocab_size:,} ids: a "
-                "job with the tokenizer of the corpus does not find this cache: name that "
-                "tokenizer with --tokenizer",
-                stacklevel=2,
-            )
-
-
-def _print_dataset(split, dataset, config):
-    """Print a line about a dataset that was built, and one about each of its corpora."""
+def _describe_dataset(split, dataset, config):
+    """A line about a dataset that was built, and one about each of its corpora."""
     if dataset is None:
-        print(f"{split.name}: none")
+        yield f"{split.name}: none"
         return
     cache = f"cache {dataset.unique_description_hash}"
     if dataset._cache.folder is None:
         cache = "its arrays are not kept: give --path-to-cache"
     samples = _count(len(dataset), "sample")
-    print(f"{split.name}: {samples} of {config.sequence_length:,} tokens, {cache}")
+    yield f"{split.name}: {samples} of {config.sequence_length:,} tokens, {cache}"
     if isinstance(dataset, BlendedDataset):
-        for part, taken in zip(dataset.datasets, dataset.samples_taken().tolist(), strict=True):
-            _print_drawn(part, taken, config)
+        drawn = dataset.samples_taken().tolist()
     elif dataset.num_samples is None:
-        _print_drawn(dataset, len(dataset), config)
+        drawn = [len(dataset)]
     else:  # the run takes what it asked for, and the dataset has whole epochs
-        _print_drawn(dataset, dataset.num_samples, config)
-
-
-def _print_drawn(dataset, num_samples, config):
-    """Print how many samples are drawn from a corpus, and how often its tokens come."""
-    tokens = dataset.tokens_per_epoch()
-    epochs = num_samples * config.sequence_length / max(tokens, 1)
-    words = f"{epochs:,.2f} epochs"
-    if 0 < epochs < 0.01:
-        words = "less than 0.01 epochs"
-    print(
-        f"  {_name(dataset)}: {_count(num_samples, 'sample')} drawn, {words} of "
-        f"{_count(tokens, 'token')}"
-    )
+        drawn = [dataset.num_samples]
+    for part, num_samples in zip(_parts_of(dataset), drawn, strict=True):
+        tokens = _tokens_of_epoch(part)
+        epochs = num_samples * config.sequence_length / max(tokens, 1)
+        words = f"{epochs:,.2f} epochs"
+        if 0 < epochs < 0.01:
+            words = "less than 0.01 epochs"
+        samples = _count(num_samples, "sample")
+        yield f"  {_name(part)}: {samples} drawn, {words} of {_count(tokens, 'token')}"
 
 
 # -- plan --------------------------------------------------------------------------------------
@@ -9715,74 +9537,36 @@ def _add_plan(commands):
         "--config run.toml --global-batch-size 512",
     )
     _add_run_options(parser)
-    _add_layout_options(parser)
+    _add_step_options(parser)
     _add_json_flag(parser)
 
 
 def _run_plan(options):
-    _read_run_options(options)
-    config = _make_config(options)
-    planned = plan(config, _parse_sizes(options.sizes), options.global_batch_size)
+    run = _read_run(options)
+    sizes = [None] * len(Split) if run.sizes is None else run.sizes
+    planned, notes = plan(run.config, sizes, run.layout.get("global_batch_size"))
     if options.json:
-        rows = [row._asdict() for row in planned]
-        whole = {"rows": rows, "notes": planned.notes, "cache_bytes": planned.cache_bytes}
-        if planned.global_batch_size is not None:
-            whole["steps_of_one_epoch"] = planned.steps(1)
-        _print_json(whole)
+        yield _json({"rows": [row._asdict() for row in planned], "notes": notes})
         return
-    _print_samples_of_plan(planned)
-    _print_epochs_of_plan(planned)
-    _print_shares_of_plan(planned)
-    train = [row for row in planned if row.split == Split.train.name]
-    is_read_evenly = len(train) == 1 or all(row.samples_requested is None for row in train)
-    if planned.global_batch_size is not None and is_read_evenly:
-        print(
-            f"\n1 epoch of all corpora of train: {planned.steps(1):,} whole steps of "
-            f"{planned.global_batch_size:,} samples; 2 epochs: {planned.steps(2):,}"
-        )
-    print(f"\nindex arrays: {planned.cache_bytes / 2**20:,.1f} MiB, on disk and mapped to memory")
-    for note in planned.notes:
-        print(textwrap.fill(note, 100, initial_indent="note: ", subsequent_indent="      "))
-
-
-def _print_samples_of_plan(planned):
-    """Print what each corpus holds, and how many samples are built and drawn of it."""
-    rows = []
+    samples = []
+    epochs = []
     for row in planned:
+        corpus = [row.split, _shorten(row.path_prefix)]
         counts = [row.documents, row.tokens, row.samples_requested]
-        counts += [row.samples_built, row.samples_drawn]
-        cells = [_short_count(count) for count in counts]
-        rows.append([row.split, _shorten(row.path_prefix), *cells])
-    titles = ["split", "corpus", "documents", "tokens", "requested", "built", "drawn"]
-    _print_table(titles, rows, "llrrrrr")
-
-
-def _print_epochs_of_plan(planned):
-    """Print how often each corpus is read."""
-    rows = []
-    for row in planned:
-        steps = "-"
+        samples.append([*corpus, *counts, row.samples_built, row.samples_drawn])
+        steps = None
         if row.steps_per_epoch is not None:
             steps = f"{float(row.steps_per_epoch):,.1f}"
-        cells = [f"{float(row.epochs):,.2f}", f"{row.most_repeats:,}"]
-        cells += [_short_count(row.tokens_cut), steps]
-        rows.append([row.split, _shorten(row.path_prefix), *cells])
-    titles = ["split", "corpus", "epochs", "repeats, at most", "tokens cut", "steps in 1 epoch"]
-    print()
-    _print_table(titles, rows, "llrrrr")
-
-
-def _print_shares_of_plan(planned):
-    """Print the shares of a blend, as they are asked for and as they are achieved."""
-    rows = []
-    for row in planned:
-        asked = row.weight_asked
-        drawn = float(row.weight_achieved)
-        corpus = _shorten(row.path_prefix, 24)
-        rows.append([row.split, corpus, "asked", f"{asked:.2%}", _bar(asked)])
-        rows.append(["", "", "drawn", f"{drawn:.2%}", _bar(drawn)])
-    print()
-    _print_table(["split", "corpus", "share", "", ""], rows, "lllrl")
+        shares = [f"{row.weight_asked:.2%}", f"{float(row.weight_achieved):.2%}"]
+        times = f"{float(row.epochs):,.2f}"
+        epochs.append([*corpus, *shares, times, row.tokens_cut, steps])
+    titles = ["split", "corpus", "documents", "tokens", "requested", "built", "drawn"]
+    yield from _table(titles, samples, "llrrrrr")
+    yield ""
+    titles = ["split", "corpus", "share asked", "drawn", "epochs", "tokens cut", "steps in 1 epoch"]
+    yield from _table(titles, epochs, "llrrrrr")
+    for note in notes:
+        yield textwrap.fill(note, 100, initial_indent="note: ", subsequent_indent="      ")
 
 
 # -- trace and find ----------------------------------------------------------------------------
@@ -9794,148 +9578,133 @@ def _add_trace(commands):
         "trace",
         _run_trace,
         "which documents a sample, or a step, is made of; writes index caches, as build does",
-        "--config run.toml --step 31 --global-batch-size 512 --draw",
+        "--config run.toml --step 31 --global-batch-size 512 --decode",
     )
     _add_index_split(parser)
     wanted = parser.add_mutually_exclusive_group(required=True)
-    _add_option(wanted, "--sample", "numbers of samples", type=_whole_number, nargs="+")
-    step = "number of a step; needs --global-batch-size"
-    _add_option(wanted, "--step", step, type=_whole_number)
-    _add_switch(parser, "--decode", "print the text, too")
-    _add_switch(parser, "--draw", "draw each sample as a bar")
+    wanted.add_argument("--sample", type=_whole_number, nargs="+", help="numbers of samples")
+    wanted.add_argument(
+        "--step",
+        type=_whole_number,
+        help="number of a step, counted from 0; needs --global-batch-size",
+    )
+    parser.add_argument("--decode", action="store_true", default=False, help="print the text, too")
     _add_run_options(parser)
-    _add_layout_options(parser)
+    _add_step_options(parser)
     _add_json_flag(parser)
 
 
 def _run_trace(options):
-    config, dataset = _dataset_to_audit(options)
-    if options.step is None:
-        explained = [ExplainedSample(None, None, k, dataset.trace(k)) for k in options.sample]
+    run, dataset = _dataset_to_audit(options)
+    if "step" in options:
+        explained = _explain_step(dataset, options, run)
     else:
-        explained = explain(dataset, options.step, **_layout_of(options, config))
-    pairs = _pairs_of(dataset)
-    if options.json:
-        entries = []
-        for sample in explained:
-            spans = [_describe_span(span, pairs, config, options) for span in sample.spans]
-            entries.append(sample._asdict() | {"spans": spans})
-        _print_json(entries)
-        return
+        explained = [ExplainedSample(None, None, k, trace(dataset, k)) for k in options.sample]
+    entries = []
     for sample in explained:
-        _print_sample(sample, options)
-        if sample.spans:
-            if options.draw:
-                _draw_sample(sample.spans, pairs, _attribute(config.tokenizer, "eod"))
-            rows = [_describe_span(span, pairs, config, options) for span in sample.spans]
-            _print_spans(rows)
+        spans = []
+        for span in sample.spans:
+            described = span._asdict()
+            if options.decode:
+                described["text"] = run.config.tokenizer.detokenize(_tokens_of(dataset, span))
+            spans.append(described)
+        entries.append(sample._asdict() | {"spans": spans})
+    if options.json:
+        yield _json(entries)
+        return
+    if "step" in options:
+        yield f"step {options.step:,}, counted from 0: {_samples_in_words(entries, run.layout)}"
+    for entry in entries:
+        yield _describe_sample(entry, options.index_split)
+        if entry["spans"]:
+            yield from _table_of_spans(entry["spans"])
 
 
 def _dataset_to_audit(options):
-    """Return the config of the options, and the dataset of one split."""
-    _read_run_options(options)
-    config = _make_config(options)
-    if options.sizes is None and not config.stable_order:
+    """Return the _Run of the options, and its dataset of one split."""
+    run = _read_run(options)
+    if run.sizes is None and not run.config.stable_order:
         warnings.warn(
             "without --sizes the order is that of one epoch of each corpus: that of a run with "
             "other sizes may differ",
             stacklevel=2,
         )
     split = Split[options.index_split]
-    dataset = _build_datasets(options, config)[split.value]
+    dataset = _build_datasets(run)[split.value]
     if dataset is None:
         raise ValueError(f"there is no {split.name}: --split and the blends leave it out")
     if isinstance(dataset, list):
         raise ValueError(f"{split.name} is {len(dataset)} datasets: name one corpus as PREFIX")
-    return config, dataset
+    return run, dataset
 
 
-def _layout_of(options, config):
-    """Return the arguments of explain() that were given."""
-    if options.global_batch_size is None:
+def _explain_step(dataset, options, run):
+    """Return what explain() says of --step."""
+    if "global_batch_size" not in run.layout:
         raise ValueError("--step needs --global-batch-size")
-    layout = {"micro_batch_size": 1}
-    for name, _, _ in _LAYOUT_FLAGS:
-        value = getattr(options, name)
-        if value is not None:
-            layout[name] = value
-    if options.index_split == Split.valid.name and config.full_validation:
+    layout = {"micro_batch_size": 1} | run.layout
+    if options.index_split == Split.valid.name and run.config.full_validation:
         layout["full_validation"] = True
-    return layout
+    return explain(dataset, options.step, **layout)
 
 
-def _pairs_of(dataset):
-    """Return the data of each corpus: {path prefix: IndexedDataset}."""
-    parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
-    return {part.dataset_path: part.dataset for part in parts}
-
-
-def _tokens_of(span, pairs):
+def _tokens_of(dataset, span):
     """Return the tokens of a span."""
-    return pairs[span.path_prefix].get(span.sequence, span.offset, span.length)
+    for part in _parts_of(dataset):
+        if part.dataset_path == span.path_prefix:
+            return part.dataset.get(span.sequence, span.offset, span.length).tolist()
+    raise ValueError(f"{span.path_prefix} is no corpus of this dataset")
 
 
-def _describe_span(span, pairs, config, options):
-    """Return the fields of a span, with its text if that is wanted."""
-    described = span._asdict()
-    if options.decode:
-        tokens = _tokens_of(span, pairs).tolist()
-        described["text"] = config.tokenizer.detokenize(tokens)
-    return described
+def _samples_in_words(entries, layout):
+    """Which samples a step reads: one after the other, or those that were shuffled into it."""
+    numbers = [entry["sample"] for entry in entries if entry["sample"] is not None]
+    if layout.get("dataloader_type") == "cyclic":
+        return f"{_count(len(numbers), 'sample')}, shuffled"
+    return f"samples {min(numbers):,} to {max(numbers):,}"
 
 
-def _print_sample(sample, options):
-    """Print the line above the spans of a sample."""
-    tokens = sum(span.length for span in sample.spans)
-    name = "padding" if sample.sample is None else f"sample {sample.sample:,}"
-    if sample.micro_batch is not None:
-        name = f"rank {sample.data_parallel_rank}, micro-batch {sample.micro_batch}: {name}"
-    counts = f"{_count(tokens, 'token')}, {_count(len(sample.spans), 'span')}"
-    print(f"{name} of {options.index_split}: {counts}")
+def _describe_sample(entry, index_split):
+    """The line above the spans of a sample."""
+    tokens = sum(span["length"] for span in entry["spans"])
+    name = "padding"
+    if entry["sample"] is not None:
+        name = f"sample {entry['sample']:,}"
+    if entry["micro_batch"] is not None:
+        name = f"rank {entry['data_parallel_rank']}, micro-batch {entry['micro_batch']}: {name}"
+    counts = f"{_count(tokens, 'token')}, {_count(len(entry['spans']), 'span')}"
+    return f"{name} of {index_split}: {counts}"
 
 
-# the letters of the spans in a drawing, again from A on after Z
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+def _table_of_spans(spans):
+    """The spans of a sample, as the lines of a table; in it, the text of each is cut."""
+    titles = ["  at", "tokens", "corpus", "sequence", "document", "offset", "byte"]
+    columns = "rrlrrrr"
+    has_input = any(span["input"] is not None for span in spans)
+    has_text = "text" in spans[0]
+    rows = []
+    for span in spans:
+        row = [span["sample_offset"], span["length"], _shorten(span["path_prefix"], 28)]
+        row += [span["sequence"], span["document"], span["offset"], span["byte_offset"]]
+        if has_input:
+            row.append(_input_in_words(span))
+        if has_text:
+            row.append(_quote(span["text"], 60))
+        rows.append(row)
+    if has_input:
+        titles.append("input")
+        columns += "l"
+    if has_text:
+        titles.append("text")
+        columns += "l"
+    return _table(titles, rows, columns)
 
 
-def _draw_sample(spans, pairs, eod):
-    """Print a sample as a bar: a letter for each span, $ where an eod is."""
-    tokens = np.concatenate([_tokens_of(span, pairs) for span in spans])
-    begins = [span.sample_offset for span in spans]
-    width = min(len(tokens), 96)
-    signs = []
-    for column in range(width):
-        begin = column * len(tokens) // width
-        end = (column + 1) * len(tokens) // width
-        number = bisect.bisect_right(begins, begin) - 1  # the span of the first token
-        sign = _LETTERS[number % len(_LETTERS)]
-        if eod is not None and eod in tokens[begin:end]:
-            sign = "$"
-        signs.append(sign)
-    print(f"  |{''.join(signs)}|")
-    if len(tokens) == width:
-        print("  a sign is a token; $ is an eod")
-    else:
-        print(f"  a sign is {len(tokens) / width:.3g} tokens; $ has an eod among them")
-
-
-def _print_spans(rows):
-    """Print a table of spans, with the letters of _draw_sample() in front, and then their texts."""
-    titles = ["", "at", "tokens", "corpus", "sequence", "document", "offset", "byte"]
-    table = []
-    texts = []
-    for number, row in enumerate(rows):
-        letter = _LETTERS[number % len(_LETTERS)]
-        counts = [row["sequence"], row["document"], row["offset"], row["byte_offset"]]
-        cells = [f"  {letter}", f"{row['sample_offset']:,}", f"{row['length']:,}"]
-        cells.append(_shorten(row["path_prefix"], 28))
-        cells += [_whole(count) for count in counts]
-        table.append(cells)
-        if "text" in row:
-            texts.append(f"  {letter}  {_quote(row['text'], 90)}")
-    _print_table(titles, table, "lrrlrrrr")
-    for text in texts:
-        print(text)
+def _input_in_words(span):
+    """The input file of a span, and the number of its document in that file, counted from 0."""
+    if span["input"] is None:
+        return None
+    return f"{span['input']}, document {span['input_document']:,}"
 
 
 def _quote(text, width):
@@ -9953,68 +9722,62 @@ def _add_find(commands):
         "--config run.toml --path-prefix books_text_document --sequence 12",
     )
     _add_index_split(parser)
-    sequence = "its number in its pair"
-    _add_option(parser, "--sequence", sequence, type=_whole_number, required=True)
-    path_prefix = "its pair, where the blend has several"
-    _add_option(parser, "--path-prefix", path_prefix, type=_pair_prefix)
+    parser.add_argument(
+        "--sequence", type=_whole_number, required=True, help="its number in its pair"
+    )
+    parser.add_argument(
+        "--path-prefix", type=_pair_prefix, help="its pair, where the blend has several"
+    )
     _add_run_options(parser)
-    _add_layout_options(parser)
+    _add_step_options(parser)
     _add_json_flag(parser)
 
 
 def _run_find(options):
-    _, dataset = _dataset_to_audit(options)
-    prefixes = list(_pairs_of(dataset))
-    prefix = options.path_prefix
-    if prefix is None:
-        if len(prefixes) > 1:
-            raise ValueError(f"--path-prefix is needed, one of {', '.join(prefixes)}")
-        prefix = prefixes[0]
-    if prefix is None:  # mock data have no pair
-        samples = dataset.find(options.sequence)
-    else:
-        samples = dataset.find(prefix, options.sequence)
-    end = _end_of_run(dataset, options)
+    run, dataset = _dataset_to_audit(options)
+    prefixes = list(dict.fromkeys(part.dataset_path for part in _parts_of(dataset)))
+    prefix = getattr(options, "path_prefix", prefixes[0])
+    if len(prefixes) > 1 and "path_prefix" not in options:
+        raise ValueError(f"--path-prefix is needed, one of {', '.join(prefixes)}")
+    found = find(dataset, prefix, options.sequence)
+    end = _end_of_run(dataset, run.layout)
+    samples = [k for k in found if k < end]
     entries = []
     for k in samples:
         tokens = 0
-        for span in dataset.trace(k):
+        for span in trace(dataset, k):
             if (span.path_prefix, span.sequence) == (prefix, options.sequence):
                 tokens += span.length
-        step = _step_of(k, options) if k < end else None
-        entries.append({"sample": k, "tokens": tokens, "step": step})
+        entries.append({"sample": k, "tokens": tokens, "step": _step_of(k, run.layout)})
     if options.json:
-        _print_json(entries)
+        yield _json(entries)
         return
     name = f"sequence {options.sequence:,} of {'mock data' if prefix is None else prefix}"
     count = _count(len(entries), "sample")
-    print(f"{name}: tokens of it are in {count} of {options.index_split}")
-    rows = []
-    for entry in entries:
-        rows.append([_whole(entry[key]) for key in ("sample", "tokens", "step")])
-    if rows:
-        _print_table(["sample", "tokens of it", "step"], rows, "rrr")
-    if len(samples) > 0 and samples[-1] >= end:
-        print(f"samples from {end:,} on are not read: the run of --sizes ends before them")
+    yield f"{name}: tokens of it are in {count} of {options.index_split}"
+    if entries:
+        rows = [list(entry.values()) for entry in entries]
+        yield from _table(["sample", "tokens of it", "step, counted from 0"], rows, "rrr")
+    if len(found) > len(samples):
+        left_out = _count(len(found) - len(samples), "sample")
+        yield f"and in {left_out} from {end:,} on, before which the run of --sizes ends"
 
 
-def _end_of_run(dataset, options):
+def _end_of_run(dataset, layout):
     """How many samples a run reads: a dataset of whole epochs may have more than it asks for."""
     wanted = getattr(dataset, "num_samples", None)  # a blend has no more than that
-    if wanted is None or options.dataloader_type == "cyclic":
+    if wanted is None or layout.get("dataloader_type") == "cyclic":
         return len(dataset)
     return wanted
 
 
-def _step_of(k, options):
+def _step_of(k, layout):
     """Return the step that reads sample k, where samples are read in order; else None."""
-    is_in_order = options.dataloader_type in (None, "single")
-    if options.global_batch_size is None or not is_in_order:
+    consumed = layout.get("consumed_samples", 0)
+    is_in_order = layout.get("dataloader_type", "single") == "single"
+    if "global_batch_size" not in layout or not is_in_order or k < consumed:
         return None
-    consumed = 0 if options.consumed_samples is None else options.consumed_samples
-    if k < consumed:
-        return None  # before step 0
-    return (k - consumed) // options.global_batch_size
+    return (k - consumed) // layout["global_batch_size"]
 
 
 # -- demo --------------------------------------------------------------------------------------
@@ -10022,55 +9785,52 @@ def _step_of(k, options):
 
 def _add_demo(commands):
     text = "real text to blended, resumable batches, in a few seconds"
-    parser = _add_command(commands, "demo", _run_demo, text, "--keep demo")
-    _add_option(parser, "--keep", "a folder to work in, whose files stay", shown="a temporary one")
-    texts = "take three documents through all steps instead, and print each array"
-    _add_option(parser, "--explain", texts, nargs=3, metavar="TEXT")
+    _add_command(commands, "demo", _run_demo, text, "")
 
 
 def _run_demo(options):
-    if options.keep:
-        os.makedirs(options.keep, exist_ok=True)
-        _run_demo_in(options.keep, options.explain)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            _run_demo_in(folder, options.explain)
-    print("Next, your own text, a JSON object with a text on each line of a file:")
-    print(f"{_program_name()} preprocess --input corpus.jsonl --output-prefix corpus --append-eod")
+    with tempfile.TemporaryDirectory() as folder:
+        yield "1. Text to pairs: Python's modules and docstrings; a token is a byte, or an end"
+        prefixes = _make_demo_pairs(folder)
+        for prefix in prefixes:
+            yield _counts(prefix, IndexedDataset(prefix))
+
+        train = _build_demo_blend(prefixes)
+        yield f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; 90 % of each pair hold"
+        for dataset, taken in zip(train.datasets, train.samples_taken(), strict=True):
+            tokens = _tokens_of_epoch(dataset)
+            yield f"   ({tokens:,} - 1) // 256 = {len(dataset):,} samples, {taken:,} taken"
+
+        loaders = _make_demo_loaders(train, num_ranks=2)
+        steps = _global_batches(loaders)
+        text = ByteTokenizer().detokenize(next(steps)[0])
+        for _ in range(4):
+            next(steps)
+        yield f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps"
+
+        state = loaders[0].state_dict()
+        resumed = _make_demo_loaders(train, num_ranks=4)
+        for loader in resumed:
+            loader.load_state_dict(state)
+        equal = []
+        for found, wanted in zip(_global_batches(resumed), steps, strict=True):
+            equal.append(torch.equal(found, wanted))
+        yield f"4. Resumed: 4 ranks x 2 samples, {len(equal)} more steps, equal: {all(equal)}"
+    yield "Next, your own text, a JSON object with a text on each line of a file:"
+    yield f"{_program_name()} preprocess --input corpus.jsonl --output-prefix corpus --append-eod"
 
 
-def _run_demo_in(folder, texts):
-    """Take texts, or Python's own source, through all steps."""
-    if texts is not None:
-        _explain_texts(texts, folder)
-        return
-    text_path = _write_demo_text(folder)
-    prefixes = _make_demo_pairs(folder, text_path)
-    train = _build_demo_blend(prefixes)
-    state, rest = _run_first_demo_steps(train)
-    _resume_demo(train, state, rest)
-
-
-def _write_demo_text(folder):
-    """Write the modules of the standard library as JSON lines: code, and its docstrings."""
-    library = pathlib.Path(os.__file__).parent
-    lines = []
-    for path in sorted(library.glob("*.py"))[:150]:
+def _make_demo_pairs(folder):
+    """Make pairs of the modules of the standard library, code and docstrings; return prefixes."""
+    texts = []
+    for path in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]:
         code = path.read_text("utf-8", errors="replace")
         docs = "".join(re.findall('"""(.+?)"""', code, re.DOTALL))
-        lines.append(json.dumps({"code": code, "docs": docs}))
+        texts.append(json.dumps({"code": code, "docs": docs}))
     text_path = pathlib.Path(folder, "demo.jsonl")
-    text_path.write_text("\n".join(lines))
-    return text_path
-
-
-def _make_demo_pairs(folder, text_path):
-    """Make a pair of the code and a pair of the docstrings; return their path prefixes."""
-    print("1. Text to pairs: Python's modules and docstrings; a token is a byte, or an end")
+    text_path.write_text("\n".join(texts))
     output_prefix = os.path.join(folder, "demo")
     prefixes = preprocess(text_path, output_prefix, append_eod=True, json_keys=["code", "docs"])
-    for prefix in prefixes.values():
-        _print_counts(prefix, IndexedDataset(prefix))
     return list(prefixes.values())
 
 
@@ -10084,36 +9844,8 @@ def _build_demo_blend(prefixes):
         tokenizer=ByteTokenizer(),
         create_attention_mask=False,
     )
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, [600, 600, 600], _is_built_here, config)
-    train, _, _ = builder.build()
-    print(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; 90 % of each pair hold")
-    for dataset, taken in zip(train.datasets, train.samples_taken(), strict=True):
-        tokens = dataset.tokens_per_epoch()
-        print(f"   ({tokens:,} - 1) // 256 = {len(dataset):,} samples, {taken:,} taken")
-    return train
-
-
-def _run_first_demo_steps(train):
-    """Take five steps on two ranks; return the state of the loaders, and the steps that follow."""
-    loaders = _make_demo_loaders(train, num_ranks=2)
-    steps = _global_batches(loaders)
-    first_step = next(steps)
-    for _ in range(4):
-        next(steps)
-    text = ByteTokenizer().detokenize(first_step[0])
-    print(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
-    return loaders[0].state_dict(), steps
-
-
-def _resume_demo(train, state, rest):
-    """Go on from the state on four ranks, and compare with the rest of the steps on two ranks."""
-    loaders = _make_demo_loaders(train, num_ranks=4)
-    for loader in loaders:
-        loader.load_state_dict(state)
-    equal = []
-    for resumed, wanted in zip(_global_batches(loaders), rest, strict=True):
-        equal.append(torch.equal(resumed, wanted))
-    print(f"4. Resumed: 4 ranks x 2 samples, {len(equal)} more steps, equal: {all(equal)}")
+    sizes = [600, 600, 600]
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, _is_built_here, config).build()[0]
 
 
 def _make_demo_loaders(train, num_ranks):
@@ -10135,86 +9867,6 @@ def _global_batches(loaders):
     """Yield the tokens that all ranks read in each step, (8, S)."""
     for batches in zip(*loaders, strict=True):
         yield torch.cat([batch["tokens"] for batch in batches])
-
-
-_SHORT = 4  # S of demo --explain
-
-
-def _explain_texts(texts, folder):
-    """Print each array on the way from three texts to the batches of two ranks."""
-    tokenizer = ByteTokenizer()
-    prefix = os.path.join(folder, "explained")
-    print("1. Text to tokens: a byte is a token, and 256 is eod")
-    with IndexedDatasetBuilder(get_bin_path(prefix), np.uint16) as builder:
-        for text in texts:
-            tokens = []
-            for sequence in encode_document(text, tokenizer, append_eod=True):
-                tokens += sequence
-            _print_array(_quote(text, 17), tokens)
-            builder.add_document(tokens, [len(tokens)] if tokens else [])
-    pair = IndexedDataset(prefix)
-    _explain_pair(pair)
-    train = _explain_orders(prefix, tokenizer)
-    _explain_samples(train)
-    _explain_batches(train)
-
-
-def _print_array(name, values):
-    """Print an array under its name, on lines of at most 100 columns."""
-    text = f"   {name:17s} {values}"
-    print(textwrap.fill(text, 100, subsequent_indent=" " * 21))
-
-
-def _explain_pair(pair):
-    """Print the arrays of the two files."""
-    print(f"2. The pair: {pair.num_tokens} tokens of {np.dtype(pair.dtype)} in the .bin file")
-    for name in ("sequence_lengths", "sequence_pointers", "document_indices"):
-        _print_array(name, getattr(pair, name).tolist())
-
-
-def _explain_orders(prefix, tokenizer):
-    """Print the three index arrays of one epoch; return the dataset."""
-    config = GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=_SHORT,
-        blend=([prefix], None),
-        split="1",
-        tokenizer=tokenizer,
-        create_attention_mask=False,
-    )
-    sizes = [None, None, None]
-    train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, _is_built_here, config).build()
-    T = train.tokens_per_epoch()
-    print(f"3. Three orders: ({T} - 1) // {_SHORT} = {len(train)} samples of {_SHORT} tokens")
-    _print_array("document_index", train.document_index.tolist())
-    _print_array("sample_index", train.sample_index.tolist())
-    _print_array("shuffle_index", train.shuffle_index.tolist())
-    return train
-
-
-def _explain_samples(train):
-    """Print the pieces, inputs and labels of each sample."""
-    print("4. Samples: pieces (sequence, offset, length), then what the model reads and predicts")
-    for k in range(len(train)):
-        sample = train[k]
-        _print_array(f"sample {k}", train.pieces(k))
-        print(f"      tokens {sample['tokens'].tolist()}   labels {sample['labels'].tolist()}")
-
-
-def _explain_batches(train):
-    """Print the first batch of two ranks."""
-    print("5. The first batch of two ranks, one sample each")
-    if len(train) == 0:
-        print(f"   none: the texts have less than {_SHORT + 1} tokens")
-        return
-    layout = {"global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 2}
-    for rank, _, k, spans in explain(train, 0, drop_last=False, **layout):
-        if k is None:
-            print(f"   rank {rank}: padding, without loss")
-            continue
-        tokens = train[k]["tokens"].tolist()
-        sequences = [span.sequence for span in spans]
-        print(f"   rank {rank}: sample {k} = {tokens}, from documents {sequences}")
 
 
 if __name__ == "__main__":
