@@ -168,6 +168,7 @@ __all__ = [
     "Split",
     "TokenSource",
     "__version__",
+    "batches_of",
     "build_blending_indices",
     "build_document_index",
     "build_exhaustive_blending_indices",
@@ -1943,7 +1944,7 @@ def _row_of(columns, row):
     return {key: torch.from_numpy(values[row, ...]) for key, values in columns.items()}
 
 
-class IndexArray:
+class _IndexArray:
     """An attribute that is an index array: mapped from its file at the first access, or set."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -1952,7 +1953,7 @@ class IndexArray:
     def __get__(self, dataset: typing.Any, owner: type | None = None) -> np.ndarray:
         if dataset is None:  # GPTDataset.document_index, of the class
             return self
-        map_indices(dataset)  # section 12: from now on the arrays are attributes of the dataset
+        _map_indices(dataset)  # section 12: from now on the arrays are attributes of the dataset
         return vars(dataset)[self.name]
 
 
@@ -1995,7 +1996,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         self.config = config
         self._pad_token_id = _pad_token_id(config)
         # what tells this dataset from others: its cache files are named after it (section 12)
-        self.unique_identifiers = identifiers_of(self)
+        self.unique_identifiers = _identifiers_of_dataset(self)
         self.unique_description = describe(self.unique_identifiers)
         self.unique_description_hash = _md5(self.unique_description)
 
@@ -2087,9 +2088,9 @@ class GPTDataset(SampleTable, MegatronDataset):
     """
 
     index_names = ("document_index", "sample_index", "shuffle_index")
-    document_index = IndexArray()  # int32 (E*D,): the order of the documents
-    sample_index = IndexArray()  # int32 or int64 (N+1, 2): where each sample of the stream starts
-    shuffle_index = IndexArray()  # uint32 or int64 (N,): the order of the samples
+    document_index = _IndexArray()  # int32 (E*D,): the order of the documents
+    sample_index = _IndexArray()  # int32 or int64 (N+1, 2): where each sample of the stream starts
+    shuffle_index = _IndexArray()  # uint32 or int64 (N,): the order of the samples
     _cache = None  # section 12; none where a subclass makes the arrays
 
     def __init__(
@@ -2115,18 +2116,18 @@ class GPTDataset(SampleTable, MegatronDataset):
             arrays = self._build_document_sample_shuffle_indices()
             self.document_index, self.sample_index, self.shuffle_index = arrays
         else:
-            self._open_indices()
+            self._find_indices()
 
-    def _open_indices(self):
+    def _find_indices(self):
         """Find the three arrays in the cache (section 12), or have them built."""
-        plan = open_indices(self)
+        plan = _open_indices(self)
         if plan is None:  # a cache of upstream that is trusted
             plan = self._plan_epochs(_count_tokens(self.dataset.sequence_lengths, self._documents))
         self.epoch_plan = EpochPlan(*plan)
 
     def _build_indices(self):
         """Return the plan of the epochs and the three arrays of section 4."""
-        check_corpus(self)  # section 12
+        _check_corpus(self)  # section 12
         config = self.config
         S = config.sequence_length
         documents = _as_documents(self._documents)
@@ -2177,7 +2178,7 @@ class GPTDataset(SampleTable, MegatronDataset):
         A subclass may override this method, which has upstream's name, to have other orders.  What
         its method returns is kept in memory, and not in a cache.
         """
-        self._open_indices()
+        self._find_indices()
         return self.document_index, self.sample_index, self.shuffle_index
 
     def __len__(self) -> int:
@@ -2248,7 +2249,7 @@ class GPTDataset(SampleTable, MegatronDataset):
         if len(text) != wanted:  # a reader of the user's own may be wrong
             raise ValueError(f"{_name(self)}: wanted {wanted} tokens of {pieces}, got {len(text)}")
         if (text == self._pad_token_id).any():
-            warn_of_real_pads(self)
+            _warn_of_real_pads(self)
         return self._pad(k, text)
 
     def _pad(self, k, text):
@@ -2384,11 +2385,11 @@ class GPTDataset(SampleTable, MegatronDataset):
 
     def made_from(self) -> dict:
         """Return what the arrays are made from, for the manifest of the cache (section 12)."""
-        return arrays_made_from(self)
+        return _arrays_made_from(self)
 
     def __getstate__(self):
         """Leave out of a pickle the arrays that another process can map, or make."""
-        return without_mapped_arrays(self)
+        return _without_mapped_arrays(self)
 
 
 def _as_range(documents):
@@ -2760,8 +2761,8 @@ class BlendedDataset(SampleTable):
     """
 
     index_names = ("dataset_index", "dataset_sample_index")
-    dataset_index = IndexArray()  # int16 (size,): which dataset a sample comes from
-    dataset_sample_index = IndexArray()  # int64 (size,): which sample of that dataset it is
+    dataset_index = _IndexArray()  # int16 (size,): which dataset a sample comes from
+    dataset_sample_index = _IndexArray()  # int64 (size,): which sample of that dataset it is
 
     def __init__(
         self,
@@ -2781,12 +2782,12 @@ class BlendedDataset(SampleTable):
         self.split = self.datasets[0].index_split
         # May the rows of one table be filled by all datasets?
         self._shares_columns = all(self._has_same_columns(dataset) for dataset in self.datasets)
-        self.unique_identifiers = identifiers_of_blend(self)
+        self.unique_identifiers = _identifiers_of_blend(self)
         self.unique_description = describe(self.unique_identifiers)
         self.unique_description_hash = _md5(self.unique_description)
         # How many samples the blend takes of each dataset.  The arrays are found in the cache
         # (section 12), or built; a cache of upstream that is trusted does not say how many.
-        self._taken = open_indices(self)
+        self._taken = _open_indices(self)
         if self._taken is not None:
             self._check_counts(self._taken)
 
@@ -2900,7 +2901,7 @@ class BlendedDataset(SampleTable):
 
     def __getstate__(self):
         """Leave out of a pickle the arrays that another process can map, or make."""
-        return without_mapped_arrays(self)
+        return _without_mapped_arrays(self)
 
 
 def _count_datasets(dataset_index, num_datasets):
@@ -2941,8 +2942,8 @@ def _count_datasets(dataset_index, num_datasets):
 #   rank 0: build and write the cache  ->  other ranks: load the cache, or build where they see none
 
 
-class BlendOfSplit(typing.NamedTuple):
-    """What a dataset is built from: corpora, and how they are mixed; see read_blends()."""
+class _BlendOfSplit(typing.NamedTuple):
+    """What a dataset is built from: corpora, and how they are mixed; see _read_blends()."""
 
     split: Split
     prefixes: list  # of the corpora; [None] for mock data
@@ -2972,9 +2973,9 @@ class BlendOfSplit(typing.NamedTuple):
         return sizes
 
 
-def read_blends(
+def _read_blends(
     config: BlendedMegatronDatasetConfig, sizes: typing.Sequence[int | None]
-) -> list[BlendOfSplit]:
+) -> list[_BlendOfSplit]:
     """Return what a config means: an entry for each dataset, in the order of the splits.
 
     With multiple_validation_sets valid has an entry for each of its corpora.  ValueError for sizes
@@ -2982,7 +2983,7 @@ def read_blends(
 
     >>> config = GPTDatasetConfig(1234, 4, blend=(["a", "b"], [1, 3]), split="9,1,0",
     ...                           tokenizer=ByteTokenizer())
-    >>> for blend in read_blends(config, [8, 4, 0]):
+    >>> for blend in _read_blends(config, [8, 4, 0]):
     ...     print(blend.split.name, blend.prefixes, blend.weights, blend.size, blend.bounds)
     train ['a', 'b'] [0.25, 0.75] 8 (0, 0.9)
     valid ['a', 'b'] [0.25, 0.75] 4 (0.9, 1.0)
@@ -3008,7 +3009,7 @@ def read_blends(
             is_kept_apart = split is Split.valid and bool(config.multiple_validation_sets)
             if is_kept_apart:
                 for prefix in prefixes:
-                    blends.append(BlendOfSplit(split, [prefix], None, None, size, bounds))
+                    blends.append(_BlendOfSplit(split, [prefix], None, None, size, bounds))
                 continue
             if len(prefixes) == 1:
                 weights = None
@@ -3027,15 +3028,15 @@ def _read_blend_of_split(config, split, prefixes, weights, size, bounds):
                 f"blend_phases has {total} samples, but {size} are wanted of train: "
                 f"add a phase of {size - total}, or make the last one longer"
             )
-        return BlendOfSplit(split, list(prefixes), None, phases, size, bounds)
+        return _BlendOfSplit(split, list(prefixes), None, phases, size, bounds)
     if weights is None:
-        return BlendOfSplit(split, list(prefixes), None, None, size, bounds)
+        return _BlendOfSplit(split, list(prefixes), None, None, size, bounds)
     if size is None:
         raise ValueError(
             f"{split.name} is a blend with weights, which needs a size (--sizes), got None"
         )
     prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
-    return BlendOfSplit(split, prefixes, normalize(weights), None, size, bounds)
+    return _BlendOfSplit(split, prefixes, normalize(weights), None, size, bounds)
 
 
 class BlendedMegatronDatasetBuilder:
@@ -3065,7 +3066,7 @@ class BlendedMegatronDatasetBuilder:
         self.sizes = list(sizes)
         self.is_built_on_rank = is_built_on_rank
         self.config = config
-        self._blends = read_blends(config, self.sizes)
+        self._blends = _read_blends(config, self.sizes)
 
     def build(self) -> list:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
@@ -3093,7 +3094,7 @@ class BlendedMegatronDatasetBuilder:
         for blend in self._blends:
             prefixes += blend.prefixes
         prefixes = list(dict.fromkeys(prefixes))  # a corpus of several splits is opened once
-        allow_open_files(self._blends, prefixes)  # section 12
+        _allow_open_files(self._blends, prefixes)  # section 12
         opened = dict(zip(prefixes, self._in_threads(self._open, prefixes), strict=True))
         found = {split: [] for split in Split}
         for blend in self._blends:
@@ -4686,7 +4687,7 @@ class IndexCache:
         try:
             arrays = {}
             for name in self.names:
-                arrays[name] = map_npy(self.path(f"{name}.npy"), self._noted.get(name))
+                arrays[name] = _map_npy(self.path(f"{name}.npy"), self._noted.get(name))
         except _FAULTS as error:
             _raise_if_out_of_files(error)
             if not self._noted:  # it was trusted
@@ -4718,7 +4719,7 @@ class IndexCache:
             new_files = [self._write("description.txt", leftovers, self.description)]
             for name, values in self._arrays.items():
                 new_file = self._write(f"{name}.npy", leftovers, values)
-                noted[name] = describe_file(new_file.file)
+                noted[name] = _describe_file(new_file.file)
                 noted[name] |= {"dtype": values.dtype.str, "shape": values.shape}
                 new_files.append(new_file)
             manifest = {"made_from": self.made_from, "facts": facts, "files": noted}
@@ -4766,11 +4767,11 @@ def _raise_if_out_of_files(error):
 _PAGE = 4096
 
 
-def describe_file(file: typing.BinaryIO) -> dict:
+def _describe_file(file: typing.BinaryIO) -> dict:
     """Return what a manifest says of an open file, which is not empty.
 
     >>> with open(get_bin_path(toy_corpus()), "rb") as file:
-    ...     describe_file(file)["size"]
+    ...     _describe_file(file)["size"]
     13
     """
     content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -4791,7 +4792,7 @@ def _crc32_of_pages(content):
     return crc32
 
 
-def map_npy(path: str | os.PathLike, noted: dict | None = None) -> np.ndarray:
+def _map_npy(path: str | os.PathLike, noted: dict | None = None) -> np.ndarray:
     """Map the array of an .npy file, read-only; nothing in it is unpickled.
 
     noted    what a manifest says of the file; None: it is not compared
@@ -4846,7 +4847,7 @@ def verify_cache(folder: str | os.PathLike) -> dict[str, dict[str, int]]:
             sizes = {}
             for name, noted in json.loads(path.read_text("utf-8"))["files"].items():
                 array_path = path.with_name(f"{stem}-{name}.npy")
-                map_npy(array_path, noted | {"mtime_ns": None})  # no time: all bytes are compared
+                _map_npy(array_path, noted | {"mtime_ns": None})  # no time: all bytes are compared
                 sizes[name] = noted["size"]
         except DatasetFormatError:
             raise
@@ -4859,7 +4860,7 @@ def verify_cache(folder: str | os.PathLike) -> dict[str, dict[str, int]]:
 # -- the caches of datasets and blends -------------------------------------------------------------
 
 
-def open_indices(dataset: typing.Any) -> typing.Any:
+def _open_indices(dataset: typing.Any) -> typing.Any:
     """Find the arrays of a dataset or blend in its cache, or build them; return the facts."""
     name = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{_split_of(dataset).name}"
     made_from = dataset.made_from() if isinstance(dataset, MegatronDataset) else None
@@ -4887,13 +4888,13 @@ def _folder_of_cache(dataset):
     return f"{folder}/{type(dataset).__name__}_indices"
 
 
-def map_indices(dataset: typing.Any) -> None:
+def _map_indices(dataset: typing.Any) -> None:
     """Make the arrays of a dataset or blend its attributes, but for those that were set."""
     for name, values in dataset._cache.arrays(dataset._build_indices).items():
         vars(dataset).setdefault(name, values)
 
 
-def has_own_arrays(dataset: typing.Any) -> bool:
+def _has_own_arrays(dataset: typing.Any) -> bool:
     """Return True if a subclass has made an array of this dataset, or somebody has set one."""
     made = {}
     if dataset._cache is not None and "_arrays" in vars(dataset._cache):
@@ -4904,7 +4905,7 @@ def has_own_arrays(dataset: typing.Any) -> bool:
     return False
 
 
-def without_mapped_arrays(dataset: typing.Any) -> dict:
+def _without_mapped_arrays(dataset: typing.Any) -> dict:
     """Return the state of a dataset for a pickle, without arrays that another process can map."""
     state = vars(dataset).copy()
     if isinstance(state.get("_documents"), range):
@@ -4925,11 +4926,11 @@ def describe(identifiers: dict) -> str:
         "random_seed": 1234
     }
     """
-    return json.dumps(identifiers, indent=4, default=_identifiers_of)
+    return json.dumps(identifiers, indent=4, default=_as_json)
 
 
-def _identifiers_of(value):
-    """What stands in a description for a value that JSON does not know, such as a tokenizer."""
+def _as_json(value):
+    """What stands in a text of JSON for a value that JSON does not know, such as a tokenizer."""
     return value.unique_identifiers
 
 
@@ -4940,7 +4941,7 @@ def _md5(data):
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-def identifiers_of(dataset: MegatronDataset) -> collections.OrderedDict:
+def _identifiers_of_dataset(dataset: MegatronDataset) -> collections.OrderedDict:
     """Return what tells a dataset from others, as upstream has it, and what upstream leaves out."""
     identifiers = collections.OrderedDict()
     identifiers["class"] = type(dataset).__name__
@@ -4954,7 +4955,7 @@ def identifiers_of(dataset: MegatronDataset) -> collections.OrderedDict:
     return identifiers
 
 
-def identifiers_of_blend(blend: BlendedDataset) -> collections.OrderedDict:
+def _identifiers_of_blend(blend: BlendedDataset) -> collections.OrderedDict:
     """Return what tells a blend from others, as upstream has it."""
     identifiers = collections.OrderedDict()
     identifiers["class"] = type(blend).__name__
@@ -5013,7 +5014,7 @@ def _documents_of_split(dataset):
     return _describe_documents(range(*split_range(bounds, len(dataset.dataset))))
 
 
-def arrays_made_from(dataset: GPTDataset) -> dict:
+def _arrays_made_from(dataset: GPTDataset) -> dict:
     """Return what the arrays of a dataset are made from: a flat dict."""
     first, end, digest = _describe_documents(dataset._documents)
     found = {
@@ -5032,7 +5033,7 @@ def arrays_made_from(dataset: GPTDataset) -> dict:
 # -- what is looked at before arrays are built, or mapped ------------------------------------------
 
 
-def check_corpus(dataset: GPTDataset) -> None:
+def _check_corpus(dataset: GPTDataset) -> None:
     """Check what a new order is made of; a warning where resets would find nothing.
 
     Each document exists, document_index can name it, its tokens are integers, and the whole .idx is
@@ -5076,7 +5077,7 @@ def _warn_if_no_eod(dataset):
         )
 
 
-def warn_of_real_pads(dataset: GPTDataset) -> None:
+def _warn_of_real_pads(dataset: GPTDataset) -> None:
     """Upstream is silent; Python shows equal warnings once."""
     warnings.warn(
         f"{_name(dataset)}: real tokens equal the pad id {dataset._pad_token_id}: they become 0 "
@@ -5088,7 +5089,7 @@ def warn_of_real_pads(dataset: GPTDataset) -> None:
 _SPARE_FILES = 100  # of the program itself, such as logs, sockets and libraries
 
 
-def allow_open_files(blends: list[BlendOfSplit], prefixes: list) -> None:
+def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
     """Let this process open the files that these corpora need, while they are mapped.
 
     These are two for each pair and one for each index array.  The soft limit is raised, up to the
@@ -5513,8 +5514,7 @@ def hide_credentials(text: str | os.PathLike) -> str:
 # ==============================================================================
 # 14. The loader and its state
 # ==============================================================================
-# Question answered here: how is the next batch ready before it is asked for, and what does a
-# checkpoint keep of a loader?
+# Question answered here: how is a batch ready early, and what does a checkpoint keep?
 #
 #   sampler       0 1 2 3 4 ...        indices of each batch
 #   threads             2 3            num_workers of them make batches ahead
@@ -5766,7 +5766,7 @@ def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int)
     return {
         "version": _STATE_VERSION,
         "consumed_samples": consumed_samples,
-        "past": json.dumps(past, sort_keys=True, default=_identifiers_of),
+        "past": json.dumps(past, sort_keys=True, default=str),
     }
 
 
@@ -5825,7 +5825,7 @@ def _past_of_order(dataset, sampler, consumed_samples):
 
 def _past_of_blend(blend, num_samples, past):
     """Note in past what the first samples of a blend depend on; return {d: dataset} of them."""
-    if has_own_arrays(blend):
+    if _has_own_arrays(blend):
         past["orders of the blend"] = _digest_of_arrays(blend)
         return dict(enumerate(blend.datasets))
     if blend.phases is None:
@@ -5876,7 +5876,7 @@ def _past_of_corpus(dataset):
         found["contents"] = dataset.dataset.digest_of_contents()
     found["extra_token"] = dataset._extra
     found["keeps_short"] = dataset._keeps_short
-    if has_own_arrays(dataset):
+    if _has_own_arrays(dataset):
         found["orders"] = _digest_of_arrays(dataset)
         return found
     found["stable_order"] = dataset.config.stable_order
@@ -6541,7 +6541,7 @@ def _c_read_samples(dataset, columns, rows, indices):
     if real_pads < 0:
         return False
     if real_pads > 0:  # so many real tokens equal the pad id
-        warn_of_real_pads(dataset)
+        _warn_of_real_pads(dataset)
     for row, k in zip(rows, indices, strict=True):
         if k is None:
             columns["loss_mask"][row] = 0
@@ -8510,7 +8510,7 @@ def plan(
     opened = {}  # the lengths of the sequences of each pair
     rows = []
     notes = []
-    for blend in read_blends(config, sizes):
+    for blend in _read_blends(config, sizes):
         corpora = []
         requested = blend.sizes(config.mid_level_dataset_surplus)
         for prefix, num_samples in zip(blend.prefixes, requested, strict=True):
