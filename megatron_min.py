@@ -8933,7 +8933,7 @@ def _counts(label, dataset):
         _count(len(dataset.document_indices) - 1, "document"),
         f"{_count(dataset.num_tokens, 'token')} of {np.dtype(dataset.dtype)}",
     ]
-    return f"{label}: {', '.join(words)}"
+    return hide_credentials(f"{label}: {', '.join(words)}")
 
 
 def _table(titles, rows, alignment):
