@@ -8933,7 +8933,7 @@ def _counts(label, dataset):
         _count(len(dataset.document_indices) - 1, "document"),
         f"{_count(dataset.num_tokens, 'token')} of {np.dtype(dataset.dtype)}",
     ]
-    return f"{label}: {', '.join(words)}"
+    return hide_credentials(f"{label}: {', '.join(words)}")
 
 
 def _table(titles, rows, alignment):
@@ -9151,37 +9151,16 @@ def _describe_lengths(lengths):
 
 
 def _describe_first_tokens(dataset, count, tokenizer):
-    """How sequence 0 begins, as ids, and as text if they are text for the tokenizer."""
+    """How sequence 0 begins, as ids, and as text if they are ids of the tokenizer."""
     tokens = dataset[0][:count].tolist()
     yield f"sequence 0: {tokens}"
-    text = None
-    largest = _largest_id(dataset)
-    if largest < tokenizer.vocab_size:
-        with contextlib.suppress(Exception):  # a tokenizer may raise anything for ids of another
-            text = tokenizer.detokenize(tokens)
-    if text is not None and _is_readable(text):
-        yield f"decoded: {text!r}"
+    if max(tokens, default=0) < tokenizer.vocab_size:
+        yield f"decoded: {tokenizer.detokenize(tokens)!r}"
     else:
         yield (
-            f"not decoded: the ids, up to {largest:,}, are no text for this tokenizer of "
-            f"{tokenizer.vocab_size:,} ids: name that of the pair with --tokenizer"
+            f"not decoded: the tokenizer has {tokenizer.vocab_size:,} ids: name that of the pair "
+            "with --tokenizer"
         )
-
-
-def _largest_id(dataset):
-    """The largest of at most a million tokens, which come from all over a pair; -1: no tokens."""
-    largest = -1
-    for i in range(0, len(dataset), _ceil_div(len(dataset), 1000)):
-        count = min(int(dataset.sequence_lengths[i]), 1000)
-        if count > 0:
-            largest = max(largest, int(dataset.get(i, 0, count).max()))
-    return largest
-
-
-def _is_readable(text):
-    """Is this text, and not what comes of decoding the ids of another tokenizer?"""
-    text = text.rstrip("\ufffd")  # where the last token is a part of a character
-    return all(c.isspace() or (c.isprintable() and c != "\ufffd") for c in text)
 
 
 def _add_verify(commands):
@@ -9450,11 +9429,6 @@ def _build_datasets(run):
     return BlendedMegatronDatasetBuilder(cls, sizes, _is_built_here, run.config).build()
 
 
-def _tokens_of_epoch(dataset):
-    """T: how many tokens an epoch of a GPTDataset has."""
-    return int(dataset.dataset.sequence_lengths[dataset.indices].sum(dtype=np.int64))
-
-
 def _is_built_here():
     """Say to the builder that this process, the only one, builds the datasets."""
     return True
@@ -9485,7 +9459,7 @@ def _run_build(options):
         if not isinstance(built, list):  # it is a list with multiple_validation_sets
             built = [built]
         for dataset in built:
-            yield from _describe_dataset(split, dataset, run.config)
+            yield _describe_dataset(split, dataset)
             _check_saved(dataset)
 
 
@@ -9499,30 +9473,14 @@ def _check_saved(dataset):
             raise OSError(f"no cache was written to {built._cache.folder}: see the warning above")
 
 
-def _describe_dataset(split, dataset, config):
-    """A line about a dataset that was built, and one about each of its corpora."""
+def _describe_dataset(split, dataset):
+    """A line about a dataset that was built."""
     if dataset is None:
-        yield f"{split.name}: none"
-        return
+        return f"{split.name}: none"
     cache = f"cache {dataset.unique_description_hash}"
     if dataset._cache.folder is None:
         cache = "its arrays are not kept: give --path-to-cache"
-    samples = _count(len(dataset), "sample")
-    yield f"{split.name}: {samples} of {config.sequence_length:,} tokens, {cache}"
-    if isinstance(dataset, BlendedDataset):
-        drawn = dataset.samples_taken().tolist()
-    elif dataset.num_samples is None:
-        drawn = [len(dataset)]
-    else:  # the run takes what it asked for, and the dataset has whole epochs
-        drawn = [dataset.num_samples]
-    for part, num_samples in zip(_parts_of(dataset), drawn, strict=True):
-        tokens = _tokens_of_epoch(part)
-        epochs = num_samples * config.sequence_length / max(tokens, 1)
-        words = f"{epochs:,.2f} epochs"
-        if 0 < epochs < 0.01:
-            words = "less than 0.01 epochs"
-        samples = _count(num_samples, "sample")
-        yield f"  {_name(part)}: {samples} drawn, {words} of {_count(tokens, 'token')}"
+    return f"{split.name}: {_count(len(dataset), 'sample')}, {cache}"
 
 
 # -- plan --------------------------------------------------------------------------------------
@@ -9678,26 +9636,20 @@ def _describe_sample(entry, index_split):
 
 def _table_of_spans(spans):
     """The spans of a sample, as the lines of a table; in it, the text of each is cut."""
-    titles = ["  at", "tokens", "corpus", "sequence", "document", "offset", "byte"]
-    columns = "rrlrrrr"
-    has_input = any(span["input"] is not None for span in spans)
-    has_text = "text" in spans[0]
+    titles = ["  at", "tokens", "corpus", "sequence", "document", "offset", "byte", "input"]
+    alignment = "rrlrrrrl"
+    if "text" in spans[0]:
+        titles.append("text")
+        alignment += "l"
     rows = []
     for span in spans:
         row = [span["sample_offset"], span["length"], _shorten(span["path_prefix"], 28)]
         row += [span["sequence"], span["document"], span["offset"], span["byte_offset"]]
-        if has_input:
-            row.append(_input_in_words(span))
-        if has_text:
+        row.append(_input_in_words(span))
+        if "text" in span:
             row.append(_quote(span["text"], 60))
         rows.append(row)
-    if has_input:
-        titles.append("input")
-        columns += "l"
-    if has_text:
-        titles.append("text")
-        columns += "l"
-    return _table(titles, rows, columns)
+    return _table(titles, rows, alignment)
 
 
 def _input_in_words(span):
@@ -9796,10 +9748,11 @@ def _run_demo(options):
             yield _counts(prefix, IndexedDataset(prefix))
 
         train = _build_demo_blend(prefixes)
-        yield f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; 90 % of each pair hold"
-        for dataset, taken in zip(train.datasets, train.samples_taken(), strict=True):
-            tokens = _tokens_of_epoch(dataset)
-            yield f"   ({tokens:,} - 1) // 256 = {len(dataset):,} samples, {taken:,} taken"
+        yield f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; 90 % of the pairs have"
+        for name, dataset, taken in zip(
+            ["code", "docs"], train.datasets, train.samples_taken(), strict=True
+        ):
+            yield f"   {name}: {len(dataset):,} samples, {taken:,} of them in the blend"
 
         loaders = _make_demo_loaders(train, num_ranks=2)
         steps = _global_batches(loaders)

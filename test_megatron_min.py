@@ -8570,12 +8570,11 @@ INSPECTED = {  # documents, and what inspect says of them
     "no sequences": ([], "0 sequences, 0 documents, 0 tokens"),
     "one": ([[97]], "1 sequence, 1 document, 1 token of"),
     "empty first sequence": ([[], [98, 99]], r"sequence 0: \[\]\ndecoded: ''"),
-    "cut within a character": ([TEXT[:-1]], r"decoded: 'a\\?"),
+    "cut within a character": ([TEXT[:-1]], "decoded: 'a\ufffd'"),
     "eod": ([[97, 256]], "decoded: 'a'"),
-    "ids of a larger vocabulary": ([[97] * 9, [97, 50_000]], "not decoded: .*50,000"),
+    "ids of a larger vocabulary": ([[97, 50_000]], "not decoded: the tokenizer has 257 ids"),
     "sixteen tokens": ([[97] * 20], f"decoded: '{'a' * 16}'"),
-    "no UTF-8": ([[200, 97, 98]], "not decoded"),
-    "small ids": ([[1, 2, 3]], "not decoded"),
+    "small ids": ([[1, 2, 3]], r"decoded: '\\x01\\x02\\x03'"),
 }
 
 
@@ -8599,7 +8598,6 @@ def test_inspect_of_many_lengths(one, tmp_path, capsys):
 
 
 def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
-    """And says what is drawn of each corpus."""
     a = mk(mm, tmp_path / "a", [[i] * 9 for i in range(40)])
     b = mk(mm, tmp_path / "b", [[i] * 9 for i in range(26)])
     mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
@@ -8608,9 +8606,7 @@ def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
     code, out, err = command(mm, capsys, "build", *flags, *common)
     assert code == 0 and "test: none" in out, err
     train = out.partition("valid: ")[0]
-    assert re.search(r"train: 51 samples of 8 tokens, cache [0-9a-f]{32}\n", train)
-    assert f"  {a}: 38 samples drawn, 0.94 epochs of 324 tokens\n" in train
-    assert f"  {b}: 13 samples drawn, 0.50 epochs of 207 tokens\n" in train
+    assert re.search(r"train: 51 samples, cache [0-9a-f]{32}\n", train)
     tokenizer = mm.ByteTokenizer()
     fields = {"split": "9,1,0", "random_seed": 7, "path_to_cache": theirs, "tokenizer": tokenizer}
     build(mm, [50, 5, 0], config(mm, ([a, b], [3, 1]), **fields))
@@ -8625,7 +8621,6 @@ def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
     )
     code, out, err = command(mm, capsys, "build", "--config", file, *common)
     assert code == 0 and out.count("valid: ") == 2, err
-    assert f"  {a}: 1 sample drawn, 0.02 epochs of 360 tokens\n" in out
 
 
 def test_a_file_may_hold_every_field_of_the_config(one, tmp_path, capsys, monkeypatch):
