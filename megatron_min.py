@@ -288,7 +288,6 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, n, m: the first 34 bytes
 _CHUNK = 1 << 14  # entries that are checked at a time: temporary arrays stay in the CPU's cache
-_PAGE = 4096  # bytes that are read in one place of a file to tell it from another
 
 
 class DType(enum.Enum):
@@ -620,118 +619,37 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._identity = None  # identity() fills it
         self._digest = None  # digest_of_contents() fills both
         self._digest_stamps = None
-        self._open_index()
-        self._open_tokens()
+        self._open()
         if check:
             self.verify()
 
-    def _open_index(self):
-        """Map the .idx file, check its header and size, and find its arrays."""
-        path = get_idx_path(self.path_prefix)
-        if not is_remote(path) and not os.path.exists(path):
+    def _open(self):
+        """Map the .idx file, find its arrays, and open the .bin file; section 13 has the checks."""
+        idx_path = get_idx_path(self.path_prefix)
+        bin_path = get_bin_path(self.path_prefix)
+        if not is_remote(idx_path) and not os.path.exists(idx_path):
             raise FileNotFoundError(_describe_missing_pair(self.path_prefix))
-        self._idx_stamp = file_stamp(path)
-        content = map_file(fetch_index(path, self._idx_stamp, self.object_storage_config))
+        self._idx_stamp = file_stamp(idx_path)
+        content = map_file(fetch_index(idx_path, self._idx_stamp, self.object_storage_config))
+        code, n, m = _read_header(idx_path, content, self.multimodal)
         self._idx_content = content
-        if len(content) < _HEADER.size:
-            raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", len(content))
-        magic, version, code, n, m = _HEADER.unpack(content[: _HEADER.size].tobytes())
-        if magic != _MAGIC or version != _VERSION:
-            raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
-        if not 1 <= code <= 8:
-            raise _format_error(path, "dtype code", "1 to 8", code)
-        self._check_idx_size(path, n, m)
         self.dtype = DType.dtype_from_code(code)
+        self._token_bytes = DType.size(self.dtype)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
         self.document_indices = np.frombuffer(content, np.int64, m, 34 + 12 * n)
         self.sequence_modes = None
         if self.multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
-        ends = [int(self.document_indices[0]), int(self.document_indices[-1])] if m else []
-        if ends != [0, n]:
-            raise _format_error(path, "document_indices", f"from 0 to {n}", ends)
-
-    def _check_idx_size(self, path, n, m):
-        """The .idx has exactly the bytes that its header implies."""
-        without_modes = 34 + 12 * n + 8 * m
-        with_modes = without_modes + n
-        found = len(self._idx_content)
-        if self.multimodal and found != with_modes:
-            raise _format_error(path, "file size", f"{with_modes} bytes with modes", found)
-        if found not in (without_modes, with_modes):
-            wanted = f"{with_modes} bytes with modes or {without_modes} without"
-            raise _format_error(path, "file size", wanted, found)
-
-    def _open_tokens(self):
-        """Open the .bin file, whose size the last sequence of the .idx must reach exactly."""
-        path = get_bin_path(self.path_prefix)
-        idx_path = get_idx_path(self.path_prefix)
-        self._token_bytes = DType.size(self.dtype)
-        end = 0
-        if len(self):
-            size = int(self.sequence_lengths[-1]) * self._token_bytes
-            end = int(self.sequence_pointers[-1]) + size
-        self._bin_stamp = file_stamp(path)
-        found = self._bin_stamp["size"]
-        if end % self._token_bytes:
-            field = f"end of the last sequence ({self.dtype.__name__} tokens)"
-            raise _format_error(idx_path, field, f"a multiple of {self._token_bytes}", end)
-        if found != end:
-            raise _format_error(
-                path,
-                f"file size ({self.dtype.__name__} tokens)",
-                f"{end} bytes, as {idx_path} says",
-                f"{found}: the file is truncated, or belongs to another .idx",
-            )
-        self.num_tokens = end // self._token_bytes
-        self._tokens = open_tokens(path, self.dtype, self.mmap, self.object_storage_config)
+        self._bin_stamp = file_stamp(bin_path)
+        _check_ends(self, self._bin_stamp["size"])
+        self.num_tokens = self._bin_stamp["size"] // self._token_bytes
+        self._tokens = open_tokens(bin_path, self.dtype, self.mmap, self.object_storage_config)
         # Another process may replace the pair between the opening of the .idx and that of the .bin.
         # commit_pair() removes the old .idx before it touches the .bin: so if the .idx that was
         # opened is still there now, the .bin that was opened belongs to it.
         if file_stamp(idx_path) != self._idx_stamp:
             raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
-
-    def verify(self) -> None:
-        """Check every entry of the .idx, once, in O(n).
-
-        Lengths are >= 0, each pointer is the bytes of the sequences before it, and documents never
-        go back.
-        """
-        if self._verified:
-            return
-        self._verify_sequences()
-        self._verify_documents()
-        self._verified = True
-
-    def _verify_sequences(self):
-        """Each sequence begins where the one before it ends."""
-        path = get_idx_path(self.path_prefix)
-        end = 0
-        for low in range(0, len(self), _CHUNK):
-            lengths = self.sequence_lengths[low : low + _CHUNK]
-            pointers = self.sequence_pointers[low : low + _CHUNK]
-            ends = pointers + lengths * np.int64(self._token_bytes)
-            wanted = np.concatenate([[end], ends[:-1]])
-            wrong = np.flatnonzero((lengths < 0) | (pointers != wanted))
-            if len(wrong):
-                at = wrong[0]
-                if lengths[at] < 0:
-                    raise _format_error(path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
-                field = f"sequence_pointers[{low + at}]"
-                raise _format_error(path, field, wanted[at], pointers[at])
-            end = ends[-1]
-
-    def _verify_documents(self):
-        """Each document begins where, or after, the one before it begins."""
-        path = get_idx_path(self.path_prefix)
-        for low in range(0, len(self.document_indices) - 1, _CHUNK):
-            found = self.document_indices[low : low + _CHUNK + 1]
-            wrong = np.flatnonzero(found[1:] < found[:-1])
-            if len(wrong):
-                at = wrong[0]
-                field = f"document_indices[{low + at + 1}]"
-                raise _format_error(path, field, f">= {found[at]}", found[at + 1])
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -801,6 +719,18 @@ class IndexedDataset(torch.utils.data.Dataset):
         for start in range(0, self.num_tokens, size):
             yield self._tokens.read(start, min(size, self.num_tokens - start))
 
+    def verify(self) -> None:
+        """Check every entry of the .idx, once, in O(n).
+
+        Lengths are >= 0, each pointer is the bytes of the sequences before it, and documents never
+        go back.
+        """
+        if self._verified:
+            return
+        _verify_sequences(self)
+        _verify_documents(self)
+        self._verified = True
+
     def identity(self) -> dict:
         """Return what tells this .idx from one that was written later; it is computed once.
 
@@ -832,26 +762,9 @@ class IndexedDataset(torch.utils.data.Dataset):
                     file_stamp(get_bin_path(self.path_prefix)),
                 ]
         if self._digest is None or stamps != self._digest_stamps:
-            self._digest = self._compute_digest()
+            self._digest = _digest_of_pages(self)
             self._digest_stamps = stamps
         return self._digest
-
-    def _compute_digest(self):
-        """The digest of the pages as they are now."""
-        num_bytes = self.num_tokens * self._token_bytes
-        pages = [f"{len(self._idx_content)} {num_bytes}".encode()]
-        for begin, end in _pages_spread(len(self._idx_content), 8):
-            pages.append(self._idx_content[begin:end].tobytes())
-        spans = []
-        for begin, end in _pages_spread(num_bytes, 24):
-            spans.append((begin // self._token_bytes, (end - begin) // self._token_bytes))
-        source = self._tokens
-        if is_remote(self.path_prefix):
-            # the pages alone, where samples may be read in large blocks
-            source = open_tokens(get_bin_path(self.path_prefix), self.dtype)
-        for tokens in source.read_many(spans):
-            pages.append(tokens.tobytes())
-        return _md5(b"".join(pages))
 
     @property
     def index(self) -> "IndexedDataset":
@@ -879,34 +792,6 @@ class IndexedDataset(torch.utils.data.Dataset):
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return True if both files of the pair exist.  Upstream: the same name."""
         return file_exists(get_idx_path(path_prefix)) and file_exists(get_bin_path(path_prefix))
-
-
-def _pages_spread(size, count):
-    """Up to count pages of a file of this size, as (begin, end): first, last, evenly between."""
-    last = max(0, size - 1) // _PAGE
-    numbers_of_pages = sorted({k * last // (count - 1) for k in range(count)})
-    return [(k * _PAGE, min(k * _PAGE + _PAGE, size)) for k in numbers_of_pages]
-
-
-def _format_error(path, field, wanted, got, kind=DatasetFormatError):
-    """The error that names the four things a reader of the message needs."""
-    return kind(hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
-
-
-def _describe_missing_pair(prefix):
-    """The sentence for a prefix without an .idx: it names pairs of the folder with such a name."""
-    folder, name = os.path.split(prefix)
-    if folder and not os.path.isdir(folder):
-        return f"{get_idx_path(prefix)}: there is no folder {folder}"
-    pairs = sorted(path.stem for path in pathlib.Path(folder).glob("*.idx"))
-    stem = name.removesuffix(".bin").removesuffix(".idx")
-    alike = [pair for pair in pairs if pair.startswith(stem)]
-    if not alike:
-        alike = difflib.get_close_matches(stem, pairs)
-    if alike:
-        found = " or ".join(os.path.join(folder, pair) for pair in alike[:3])
-        return f"{get_idx_path(prefix)}: no such file; did you mean {found}?"
-    return f"{get_idx_path(prefix)}: no such file: wanted the path of a pair without .bin and .idx"
 
 
 def _position(idx, n, name):
@@ -5497,6 +5382,129 @@ def _copy_object(url, stamp, file):
 
 
 _COPIED_BYTES = 64 << 20  # that are asked for at once
+
+
+# -- is a pair what its format says? ---------------------------------------------------------------
+
+
+def _read_header(path, content, multimodal):
+    """The dtype code, n and m of an .idx, which has exactly the bytes that its header implies."""
+    found = len(content)
+    if found < _HEADER.size:
+        raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
+    magic, version, code, n, m = _HEADER.unpack(content[: _HEADER.size].tobytes())
+    if magic != _MAGIC or version != _VERSION:
+        raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
+    if not 1 <= code <= 8:
+        raise _format_error(path, "dtype code", "1 to 8", code)
+    without_modes = 34 + 12 * n + 8 * m
+    with_modes = without_modes + n
+    if multimodal and found != with_modes:
+        raise _format_error(path, "file size", f"{with_modes} bytes with modes", found)
+    if found not in (without_modes, with_modes):
+        wanted = f"{with_modes} bytes with modes or {without_modes} without"
+        raise _format_error(path, "file size", wanted, found)
+    return code, n, m
+
+
+def _check_ends(pair, bin_size):
+    """The documents of a pair run from 0 to n, and its last sequence ends where the .bin ends."""
+    path = get_idx_path(pair.path_prefix)
+    n = len(pair)
+    documents = pair.document_indices[[0, -1]].tolist() if len(pair.document_indices) else []
+    if documents != [0, n]:
+        raise _format_error(path, "document_indices", f"from 0 to {n}", documents)
+    end = 0
+    if n:
+        end = int(pair.sequence_pointers[-1]) + int(pair.sequence_lengths[-1]) * pair._token_bytes
+    tokens = f"{pair.dtype.__name__} tokens"
+    if end % pair._token_bytes:
+        field = f"end of the last sequence ({tokens})"
+        raise _format_error(path, field, f"a multiple of {pair._token_bytes}", end)
+    if bin_size != end:
+        raise _format_error(
+            get_bin_path(pair.path_prefix),
+            f"file size ({tokens})",
+            f"{end} bytes, as {path} says",
+            f"{bin_size}: the file is truncated, or belongs to another .idx",
+        )
+
+
+def _verify_sequences(pair):
+    """Each sequence begins where the one before it ends."""
+    path = get_idx_path(pair.path_prefix)
+    end = 0
+    for low in range(0, len(pair), _CHUNK):
+        lengths = pair.sequence_lengths[low : low + _CHUNK]
+        pointers = pair.sequence_pointers[low : low + _CHUNK]
+        ends = pointers + lengths * np.int64(pair._token_bytes)
+        wanted = np.concatenate([[end], ends[:-1]])
+        wrong = np.flatnonzero((lengths < 0) | (pointers != wanted))
+        if len(wrong):
+            at = wrong[0]
+            if lengths[at] < 0:
+                raise _format_error(path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
+            field = f"sequence_pointers[{low + at}]"
+            raise _format_error(path, field, wanted[at], pointers[at])
+        end = ends[-1]
+
+
+def _verify_documents(pair):
+    """Each document begins where, or after, the one before it begins."""
+    path = get_idx_path(pair.path_prefix)
+    for low in range(0, len(pair.document_indices) - 1, _CHUNK):
+        found = pair.document_indices[low : low + _CHUNK + 1]
+        wrong = np.flatnonzero(found[1:] < found[:-1])
+        if len(wrong):
+            at = wrong[0]
+            field = f"document_indices[{low + at + 1}]"
+            raise _format_error(path, field, f">= {found[at]}", found[at + 1])
+
+
+def _digest_of_pages(pair):
+    """The md5 of the sizes of both files, and of pages of them, as they are now."""
+    bin_size = pair.num_tokens * pair._token_bytes
+    parts = [f"{len(pair._idx_content)} {bin_size}".encode()]
+    for begin, end in _pages_spread(len(pair._idx_content), 8):
+        parts.append(pair._idx_content[begin:end].tobytes())
+    spans = []
+    for begin, end in _pages_spread(bin_size, 24):
+        spans.append((begin // pair._token_bytes, (end - begin) // pair._token_bytes))
+    source = pair._tokens
+    if is_remote(pair.path_prefix):
+        # the pages alone, where samples may be read in large blocks
+        source = open_tokens(get_bin_path(pair.path_prefix), pair.dtype)
+    for tokens in source.read_many(spans):
+        parts.append(tokens.tobytes())
+    return _md5(b"".join(parts))
+
+
+def _pages_spread(size, count):
+    """Up to count pages of a file of this size, as (begin, end): first, last, evenly between."""
+    last = max(0, size - 1) // _PAGE
+    numbers_of_pages = sorted({k * last // (count - 1) for k in range(count)})
+    return [(k * _PAGE, min(k * _PAGE + _PAGE, size)) for k in numbers_of_pages]
+
+
+def _format_error(path, field, wanted, got, kind=DatasetFormatError):
+    """The error that names the four things a reader of the message needs."""
+    return kind(hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
+
+
+def _describe_missing_pair(prefix):
+    """The sentence for a prefix without an .idx: it names pairs of the folder with such a name."""
+    folder, name = os.path.split(prefix)
+    if folder and not os.path.isdir(folder):
+        return f"{get_idx_path(prefix)}: there is no folder {folder}"
+    pairs = sorted(path.stem for path in pathlib.Path(folder).glob("*.idx"))
+    stem = name.removesuffix(".bin").removesuffix(".idx")
+    alike = [pair for pair in pairs if pair.startswith(stem)]
+    if not alike:
+        alike = difflib.get_close_matches(stem, pairs)
+    if alike:
+        found = " or ".join(os.path.join(folder, pair) for pair in alike[:3])
+        return f"{get_idx_path(prefix)}: no such file; did you mean {found}?"
+    return f"{get_idx_path(prefix)}: no such file: wanted the path of a pair without .bin and .idx"
 
 
 def hide_credentials(text: str | os.PathLike) -> str:

@@ -6406,14 +6406,17 @@ def test_c_verifies_what_the_definition_verifies(c, one, tmp_path, monkeypatch):
     mk(one, tmp_path / "p", [[7] * length for length in lengths], np.int32)
     whole = idx_bytes(lengths, ends, 4, 4)
     path = tmp_path / "p.idx"
+    refused = set()
     for content in (*changed_entries(whole), idx_bytes([4, -2, 5, 6], ends, 4, 4)):
         path.write_bytes(content)
-        _, sentence = outcome(c.IndexedDataset, tmp_path / "p")
-        _, wanted = outcome(one.IndexedDataset, tmp_path / "p")
+        _, sentence = outcome(functools.partial(c.IndexedDataset, check=True), tmp_path / "p")
+        _, wanted = outcome(functools.partial(one.IndexedDataset, check=True), tmp_path / "p")
         assert sentence == wanted
+        refused |= set(re.findall(r"sequence_lengths|sequence_pointers|document_indices", wanted))
+    assert len(refused) == 3
     path.write_bytes(whole)
-    monkeypatch.setattr(c.IndexedDataset, "_verify_sequences", None)  # C alone has to do it
-    assert len(c.IndexedDataset(tmp_path / "p")) == 4
+    monkeypatch.setattr(c, "_verify_sequences", None)  # C alone has to do it
+    assert len(c.IndexedDataset(tmp_path / "p", check=True)) == 4
 
 
 def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
