@@ -5565,8 +5565,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                    one of these the batches of our own datasets, too, are made by DataLoader and
                    its processes; pin_memory alone does not change who makes them.
 
-    len() counts the batches of a whole pass, also after a resume.  One iterator at a time: a new
-    one ends those before it.
+    len() counts the batches of a whole pass, also after a resume.  Where several iterators run, the
+    state is that of the newest.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -5594,14 +5594,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         arguments.setdefault("persistent_workers", num_workers > 0)
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self.consumed_samples = batch_sampler.consumed_samples
-        self._num_starts = 0  # a running iterator sees by it that another place counts from now on
+        self._num_loads = 0  # a running iterator sees by it that a state was loaded
+        self._num_iterators = 0  # the last of them counts
 
     def __iter__(self) -> typing.Iterator[dict]:
-        self._num_starts += 1
-        return self._iterate(self._num_starts)
-
-    def _iterate(self, number):
-        """Yield the batches of a pass, and count what the loop was given."""
         sampler = self.batch_sampler
         limit = sampler.total_samples
         if sampler.kind == "cyclic":
@@ -5610,17 +5606,20 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             sampler.consumed_samples = self.consumed_samples
             limit = math.inf  # it counts on over all epochs
         consumed = sampler.consumed_samples
+        num_loads = self._num_loads
+        self._num_iterators += 1
+        number = self._num_iterators
         batches = self._own_batches() if self.makes_batches else super().__iter__()
         for batch in batches:
-            if self._num_starts != number:
-                raise RuntimeError(
-                    "a new iterator was started, or a state was loaded, while this iterator was "
-                    "running: the loader counts the samples of one iterator, so go on with the "
-                    "newest iter(loader)"
-                )
             consumed += sampler.samples_per_round
-            self.consumed_samples = min(consumed, limit)
+            if self._num_iterators == number:
+                self.consumed_samples = min(consumed, limit)
             yield batch
+            if self._num_loads != num_loads:
+                raise RuntimeError(
+                    "load_state_dict() was called while this iterator was running: it would go on "
+                    "at its old place, so start a new one with iter(loader)"
+                )
 
     def _own_batches(self):
         """Batches of our own datasets, in the order of the sampler."""
@@ -5652,7 +5651,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         ValueError names what does not fit; strict=False goes on all the same.
         """
         consumed = check_position(state, self.dataset, self.batch_sampler, strict)
-        self._num_starts += 1
+        self._num_loads += 1
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
