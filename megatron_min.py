@@ -2161,8 +2161,11 @@ class GPTDataset(SampleTable, MegatronDataset):
     @property
     def fills_rows(self) -> bool:
         """Does each sample come from fill(), and are its tokens those of the corpus?"""
-        is_changed = _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
-        return super().fills_rows and not is_changed
+        cls = type(self)
+        query = GPTDataset._query_document_sample_shuffle_indices
+        if cls._query_document_sample_shuffle_indices is not query:
+            return False
+        return cls.__getitem__ is SampleTable.__getitem__
 
     def columns(self, count: int) -> dict[str, np.ndarray]:
         """Return an empty table for so many samples; its keys are in upstream's order."""
@@ -2197,9 +2200,7 @@ class GPTDataset(SampleTable, MegatronDataset):
                 texts.append(self._pad(k, text))
         for row, k, text in zip(rows, samples, texts, strict=True):
             self._write_sample(columns, row, k, text)
-        for row, k in zip(rows, indices, strict=True):
-            if k is None:
-                columns["loss_mask"][row] = 0
+        _take_loss_of_padding(columns, rows, indices)
 
     def _write_sample(self, columns, row, k, text):
         """Write sample k, which has the S + x tokens of text, into a row of the columns."""
@@ -2275,6 +2276,13 @@ class GPTDataset(SampleTable, MegatronDataset):
     def __getstate__(self):
         """Leave out of a pickle the arrays that another process can map, or make."""
         return _without_mapped_arrays(self)
+
+
+def _take_loss_of_padding(columns, rows, indices):
+    """Where the index is None, the row fills up a batch and has no loss."""
+    for row, k in zip(rows, indices, strict=True):
+        if k is None:
+            columns["loss_mask"][row] = 0
 
 
 def _as_range(documents):
@@ -2756,7 +2764,7 @@ class BlendedDataset(SampleTable):
 
     def __getitem__(self, idx: int | None) -> dict:
         d, k = self._place(idx)
-        return {"dataset_id": torch.tensor(d), **self.datasets[d][k]}
+        return {"dataset_id": torch.from_numpy(np.array(d)), **self.datasets[d][k]}
 
     @property
     def fills_rows(self) -> bool:
@@ -6549,9 +6557,8 @@ def _c_read_samples(dataset, columns, rows, indices):
         return False
     if real_pads > 0:  # so many real tokens equal the pad id
         _warn_of_real_pads(dataset)
-    for row, k in zip(rows, indices, strict=True):
-        if k is None:
-            columns["loss_mask"][row] = 0
+    if None in tuple(indices):
+        _take_loss_of_padding(columns, rows, indices)
     return True
 
 
