@@ -5801,7 +5801,7 @@ def test_commands_on_object_storage(one, bucket, tmp_path, capsys):
         (["inspect", place], 0, "sequence 0: [97, 97, 97, 97]"),
         (["verify", place], 0, f"whole: {place}: {numbers}"),
         (["merge", "--input", place, "--output-prefix", f"{bucket.root}/all"], 0, "80 sequences"),
-        (["build", "--blend", place, *samples], 0, "samples of 8"),
+        (["build", "--blend", place, *samples], 0, "samples, cache"),
         (["verify", f"{bucket.root}/nothing"], 1, "nothing"),
     ]
     for arguments, wanted, words in rows:
