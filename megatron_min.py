@@ -206,6 +206,7 @@ __all__ = [
     "get_train_valid_test_num_samples",
     "hide_credentials",
     "import_extra",
+    "input_of_document",
     "is_remote",
     "map_ahead",
     "map_file",
@@ -218,6 +219,7 @@ __all__ = [
     "plan_epochs",
     "positions_from",
     "preprocess",
+    "read_record",
     "save_position",
     "shard_of_launcher",
     "shuffle",
@@ -8256,7 +8258,8 @@ def _place_in_pair(pair, sequence, offset):
     if not isinstance(pair, IndexedDataset):
         return sequence, None
     # A document without sequences begins where the next one begins: the last one has the sequence.
-    document = int(np.searchsorted(pair.document_indices, sequence, side="right")) - 1
+    # bisect, since the entries lie unaligned in the file: np.searchsorted() would copy all of them.
+    document = bisect.bisect_right(pair.document_indices, sequence) - 1
     token_bytes = DType.size(pair.dtype)
     return document, int(pair.sequence_pointers[sequence]) + offset * token_bytes
 
