@@ -1142,7 +1142,7 @@ def _read_weights(weights, names):
     return numbers_read
 
 
-def _drop_zero_weights(datasets, weights, names):
+def _drop_zero_weights(datasets, weights, names, is_noted=True):
     """The datasets whose weights are not 0, and these weights; a note names the dropped ones."""
     kept = []
     dropped = []
@@ -1151,7 +1151,7 @@ def _drop_zero_weights(datasets, weights, names):
             kept.append((dataset, weight))
         else:
             dropped.append(str(name))
-    if dropped:
+    if dropped and is_noted:
         log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
     return [dataset for dataset, _ in kept], [weight for _, weight in kept]
 
@@ -2600,13 +2600,10 @@ def build_phase_indices(
         used = np.flatnonzero(weights)
         outputs = dataset_index[begin:end], dataset_sample_index[begin:end]
         build_blending_indices(*outputs, np.take(weights, used), len(used), samples)
-        taken_before = taken.copy()
-        for low in range(begin, end, _CHUNK):
-            part = slice(low, min(low + _CHUNK, end))
-            d = used[dataset_index[part]]  # the blend numbers those that are used: 0, 1, 2, ...
-            dataset_index[part] = d
-            dataset_sample_index[part] += taken_before[d]
-            taken += np.bincount(d, minlength=len(weights))
+        d = used[dataset_index[begin:end]]  # the blend numbers those that are used: 0, 1, 2, ...
+        dataset_index[begin:end] = d
+        dataset_sample_index[begin:end] += taken[d]
+        taken += np.bincount(d, minlength=len(taken))
         begin = end
 
 
@@ -2816,9 +2813,12 @@ def _count_datasets(dataset_index, num_datasets):
 #           blend_per_split         each split is a blend of whole corpora of its own
 #           neither                 mock data
 #
-# size is the number of samples wanted of a split.  One corpus without weights is no blend, and with
-# blend_per_split one corpus never is: it is built for size samples, or for one epoch (size None).
-# Else, with w the weight of a corpus divided by the sum of all weights:
+# The config is read once, into a list: for each split its corpora, their weights, the number of
+# samples that are wanted (size), and the part of each corpus that belongs to the split.
+#
+# A single corpus is not blended if it has no weight, or if blend_per_split is used.  It is built for
+# size samples (None: one epoch).  Else, with w the weight of a corpus divided by the sum of all
+# weights:
 #
 #   weights   size     each corpus is built for                   the blend has
 #   given     given    n = ceil(size * w) samples, and a          the sum of all n
@@ -2909,12 +2909,16 @@ def _read_blends(
             if len(prefixes) == 1:
                 weights = None
         if bounds is not None:
-            blends.append(_read_blend_of_split(config, split, prefixes, weights, size, bounds))
+            # the splits of one blend have the same corpora of weight 0, which are noted once
+            is_noted = config.blend_per_split is not None or len(blends) == 0
+            weighted = prefixes, weights, is_noted
+            blends.append(_read_blend_of_split(config, split, weighted, size, bounds))
     return blends
 
 
-def _read_blend_of_split(config, split, prefixes, weights, size, bounds):
+def _read_blend_of_split(config, split, weighted, size, bounds):
     """One split, whose corpora are mixed in phases, or by weights, or are taken once."""
+    prefixes, weights, is_noted = weighted
     if split is Split.train and config.blend_phases is not None:
         phases = _as_phases(config.blend_phases, prefixes)
         total = sum(samples for samples, _ in phases)
@@ -2930,7 +2934,7 @@ def _read_blend_of_split(config, split, prefixes, weights, size, bounds):
         raise ValueError(
             f"{split.name} is a blend with weights, which needs a size (--sizes), got None"
         )
-    prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
+    prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes, is_noted)
     return _BlendOfSplit(split, prefixes, normalize(weights), None, size, bounds)
 
 
