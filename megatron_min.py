@@ -2816,8 +2816,8 @@ def _count_datasets(dataset_index, num_datasets):
 # The config is read once, into a list: for each split its corpora, their weights, the number of
 # samples that are wanted (size), and the part of each corpus that belongs to the split.
 #
-# A single corpus is not blended if it has no weight, or if blend_per_split is used.  It is built for
-# size samples (None: one epoch).  Else, with w the weight of a corpus divided by the sum of all
+# A single corpus is not blended if it has no weight, or if blend_per_split is used.  It is built
+# for size samples (None: one epoch).  Else, with w the weight of a corpus divided by the sum of all
 # weights:
 #
 #   weights   size     each corpus is built for                   the blend has
