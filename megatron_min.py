@@ -8242,7 +8242,8 @@ def _place_in_pair(pair, sequence, offset):
     if not isinstance(pair, IndexedDataset):
         return sequence, None
     # A document without sequences begins where the next one begins: the last one has the sequence.
-    document = int(np.searchsorted(pair.document_indices, sequence, side="right")) - 1
+    # bisect, since the entries lie unaligned in the file: np.searchsorted() would copy all of them.
+    document = bisect.bisect_right(pair.document_indices, sequence) - 1
     token_bytes = DType.size(pair.dtype)
     return document, int(pair.sequence_pointers[sequence]) + offset * token_bytes
 
