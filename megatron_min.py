@@ -5035,7 +5035,7 @@ def commit_pair(tokens: NewFile, index: NewFile) -> None:
 
 def _rename_without_old_index(tokens, index):
     """Give a .bin its name while the old .idx has another one, which it keeps only on an error."""
-    old_index = f"{index.temporary}.old"
+    old_index = f"{index.temporary.removesuffix('.tmp')}.old.tmp"
     if os.path.isdir(index.path):
         raise IsADirectoryError(f"{index.path} is a folder: wanted the place of a file")
     with contextlib.suppress(FileNotFoundError):
@@ -6845,8 +6845,6 @@ class HuggingFaceTokenizer:
     # gigatoken 0.10 keeps each word that it has seen, in about 11 bytes for each byte of it.  So it
     # is made anew after so much text: that costs 7 % of the time, and a worker stays below 1 GiB.
     _GIGATOKEN_BYTES = 48 << 20
-    # Normalizers that cannot change a token which is written in the file.
-    _HARMLESS_NORMALIZERS = ("Sequence", "Prepend", "Replace")
 
     def __init__(
         self,
@@ -6930,14 +6928,9 @@ class HuggingFaceTokenizer:
             return "MEGATRON_MIN_GIGATOKEN is 0"
         if self._add_special_tokens:
             return "it adds no special tokens to a text"
-        # Both were measured, with gigatoken 0.10: other ids, without a word.
-        content = json.loads(self._tokenizer.to_str())
-        is_normalized = not _normalizers(content["normalizer"]) <= set(self._HARMLESS_NORMALIZERS)
-        for token in content["added_tokens"]:
-            if token["single_word"]:
-                return f"the added token {token['content']!r} is one of single words"
-            if is_normalized and not token["content"].isascii():
-                return f"the added token {token['content']!r} may be changed by a normalizer"
+        token = _token_of_other_ids(json.loads(self._tokenizer.to_str()))
+        if token is not None:
+            return f"it may make other ids of texts with the added token {token!r}"
         wanted = [tokens.tolist() for tokens in self.tokenize_batch(texts)]
         try:
             found = self._tokenize_by_gigatoken(texts).to_list()
@@ -6963,6 +6956,25 @@ class HuggingFaceTokenizer:
     def __getstate__(self):
         """Pickle all but what gigatoken has made, which cannot be pickled."""
         return self.__dict__ | {"_gigatoken": None}
+
+
+def _token_of_other_ids(content):
+    """Return an added token with which gigatoken makes other ids, without a word; None: no such.
+
+    content   of a tokenizer.json.  What is told here was measured with gigatoken 0.10.0, on random
+              texts of odd characters.
+    """
+    is_normalized = not _normalizers(content["normalizer"]) <= {"Sequence", "Prepend", "Replace"}
+    puts_a_space_first = '"add_prefix_space": true' in json.dumps(content["pre_tokenizer"])
+    for token in content["added_tokens"]:
+        text = token["content"]
+        if token["single_word"]:
+            return text
+        if is_normalized and (token["normalized"] or not text.isascii()):
+            return text
+        if text[:1].isspace() and (token["rstrip"] or puts_a_space_first):
+            return text
+    return None
 
 
 def _normalizers(normalizer):
@@ -7088,7 +7100,7 @@ _BLOCK_ROWS = 128  # the same for Parquet, which tells no bytes
 _PROGRESS_SECONDS = 10.0  # the least time between two lines of progress
 _SAMPLED_PLACES = 32  # of the inputs, where texts are taken to compare two tokenizers
 _TEXTS_OF_A_PLACE = 4
-_SAMPLED_CHARACTERS = 1 << 14  # of each of these texts
+_SAMPLED_CHARACTERS = 1 << 13  # of each of these texts
 
 
 def preprocess(
@@ -7415,7 +7427,7 @@ def read_record(path_prefix: str | os.PathLike) -> dict | None:
             record = json.loads(file.read())
         if _sizes_of_pair(path_prefix) != {"bin": record["bin"], "idx": record["idx"]}:
             return None
-    except (OSError, ValueError, LookupError, TypeError):  # it is missing, or no record
+    except Exception:  # it is missing, or no record, or cannot be read: no reason to stop
         return None
     return record
 
@@ -7621,12 +7633,50 @@ def _open_input(path):
     """Open a file or an object, to read bytes."""
     import fsspec
 
-    if is_remote(path):
-        file_system, path = fsspec.core.url_to_fs(path)
-    else:
-        file_system = fsspec.filesystem("file")
-        path = os.path.abspath(path)
-    return file_system.open(path, "rb")
+    if not is_remote(path):
+        return fsspec.filesystem("file").open(os.path.abspath(path), "rb")
+    file_system, name = fsspec.core.url_to_fs(path)
+    return io.BufferedReader(_PatientFile(path, file_system.open(name, "rb")), 1 << 20)
+
+
+class _PatientFile(io.RawIOBase):
+    """An open object on object storage; a read that fails is tried again: most faults pass."""
+
+    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
+
+    def __init__(self, path, file):
+        self._path = path
+        self._file = file
+
+    def readable(self):
+        return True
+
+    def seekable(self):
+        return True
+
+    def seek(self, offset, whence=io.SEEK_SET):
+        """Go to offset bytes after the beginning, the present position, or the end."""
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer):
+        """Fill the buffer, or a part of it; return how many bytes came."""
+        position = self._file.tell()
+        for pause in (*self._PAUSES, None):
+            try:
+                self._file.seek(position)
+                content = self._file.read(len(buffer))
+                break
+            except Exception as error:  # each storage has errors of its own
+                if pause is None:
+                    fault = f"{type(error).__name__}: {error}"
+                    raise ConnectionError(f"{self._path}: {fault}") from None
+                time.sleep(pause)
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self):
+        self._file.close()
+        super().close()
 
 
 def _format_name(path):
@@ -7714,7 +7764,8 @@ def _read_lines(part, file):
         if len(lines) == 0:
             _check_end(part, position)
             return
-        lines += file.readline()
+        if not lines.endswith(b"\n"):
+            lines += file.readline()
         yield _Block(0, part.path, first, lines, len(lines), origin)
         first += lines.count(b"\n")
         position += len(lines)
@@ -7757,6 +7808,8 @@ def _read_compressed(part, file):
     while True:
         try:
             lines = text_file.read(_BLOCK_BYTES) + text_file.readline()
+        except ConnectionError:  # the file may be whole
+            raise
         except Exception as error:  # each format has errors of its own
             raise ValueError(f"{part.path}: damaged, or cut off: {_one_line(error)}") from None
         if len(lines) == 0:
@@ -7837,6 +7890,8 @@ def _read_parquet(part, file, json_keys):
             if batch is None:
                 return
             rows = batch.to_pylist()
+        except ConnectionError:
+            raise
         except Exception as error:  # pyarrow raises many kinds
             raise ValueError(f"{part.path}: damaged: {_one_line(error)}") from None
         yield _Block(0, part.path, first, rows, round(len(rows) * bytes_a_row))
@@ -7848,6 +7903,8 @@ def _open_parquet(path, file):
     parquet = _import_extra("pyarrow.parquet", "storage", path)
     try:
         return parquet.ParquetFile(file)
+    except ConnectionError:
+        raise
     except Exception as error:  # pyarrow raises many kinds
         raise ValueError(f"{path}: damaged, or no Parquet file: {_one_line(error)}") from None
 
@@ -8206,18 +8263,18 @@ class _Progress:
         if self.verbose:
             _print_progress([*self._counts(now), f"done in {seconds}"])
         if self.num_skipped:
+            first = hide_credentials(self.first_fault)
             warnings.warn(
-                f"left out {_count(self.num_skipped, 'bad line')}; the first: {self.first_fault}",
-                stacklevel=4,
+                f"left out {_count(self.num_skipped, 'bad line')}; the first: {first}", stacklevel=4
             )
         empty = []
         for part, documents in zip(self.parts, self.documents_of_part, strict=True):
             if documents == 0 and part.is_whole():
                 empty.append(part.path)
         if len(empty) > 0:
+            names = hide_credentials(", ".join(empty[:3]))
             warnings.warn(
-                f"no document came from {_count(len(empty), 'input')}: {', '.join(empty[:3])}",
-                stacklevel=4,
+                f"no document came from {_count(len(empty), 'input')}: {names}", stacklevel=4
             )
 
     def _counts(self, now):
@@ -8242,7 +8299,7 @@ class _Progress:
 def _print_progress(words):
     """Print one line to stderr."""
     with contextlib.suppress(OSError):  # that nobody reads the progress is no reason to stop
-        print(", ".join(words), file=sys.stderr, flush=True)
+        print(hide_credentials(", ".join(words)), file=sys.stderr, flush=True)
 
 
 def _count(number, noun):
@@ -9675,7 +9732,6 @@ def _add_preprocess(commands):
     parser = _add_command(
         commands,
         "preprocess",
-        "read_record",
         _run_preprocess,
         "JSON lines, also compressed, and Parquet to .bin/.idx pairs",
         "--input 'books/*.jsonl.gz' --output-prefix books --append-eod --workers 8",

@@ -613,9 +613,10 @@ def test_all_ways_to_add(one, pair, tmp_path):
         builder.add_item(np.array([], np.float64))
         builder.end_document()
         builder.add_item((10,))
-        builder.add_sequences(np.array([11, 12, 13]), [2, 0, 1], [4, 5, 6], ends=[1, 1, 3])
+        builder.add_documents([np.array([11, 12]), np.array([], int)], [4, 5])
+        builder.add_documents([[13]], [6])
     lengths, modes = [1, 2, 4, 2, 0, 1, 2, 0, 1], [1, -2, 0, 3, 0, 0, 4, 5, 6]
-    wanted = idx_bytes(lengths, [0, 2, 3, 5, 7, 7, 9], code=3, size=2, modes=modes)
+    wanted = idx_bytes(lengths, [0, 2, 3, 5, 7, 8, 9], code=3, size=2, modes=modes)
     assert (tmp_path / "m.idx").read_bytes() == wanted
     assert (tmp_path / "m.bin").read_bytes() == np.arange(1, 14, dtype="<i2").tobytes()
     ds = one.IndexedDataset(tmp_path / "m", multimodal=True)
@@ -644,8 +645,9 @@ REFUSED_BY_BUILDER = {
     "length-float": (np.int32, "add_document", ([1, 2], [2.0]), "float"),
     "modes-few": (np.int32, "add_document", ([1, 2], [1, 1], [0]), "1 modes"),
     "mode-too-large": (np.int32, "add_document", ([1], [1], [128]), "8 bits"),
-    "end-beyond": (np.int32, "add_sequences", ([1], [1], None, [2]), "ends of documents"),
-    "ends-fall": (np.int32, "add_sequences", ([1], [1], None, [1, 0]), "ends of documents"),
+    "one-of-many": (np.uint16, "add_documents", ([[1], [2, 70000]],), "70000"),
+    "modes-of-many": (np.uint16, "add_documents", ([[1], [2]], [0]), "1 modes"),
+    "eod-too-large": (np.uint16, "add_documents", ([[1]], None, 70000), "70000"),
 }
 
 
@@ -659,6 +661,64 @@ def test_builder_refuses_before_it_writes(one, tmp_path, case):
         builder.add_document([3], [1])
     ds = one.IndexedDataset(tmp_path / "p", multimodal=True)
     assert [(tokens.tolist(), mode) for tokens, mode in ds] == [([1, 2], 7), ([3], 0)]
+
+
+@pytest.mark.parametrize("eod", [None, 7])
+def test_many_documents_at_once(one, tmp_path, eod):
+    """They equal documents that are added one by one; only those with tokens get an eod."""
+    awkward = pytest.importorskip("awkward")
+    documents = [[1, 2, 3], [], [4], [5, 6], []]
+    with one.IndexedDatasetBuilder(tmp_path / "one.bin", np.uint16) as builder:
+        for document in documents:
+            tokens = document + [eod] * (eod is not None and len(document) > 0)
+            builder.add_document(tokens, [len(tokens)])
+    kinds = {
+        "arrays": [np.array(document, np.int64) for document in documents],
+        "tensors": [torch.tensor(document, dtype=torch.int16) for document in documents],
+        "awkward": awkward.Array(documents),
+        "sliced": awkward.Array([[9], *documents])[1:],
+    }
+    for kind, many in kinds.items():
+        with one.IndexedDatasetBuilder(tmp_path / f"{kind}.bin", np.uint16) as builder:
+            builder.add_documents(many[:2], eod_token=eod)
+            builder.add_documents(many[2:], eod_token=eod)
+            builder.add_documents(many[:0], eod_token=eod)
+        assert bytes_of_pair(tmp_path / kind) == bytes_of_pair(tmp_path / "one"), kind
+
+
+@linux
+@pytest.mark.parametrize("size", [1, 1 << 22])
+def test_a_builder_whose_write_failed_stays_failed(one, tmp_path, size):
+    """Also where there is room again: a part of the tokens may be in the file.
+
+    A limit on the bytes of a file stands in for a full disk.  The error names the file.
+    """
+    resource = importlib.import_module("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    builder = one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint8)
+    builder.add_document(np.ones(size, np.uint8), [size])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf"{tmp_path}/p\.bin\..*\.tmp") as caught:
+            builder.add_document(np.ones(3 << 20, np.uint8), [3 << 20])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    with pytest.raises(ValueError, match="has failed"):
+        builder.add_document([2], [1])
+    with pytest.raises(ValueError, match="has failed"):
+        builder.finalize(tmp_path / "p.idx")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_pair_whose_bin_lacks_bytes_is_not_finished(one, tmp_path):
+    """Whatever has taken them."""
+    with pytest.raises(OSError, match="wanted 8 bytes, got 4"):
+        with one.IndexedDatasetBuilder(tmp_path / "p.bin", np.int32) as builder:
+            builder.add_document([1, 2], [2])
+            builder._bin.file.flush()
+            os.truncate(builder._bin.temporary, 4)
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_life_of_a_builder(one, pair, tmp_path):
@@ -4154,8 +4214,59 @@ def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkey
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "replace", note_rename)
     mk(one, tmp_path / "p", [[2, 3]])
-    assert events == [("p.bin", True, False), ("p.idx", True, False)]
+    moved, *named = events
+    assert moved[0].endswith(".old.tmp")
+    assert named == [("p.bin", True, False), ("p.idx", True, False)]
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
     assert one.IndexedDataset(tmp_path / "p")[0].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["p.bin", "p.idx"])
+def test_a_pair_that_cannot_be_renamed_leaves_the_old_one(one, tmp_path, monkeypatch, name):
+    mk(one, tmp_path / "p", [[1]])
+    before = files_of(tmp_path)
+    replace = os.replace
+
+    def refuse(source, target):
+        if os.path.basename(target) == "p.bin":
+            raise PermissionError(errno.EPERM, "not permitted", str(target))
+        replace(source, target)
+
+    if name == "p.idx":
+        os.remove(tmp_path / "p.idx")
+        os.mkdir(tmp_path / "p.idx")
+        del before["p.idx"]
+    else:
+        monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match=rf"p\.{name[2:]}"):
+        write_pair(one, tmp_path, 2, None)
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("failing", [".bin", ".idx"])
+def test_a_pair_that_cannot_be_uploaded_is_kept(one, bucket, tmp_path, monkeypatch, failing):
+    """The error names what is left, and where it belongs."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    put_file = fsspec.get_filesystem_class("memory").put_file
+
+    def fail(self, source, target, **options):
+        if target.endswith(failing):
+            raise TimeoutError("slow")
+        put_file(self, source, target, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fsspec.get_filesystem_class("memory"), "put_file", fail)
+        with pytest.raises(OSError, match="slow") as caught:
+            with one.IndexedDatasetBuilder(f"{bucket.root}/p.bin", np.uint8) as builder:
+                builder.add_document([1, 2], [2])
+    left = re.findall(r"(\S+\.tmp) as (memory:[^\s,]+)", str(caught.value))
+    assert [place for _, place in left] == [
+        f"{bucket.root}/p{end}" for end in (".bin", ".idx") if end >= failing
+    ]
+    assert sorted(path for path, _ in left) == sorted(map(str, tmp_path.glob("*.tmp")))
+    for path, place in left:
+        fsspec.filesystem("memory").put_file(path, place)
+    assert lists(one.IndexedDataset(f"{bucket.root}/p")) == [[1, 2]]
 
 
 def test_a_mapped_file(one, tmp_path):
@@ -5297,7 +5408,7 @@ def test_a_pair_is_written_to_object_storage(one, some_pair, tmp_path, monkeypat
 
 @pytest.mark.parametrize("before", [{}, {"object": b"old"}])
 def test_an_upload_that_fails(one, bucket, tmp_path, monkeypatch, before):
-    """The old object stays, or none is there; the local file goes."""
+    """The old object stays, or none is there; the local file stays, and is named."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     place = f"{bucket.root}/object"
     for content in before.values():
@@ -5311,7 +5422,8 @@ def test_an_upload_that_fails(one, bucket, tmp_path, monkeypatch, before):
     assert SECRET not in str(caught.value)
     assert put.call_count == 5
     assert bucket.files() == before
-    assert list(tmp_path.glob("*.tmp")) == []
+    [kept] = tmp_path.glob("*.tmp")
+    assert kept.read_bytes() == b"new" and str(kept) in str(caught.value)
 
 
 def test_an_old_remote_index_never_stands_beside_new_tokens(one, bucket, some_pair, monkeypatch):
@@ -6592,6 +6704,7 @@ def test_null_tokenizer(one):
     tokenizer = one.build_tokenizer("null:100")
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.tokenize("1 2 30") == [1, 2, 30]
+    assert lists(tokenizer.tokenize_batch(["1 2 30", ""])) == [[1, 2, 30], []]
     assert tokenizer.detokenize(np.array([1, 2])) == "1 2"
     assert one.NullTokenizer(7).unique_identifiers != tokenizer.unique_identifiers
 
@@ -6663,11 +6776,12 @@ def hf(tmp_path):
 )
 def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, flags, start, eod):
     """In Python and in the commands; its identifiers tell apart what makes other tokens."""
-    plain = one.build_tokenizer(hf)
+    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
     tokenizer = one.build_tokenizer(hf, "</s>" if eod == 4 else None, bool(start))
     assert (tokenizer.vocab_size, tokenizer.eod) == (5, eod)
     assert tokenizer.tokenize("nein ja") == [*start, 2, 1]
-    assert tokenizer.tokenize_batch(["nein", "", "was"]) == [[*start, 2], start, [*start, 0]]
+    batch = tokenizer.tokenize_batch(["nein", "", "was"])
+    assert lists(batch) == [[*start, 2], start, [*start, 0]]
     is_same = json.dumps(tokenizer.unique_identifiers) == json.dumps(plain.unique_identifiers)
     assert is_same == (flags == [])
 
@@ -6695,6 +6809,249 @@ def test_a_tokenizer_json_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     with pytest.raises(ImportError, match="pip install tokenizers"):
         one.build_tokenizer(hf)
+
+
+def test_a_file_that_cuts_and_fills_up_texts_does_not(one, tmp_path, hf):
+    """A tokenizer.json may ask for it: for models that read one text, not for a corpus."""
+    tokenizer = sys.modules["tokenizers"].Tokenizer.from_file(hf)
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=3)
+    tokenizer.save(hf)
+    found = one.HuggingFaceTokenizer(hf)
+    assert found.tokenize("ja ja ja nein") == [1, 1, 1, 2]
+    assert lists(found.tokenize_batch(["ja", "ja ja ja nein"])) == [[1], [1, 1, 1, 2]]
+
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split_by(pattern):
+    """Words as a regular expression finds them, then bytes."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    in_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps = [split | {"invert": False}, in_bytes | {"use_regex": False}]
+    return {"type": "Sequence", "pretokenizers": steps}
+
+
+def byte_level(add_prefix_space):
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": add_prefix_space,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+
+
+def in_sequence(*normalizers):
+    return {"type": "Sequence", "normalizers": list(normalizers)}
+
+
+TO_LLAMA2 = in_sequence(
+    {"type": "Prepend", "prepend": "▁"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+)
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
+NFC = {"type": "NFC"}
+# a kind of tokenizer: {part: its JSON}, added tokens, and whether gigatoken makes the ids
+KINDS = {
+    "gpt2": ({}, [], True),
+    "prefix space": ({"pre_tokenizer": byte_level(True)}, [], True),
+    "llama3": ({"pre_tokenizer": split_by(LLAMA3_SPLIT)}, [], True),
+    "nfc": ({"normalizer": NFC}, [], True),
+    "no normalizers": ({"normalizer": in_sequence()}, [{"content": "<｜x｜>"}], True),
+    "llama2": ({"normalizer": TO_LLAMA2, "pre_tokenizer": None}, [], True),
+    "metaspace": ({"pre_tokenizer": METASPACE}, [], True),
+    "special": ({}, [{"content": "<s>", "special": True}], True),
+    "plain": ({}, [{"content": "the"}], True),
+    "lstrip": ({}, [{"content": "<s>", "lstrip": True, "special": True}], True),
+    "rstrip": ({}, [{"content": "<s>", "rstrip": True}], True),
+    "nfc, special": ({"normalizer": NFC}, [{"content": "<s>", "special": True}], True),
+    "spaces": ({}, [{"content": "  "}], True),
+    "not ascii": ({}, [{"content": "<é>"}], True),
+    "not ascii, llama2": (
+        {"normalizer": TO_LLAMA2, "pre_tokenizer": None},
+        [{"content": "<é>", "normalized": False}],
+        True,
+    ),
+    "single word": ({}, [{"content": "the", "single_word": True}], False),
+    "not ascii, nfc": ({"normalizer": NFC}, [{"content": "<é>"}], False),
+    "not ascii, nested": ({"normalizer": in_sequence(NFC)}, [{"content": "<é>"}], False),
+    "normalized": ({"normalizer": NFC}, [{"content": "ing"}], False),
+    "a space, rstrip": ({}, [{"content": " the", "rstrip": True}], False),
+    "two spaces first": ({"pre_tokenizer": byte_level(True)}, [{"content": " the"}], False),
+    "whitespace": ({"pre_tokenizer": {"type": "Whitespace"}}, [], False),
+    "digits": ({"pre_tokenizer": {"type": "Digits", "individual_digits": True}}, [], False),
+    "lowercase": ({"normalizer": {"type": "Lowercase"}}, [], False),
+    "another regex": ({"pre_tokenizer": split_by(r"\w+|\W+")}, [], False),
+}
+PIECES = [
+    "the",
+    " the",
+    "The",
+    "<s>",
+    "<é>",
+    "<｜x｜>",
+    "ing",
+    "a",
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "\t",
+    "1",
+]
+PIECES += ["12345", "'s", "'LL", "don't", "é", "e\u0301", "\u0301", "Å", "\u212b", "ﬁ", "ß", "İ"]
+PIECES += [
+    "日本",
+    "語",
+    "한",
+    "\u1112\u1161",
+    "🙂",
+    "👩\u200d🚀",
+    "\u200b",
+    "\xa0",
+    "\u2028",
+    "▁",
+    "_",
+]
+PIECES += [
+    "\x00",
+    "\x7f",
+    "\ufeff",
+    "\ufffd",
+    "\U0010ffff",
+    "{",
+    "}}",
+    "://",
+    "...",
+    "x",
+    "Z",
+    "٣",
+    "²",
+]
+
+
+def odd_texts(rng, count):
+    """Texts of odd pieces, put together at random; the first one is empty."""
+    texts = [""]
+    for _ in range(count):
+        texts.append("".join(rng.choice(PIECES, rng.integers(1, 30))))
+    return texts
+
+
+@pytest.fixture(scope="session")
+def trained_models():
+    """Two BPE models, of bytes and of characters with byte fallback, as JSON."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = " ".join(PIECES * 3) + " the thing is that singing in the rain is nothing new " * 9
+    models = []
+    for is_bytes in (True, False):
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=not is_bytes))
+        alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+        if is_bytes:
+            tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+            alphabet = []
+        else:
+            tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=700,
+            special_tokens=["<|endoftext|>", *alphabet],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet() if is_bytes else [],
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator([pieces], trainer)
+        models.append(json.loads(tokenizer.to_str()))
+    return models
+
+
+def write_kind(path, models, kind):
+    """Write a tokenizer.json of a kind -> its path."""
+    parts, added, _ = KINDS[kind]
+    is_characters = "llama2" in kind or kind == "metaspace"
+    content = copy.deepcopy(models[is_characters])
+    if is_characters:
+        content["added_tokens"] = content["added_tokens"][:1]
+        content["pre_tokenizer"] = None
+    content |= parts
+    for token in added:
+        defaults = dict.fromkeys(["single_word", "lstrip", "rstrip", "special"], False)
+        defaults |= {"id": len(content["model"]["vocab"]) + len(content["added_tokens"])}
+        defaults["normalized"] = not token.get("special", False)
+        if token["content"] in content["model"]["vocab"]:
+            defaults["id"] = content["model"]["vocab"][token["content"]]
+        content["added_tokens"].append(defaults | token)
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, monkeypatch, trained_models, kind):
+    """Of all kinds of files that it is trusted with; the others it does not get."""
+    pytest.importorskip("gigatoken")
+    tokenizer = one.HuggingFaceTokenizer(write_kind(tmp_path / "t.json", trained_models, kind))
+    texts = []
+    for rng in cases(3):
+        texts += odd_texts(rng, 300)
+    said = tokenizer.choose_engine(texts[:1])
+    *_, is_trusted = KINDS[kind]
+    assert ("gigatoken works" in said) == is_trusted, said
+    ids = [tokenizer.tokenize(text) for text in texts]
+    monkeypatch.setattr(tokenizer, "_GIGATOKEN_BYTES", 5000)  # made anew, many times
+    for low in range(0, len(texts), 100):
+        assert lists(tokenizer.tokenize_batch(texts[low : low + 100])) == ids[low : low + 100]
+
+
+def test_when_gigatoken_works(one, tmp_path, monkeypatch, capsys, trained_models):
+    """preprocess says which package works, and why; the files are the same."""
+    gigatoken = pytest.importorskip("gigatoken")
+    path = write_kind(tmp_path / "t.json", trained_models, "gpt2")
+    text = jsonl(tmp_path / "a.jsonl", odd_texts(np.random.default_rng(1), 200))
+    new = gigatoken.Tokenizer.from_json
+    cases_of = {
+        "gigatoken works": {},
+        "MEGATRON_MIN_GIGATOKEN is 0": {"MEGATRON_MIN_GIGATOKEN": "0"},
+        "gigatoken is not installed": {"gigatoken": None},
+        "other ids for texts of these": {"from_json": lambda content: Reversed(new(content))},
+        "does not take this file: no": {"from_json": mock.Mock(side_effect=ValueError("no"))},
+    }
+    pairs = []
+    for number, (words, changes) in enumerate(cases_of.items()):
+        with monkeypatch.context() as patch:
+            for name, value in changes.items():
+                if name == "from_json":
+                    patch.setattr(gigatoken.Tokenizer, name, value)
+                elif value is None:
+                    patch.setitem(sys.modules, name, value)
+                else:
+                    patch.setenv(name, value)
+            made = one.preprocess(text, tmp_path / f"{number}", path, workers=2, verbose=True)
+        assert words in capsys.readouterr().err
+        pairs.append(bytes_of_pair(made["text"]))
+    assert all(pair == pairs[0] for pair in pairs)
+    tokenizer = one.HuggingFaceTokenizer(path, add_special_tokens=True)
+    assert "no special tokens" in tokenizer.choose_engine([])
+
+
+class Reversed:
+    """A tokenizer that is wrong where a text has two tokens."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def encode_batch(self, texts, parallel):
+        return self.tokenizer.encode_batch(texts, parallel=parallel)[:, ::-1]
+
+
+def test_a_tokenizer_that_gigatoken_runs_can_be_pickled(one, tmp_path, trained_models):
+    """As for worker processes that are not forked."""
+    pytest.importorskip("gigatoken")
+    tokenizer = one.HuggingFaceTokenizer(write_kind(tmp_path / "t.json", trained_models, "gpt2"))
+    assert "gigatoken works" in tokenizer.choose_engine(["the thing"])
+    copied = pickle.loads(pickle.dumps(tokenizer))
+    assert lists(copied.tokenize_batch(["the thing"])) == [tokenizer.tokenize("the thing")]
 
 
 # ==============================================================================
