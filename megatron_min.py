@@ -8284,8 +8284,9 @@ class _Progress:
         if self.num_bytes < self.total_bytes < math.inf:
             done = f"{done} of {_size(self.total_bytes)}"
         seconds = max(now - self.started, 1e-3)
-        rate = f"{self.num_bytes / seconds / 1e6:,.1f} MB/s"
-        return [_count(documents, "document"), done, rate]
+        rates = [f"{self.num_bytes / seconds / 1e6:,.1f} MB/s"]
+        rates.append(f"{documents / seconds:,.0f} documents/s")
+        return [_count(documents, "document"), done, *rates]
 
     def _time_left(self, now):
         """The time that the rest takes if it goes on like this, in words; nothing if unknown."""

@@ -7087,7 +7087,7 @@ def test_any_number_of_workers_equals_the_plain_loop(one, long_text, tmp_path, n
     made = one.preprocess([path, str(path)], tmp_path / "o", append_eod=True, workers=workers)
     assert made == {"text": f"{tmp_path}/o_text_document"}
     assert bytes_of_pair(made["text"]) == bytes_of_pair(long_text / "plain")
-    assert len(os.listdir(tmp_path)) == 2
+    assert len(os.listdir(tmp_path)) == 3  # and the record
 
 
 # -- Shards ------------------------------------------------------------------------------------
@@ -7148,7 +7148,13 @@ def touch(path):
     os.utime(path, ns=(1, 1))
 
 
-MADE_ANEW = {  # what happens to which file, arguments of the second job, is the shard made anew?
+def damage(path):
+    """Make a file longer."""
+    with open(path, "ab") as file:
+        file.write(b"x")
+
+
+MADE_ANEW = {  # what happens to which file, arguments of the second job, is the pair made anew?
     "nothing": (None, None, {}, False),
     "other workers": (None, None, {"workers": 2, "verbose": True}, False),
     "an input changed": (touch, "b.jsonl", {}, True),
@@ -7157,28 +7163,42 @@ MADE_ANEW = {  # what happens to which file, arguments of the second job, is the
     "eods": (None, None, {"append_eod": True}, True),
     "skipped lines": (None, None, {"on_error": "skip"}, True),
     "more keys": (None, None, {"json_keys": ["text", "other"]}, True),
-    "the pair is gone": (os.remove, "s_text_document_00001_of_00002.bin", {}, True),
-    "the pair is another": (touch, "s_text_document_00001_of_00002.idx", {}, True),
-    "the record is gone": (os.remove, "s_00001_of_00002.json", {}, True),
+    "the pair is gone": (os.remove, "s_text_document{}.bin", {}, True),
+    "the pair is another": (damage, "s_text_document{}.idx", {}, True),
+    "the record is gone": (os.remove, "s_text_document{}.record.json", {}, True),
+    "the record is damaged": (damage, "s_text_document{}.record.json", {}, True),
 }
 
 
+@pytest.mark.parametrize("shard", [(0, 1), (1, 2)])
 @pytest.mark.parametrize("case", MADE_ANEW)
-def test_a_shard_is_made_once(one, tmp_path, monkeypatch, case):
+def test_a_pair_is_made_once(one, tmp_path, monkeypatch, case, shard):
     """A job that is started again makes only what is missing, or made in another way."""
     happens, changed, arguments, is_anew = MADE_ANEW[case]
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
         pathlib.Path(name).write_bytes(b'{"text": "1", "other": "22"}\n' * 3)
-    common = {"input": ["a.jsonl", "b.jsonl"], "output_prefix": "s", "shard": (1, 2)}
+    common = {"input": ["a.jsonl", "b.jsonl"], "output_prefix": "s", "shard": shard}
     one.preprocess(**common)
     if happens is not None:
-        happens(changed)
+        happens(changed.format("" if shard == (0, 1) else "_00001_of_00002"))
     write = mock.Mock(wraps=one._write_pairs)
     monkeypatch.setattr(one, "_write_pairs", write)
     for number_of_calls in (is_anew, is_anew):  # the third job finds what the second has made
         one.preprocess(**common | arguments)
         assert write.call_count == number_of_calls
+
+
+def test_what_may_be_another_input_is_read_again(one, tmp_path, monkeypatch):
+    """Standard input, and an iterable, have no name and no time of change."""
+    for texts in (["a"], ["b"]):
+        made = one.preprocess(texts=texts, output_prefix=tmp_path / "o")
+        assert texts_of(one, made["text"]) == [[ord(texts[0])]]
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(GOOD + GOOD)))
+    for _ in range(2):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(GOOD)))
+        made = one.preprocess("-", tmp_path / "o")
+        assert texts_of(one, made["text"]) == [[49]]
 
 
 def test_a_bad_line_of_a_shard(one, tmp_path):
@@ -7250,7 +7270,7 @@ def test_all_shards_or_none(one, prefixes, words):
 
 @linux
 @pytest.mark.slow
-def test_torchrun_makes_and_merges_all_shards(one, tmp_path):
+def test_torchrun_makes_all_shards(one, tmp_path, capsys):
     """The same command again finds both shards, and an error of a rank ends the job."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"x": "12", "y": "3"}\n' * 1000)
@@ -7262,15 +7282,97 @@ def test_torchrun_makes_and_merges_all_shards(one, tmp_path):
     for times_found in (0, 2):
         ran = subprocess.run(run, capture_output=True, text=True, env=env, timeout=200)
         assert ran.returncode == 0, ran.stderr
-        assert ran.stderr.count("is there already") == times_found
-        for key, prefix in prefixes.items():
-            merged = f"{tmp_path}/s_{key}_document"
-            assert bytes_of_pair(merged) == bytes_of_pair(prefix)
-            os.remove(f"{merged}.idx")
+        assert ran.stderr.count("is there already") == 2 * times_found
+    for key, prefix in prefixes.items():
+        merged = f"{tmp_path}/s_{key}_document"
+        shards = sorted(glob.glob(f"{merged}_*_of_00002.idx"))
+        command(one, capsys, "merge", "--input", *shards, "--output-prefix", merged)
+        assert bytes_of_pair(merged) == bytes_of_pair(prefix)
     path.write_bytes(path.read_bytes() + b"oops\n")
     ran = subprocess.run(run, capture_output=True, text=True, env=env, timeout=200)
     assert ran.returncode != 0 and "a.jsonl: line " in ran.stderr
-    assert not (tmp_path / "s_x_document.idx").exists()
+
+
+# -- Records -----------------------------------------------------------------------------------
+
+
+def check_ways_back(one, prefix, folder):
+    """Each document of a pair is the one of the input that its record names."""
+    record = one.read_record(prefix)
+    for document, ids in enumerate(texts_of(one, prefix)):
+        name, number = one.input_of_document(record, document)
+        lines = [line for line in (folder / name).read_bytes().split(b"\n") if line.strip()]
+        assert json.loads(lines[number])["text"] == bytes(ids).decode()
+    with pytest.raises(IndexError, match=str(document + 1)):
+        one.input_of_document(record, document + 1)
+
+
+def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
+    """Of one job, of merged shards, and of several such pairs that are merged."""
+    monkeypatch.chdir(tmp_path)
+    for rng in cases(4):
+        names = [f"{name}.jsonl" for name in "abc"]
+        for name in names:
+            numbers = range(int(rng.integers(1, 9)))
+            lines = [b'{"text": "%s %d"}\n' % (name.encode(), number) for number in numbers]
+            pathlib.Path(name).write_bytes(b"\n".join(lines))  # with blank lines
+        whole = quiet(one.preprocess, "*.jsonl", "whole")["text"]
+        count = int(rng.integers(2, 20))
+        merged = quiet(make_shards, one, names, pathlib.Path("."), count)
+        one.merge([merged, whole, merged], "all")
+        assert one.read_record(merged)["inputs"] == one.read_record(whole)["inputs"]
+        assert len(one.read_record("all")["inputs"]) == 9
+        for prefix in (whole, merged, "all"):
+            check_ways_back(one, prefix, tmp_path)
+
+
+def test_the_name_of_a_part_says_where_it_begins(one, tmp_path, monkeypatch):
+    """What lies before it is not counted."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("a.jsonl").write_bytes(GOOD * 10)
+    prefix = one.preprocess("a.jsonl", "o", shard=(1, 2))["text"]
+    record = one.read_record(prefix)
+    assert one.input_of_document(record, 2) == ("a.jsonl from byte 70 on", 2)
+
+
+def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
+    """It says what the pair was made from, without secrets; of another pair it says nothing."""
+    monkeypatch.chdir(tmp_path)
+    url = put_input("a.jsonl", "abc")
+    prefix = one.preprocess([url, jsonl("b.jsonl", ["d"])], "o", append_eod=True)["text"]
+    record = json.loads(pathlib.Path("o_text_document.record.json").read_text())
+    assert SECRET not in json.dumps(record)
+    assert [part["name"] for part in record["inputs"]] == ["memory://bucket/a.jsonl", "b.jsonl"]
+    assert record["tokenizer"] == one.ByteTokenizer.unique_identifiers
+    assert one.read_record(prefix) == record
+    os.truncate(f"{prefix}.bin", 2)
+    assert one.read_record(prefix) is None
+    assert one.read_record("none") is None
+    assert one.input_of_document(None, 7) == (None, None)
+
+
+def test_a_pair_without_a_record_is_an_input_of_its_own(one, tmp_path, monkeypatch):
+    """And a new pair takes the record of the old one away, whoever writes it."""
+    monkeypatch.chdir(tmp_path)
+    made = one.preprocess(texts=["ab", "c"], output_prefix="o")["text"]
+    mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
+    one.merge([made, "upstream", made], "all")
+    record = one.read_record("all")
+    found = [one.input_of_document(record, document) for document in range(7)]
+    texts, upstream = [("texts", 0), ("texts", 1)], [("upstream", number) for number in range(3)]
+    assert found == texts + upstream + texts
+    assert record["tokenizer"] is None
+    mk(one, tmp_path / "all", [[5]])
+    assert one.read_record("all") is None and not os.path.exists("all.record.json")
+
+
+def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
+    made = one.preprocess(texts=["1"], output_prefix=tmp_path / "o", tokenizer=Tok(vocab_size=9))
+    one.warn_of_other_tokenizer(made["text"], Tok(vocab_size=9))
+    one.warn_of_other_tokenizer(mk(one, tmp_path / "p", [[1]]), Tok(eod=5))
+    assert len(recwarn) == 0
+    with pytest.warns(UserWarning, match=r"o_text_document .*'eod': 0.*'eod': 5"):
+        one.warn_of_other_tokenizer(made["text"], Tok(eod=5))
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -7379,10 +7481,14 @@ def test_a_missing_package_is_named(one, tmp_path, monkeypatch, package, path, a
 
 
 def test_a_package_that_lacks_another_is_not_called_missing(one, tmp_path, monkeypatch):
-    (tmp_path / "incomplete.py").write_text("import what_it_needs")
+    (tmp_path / "pyarrow.py").write_text("import what_it_needs")
     monkeypatch.syspath_prepend(tmp_path)
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "pyarrow":
+            monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
-        one.import_extra("incomplete", "tools", "a.jsonl")
+        one.preprocess(tmp_path / "a.parquet", tmp_path / "o")
 
 
 SENTENCES = [  # a line, and the texts of its sequences; $ is eod
@@ -7502,7 +7608,7 @@ def test_nothing_of_an_earlier_run_is_left(one, tmp_path):
     for texts in (["1", "2"], ["7"]):
         made = one.preprocess(jsonl(tmp_path / "a.jsonl", texts), tmp_path / "o", workers=2)
         assert texts_of(one, made["text"]) == [[ord(text)] for text in texts]
-    assert len(os.listdir(tmp_path)) == 3
+    assert len(os.listdir(tmp_path)) == 4
 
 
 BAD_TEXTS = {  # a line, and a word of the reason
@@ -7534,7 +7640,14 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "no object": (GOOD, {"input": "memory://none.jsonl"}, "^memory://none.jsonl: no such file"),
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
     "no such storage": (GOOD, {"input": "unheard://a.jsonl"}, "unheard"),
-    "a secret": (GOOD, {"input": "memory://me:secret@none.jsonl"}, "^memory://none.jsonl: no such"),
+    "nothing to read": (GOOD, {"input": None}, "one of input, which are paths, and texts"),
+    "a file and texts": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
+    "one text": (GOOD, {"input": None, "texts": "abc"}, "an iterable of texts"),
+    "a shard of texts": (GOOD, {"input": None, "texts": ["a"], "shard": (0, 2)}, "cut into shards"),
+    "no text": (GOOD, {"input": None, "texts": ["a", 5]}, "texts: row 2: wanted .* got .*5"),
+    "a row without text": (GOOD, {"input": None, "texts": [{"a": "b"}]}, "texts: row 1: wanted"),
+    "no output": (GOOD, {"output_prefix": None}, "output_prefix"),
+    "no such tokenizer": (GOOD, {"tokenizer": "none"}, "unknown tokenizer 'none'"),
     "no input": (GOOD, {"input": []}, "input"),
     "an output in a file": (GOOD, {"output_prefix": "a.jsonl/b/o"}, r"a\.jsonl.* is a file"),
     "no key": (GOOD, {"json_keys": []}, "key"),
@@ -7567,7 +7680,7 @@ def test_bad_lines_are_skipped_and_counted(one, tmp_path, capsys, workers):
     path.write_bytes(GOOD + b"\n".join([*BAD_TEXTS, b" ", b""]) + b"\n" + GOOD)
     flags = ["--on-error", "skip", "--workers", workers]
     code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *flags)
-    assert code == 0 and "2 documents, 10 bad lines skipped, 2 blank lines skipped, " in err
+    assert code == 0 and "2 documents, " in err
     assert re.search(r"warning: left out 10 bad lines; the first: .*a\.jsonl: line 2: ", err)
     assert texts_of(one, tmp_path / "o_text_document") == [[49], [49]]
 
@@ -7577,15 +7690,75 @@ def test_files_without_documents_are_said(one, tmp_path, recwarn):
     for name, content in (("a", GOOD), ("b", b""), ("c", b"\n"), ("d", b"bad\n" * 1000)):
         (tmp_path / f"{name}.jsonl").write_bytes(content)
     one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", on_error="skip")
-    one.preprocess(tmp_path / "b.jsonl", tmp_path / "o")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "%s"}\n' % (b"x" * 1000))
     for index in range(3):
         one.preprocess(tmp_path / "[ab].jsonl", tmp_path / "o", shard=(index, 3))
-    left_out, some, none, of_shard = [str(warning.message) for warning in recwarn]
+    left_out, some, of_shard = [str(warning.message) for warning in recwarn]
     assert "1,000 bad lines;" in left_out and "d.jsonl: line 1: " in left_out
-    assert re.search(r"no document .*b\.jsonl, .*c\.jsonl, .*d\.jsonl \(3 files\)", some)
-    assert re.search(r"no document .*b\.jsonl: the pairs are empty", none)
-    assert "b.jsonl (1 file)" in of_shard
+    assert re.search(r"no document .* 3 inputs: .*b\.jsonl, .*c\.jsonl, .*d\.jsonl$", some)
+    assert re.search(r"no document came from 1 input: .*b\.jsonl$", of_shard)
+
+
+class Truncating(Tok):
+    """Cuts off the file that is read, at its first text, at the end of a line."""
+
+    def __init__(self, path, size):
+        super().__init__()
+        self.path, self.size = path, size
+
+    def tokenize(self, text):
+        os.truncate(self.path, self.size)
+        return [1]
+
+
+@pytest.mark.parametrize("extension", ["", *COMPRESSED])
+def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, extension):
+    """At the end of a line, or of a compressed part: what is left is a whole file."""
+    path = tmp_path / f"a.jsonl{extension}"
+    parts = [
+        b'{"text": "%s"}\n' % np.random.default_rng(part).bytes(3 << 19).hex().encode()
+        for part in range(5)
+    ]
+    if extension:
+        parts = [compress(part, extension) for part in parts]
+    path.write_bytes(b"".join(parts))
+    tokenizer = Truncating(path, sum(len(part) for part in parts[:3]))
+    with pytest.raises(ValueError, match=r"a\.jsonl\S*: it had .* cut off meanwhile"):
+        one.preprocess(path, tmp_path / "o", tokenizer)
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_texts_in_the_place_of_files(one, tmp_path, monkeypatch):
+    """The same blocks, the same workers, the same files."""
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
+    rows = [{"x": "a" * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"json_keys": ["y", "x"], "append_eod": True}
+    wanted = one.preprocess(tmp_path / "a.jsonl", tmp_path / "file", **keys)
+    for name, workers, texts in (("a", 1, rows), ("b", 3, iter(rows))):
+        made = one.preprocess(
+            texts=texts, output_prefix=tmp_path / name, workers=workers, tokenizer="bytes", **keys
+        )
+        for key in made:
+            assert bytes_of_pair(made[key]) == bytes_of_pair(wanted[key])
+    texts = (row["x"] for row in rows)
+    made = one.preprocess(texts=texts, output_prefix=tmp_path / "c", append_eod=True)
+    assert bytes_of_pair(made["text"]) == bytes_of_pair(wanted["x"])
+    with pytest.raises(ZeroDivisionError):
+        one.preprocess(texts=(1 / k for k in [0]), output_prefix=tmp_path / "d")
+    assert not list(tmp_path.glob("d*"))
+
+
+def test_uploads_that_fail_keep_the_pairs_of_all_keys(one, bucket, tmp_path, monkeypatch):
+    """The work of days is not lost with the connection."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    put = mock.Mock(side_effect=TimeoutError("slow"))
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "put_file", put)
+    with pytest.raises(OSError, match="o_x_document.bin.* as .*o_x_document.bin, then "):
+        rows = [{"x": "a", "y": "b"}]
+        one.preprocess(texts=rows, output_prefix=f"{bucket.root}/o", json_keys=["x", "y"])
+    kept = sorted(re.sub(r"\.\w{16}\.", ".", path.name) for path in tmp_path.glob("*.tmp"))
+    assert kept == [f"o_{key}_document.{end}.tmp" for key in "xy" for end in ("bin", "idx")]
 
 
 def test_a_full_disk_is_found_before_the_first_pair_has_its_name(one, tmp_path, monkeypatch):
@@ -7616,43 +7789,7 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path):
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-def test_threads_write_what_processes_write(one, tmp_path, hf, monkeypatch):
-    """The package tokenizers releases the GIL; a tokenizer of the user's own may not."""
-    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
-    path = jsonl(tmp_path / "a.jsonl", ["ja nein " * k for k in range(100)])
-
-    class Own(one.HuggingFaceTokenizer):
-        pass
-
-    for workers, kind, most_threads, other_way in (
-        (1, one.HuggingFaceTokenizer, 2, None),
-        (2, one.HuggingFaceTokenizer, 2, "_encode_in_processes"),
-        (3, one.HuggingFaceTokenizer, 2, "_encode_in_threads"),
-        (4, Own, 4, "_encode_in_threads"),
-    ):
-        monkeypatch.setattr(one, "_MOST_THREADS", most_threads)
-        with monkeypatch.context() as patch:
-            if other_way is not None:
-                patch.setattr(one, other_way, None)
-            one.preprocess(path, tmp_path / f"of_{workers}", kind(hf), workers=workers)
-    for end in (".bin", ".idx"):
-        paths = [tmp_path / f"of_{k}_text_document{end}" for k in (1, 2, 3, 4)]
-        assert len({path.read_bytes() for path in paths}) == 1
-
-
-def test_threads_end_with_their_job(one, tmp_path, hf, monkeypatch):
-    """After an error, too: no thread goes on in the background."""
-    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
-    path = tmp_path / "a.jsonl"
-    path.write_text("no JSON\n" + '{"text": "ja"}\n' * 1000)
-    before = set(threading.enumerate())
-    with pytest.raises(ValueError, match="a.jsonl"):
-        one.preprocess(path, tmp_path / "o", one.HuggingFaceTokenizer(hf), workers=2)
-    assert set(threading.enumerate()) <= before
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "tokenizer.json"]
-
-
-@pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (4, 5), (60, 10)])
+@pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (4, 2), (60, 7)])
 def test_progress_in_the_middle_of_the_work(
     one, long_text, tmp_path, monkeypatch, capsys, seconds_a_block, fewest
 ):
@@ -7662,21 +7799,21 @@ def test_progress_in_the_middle_of_the_work(
     one.preprocess(long_text / "twice.jsonl", tmp_path / "o", verbose=True)
     *middle, last = capsys.readouterr().err.strip().split("\n")
     assert fewest <= len(middle) <= clock.call_count * seconds_a_block / 10
-    assert re.match(r"408 documents, 8\.\d MB, [\d.]+ MB/s, (\d+ documents/s, )?done in ", last)
+    assert re.match(r"408 documents, 8\.\d MB, [\d.]+ MB/s, \d+ documents/s, done in ", last)
     left = [re.search(r" 8\.\d MB, .*, (.+) left$", line)[1] for line in middle]
     assert left == sorted(left, reverse=True)
-    assert " 0 documents/s" not in last
 
 
 def test_progress_of_little_work(one, tmp_path, monkeypatch, capsys):
-    """No rate that says nothing; and no word at all if nobody asks."""
-    clock = mock.Mock(side_effect=itertools.count(0, 0.01))
+    """And no word at all if nobody asks."""
+    clock = mock.Mock(side_effect=itertools.count(0, 0.25))
     monkeypatch.setattr(time, "perf_counter", clock)
-    path = jsonl(tmp_path / "a.jsonl.gz", ["a"])
+    path = jsonl(tmp_path / "a.jsonl.gz", ["a", "b"])
     one.preprocess(path, tmp_path / "o")
-    one.preprocess(path, tmp_path / "o", verbose=True)
+    one.preprocess(path, tmp_path / "p", verbose=True)
     size = os.path.getsize(path)
-    assert capsys.readouterr().err == f"1 document, {size} bytes, done in 0:00:00\n"
+    wanted = f"2 documents, {size} bytes, 0.0 MB/s, 4 documents/s, done in 0:00:00\n"
+    assert capsys.readouterr().err == wanted
 
 
 def test_memory_of_a_long_line(one, tmp_path):
@@ -7714,23 +7851,23 @@ def put_input(name, text):
 )
 def test_remote_inputs_with_faults(one, bucket, tmp_path, monkeypatch, name, num_faults):
     """A fault that passes is tried again; one that stays is not called damage of the file."""
+    monkeypatch.setattr(one._PatientFile, "_PAUSES", (0, 0, 0, 0))
     url = put_input(name, "abc")
-    file_system = fsspec.get_filesystem_class("memory")
-    cat_file = file_system.cat_file
+    memory_file = importlib.import_module("fsspec.implementations.memory").MemoryFile
     faults = [TimeoutError("slow")] * num_faults
 
-    def faulty_cat_file(self, path, *arguments, **options):
+    def faulty_read(self, *arguments):
         if faults:
             raise faults.pop()
-        return cat_file(self, path, *arguments, **options)
+        return io.BytesIO.read(self, *arguments)
 
-    monkeypatch.setattr(file_system, "cat_file", faulty_cat_file)
+    monkeypatch.setattr(memory_file, "read", faulty_read, raising=False)
     if num_faults < 99:
         made = one.preprocess(url, tmp_path / "o")
         assert texts_of(one, made["text"]) == [list(b"abc")]
         assert faults == []
         return
-    with pytest.raises(OSError, match=rf"^memory://bucket/{name}: TimeoutError: slow$"):
+    with pytest.raises(ConnectionError, match=rf"memory://bucket/{name}.*: TimeoutError: slow$"):
         one.preprocess(url, tmp_path / "o")
 
 
@@ -7740,20 +7877,21 @@ def test_remote_inputs_with_faults(one, bucket, tmp_path, monkeypatch, name, num
         ("a.parquet", b"nothing", "damaged"),
         ("a.jsonl.gz", b"nothing", "damaged"),
         ("a.jsonl", b"", "no document came"),
+        ("a.jsonl", b"oops", "line 1"),
         ("a.zip", b"", "zip archive"),
         ("a.jsonl.ZIP", b"", "zip archive"),
     ],
 )
-def test_what_is_said_of_an_input_shows_no_credential(one, bucket, tmp_path, name, content, words):
+def test_what_is_said_of_an_input_shows_no_credential(
+    one, bucket, tmp_path, capsys, name, content, words
+):
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow.parquet")
     path = f"/me:{SECRET}@b/{name}?sig={SECRET}"
     fsspec.filesystem("memory").pipe_file(path, content)
-    with warnings.catch_warnings(), pytest.raises((ValueError, UserWarning)) as caught:
-        warnings.simplefilter("error")
-        one.preprocess(f"memory:/{path}", tmp_path / "o")
-    assert f"memory://b/{name}" in str(caught.value) and words in str(caught.value)
-    assert SECRET not in str(caught.value)
+    _, _, err = preprocess_command(one, capsys, f"memory:/{path}", tmp_path / "o")
+    assert f"memory://b/{name}" in err and words in err
+    assert SECRET not in err
 
 
 def test_a_remote_output(one, bucket, tmp_path, monkeypatch, capsys):
