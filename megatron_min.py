@@ -8150,7 +8150,8 @@ def _encode_in_processes(encoder, blocks, workers):
     try:
         for _ in range(workers):
             pipe, end_of_worker = context.Pipe()
-            process = context.Process(target=_work, args=(end_of_worker, encoder), daemon=True)
+            arguments = (end_of_worker, pipe, encoder)
+            process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             processes.append(process)
             end_of_worker.close()  # so that the pipe ends when the worker does
@@ -8181,11 +8182,13 @@ def _encode_in_processes(encoder, blocks, workers):
             process.join()
 
 
-def _work(pipe, encoder):
+def _work(pipe, end_of_parent, encoder):
     """Encode the blocks that come through a pipe: this is all that a worker process does.
 
-    It ends when its parent does, because that ends the pipe.
+    It ends when its parent does, because that ends the pipe, unless this process holds the other
+    end, too.  A worker that was started later may hold it; but the last one ends first.
     """
+    end_of_parent.close()
     # A terminal sends Ctrl-C to all processes.  The parent alone answers: it ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -7148,7 +7148,7 @@ def touch(path):
     os.utime(path, ns=(1, 1))
 
 
-def damage(path):
+def make_longer(path):
     """Make a file longer."""
     with open(path, "ab") as file:
         file.write(b"x")
@@ -7164,9 +7164,9 @@ MADE_ANEW = {  # what happens to which file, arguments of the second job, is the
     "skipped lines": (None, None, {"on_error": "skip"}, True),
     "more keys": (None, None, {"json_keys": ["text", "other"]}, True),
     "the pair is gone": (os.remove, "s_text_document{}.bin", {}, True),
-    "the pair is another": (damage, "s_text_document{}.idx", {}, True),
+    "the pair is another": (make_longer, "s_text_document{}.idx", {}, True),
     "the record is gone": (os.remove, "s_text_document{}.record.json", {}, True),
-    "the record is damaged": (damage, "s_text_document{}.record.json", {}, True),
+    "the record is damaged": (make_longer, "s_text_document{}.record.json", {}, True),
 }
 
 
@@ -7787,6 +7787,41 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path):
     with pytest.raises(ChildProcessError, match="use fewer workers"):
         one.preprocess(path, tmp_path / "o", Killer(), workers=2)
     assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("count", [1, 2])
+def test_workers_killed_at_any_moment(one, long_text, tmp_path, number, count):
+    """An error at once, and nothing half-written; or the pair was whole before."""
+    killed_at = []
+
+    def kill_soon(pause):
+        while len(multiprocessing.active_children()) < 2:
+            time.sleep(0.001)
+        time.sleep(pause)
+        workers = multiprocessing.active_children()
+        killed_at.append(time.monotonic())
+        for worker in workers[:count]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, number)
+
+    inputs = [long_text / "twice.jsonl"] * 10
+    for rng in cases(8):
+        killer = threading.Thread(target=kill_soon, args=[rng.random() * 0.4])
+        killer.start()
+        try:
+            one.preprocess(inputs, tmp_path / "o", workers=2)
+        except ChildProcessError:
+            assert os.listdir(tmp_path) == []
+        ended_at = time.monotonic()
+        killer.join()
+        assert ended_at - killed_at[-1] < 5
+        assert multiprocessing.active_children() == []
+        for name in os.listdir(tmp_path):
+            assert name in ["o_text_document." + end for end in ("bin", "idx", "record.json")]
+            os.remove(tmp_path / name)
 
 
 @pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (4, 2), (60, 7)])
