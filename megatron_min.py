@@ -7926,7 +7926,8 @@ def _sample_texts(parts, first_block, encoder):
     for block in blocks:
         if block is not None:
             texts += encoder.texts_of(block, _TEXTS_OF_A_PLACE)
-    return [text[:_SAMPLED_CHARACTERS] for text in texts]
+    # Half a surrogate is no character, and an error of every tokenizer: without it.
+    return [text[:_SAMPLED_CHARACTERS].encode(errors="ignore").decode() for text in texts]
 
 
 def _first_block_from(part, encoder):
@@ -8023,7 +8024,7 @@ class _BlockEncoder:
         for _, line in block.documents()[:count]:
             try:
                 row = self._parse(line)
-            except ValueError:
+            except Exception:  # a bad line: the job finds it, too
                 continue
             for key in self.json_keys:
                 texts.extend(_sentences(row[key]))

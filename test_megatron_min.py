@@ -7035,6 +7035,19 @@ def test_when_gigatoken_works(one, tmp_path, monkeypatch, capsys, trained_models
     assert "no special tokens" in tokenizer.choose_engine([])
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_lines_with_a_tokenizer_json(one, tmp_path, trained_models, workers):
+    """They are no reason to stop where two tokenizers are compared, and are found by the job."""
+    path = write_kind(tmp_path / "t.json", trained_models, "gpt2")
+    bad = [line for line in BAD_TEXTS if b"\xff" not in line]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*bad, *[GOOD.strip()] * 5, *bad]))
+    found = {"workers": workers, "on_error": "skip"}
+    made = quiet(one.preprocess, tmp_path / "a.jsonl", tmp_path / "o", path, **found)
+    assert texts_of(one, made["text"]) == [one.build_tokenizer(path).tokenize("1")] * 5
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 1: "):
+        one.preprocess(tmp_path / "a.jsonl", tmp_path / "p", path, workers=workers)
+
+
 class Reversed:
     """A tokenizer that is wrong where a text has two tokens."""
 
@@ -10391,6 +10404,22 @@ def test_the_data_path_of_pretrain_gpt(mm, up, readme, tmp_path, group, monkeypa
             wanted = torch.utils.data.default_collate(rows)
             for key, found in batch.items():
                 same(found, wanted[key], (key, k))
+
+
+def test_shards_by_another_engine(one, readme, tmp_path, monkeypatch):
+    """README's lines for Ray; what stands in for Ray here runs each job at once."""
+
+    def remote(max_retries):
+        return lambda function: types.SimpleNamespace(remote=function)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(remote=remote, get=list))
+    monkeypatch.setitem(sys.modules, "megatron_min", one)
+    os.mkdir("books")
+    jsonl("books/a.jsonl", ["a" * k for k in range(50)])
+    exec(readme_script(readme, "ray.remote"), {})
+    whole = one.preprocess("books/*.jsonl", "whole", append_eod=True)["text"]
+    assert bytes_of_pair("books_text_document") == bytes_of_pair(whole)
 
 
 @pytest.fixture
