@@ -9101,7 +9101,7 @@ def test_inspect_of_many_lengths(one, tmp_path, capsys):
     lengths[77_777] = 1234
     lengths[99_999] = 0
     with one.IndexedDatasetBuilder(f"{tmp_path}/p.bin") as builder:
-        builder.add_sequences(np.full(lengths.sum(), 7), lengths.tolist(), ends=[len(lengths)])
+        builder.add_document(np.full(lengths.sum(), 7), lengths.tolist())
     code, out, _ = command(one, capsys, "inspect", tmp_path / "p")
     assert code == 0 and "100,002 sequences, 1 document, 101,234 tokens" in out
     assert "0 to 1,234 tokens\n" in out and "of 50,001 lengths" in out
