@@ -408,41 +408,46 @@ def text_and_tokenizer(n):
     """Write n pages of Python's own library as JSON lines, and a BPE trained on them -> paths."""
     import tokenizers
 
-    # The library's own threads; it reads this when it first uses them.
-    os.environ["RAYON_NUM_THREADS"] = "2"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
     code = "".join(path.read_text("utf-8", "replace") for path in modules)
-    texts = [code[2000 * k : 2000 * (k + 1)] for k in range(n)]
+    pages = [code[2000 * k : 2000 * (k + 1)] for k in range(len(code) // 2000)]
+    texts = list(itertools.islice(itertools.cycle(pages), n))
     text_path = pathlib.Path(home(), "text.jsonl")
     text_path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     tokenizer_path = f"{home()}/tokenizer.json"
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     special = ["<|endoftext|>"]
-    tokenizer.train_from_iterator(texts, 8000, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(pages, 16_000, special_tokens=special, show_progress=False)
     tokenizer.save(tokenizer_path)
     return text_path, tokenizer_path
 
 
 def preprocess(mm, n, workers):
-    """preprocess with a tokenizer.json -> the number of tokens.
+    """Text to a pair with a tokenizer.json -> the tokens of the pair.
 
-    upstream: the package tokenizers on the same file, in threads of its own.
+    upstream: the package tokenizers on all cores, and our builder.
     """
     text_path, tokenizer_path = text_and_tokenizer(n)
-    if mm.__name__ == "upstream":
-        from tokenizers import Tokenizer
+    prefix = f"{home()}/text_{mm.__name__}"
+    if mm.__name__ != "upstream":
+        tokenizer = mm.HuggingFaceTokenizer(tokenizer_path)
+        with clock:
+            made = mm.preprocess(text_path, prefix, tokenizer, workers=workers)
+        pathlib.Path(f"{made['text']}.record.json").unlink()  # so that the next run makes it anew
+        return np.fromfile(f"{made['text']}.bin", np.uint16)
+    from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(tokenizer_path)
-        os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers == 1 else "true"
-        with clock, open(text_path, "rb") as file:
-            texts = [json.loads(line)["text"] for line in file]
-            return sum(len(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts))
-    tokenizer = mm.HuggingFaceTokenizer(tokenizer_path)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    tokenizer = Tokenizer.from_file(tokenizer_path)
+    builder = mm.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     with clock:
-        prefixes = mm.preprocess(text_path, f"{home()}/text", tokenizer, workers=workers)
-    return mm.IndexedDataset(prefixes["text"]).num_tokens
+        with open(text_path, "rb") as file:
+            texts = [json.loads(line)["text"] for line in file]
+        for encoding in tokenizer.encode_batch_fast(texts):
+            builder.add_document(np.array(encoding.ids, np.uint16), [len(encoding.ids)])
+        builder.finalize(f"{prefix}.idx")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return np.fromfile(f"{prefix}.bin", np.uint16)
 
 
 @functools.cache
@@ -561,6 +566,7 @@ SCREEN = [  # the rows that tell most
     Case("mixture, new cache", mixture, 40, "small corpora", FEW_NEW),
     Case("mixture, cache hit", mixture, 40, "small corpora", FEW_FOUND, NO_C),
     Case("add_document, arrays", add_documents, 20_000, "documents", ARRAYS),
+    Case("text to pair, BPE *", preprocess, 10_000, "pages of 2 kB", {"workers": 1}),
     Case("tp batch, S=512, mask *", tp_batch, 100, "batches", MASK, NO_C, ranks=2),
 ]
 
@@ -577,8 +583,6 @@ MORE = [  # with --full
     Case("cache hit, one pair", cache_hit, 2 * 10**6, "documents", {}, NO_C),
     Case("cache hit, fast_cache_load", cache_hit, 10**7, "documents", TRUST, NO_C),
     Case("add_document, lists", add_documents, 20_000, "documents", LISTS),
-    Case("preprocess, BPE (library) *", preprocess, 1000, "pages of 2 kB", {"workers": 1}),
-    Case("the same, 2 workers *", preprocess, 1000, "pages of 2 kB", {"workers": 2}),
     Case("tp batch, S=2048 *", tp_batch, 100, "batches", NO_MASK, NO_C, ranks=2),
     Case("DDP (torch's overlaps) *", ddp_steps, 16, "steps", {"overlap": False}, NO_C, ranks=2),
     Case("DDP, overlap (torch's) *", ddp_steps, 16, "steps", {"overlap": True}, NO_C, ranks=2),

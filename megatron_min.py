@@ -205,7 +205,6 @@ __all__ = [
     "get_idx_path",
     "get_train_valid_test_num_samples",
     "hide_credentials",
-    "import_extra",
     "input_of_document",
     "is_remote",
     "map_ahead",
@@ -227,6 +226,7 @@ __all__ = [
     "toy_corpus",
     "trace",
     "verify_cache",
+    "warn_of_other_tokenizer",
 ]
 
 log = logging.getLogger("megatron_min")
@@ -346,239 +346,6 @@ def get_idx_path(path_prefix: str | os.PathLike) -> str:
 def get_bin_path(path_prefix: str | os.PathLike) -> str:
     """Return the path of the token file: "corpus" -> "corpus.bin".  Upstream: get_bin_path."""
     return f"{os.fspath(path_prefix)}.bin"
-
-
-class IndexedDatasetBuilder(contextlib.AbstractContextManager):
-    """Write a .bin/.idx pair.  Upstream: IndexedDatasetBuilder; the files are equal byte for byte.
-
-    bin_path     path of the token file, which has a temporary name until finalize()
-    dtype        dtype of the stored tokens; an id that does not fit is refused, never wrapped
-    multimodal   store a mode (int8) for each sequence too
-
-    Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
-    if an exception ends it, without any file.  Without a with block, call finalize() yourself.
-    Wrong input is a ValueError, or a TypeError where a number is no integer, before anything of it
-    is written.  Memory: 4 bytes for each sequence and 8 for each document, and a copy of the tokens
-    of one call; finalize() takes 16 bytes more for each sequence.
-
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     prefix = os.path.join(folder, "pair")
-    ...     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint16) as builder:
-    ...         builder.add_document([97, 97, 98], [2, 1])       # two sequences, one document
-    ...     IndexedDataset(prefix)[:], os.path.getsize(get_bin_path(prefix))
-    ([array([97, 97], dtype=uint16), array([98], dtype=uint16)], 6)
-    """
-
-    def __init__(
-        self, bin_path: str | os.PathLike, dtype: type = np.int32, multimodal: bool = False
-    ) -> None:
-        self.dtype = DType.dtype_from_code(DType.code_from_dtype(dtype))
-        self._token_dtype = np.dtype(self.dtype)
-        self.multimodal = multimodal
-        self.sequence_lengths = array.array("i")  # int32
-        self.sequence_modes = array.array("b")  # int8
-        self.document_indices = array.array("q", [0])  # int64
-        self._bin = NewFile(bin_path)  # section 11: it has a temporary name until commit_pair()
-
-    def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
-        """Append one sequence of token ids (tensor, array or list; it is flattened).
-
-        The sequence belongs to the document that the next end_document() ends.
-        """
-        self._check_open()
-        tokens = _encode_tokens(tensor, self._token_dtype)
-        modes = _as_compact_array([mode], "b", "modes of sequences")
-        self._bin.file.write(tokens)
-        self.sequence_lengths.append(len(tokens) // self._token_dtype.itemsize)
-        if self.multimodal:
-            self.sequence_modes.extend(modes)
-
-    def add_document(
-        self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
-    ) -> None:
-        """Append a document: its tokens, and the lengths of its sequences, which must add up.
-
-        Sequences that add_item() added since the last end belong to the document too.
-        """
-        self._append(_encode_tokens(tensor, self._token_dtype), lengths, modes)
-        self.document_indices.append(len(self.sequence_lengths))
-
-    def add_sequences(
-        self,
-        tensor: typing.Any,
-        lengths: typing.Iterable[int],
-        modes: typing.Any = None,
-        ends: typing.Iterable[int] = (),
-    ) -> None:
-        """Append many sequences at once.
-
-        tensor    the tokens of all of them, one after the other
-        lengths   the number of tokens of each sequence; their sum is the number of tokens
-        modes     one int8 for each sequence; None: all 0
-        ends      one number for each document that ends in this call: how many sequences of this
-                  call come before its end.  With lengths [2, 1, 3] and ends [2, 3], the first two
-                  sequences are a document, and the third is one.
-        """
-        lengths = _as_compact_array(lengths, "i", "lengths of sequences")
-        ends = _as_compact_array(ends, "q", "ends of documents")
-        in_order = [0, *ends, len(lengths)]
-        if in_order != sorted(in_order):
-            raise ValueError(
-                f"{self._bin.path}: wanted ends of documents in order, from 0 to the "
-                f"{len(lengths)} sequences, got {ends.tolist()!s:.60}"
-            )
-        first = len(self.sequence_lengths)
-        self._append(_encode_tokens(tensor, self._token_dtype), lengths, modes)
-        self.document_indices.extend([first + end for end in ends])
-
-    def _append(self, tokens, lengths, modes):
-        """Append sequences that end no document.  All is checked before anything is written."""
-        self._check_open()
-        lengths = _as_compact_array(lengths, "i", "lengths of sequences")
-        num_tokens = len(tokens) // self._token_dtype.itemsize
-        if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
-            raise ValueError(
-                f"{self._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
-                f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
-            )
-        if modes is not None:
-            modes = _as_compact_array(modes, "b", "modes of sequences")
-        elif self.multimodal:
-            modes = bytes(len(lengths))
-        if modes is not None and len(modes) != len(lengths):
-            raise ValueError(
-                f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
-                f"got {len(modes)} modes"
-            )
-        self._bin.file.write(tokens)
-        self.sequence_lengths.extend(lengths)
-        if self.multimodal:
-            self.sequence_modes.frombytes(modes)
-
-    def end_document(self) -> None:
-        """End the document of the sequences that were added since the last end."""
-        self._check_open()
-        self.document_indices.append(len(self.sequence_lengths))
-
-    def add_index(self, path_prefix: str | os.PathLike) -> None:
-        """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
-
-        ValueError if the pair has another dtype, or modes that would be lost, or is the one that is
-        being written.
-        """
-        self._check_open()
-        source = get_bin_path(path_prefix)
-        if os.path.realpath(source) == os.path.realpath(self._bin.path):
-            raise ValueError(
-                f"{hide_credentials(source)} is both input and output: choose another output prefix"
-            )
-        other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
-        if other.dtype != self.dtype:
-            raise ValueError(
-                f"{hide_credentials(source)} holds {other.dtype.__name__} tokens, "
-                f"wanted {self.dtype.__name__} as in {hide_credentials(self._bin.path)}"
-            )
-        without_modes = 34 + 12 * len(other) + 8 * len(other.document_indices)
-        if not self.multimodal and len(other._idx_content) > without_modes:
-            raise ValueError(
-                f"{hide_credentials(source)} is one of a multimodal pair: to keep its modes, give "
-                "--multimodal, or multimodal=True"
-            )
-        before = len(self.sequence_lengths)
-        for tokens in other.blocks_of_tokens():
-            self._bin.file.write(tokens)
-        self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
-        self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
-        if self.multimodal:
-            self.sequence_modes.frombytes(other.sequence_modes.tobytes())
-
-    def finalize(self, idx_path: str | os.PathLike) -> None:
-        """Write the .idx file and give both files their names.
-
-        ValueError if sequences were added after the last document ended.
-        """
-        self._check_open()
-        if len(self.sequence_lengths) != self.document_indices[-1]:
-            raise ValueError(
-                f"{hide_credentials(self._bin.path)}: no document ends after sequence "
-                f"{self.document_indices[-1]}: call end_document() before finalize()"
-            )
-        n = len(self.sequence_lengths)
-        m = len(self.document_indices)
-        lengths = np.frombuffer(self.sequence_lengths, np.int32)
-        pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * DType.size(self.dtype)
-        index = NewFile(idx_path)
-        try:
-            code = DType.code_from_dtype(self.dtype)
-            index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
-            index.file.write(lengths)
-            index.file.write(pointers)
-            index.file.write(self.document_indices)
-            index.file.write(self.sequence_modes)
-            commit_pair(self._bin, index)
-        finally:
-            index.discard()  # does nothing once the file has its name
-
-    def sync(self) -> None:
-        """Have the disk hold all tokens so far; OSError if it is full."""
-        self._bin.sync()
-
-    def _check_open(self):
-        """ValueError once the pair is finished."""
-        if self._bin.file.closed:
-            name = hide_credentials(self._bin.path)
-            raise ValueError(f"{name} is finalized: nothing can be added")
-
-    def __exit__(self, kind, error, traceback):
-        try:
-            if kind is None and not self._bin.file.closed:
-                self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
-        finally:
-            self._bin.discard()  # does nothing once the file has its name
-
-
-def _encode_tokens(values, dtype):
-    """Tensor, array or list -> the bytes that a .bin file of this dtype has for these ids.
-
-    ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
-    floating-point dtype, which the format knows too, are converted as numpy does.
-    """
-    if not isinstance(values, np.ndarray):
-        values = _as_array(values, dtype)
-    ids = np.asarray(values).reshape(-1)
-    if ids.dtype == dtype or dtype.kind == "f" or len(ids) == 0:
-        return ids.astype(dtype, copy=False).tobytes()
-    if ids.dtype.kind not in "biu":  # bool, signed, unsigned
-        raise ValueError(f"{dtype} tokens must be integers, got {ids.dtype}")
-    tokens = ids.astype(dtype)
-    misfits = np.flatnonzero(tokens != ids)
-    if len(misfits):
-        at = misfits[0]
-        raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
-    return tokens.tobytes()
-
-
-def _as_array(values, dtype):
-    """Tensor or list -> array; it is of dtype already if a list holds only integers that fit."""
-    if isinstance(values, torch.Tensor):
-        return values.numpy(force=True)  # from any device
-    if isinstance(values, list):
-        # numpy would find the least common dtype of the items first, and then convert once more.
-        with contextlib.suppress(TypeError, OverflowError):
-            return np.frombuffer(array.array(dtype.char, values), dtype)
-    return np.asarray(values)
-
-
-def _as_compact_array(values, typecode, name):
-    """Integers -> array.array, a few bytes each.
-
-    ValueError if one does not fit the typecode, TypeError if one is no integer.
-    """
-    try:
-        return array.array(typecode, values)
-    except OverflowError:
-        bits = 8 * array.array(typecode).itemsize
-        raise ValueError(f"{name}: {values!s:.60} does not fit {bits} bits") from None
 
 
 class IndexedDataset(torch.utils.data.Dataset):
@@ -804,30 +571,171 @@ def _position(idx, n, name):
     return i % n
 
 
-def merge(
-    prefixes: typing.Iterable[str | os.PathLike],
-    output_prefix: str | os.PathLike,
-    multimodal: bool = False,
-) -> None:
-    """Append whole pairs, in the given order, into one new pair of the same dtype.
+class IndexedDatasetBuilder(contextlib.AbstractContextManager):
+    """Write a .bin/.idx pair.  Upstream: IndexedDatasetBuilder; the files are equal byte for byte.
 
-    The new pair equals the one that a single builder would have written.  The output may not be one
-    of the inputs.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
+    bin_path     path of the token file, which has a temporary name until finalize()
+    dtype        dtype of the stored tokens; an id that does not fit is refused, never wrapped
+    multimodal   store a mode (int8) for each sequence too
 
-    >>> prefix = toy_corpus()
-    >>> merge([prefix, prefix], prefix + "2")
-    >>> IndexedDataset(prefix + "2").document_indices.tolist()
-    [0, 1, 2, 3, 4, 5, 6]
+    Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
+    if an exception ends it, without any file.  Without a with block, call finalize() yourself.
+    Wrong input is a ValueError, or a TypeError where a number is no integer, before anything of it
+    is written.  After a write that failed, as on a full disk, nothing more can be added.  Memory: 4
+    bytes for each sequence and 8 for each document, and a copy of the tokens of one call;
+    finalize() takes 16 bytes more for each sequence.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     prefix = os.path.join(folder, "pair")
+    ...     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint16) as builder:
+    ...         builder.add_document([97, 97, 98], [2, 1])       # two sequences, one document
+    ...     IndexedDataset(prefix)[:], os.path.getsize(get_bin_path(prefix))
+    ([array([97, 97], dtype=uint16), array([98], dtype=uint16)], 6)
     """
-    if isinstance(prefixes, (str, os.PathLike)):
-        prefixes = [prefixes]
-    prefixes = list(prefixes)
-    if not prefixes:
-        raise ValueError("merge wants at least one input prefix")
-    dtype = IndexedDataset(prefixes[0], check=False).dtype
-    with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
-        for prefix in prefixes:
-            builder.add_index(prefix)
+
+    def __init__(
+        self, bin_path: str | os.PathLike, dtype: type = np.int32, multimodal: bool = False
+    ) -> None:
+        self.dtype = DType.dtype_from_code(DType.code_from_dtype(dtype))
+        self._token_dtype = np.dtype(self.dtype)
+        self.multimodal = multimodal
+        self.sequence_lengths = array.array("i")  # int32
+        self.sequence_modes = array.array("b")  # int8
+        self.document_indices = array.array("q", [0])  # int64
+        self._bin = NewFile(bin_path)  # section 11: it has a temporary name until commit_pair()
+
+    def add_document(
+        self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
+    ) -> None:
+        """Append a document: its tokens, and the lengths of its sequences, which must add up.
+
+        Sequences that add_item() added since the last end belong to the document too.
+        """
+        self._append(_encode_tokens(tensor, self._token_dtype), lengths, modes)
+        self.document_indices.append(len(self.sequence_lengths))
+
+    def add_documents(
+        self, documents: typing.Any, modes: typing.Any = None, eod_token: int | None = None
+    ) -> None:
+        """Append many documents, each of which is one sequence.
+
+        documents   a list of arrays, or an array of the package awkward
+        modes       one int8 for each document; None: all 0
+        eod_token   put this id after each document that has tokens
+        """
+        tokens, lengths = _lay_end_to_end(documents, self._token_dtype)
+        if eod_token is not None:
+            ends = np.cumsum(lengths)[lengths > 0]
+            tokens = _put_behind(tokens, ends, _as_tokens([eod_token], self._token_dtype))
+            lengths = lengths + (lengths > 0)
+        first = len(self.sequence_lengths)
+        self._append(tokens.tobytes(), lengths, modes)
+        self.document_indices.extend(range(first + 1, first + len(lengths) + 1))
+
+    def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
+        """Append one sequence of token ids (tensor, array or list; it is flattened).
+
+        The sequence belongs to the document that the next end_document() ends.
+        """
+        tokens = _encode_tokens(tensor, self._token_dtype)
+        self._append(tokens, [len(tokens) // self._token_dtype.itemsize], [mode])
+
+    def end_document(self) -> None:
+        """End the document of the sequences that were added since the last end."""
+        self._check_open()
+        self.document_indices.append(len(self.sequence_lengths))
+
+    def finalize(self, idx_path: str | os.PathLike) -> None:
+        """Write the .idx file and give both files their names.
+
+        ValueError if sequences were added after the last document ended.
+        """
+        self._check_open()
+        if len(self.sequence_lengths) != self.document_indices[-1]:
+            raise ValueError(
+                f"{self._bin.path}: no document ends after sequence "
+                f"{self.document_indices[-1]}: call end_document() before finalize()"
+            )
+        lengths = np.frombuffer(self.sequence_lengths, np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64) * self._token_dtype.itemsize
+        _check_size(self._bin, int(ends[-1]) if len(ends) else 0)
+        code = DType.code_from_dtype(self.dtype)
+        index = NewFile(idx_path)
+        try:
+            n = len(self.sequence_lengths)
+            m = len(self.document_indices)
+            index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
+            index.file.write(lengths)
+            index.file.write(ends - lengths * np.int64(self._token_dtype.itemsize))
+            index.file.write(self.document_indices)
+            index.file.write(self.sequence_modes)
+            commit_pair(self._bin, index)
+        finally:
+            index.discard()  # does nothing once the file has its name
+
+    def add_index(self, path_prefix: str | os.PathLike) -> None:
+        """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
+
+        ValueError if the pair has another dtype, or modes that would be lost, or is the one that is
+        being written.
+        """
+        self._check_open()
+        _append_pair(self, path_prefix)
+
+    def sync(self) -> None:
+        """Have the disk hold all tokens so far; OSError if it is full."""
+        self._bin.sync()
+
+    def _append(self, tokens, lengths, modes=None, ends=()):
+        """Append the bytes of sequences.  All is checked before anything is written.
+
+        ends   one number for each document that ends here: how many sequences of this call come
+               before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no sequence
+               ends first, then one of two sequences, then one of one.
+        """
+        self._check_open()
+        lengths = _as_compact_array(lengths, "i", "lengths of sequences")
+        ends = _as_compact_array(ends, "q", "ends of documents")
+        num_tokens = len(tokens) // self._token_dtype.itemsize
+        if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
+            raise ValueError(
+                f"{self._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
+                f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
+            )
+        if modes is None:
+            modes = bytes(len(lengths))
+        modes = _as_compact_array(modes, "b", "modes of sequences")
+        if len(modes) != len(lengths):
+            raise ValueError(
+                f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
+                f"got {len(modes)} modes"
+            )
+        self._write(tokens)
+        first = len(self.sequence_lengths)
+        self.sequence_lengths.extend(lengths)
+        self.document_indices.extend([first + end for end in ends])
+        if self.multimodal:
+            self.sequence_modes.extend(modes)
+
+    def _write(self, tokens):
+        """Write tokens to the .bin file.  What failed once may have written a part: it is over."""
+        try:
+            self._bin.file.write(tokens)
+        except BaseException:
+            self._bin.discard()
+            raise
+
+    def _check_open(self):
+        """ValueError once the pair is finished, or a write has failed."""
+        if self._bin.file.closed:
+            raise ValueError(f"{self._bin.path} is finalized, or has failed: nothing can be added")
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if kind is None and not self._bin.file.closed:
+                self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
+        finally:
+            self._bin.discard()  # does nothing once the file has its name
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
@@ -4313,8 +4221,10 @@ def _finish_step(model, num_tokens):
 class NewFile:
     """A binary file that appears as path, whole, at commit().
 
+    synced     have the disk hold the file before it gets its name; False for what can be made again
     file       the open file, to write to
     temporary  its name until commit()
+    is_kept    True: discard() leaves it, because it is finished, and could not be uploaded
 
     In a with block the file is committed at the end, or removed if an exception ends the block.
     OSError if the folder is missing, or the disk is full.
@@ -4330,8 +4240,10 @@ class NewFile:
     >>> folder.cleanup()
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike, synced: bool = True) -> None:
         self.path = os.fspath(path)
+        self.synced = synced
+        self.is_kept = False
         unique_name = f"{self.path}.{secrets.token_hex(8)}.tmp"
         if is_remote(self.path):
             # A wrong URL, or a missing right, is an error now and not after hours of work.
@@ -4342,7 +4254,7 @@ class NewFile:
             if folder and not os.path.isdir(folder):
                 raise FileNotFoundError(f"{folder}: no such folder")
             self.temporary = unique_name
-        self.file = open(self.temporary, "x+b", buffering=1 << 20)
+        self.file = io.BufferedRandom(_NamedFile(self.temporary, "x+b"), 1 << 20)
         # Readers of the old file keep their rights.  There may be no old file, and some file
         # systems, such as vfat, refuse to set rights.
         with contextlib.suppress(OSError):
@@ -4351,27 +4263,35 @@ class NewFile:
     def sync(self) -> None:
         """Have the disk hold all that was written; OSError if it is full."""
         self.file.flush()
-        os.fsync(self.file.fileno())
+        with _errors_name(self.temporary):
+            os.fsync(self.file.fileno())
 
     def finish(self) -> None:
-        """Have the disk hold the whole file, and close it; it has its temporary name still."""
-        self.sync()
+        """Close the whole file; it has its temporary name still."""
+        if self.synced:
+            self.sync()
         self.file.close()
 
     def commit(self) -> None:
-        """Give the file its name."""
+        """Give the file its name.  If it cannot be uploaded it is kept, and the error says so."""
         if not self.file.closed:
             self.finish()
-        if is_remote(self.path):
-            RemoteFile(self.path).upload(self.temporary)
-            os.unlink(self.temporary)
-        else:
+        if not is_remote(self.path):
             os.replace(self.temporary, self.path)
+            return
+        try:
+            RemoteFile(self.path).upload(self.temporary)
+        except OSError as error:
+            self.is_kept = True
+            raise OSError(f"{error}; upload {self.temporary} as {self.path}") from None
+        os.unlink(self.temporary)
 
     def discard(self) -> None:
         """Remove the file; after commit() this does nothing."""
         with contextlib.suppress(OSError):  # a full disk refuses what is not yet written
             self.file.close()
+        if self.is_kept:
+            return
         with contextlib.suppress(OSError):  # it has its name already, or the disk refuses this too
             os.unlink(self.temporary)
 
@@ -4386,19 +4306,62 @@ class NewFile:
             self.discard()
 
 
+class _NamedFile(io.FileIO):
+    """A file whose errors name it: Python's own say "[Errno 28] No space left on device" alone."""
+
+    def write(self, content):
+        with _errors_name(self.name):
+            return super().write(content)
+
+
+@contextlib.contextmanager
+def _errors_name(path):
+    """Have an OSError of this block name a file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = path
+        raise
+
+
 def commit_pair(tokens: NewFile, index: NewFile) -> None:
     """Give a .bin and its .idx their names; an old .idx never stands beside a new .bin.
 
-    The disk has both files, whole, before one gets its name; OSError if it is full.
+    The disk has both files, whole, before one gets its name; OSError if it is full.  If the .bin
+    cannot be renamed, the old pair stays as it was.  If one of the two cannot be uploaded, they are
+    kept, and the error says how to upload them.
     """
     tokens.sync()
     index.sync()
+    record = f"{index.path.removesuffix('.idx')}.record.json"  # of the old pair: see section 18
     if is_remote(index.path):
+        RemoteFile(record).remove()
         RemoteFile(index.path).remove()
+        try:
+            tokens.commit()
+        except OSError as error:
+            index.is_kept = True
+            raise OSError(f"{error}, then {index.temporary} as {index.path}") from None
     else:
-        pathlib.Path(index.path).unlink(missing_ok=True)
-    tokens.commit()
+        pathlib.Path(record).unlink(missing_ok=True)
+        _rename_without_old_index(tokens, index)
     index.commit()
+
+
+def _rename_without_old_index(tokens, index):
+    """Give a .bin its name while the old .idx has another one, which it keeps only on an error."""
+    old_index = f"{index.temporary.removesuffix('.tmp')}.old.tmp"
+    if os.path.isdir(index.path):
+        raise IsADirectoryError(f"{index.path} is a folder: wanted the place of a file")
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(index.path, old_index)
+    try:
+        tokens.commit()
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(old_index, index.path)
+        raise
+    pathlib.Path(old_index).unlink(missing_ok=True)
 
 
 def map_file(path: str | os.PathLike) -> np.ndarray:
@@ -4413,6 +4376,130 @@ def map_file(path: str | os.PathLike) -> np.ndarray:
     if os.path.getsize(path) == 0:
         return np.empty(0, np.uint8)  # an empty file cannot be mapped
     return np.asarray(np.memmap(path, np.uint8, "r"))
+
+
+# -- What a builder takes ----------------------------------------------------------------------
+
+
+def _encode_tokens(values, dtype):
+    """Tensor, array or list -> the bytes that a .bin file of this dtype has for these ids.
+
+    ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
+    floating-point dtype, which the format knows too, are converted as numpy does.
+    """
+    if not isinstance(values, np.ndarray):
+        values = _as_array(values, dtype)
+    ids = np.asarray(values).reshape(-1)
+    if ids.dtype == dtype or dtype.kind == "f" or len(ids) == 0:
+        return ids.astype(dtype, copy=False).tobytes()
+    if ids.dtype.kind not in "biu":  # bool, signed, unsigned
+        raise ValueError(f"{dtype} tokens must be integers, got {ids.dtype}")
+    tokens = ids.astype(dtype)
+    misfits = np.flatnonzero(tokens != ids)
+    if len(misfits):
+        at = misfits[0]
+        raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
+    return tokens.tobytes()
+
+
+def _as_array(values, dtype):
+    """Tensor or list -> array; it is of dtype already if a list holds only integers that fit."""
+    if isinstance(values, torch.Tensor):
+        return values.numpy(force=True)  # from any device
+    if isinstance(values, list):
+        # numpy would find the least common dtype of the items first, and then convert once more.
+        with contextlib.suppress(TypeError, OverflowError):
+            return np.frombuffer(array.array(dtype.char, values), dtype)
+    return np.asarray(values)
+
+
+def _as_tokens(values, dtype):
+    """Tensor, array or list -> 1-D array of dtype; ValueError at an id that does not fit."""
+    return np.frombuffer(_encode_tokens(values, dtype), dtype)
+
+
+def _as_compact_array(values, typecode, name):
+    """Integers -> array.array, a few bytes each.
+
+    ValueError if one does not fit the typecode, TypeError if one is no integer.
+    """
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
+        values = values.tolist()  # one by one, numpy's integers are slow
+    try:
+        return array.array(typecode, values)
+    except OverflowError:
+        bits = 8 * array.array(typecode).itemsize
+        raise ValueError(f"{name}: {values!s:.60} does not fit {bits} bits") from None
+
+
+def _lay_end_to_end(documents, dtype):
+    """Return the tokens of all documents in one array of dtype, and the number of each, int64.
+
+    documents   a list of tensors, arrays or lists; or an array of the package awkward, whose
+                tokens are laid end to end already
+
+    >>> _lay_end_to_end([np.array([97, 97]), [], [98]], np.dtype(np.uint16))
+    (array([97, 97, 98], dtype=uint16), array([2, 0, 1]))
+    """
+    if type(documents).__module__.startswith("awkward"):
+        import awkward  # it is there: it has made the documents
+
+        tokens = _as_tokens(np.asarray(awkward.flatten(documents)), dtype)
+        return tokens, np.asarray(awkward.num(documents)).astype(np.int64)
+    arrays = [_as_tokens(document, dtype) for document in documents]
+    lengths = np.array([len(tokens) for tokens in arrays], np.int64)
+    return np.concatenate([np.empty(0, dtype), *arrays]), lengths
+
+
+def _put_behind(tokens, ends, eod):
+    """Return tokens with the array eod behind the first ends[0] of them, behind ends[1], ...
+
+    >>> _put_behind(np.array([97, 97, 98]), [2, 3], np.array([256])).tolist()
+    [97, 97, 256, 98, 256]
+    """
+    pieces = []
+    begin = 0
+    for end in ends:
+        pieces.append(tokens[begin:end])
+        pieces.append(eod)
+        begin = end
+    pieces.append(tokens[begin:])
+    return np.concatenate(pieces)
+
+
+def _append_pair(builder, path_prefix):
+    """What IndexedDatasetBuilder.add_index() does."""
+    source = get_bin_path(path_prefix)
+    target = builder._bin.path
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise ValueError(f"{source} is both input and output: choose another output prefix")
+    other = IndexedDataset(path_prefix, multimodal=builder.multimodal, check=True)
+    if other.dtype != builder.dtype:
+        raise ValueError(
+            f"{source} holds {other.dtype.__name__} tokens, "
+            f"wanted {builder.dtype.__name__} as in {target}"
+        )
+    without_modes = 34 + 12 * len(other) + 8 * len(other.document_indices)
+    if not builder.multimodal and len(other._idx_content) > without_modes:
+        raise ValueError(
+            f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
+            "multimodal=True"
+        )
+    before = len(builder.sequence_lengths)
+    for tokens in other.blocks_of_tokens():
+        builder._write(tokens)
+    builder.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
+    builder.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
+    if builder.multimodal:
+        builder.sequence_modes.frombytes(other.sequence_modes.tobytes())
+
+
+def _check_size(file, size):
+    """OSError unless a NewFile holds so many bytes."""
+    file.file.flush()
+    found = os.path.getsize(file.temporary)
+    if found != size:
+        raise OSError(f"{file.path}: wanted {size} bytes, got {found}: a write has failed")
 
 
 # ==============================================================================
@@ -6603,9 +6690,13 @@ def _describe_kernels():
 #
 #   bytes               ByteTokenizer(), of section 2
 #   null:50000          NullTokenizer(50000): the text holds ids already
-#   tokenizer.json      HuggingFaceTokenizer("tokenizer.json")
+#   tokenizer.json      HuggingFaceTokenizer("tokenizer.json"); or a folder that holds such a file
 #   my_module:thing     what a module of your own has under this name: a tokenizer, or a class or
 #                       function that makes one without arguments
+#
+# A tokenizer may have one method more than section 2 asks for: tokenize_batch(texts) returns the
+# ids of each text, as a list of lists or arrays, or as an array of the package awkward.  It is used
+# where it exists, because a library can be faster on many texts.
 
 
 class NullTokenizer:
@@ -6634,36 +6725,57 @@ class NullTokenizer:
         """Return the numbers in a text; ValueError if a word is no number."""
         return [int(number) for number in text.split()]
 
+    def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the numbers in each text as an array."""
+        return [np.frombuffer(array.array("q", self.tokenize(text)), np.int64) for text in texts]
+
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
         return " ".join(str(token) for token in ids)
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, run by the package tokenizers (pip install tokenizers).
+    """A tokenizer.json, whose ids the package tokenizers defines (pip install tokenizers).
 
-    path                the tokenizer.json
+    path                the tokenizer.json, or a folder that holds it, as save_pretrained() makes it
     eod_token           the text of the end-of-document token; default <|endoftext|>, or else </s>
     add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
                         of a text (BOS), around each text; with False a text is its own tokens
                         alone, as in upstream's preprocessing
     Raises              FileNotFoundError; ImportError without the package; ValueError if the file
                         is no tokenizer, or has no such token
+
+    The package gigatoken makes the same ids forty times faster.  tokenize_batch() uses it after
+    choose_engine() has found that it can be trusted.
     """
 
+    # gigatoken 0.10 keeps each word that it has seen, in about 11 bytes for each byte of it.  So it
+    # is made anew after so much text: that costs 7 % of the time, and a worker stays below 1 GiB.
+    _GIGATOKEN_BYTES = 48 << 20
+
     def __init__(
-        self, path: str, eod_token: str | None = None, add_special_tokens: bool = False
+        self,
+        path: str | os.PathLike,
+        eod_token: str | None = None,
+        add_special_tokens: bool = False,
     ) -> None:
+        path = os.fspath(path)
+        if os.path.isdir(path):
+            path = os.path.join(path, "tokenizer.json")
         if not os.path.isfile(path):
             raise FileNotFoundError(f"{path}: no such file")
-        tokenizers = import_extra("tokenizers", "tools", path)
+        tokenizers = _import_extra("tokenizers", "tools", path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the package raises nothing more special
             raise ValueError(
                 f"{path}: wanted a tokenizer.json of the package tokenizers: {error}"
             ) from None
+        self.path = path
         self._add_special_tokens = add_special_tokens
+        self._uses_gigatoken = False
+        self._gigatoken = None  # made when it is first used, and anew after much text
+        self._gigatoken_bytes = 0  # how much text it has seen
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.eod = self._find_eod(path, eod_token)
         self.unique_identifiers = {
@@ -6673,6 +6785,9 @@ class HuggingFaceTokenizer:
         }
         if add_special_tokens:
             self.unique_identifiers["add_special_tokens"] = True
+        # A file may say that long texts are cut off, and short ones filled up: not in a corpus.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     def _find_eod(self, path, eod_token):
         """Return the id of eod_token, or of the first usual name that the vocabulary has."""
@@ -6689,27 +6804,102 @@ class HuggingFaceTokenizer:
         """Return the ids of a text."""
         return self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
 
-    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text; the library works on several texts at once."""
+    def tokenize_batch(self, texts: list[str]) -> typing.Any:
+        """Return the ids of each text, as a list of arrays, or as one array of awkward."""
+        if self._uses_gigatoken:
+            return self._tokenize_by_gigatoken(texts)
         encodings = self._tokenizer.encode_batch_fast(
             texts, add_special_tokens=self._add_special_tokens
         )
-        return [encoding.ids for encoding in encodings]
+        return [np.frombuffer(array.array("I", found.ids), np.uint32) for found in encodings]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return the text of some ids, special tokens included."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
+    def choose_engine(self, texts: list[str]) -> str:
+        """Let gigatoken make the ids from now on, if it makes those of tokenizers for these texts.
 
-def import_extra(module: str, extra: str, user: str) -> types.ModuleType:
+        Returns   one line that says which of the two works, and why
+        """
+        reason = self._why_not_gigatoken(texts)
+        self._uses_gigatoken = reason is None
+        if reason is not None:
+            return f"{self.path}: the package tokenizers works, not gigatoken: {reason}"
+        count = _count(len(texts), "text")
+        return f"{self.path}: gigatoken works; it makes the ids of tokenizers for {count} of these"
+
+    def _why_not_gigatoken(self, texts):
+        """Why gigatoken cannot make the ids, in words; None: it can."""
+        if os.environ.get("MEGATRON_MIN_GIGATOKEN") == "0":
+            return "MEGATRON_MIN_GIGATOKEN is 0"
+        if self._add_special_tokens:
+            return "it adds no special tokens to a text"
+        token = _token_of_other_ids(json.loads(self._tokenizer.to_str()))
+        if token is not None:
+            return f"it may make other ids of texts with the added token {token!r}"
+        wanted = [tokens.tolist() for tokens in self.tokenize_batch(texts)]
+        try:
+            found = self._tokenize_by_gigatoken(texts).to_list()
+        except ModuleNotFoundError as error:
+            return f"the package {error.name} is not installed (pip install gigatoken)"
+        except Exception as error:  # it may refuse the file in any way
+            return f"it does not take this file: {_one_line(error)}"
+        if found != wanted:
+            return "it makes other ids for texts of these inputs"
+        return None
+
+    def _tokenize_by_gigatoken(self, texts):
+        """Return the ids of each text as an array of awkward."""
+        contents = [text.encode() for text in texts]
+        self._gigatoken_bytes += sum(len(content) for content in contents)
+        if self._gigatoken is None or self._gigatoken_bytes > self._GIGATOKEN_BYTES:
+            import gigatoken
+
+            self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
+            self._gigatoken_bytes = 0
+        return self._gigatoken.encode_batch(contents, parallel=False)
+
+    def __getstate__(self):
+        """Pickle all but what gigatoken has made, which cannot be pickled."""
+        return self.__dict__ | {"_gigatoken": None}
+
+
+def _token_of_other_ids(content):
+    """Return an added token with which gigatoken makes other ids, without a word; None: no such.
+
+    content   of a tokenizer.json.  What is told here was measured with gigatoken 0.10.0, on random
+              texts of odd characters.
+    """
+    is_normalized = not _normalizers(content["normalizer"]) <= {"Sequence", "Prepend", "Replace"}
+    puts_a_space_first = '"add_prefix_space": true' in json.dumps(content["pre_tokenizer"])
+    for token in content["added_tokens"]:
+        text = token["content"]
+        if token["single_word"]:
+            return text
+        if is_normalized and (token["normalized"] or not text.isascii()):
+            return text
+        if text[:1].isspace() and (token["rstrip"] or puts_a_space_first):
+            return text
+    return None
+
+
+def _normalizers(normalizer):
+    """The types of a normalizer of a tokenizer.json, and of those that it consists of."""
+    if normalizer is None:
+        return set()
+    types = {normalizer["type"]}
+    for part in normalizer.get("normalizers", []):
+        types |= _normalizers(part)
+    return types
+
+
+def _import_extra(module, extra, user):
     """Import a module of an optional package, and return it.
 
     extra    the extra of megatron-min that installs the package
     user     what needs the module, such as a file
     Raises   ImportError, a sentence that names user, package and extra, if it is not installed
-
-    >>> import_extra("json.decoder", "tools", "corpus.jsonl").__name__
-    'json.decoder'
     """
     package = module.partition(".")[0]
     try:
@@ -6724,7 +6914,9 @@ def import_extra(module: str, extra: str, user: str) -> types.ModuleType:
 
 
 def build_tokenizer(
-    name: str = "bytes", eod_token: str | None = None, add_special_tokens: bool = False
+    name: str | os.PathLike = "bytes",
+    eod_token: str | None = None,
+    add_special_tokens: bool = False,
 ) -> typing.Any:
     """Return the tokenizer that a name means, as in the table above.
 
@@ -6737,17 +6929,19 @@ def build_tokenizer(
     >>> build_tokenizer("null:100").eod
     100
     """
-    if add_special_tokens and not name.endswith(".json"):
+    name = os.fspath(name)
+    if name.endswith(".json") or (name != "bytes" and os.path.isdir(name)):
+        return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
+    if add_special_tokens:
         raise ValueError(f"{name}: only a tokenizer.json has special tokens to add")
     if name == "bytes":
         return ByteTokenizer()
     if name.startswith("null:"):
         return NullTokenizer(name.removeprefix("null:"))
-    if name.endswith(".json"):
-        return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
     if ":" not in name:
         raise ValueError(
-            f"unknown tokenizer {name!r}: use bytes, null:VOCAB, *.json or module:attribute"
+            f"unknown tokenizer {name!r}: use bytes, null:VOCAB, a tokenizer.json, a folder that "
+            "holds one, or module:attribute"
         )
     return _tokenizer_of_module(name)
 
@@ -6773,21 +6967,19 @@ def _tokenizer_of_module(name):
 # ==============================================================================
 # Question answered here: how is a big corpus tokenized, on all cores and on many machines?
 #
-#   this process             workers                             this process
+#   this process         worker processes, each with a pipe        this process
 #
-#   reads blocks of lines    parse JSON, run the tokenizer       writes the pairs, prints progress
+#   reads the inputs     parse JSON, run the tokenizer             writes the pairs
 #
-#   block 0  ------------->  worker 1  -->  tokens of block 0  ------------->  .bin, .idx
-#   block 1  ------------->  worker 2  -->  tokens of block 1  -- waits for block 0
-#   block 2  ------------->  worker 1  ...
+#   block 0  -- pipe 1 ->  worker 1  -- tokens of block 0 ->  .bin, .idx
+#   block 1  -- pipe 2 ->  worker 2  -- tokens of block 1 ->  .bin, .idx
+#   block 2  -- pipe 1 ->  worker 1  ...
 #
-# Workers are processes.  For a tokenizer.json a few threads serve better: the package tokenizers
-# releases the GIL, and threads start at once and share its cache of words.  The package may use
-# threads of its own besides, on all cores: TOKENIZERS_PARALLELISM=false forbids that.
-#
-# Blocks are written in the order in which they were read, so the files do not depend on the number
-# of workers: they are those of encode_jsonl() in section 2, one pair for each JSON key.  Only a few
-# blocks are read ahead of the one that is written next, so memory does not grow with the corpus.
+# This process goes round the workers: it takes the tokens of a block from the next one, sends it a
+# new block, and writes the tokens.  So the tokens come in the order of the inputs, and the files do
+# not depend on the number of workers: they are those of encode_jsonl() in section 2, one pair for
+# each JSON key.  A worker has one block at a time, so nothing fills up; and a worker that dies is
+# the end of its pipe, which is an error.  With one worker this process does its work.
 #
 # Many machines share the work as shards: n jobs, of which job i reads its share of the bytes of all
 # inputs, laid end to end, and no others.  A line belongs to the shard in which it begins:
@@ -6796,29 +6988,34 @@ def _tokenizer_of_module(name):
 #   lines         |------|---------|------------|----|----------|==================|
 #   bytes         |           shard 0/3         :        shard 1/3        :       shard 2/3       |
 #
-# A compressed file cannot be entered in its middle: it belongs to the shard in which it begins, and
-# so does each row group of a Parquet file.  The shards cut the documents in order, so the pairs of
-# the shards, merged in order, are the files of one job, byte for byte.
+# A compressed file and a Parquet file cannot be entered in the middle: they belong to the shard in
+# which they begin.  The shards cut the documents in order, so their pairs, merged in order, are the
+# files of one job, byte for byte.
 #
-#   books_text_document_00001_of_00003.bin, .idx     the pair of shard 1/3
-#   books_00001_of_00003.json                        what it was made from: see _is_made()
+#   books_text_document_00001_of_00003.bin, .idx       the pair of shard 1/3
+#   books_text_document_00001_of_00003.record.json     what it was made from
 #
-# A tokenizer may have one more method than section 2 asks for: tokenize_batch(texts) returns a list
-# of ids for each text.  It is used where it exists, because a library can be faster on many texts.
+# Each pair has such a record: the inputs, with the number of documents of each, the tokenizer, and
+# the options.  It is the way back from a document to its input, and a job that is started again
+# finds by it what is made already.  A record notes the sizes of its pair; beside another pair it is
+# ignored.
 
-# How much text a worker gets at a time.  Smaller blocks cost more messages to and from the workers;
-# larger ones delay the end after Ctrl-C, because a worker ends between two blocks.
-_BLOCK_BYTES = 1 << 18
-_MOST_THREADS = 8  # each holds the GIL for a twentieth of its time; more would wait for one another
+# How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
+# memory, and the error of a worker that has died waits for the workers before it.
+_BLOCK_BYTES = 1 << 20
 _BLOCK_ROWS = 128  # the same for Parquet, which tells no bytes
 _PROGRESS_SECONDS = 10.0  # the least time between two lines of progress
+_SAMPLED_PLACES = 32  # of the inputs, where texts are taken to compare two tokenizers
+_TEXTS_OF_A_PLACE = 4
+_SAMPLED_CHARACTERS = 1 << 13  # of each of these texts
 
 
 def preprocess(
-    input: str | os.PathLike | list[str | os.PathLike],
-    output_prefix: str | os.PathLike,
+    input: typing.Any = None,
+    output_prefix: str | os.PathLike | None = None,
     tokenizer: typing.Any = None,
     *,
+    texts: typing.Iterable | None = None,
     append_eod: bool = False,
     json_keys: str | list[str] | tuple[str, ...] = ("text",),
     split_sentences: bool = False,
@@ -6829,24 +7026,24 @@ def preprocess(
 ) -> dict[str, str]:
     """Write files of JSON lines as pairs, <output_prefix>_<key>_document.bin and .idx for each key.
 
-    Blank lines are no documents.  A warning names the files from which no document came, except
-    those of which several shards read a part.
+    Blank lines are no documents.  Pairs that are there, made from the same inputs in the same way,
+    as their records say, are not made anew.
 
     input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these, which are
                   read in this order; the files of a pattern are read in sorted order.  A name that
                   ends in .parquet is a table whose columns are the keys; any other file holds JSON
                   lines, compressed if its name ends in .gz, .bz2, .xz or .zst.  "-" is standard
                   input.
-    tokenizer     an object as described in section 2; default ByteTokenizer()
+    texts         in the place of input: an iterable of texts, or of dicts with the JSON keys
+    tokenizer     an object as described in section 2, or its name as in section 17; default bytes
     output_prefix a folder in it that is missing is made
     append_eod    put tokenizer.eod after each document that has tokens
     json_keys     each key of these becomes a pair of its own
     split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
                   _sentence instead of _document
-    workers       how many processes or threads tokenize; the files are the same for any number
+    workers       how many processes tokenize; the files are the same for any number
     shard         (i, n), 0 <= i < n: read the i-th of n parts of the inputs, and add its number to
-                  the names, as in _00001_of_00016.  A shard that is there, made from the same
-                  inputs in the same way, is not made anew.
+                  the names, as in _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": bad lines are left out, and a
                   warning at the end gives their number and what was wrong with the first one
     verbose       print progress to stderr, at most every ten seconds, and once at the end
@@ -6857,9 +7054,8 @@ def preprocess(
     Upstream      tools/preprocess_data.py; the files are equal byte for byte
 
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = pathlib.Path(folder, "corpus.jsonl")
-    ...     _ = path.write_text('{"text": "aaaa"}\\n{"text": "bbb"}\\n')
-    ...     prefixes = preprocess(path, os.path.join(folder, "corpus"), append_eod=True)
+    ...     prefix = os.path.join(folder, "corpus")
+    ...     prefixes = preprocess(texts=["aaaa", "bbb"], output_prefix=prefix, append_eod=True)
     ...     IndexedDataset(prefixes["text"])[:]
     [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
     """
@@ -6869,26 +7065,29 @@ def preprocess(
         raise ValueError(f"workers must be >= 1, got {workers}")
     if not 0 <= shard[0] < shard[1]:
         raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {shard[0]}/{shard[1]}")
+    if output_prefix is None:
+        raise ValueError("preprocess wants an output_prefix")
+    if (input is None) == (texts is None):
+        raise ValueError("preprocess wants one of input, which are paths, and texts")
     if tokenizer is None:
         tokenizer = ByteTokenizer()
-    paths = _find_inputs(input)
+    if isinstance(tokenizer, (str, os.PathLike)):
+        tokenizer = build_tokenizer(tokenizer)
     prefixes = _output_prefixes(output_prefix, json_keys, split_sentences, shard)
     encoder = _BlockEncoder(tokenizer, list(prefixes), append_eod, on_error == "skip")
     if split_sentences:
         encoder.sentence_splitter = _load_sentence_splitter()
-    parts = _cut_inputs(paths, shard)
+    if texts is None:
+        parts = _cut_inputs(_find_inputs(input), shard)
+    else:
+        parts = [_part_of_texts(texts, shard)]
     _make_folder_of(output_prefix)
-    if shard[1] == 1:
-        _write_pairs(parts, encoder, prefixes, workers, verbose)
+    description = _describe_job(parts, encoder)
+    if all(_is_made(prefix, description) for prefix in prefixes.values()):
+        if verbose:
+            _print_progress([f"{prefix} is there already" for prefix in prefixes.values()])
         return prefixes
-    record_path = f"{os.fspath(output_prefix)}{_shard_name(shard)}.json"
-    description = _describe_shard(paths, encoder, shard)
-    if not _is_made(record_path, description, prefixes):
-        _write_pairs(parts, encoder, prefixes, workers, verbose)
-        _record_shard(record_path, description, prefixes)
-    elif verbose:
-        name = hide_credentials(record_path)
-        _print_progress([f"shard {shard[0]}/{shard[1]} is there already: {name}"])
+    _write_pairs(parts, encoder, prefixes, workers, description, verbose)
     return prefixes
 
 
@@ -6918,25 +7117,48 @@ def _make_folder_of(path):
         ) from None
 
 
-def _write_pairs(parts, encoder, prefixes, workers, verbose):
-    """Encode all parts of the inputs, and write the pair of each key."""
+def _write_pairs(parts, encoder, prefixes, workers, description, verbose):
+    """Encode all parts of the inputs, and write the pair of each key and its record."""
+    blocks = _read_blocks(parts, encoder.json_keys)
+    if hasattr(encoder.tokenizer, "choose_engine"):
+        first_block = next(blocks, None)
+        if first_block is not None:
+            blocks = itertools.chain([first_block], blocks)
+            engine = encoder.tokenizer.choose_engine(_sample_texts(parts, first_block, encoder))
+            log.info(engine)
+            if verbose:
+                _print_progress([engine])
     progress = _Progress(parts, verbose)
     with contextlib.ExitStack() as stack:
         builders = {}
         for key, prefix in prefixes.items():
             builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
             builders[key] = stack.enter_context(builder)
-        blocks = _read_blocks(parts, encoder.json_keys)
         encoded_blocks = _encode_blocks(encoder, blocks, workers)
         # Closed even where an exception ends the loop, so that workers never outlive the job.
         stack.enter_context(contextlib.closing(encoded_blocks))
         for encoded in encoded_blocks:
             for key, column in encoded.columns.items():
-                builders[key].add_sequences(column.tokens, column.lengths, ends=column.ends)
+                builders[key]._append(column.tokens.tobytes(), column.lengths, ends=column.ends)
             progress.update(encoded)
         for builder in builders.values():
             builder.sync()  # a full disk shows here, before the first pair has its name
+        _finalize_all(builders, prefixes)
+    for key, prefix in prefixes.items():
+        _write_record(prefix, _record_of_job(description, key, progress.documents_of_part))
     progress.finish()
+
+
+def _finalize_all(builders, prefixes):
+    """Finalize each builder, even where another one fails; then raise the first error."""
+    errors = []
+    for key, prefix in prefixes.items():
+        try:
+            builders[key].finalize(get_idx_path(prefix))
+        except OSError as error:  # such as an upload that failed, and says what to do
+            errors.append(error)
+    if len(errors) > 0:
+        raise errors[0]
 
 
 # -- Shards ------------------------------------------------------------------------------------
@@ -6969,76 +7191,70 @@ class _Part:
 
     path: str
     size: int | None  # of the whole input, in bytes; None: not known
+    changed: typing.Any  # what tells the input from one that is written later; None: not known
     begin: int
     end: float  # math.inf: the end of the input, wherever that is
+    texts: typing.Iterable | None = None  # the texts themselves, if the input is no file
 
     def is_whole(self):
         """Whether no other shard reads from this input."""
-        return self.begin == 0 and (self.end == math.inf or self.end == self.size)
+        return self.begin == 0 and self.end in (self.size, math.inf)
+
+    def kind(self):
+        """ "texts", "parquet", "compressed", or "lines"."""
+        if self.texts is not None:
+            return "texts"
+        name = _format_name(self.path)
+        if name.endswith(".parquet"):
+            return "parquet"
+        if _compression(name) is not None:
+            return "compressed"
+        return "lines"
+
+
+def _part_of_texts(texts, shard):
+    """Return the _Part of an iterable of texts."""
+    if isinstance(texts, (str, bytes)):
+        raise ValueError("texts must be an iterable of texts, and not one text")
+    if shard[1] > 1:
+        raise ValueError("texts cannot be cut into shards: give each job texts of its own")
+    return _Part("texts", None, None, 0, math.inf, texts)
 
 
 def _cut_inputs(paths, shard):
     """Return the _Parts of the inputs that a shard reads: an equal share of all their bytes."""
     index, count = shard
-    sizes = [_size_of_input(path) for path in paths]
-    if count == 1:
-        return [_Part(path, size, 0, math.inf) for path, size in zip(paths, sizes, strict=True)]
-    if None in sizes:
-        path = paths[sizes.index(None)]
-        raise ValueError(
-            f"{hide_credentials(path)}: its size is not known, so it cannot be cut into shards: "
-            "write it to a file first, or make the pair in one job (--shard 0/1)"
-        )
-    first = sum(sizes) * index // count
-    last = sum(sizes) * (index + 1) // count
     parts = []
+    for path in paths:
+        if not is_remote(path) and not os.path.isfile(path):  # such as a pipe
+            parts.append(_Part(path, None, None, 0, math.inf))
+            if count > 1:
+                raise ValueError(
+                    f"{path}: its size is not known, so it cannot be cut into shards: write it to "
+                    "a file first, or make the pair in one job (--shard 0/1)"
+                )
+            continue
+        stamp = file_stamp(path)
+        parts.append(_Part(path, stamp["size"], stamp["changed"], 0, stamp["size"]))
+    if count == 1:
+        return parts
+    total = sum(part.size for part in parts)
+    first = total * index // count
+    last = total * (index + 1) // count
+    cut = []
     start = 0  # where the input begins, if all inputs are laid end to end
-    for path, size in zip(paths, sizes, strict=True):
-        begin = max(first - start, 0)
-        end = max(min(last - start, size), 0)
+    for part in parts:
+        part.begin = max(first - start, 0)
+        part.end = max(min(last - start, part.size), 0)
+        start += part.size
         # An empty file has no byte that a shard could have: shard 0 says that it is empty.
-        if begin < end or (size == 0 and index == 0):
-            parts.append(_Part(path, size, begin, end))
-        start += size
-    return parts
-
-
-def _describe_shard(paths, encoder, shard):
-    """All that the files of a shard depend on, as far as can be told without reading the inputs."""
-    return {
-        "version": __version__,
-        "shard": shard,
-        "inputs": [[hide_credentials(path), _stamp_in_words(path)] for path in paths],
-        "options": encoder.describe(),
-    }
-
-
-def _is_made(record_path, description, prefixes):
-    """Whether an earlier job has made this shard whole, from the same inputs, in the same way.
-
-    The last thing that a job writes is a record: the description, and the stamps of each pair.
-    Files count as the same if their names, sizes and times of change are.
-    """
-    try:
-        with _open_input(record_path) as file:
-            return file.read().decode() == _shard_record(description, prefixes)
-    except (OSError, ValueError):  # the record or a pair is missing, or the record is no text
-        return False
-
-
-def _record_shard(record_path, description, prefixes):
-    """Write down what the pairs of a shard were made from."""
-    with NewFile(record_path) as file:
-        file.write(_shard_record(description, prefixes).encode())
-
-
-def _shard_record(description, prefixes):
-    """The text of the record of a shard."""
-    pairs = {}
-    for key, prefix in prefixes.items():
-        paths = (get_bin_path(prefix), get_idx_path(prefix))
-        pairs[key] = [_stamp_in_words(path) for path in paths]
-    return json.dumps(description | {"pairs": pairs}, indent=1, default=str)
+        is_mine = part.begin < part.end or (part.size == 0 and index == 0)
+        if part.kind() != "lines":  # it is read as a whole, or not at all
+            is_mine = is_mine and part.begin == 0
+            part.end = part.size
+        if is_mine:
+            cut.append(part)
+    return cut
 
 
 def check_all_shards(prefixes: typing.Sequence[str | os.PathLike]) -> None:
@@ -7066,35 +7282,215 @@ def check_all_shards(prefixes: typing.Sequence[str | os.PathLike]) -> None:
         raise ValueError(f"wanted {wanted[0]} too, after {prefix}: merge all shards, or none")
 
 
-def _merge_shards_of_ranks(prefixes, shard):
-    """Under torchrun: merge the shards of all ranks, on rank 0; return the prefixes of the whole.
+def merge(
+    prefixes: typing.Iterable[str | os.PathLike],
+    output_prefix: str | os.PathLike,
+    multimodal: bool = False,
+) -> None:
+    """Append whole pairs, in the given order, into one new pair of the same dtype.
 
-    The other ranks get an empty list.  A rank that fails does not come here: torchrun ends the job.
+    The new pair equals the one that a single builder would have written, and its record joins the
+    records of the pairs.  The output may not be one of the inputs.  Cost: each byte is copied once.
+    Upstream: tools/merge_datasets.py.
+
+    >>> prefix = toy_corpus()
+    >>> merge([prefix, prefix], prefix + "2")
+    >>> IndexedDataset(prefix + "2").document_indices.tolist()
+    [0, 1, 2, 3, 4, 5, 6]
     """
-    _wait_for_ranks()
-    index, count = shard
-    if index != 0:
-        return []
-    wholes = []
+    if isinstance(prefixes, (str, os.PathLike)):
+        prefixes = [prefixes]
+    prefixes = list(prefixes)
+    if not prefixes:
+        raise ValueError("merge wants at least one input prefix")
+    dtype = IndexedDataset(prefixes[0], check=False).dtype
+    record = _join_records(prefixes)
+    with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
+        for prefix in prefixes:
+            builder.add_index(prefix)
+    _write_record(output_prefix, record)
+
+
+# -- Records -----------------------------------------------------------------------------------
+#
+#   {"tokenizer": {...}, "options": {...},
+#    "inputs": [{"name": "wiki-00.jsonl", "size": 600, "changed": ..., "begin": 0, "end": 600,
+#                "documents": 3},
+#               {"name": "wiki-01.jsonl", "size": 500, "changed": ..., "begin": 0, "end": 250,
+#                "documents": 2}],
+#    "bin": 1200, "idx": 130}                  the sizes of the pair, in bytes
+#
+# Here documents 0 to 2 of the pair are those of wiki-00.jsonl, and documents 3 and 4 are the first
+# two of wiki-01.jsonl: the documents that begin in its first 250 bytes.
+
+
+def read_record(path_prefix: str | os.PathLike) -> dict | None:
+    """Return what a pair was made from, as its record says; None if it has none.
+
+    None, too, if the record is of another pair, of other sizes.
+    """
+    try:
+        with _open_input(_record_path(path_prefix)) as file:
+            record = json.loads(file.read())
+        if _sizes_of_pair(path_prefix) != {"bin": record["bin"], "idx": record["idx"]}:
+            return None
+    except Exception:  # it is missing, or no record, or cannot be read: no reason to stop
+        return None
+    return record
+
+
+def input_of_document(record: dict | None, document: int) -> tuple[str | None, int | None]:
+    """Return the name of the input that has a document of a pair, and its number in there, from 0.
+
+    record     what read_record() returns; without a record the answer is (None, None)
+    Raises     IndexError if the record has no such document
+
+    A number counts documents: blank lines, and bad lines that were left out, are none.  Where a
+    shard begins within an input, numbers count from there, and the name says from which byte on.
+
+    >>> record = {"inputs": [{"name": "a", "begin": 0, "documents": 3},
+    ...                      {"name": "b", "begin": 0, "documents": 2}]}
+    >>> input_of_document(record, 4)
+    ('b', 1)
+    """
+    if record is None:
+        return None, None
+    rest = operator.index(document)
+    for found in record["inputs"]:
+        if 0 <= rest < found["documents"]:
+            return found["name"] + _from_byte(found["begin"]), rest
+        rest -= found["documents"]
+    raise IndexError(f"the record of the pair has no document {document}")
+
+
+def warn_of_other_tokenizer(path_prefix: str | os.PathLike, tokenizer: typing.Any) -> None:
+    """Warn if a pair was made with another tokenizer, as its record says: its ids mean other texts.
+
+    Nothing is said of a pair without a record.
+    """
+    record = read_record(path_prefix)
+    if record is None or record.get("tokenizer") is None:
+        return
+    identity = _identity_of_tokenizer(tokenizer)
+    if record["tokenizer"] != identity:
+        warnings.warn(
+            f"{os.fspath(path_prefix)} was made with the tokenizer {record['tokenizer']}, and the "
+            f"config has {identity}: the ids of one are other texts for the other",
+            stacklevel=3,
+        )
+
+
+def _record_path(path_prefix):
+    """The path of the record of a pair."""
+    return f"{os.fspath(path_prefix)}.record.json"
+
+
+def _sizes_of_pair(path_prefix):
+    """The sizes of the files of a pair, in bytes."""
+    return {
+        "bin": file_stamp(get_bin_path(path_prefix))["size"],
+        "idx": file_stamp(get_idx_path(path_prefix))["size"],
+    }
+
+
+def _identity_of_tokenizer(tokenizer):
+    """The unique_identifiers of a tokenizer, as JSON gives them back; None if it has none."""
+    identity = _attribute(tokenizer, "unique_identifiers")
+    return json.loads(json.dumps(identity, default=str))
+
+
+def _from_byte(begin):
+    """What the name of an input says where something is counted from its middle on."""
+    if begin == 0:
+        return ""
+    return f" from byte {begin:,} on"
+
+
+def _describe_job(parts, encoder):
+    """All that the pairs of a job depend on, as far as can be told without reading the inputs."""
+    inputs = []
+    for part in parts:
+        end = part.end
+        if end == math.inf:
+            end = None
+        name = hide_credentials(part.path)  # the record is a file, which others may read
+        inputs.append(
+            {
+                "name": name,
+                "size": part.size,
+                "changed": part.changed,
+                "begin": part.begin,
+                "end": end,
+            }
+        )
+    return {
+        "tokenizer": _identity_of_tokenizer(encoder.tokenizer),
+        "options": encoder.describe(),
+        "inputs": inputs,
+    }
+
+
+def _record_of_job(description, key, documents_of_part):
+    """The record of the pair of a key, whose parts gave so many documents."""
+    inputs = []
+    for part, documents in zip(description["inputs"], documents_of_part, strict=True):
+        inputs.append(part | {"documents": documents})
+    return description | {"json_key": key, "inputs": inputs}
+
+
+def _is_made(prefix, description):
+    """Whether a pair is there, whole, and was made from the same inputs in the same way."""
+    if description["tokenizer"] is None:
+        return False
+    record = read_record(prefix)
+    if record is None:
+        return False
+    for part in record["inputs"]:
+        part.pop("documents")
+        if part["changed"] is None:  # such as of standard input: it may be another one now
+            return False
+    return all(record.get(field) == description[field] for field in description)
+
+
+def _write_record(prefix, record):
+    """Write the record of a pair, which is there."""
+    with NewFile(_record_path(prefix), synced=False) as file:
+        file.write(json.dumps(record | _sizes_of_pair(prefix), indent=1).encode())
+
+
+def _join_records(prefixes):
+    """The record of the pair that merge() makes of these pairs."""
+    inputs = []
+    tokenizers = []
+    options = []
     for prefix in prefixes:
-        whole = prefix.removesuffix(_shard_name(shard))
-        merge([whole + _shard_name((i, count)) for i in range(count)], whole)
-        wholes.append(whole)
-    return wholes
+        record = read_record(prefix)
+        if record is None:  # such as upstream's pair: an input of its own
+            documents = len(IndexedDataset(prefix, check=False).document_indices) - 1
+            name = hide_credentials(os.fspath(prefix))
+            whole = {"name": name, "size": None, "changed": None, "begin": 0, "end": None}
+            record = {"inputs": [whole | {"documents": documents}]}
+        for part in record["inputs"]:
+            if len(inputs) > 0 and _goes_on(inputs[-1], part):
+                inputs[-1]["documents"] += part["documents"]
+                inputs[-1]["end"] = part["end"]
+            else:
+                inputs.append(part)
+        tokenizers.append(record.get("tokenizer"))
+        options.append(record.get("options"))
+    joined = {"tokenizer": None, "options": None, "inputs": inputs}
+    # What the pairs do not share cannot be said of the whole.
+    if tokenizers.count(tokenizers[0]) == len(tokenizers):
+        joined["tokenizer"] = tokenizers[0]
+    if options.count(options[0]) == len(options):
+        joined["options"] = options[0]
+    return joined
 
 
-def _wait_for_ranks():
-    """Under torchrun: wait until all ranks have come here."""
-    # Python would handle a signal only after the wait, which is not in Python, and torchrun would
-    # have to kill this process.  No file is open now: a signal may simply end it.
-    signals = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.signal(number, signal.SIG_DFL) for number in signals]
-    # A rank with long documents may need days more than another.
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(days=365))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    for number, handler in zip(signals, handlers, strict=True):
-        signal.signal(number, handler)
+def _goes_on(before, part):
+    """Does a part of an input begin where the part before it, of the shard before, ends?"""
+    is_same = all(before[field] == part[field] for field in ("name", "size", "changed"))
+    return is_same and part["begin"] > 0 and before["end"] == part["begin"]
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -7110,66 +7506,54 @@ def _find_inputs(inputs):
         if os.path.isdir(path):
             raise IsADirectoryError(f"{path} is a folder: name its files, as in '{path}/*.jsonl'")
         # A name that exists is a file, even where it contains a * or a [.
-        if path == "-" or os.path.exists(path):
+        if path == "-" or file_exists(path):
             paths.append(path)
             continue
-        if is_remote(path):
-            matches = _find_objects(path)
-        else:
-            found = sorted(glob.glob(path, recursive=True))
-            matches = [match for match in found if not os.path.isdir(match)]
+        matches = _files_of_pattern(path)
         if len(matches) == 0:
-            name = hide_credentials(path)
-            raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
+            raise FileNotFoundError(f"{path}: no such file, and as a pattern it matches none")
         paths.extend(matches)
     if len(paths) == 0:
         raise ValueError("preprocess wants at least one input")
     for path in paths:
         if _format_name(path).endswith(".zip"):
-            name = hide_credentials(path)
-            raise ValueError(f"{name}: a zip archive may hold several files: unpack it first")
+            raise ValueError(f"{path}: a zip archive may hold several files: unpack it first")
     return paths
 
 
-def _find_objects(url):
-    """Return the URLs that a URL or a pattern of URLs means, sorted."""
-    if file_exists(url):
-        return [url]
-    file_system, name = RemoteFile(url).file_system()
+def _files_of_pattern(pattern):
+    """Return the paths or URLs of the files that a pattern matches, sorted."""
+    if not is_remote(pattern):
+        found = sorted(glob.glob(pattern, recursive=True))
+        return [path for path in found if not os.path.isdir(path)]
+    import fsspec  # it comes with torch
+
+    file_system, name = fsspec.core.url_to_fs(pattern)
     if not re.search(r"[*?\[]", name):
         return []
     found = file_system.glob(name, detail=True)
-    objects = [match for match, info in found.items() if info["type"] != "directory"]
-    return [file_system.unstrip_protocol(match) for match in sorted(objects)]
-
-
-def _size_of_input(path):
-    """Return the size of an input in bytes, or None if there is no telling, as of a pipe."""
-    if not is_remote(path) and not os.path.isfile(path):
-        return None
-    return file_stamp(path)["size"]
-
-
-def _stamp_in_words(path):
-    """Return a text that tells a file from one that is written later under the same name."""
-    stamp = file_stamp(path)
-    return f"{stamp['size']} bytes, changed at {stamp['changed']}"
+    files = [path for path in sorted(found) if found[path]["type"] != "directory"]
+    return [file_system.unstrip_protocol(path) for path in files]
 
 
 def _open_input(path):
     """Open a file or an object, to read bytes."""
+    import fsspec
+
     if not is_remote(path):
-        return open(path, "rb")
-    return io.BufferedReader(_RemoteReader(path), 8 << 20)
+        return fsspec.filesystem("file").open(os.path.abspath(path), "rb")
+    file_system, name = fsspec.core.url_to_fs(path)
+    return io.BufferedReader(_PatientFile(path, file_system.open(name, "rb")), 1 << 20)
 
 
-class _RemoteReader(io.RawIOBase):
-    """An object as an open file; each read is a range of it."""
+class _PatientFile(io.RawIOBase):
+    """An open object on object storage; a read that fails is tried again: most faults pass."""
 
-    def __init__(self, url):
-        self._file = RemoteFile(url)
-        self._size = self._file.stamp()["size"]
-        self._position = 0
+    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
+
+    def __init__(self, path, file):
+        self._path = path
+        self._file = file
 
     def readable(self):
         return True
@@ -7179,55 +7563,27 @@ class _RemoteReader(io.RawIOBase):
 
     def seek(self, offset, whence=io.SEEK_SET):
         """Go to offset bytes after the beginning, the present position, or the end."""
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
-        self._position = starts[whence] + offset
-        return self._position
+        return self._file.seek(offset, whence)
 
     def readinto(self, buffer):
-        """Fill the buffer, or a part of it at the end; return how many bytes came."""
-        begin = min(self._position, self._size)
-        end = min(begin + len(buffer), self._size)
-        buffer[: end - begin] = self._file.read(begin, end - begin).tobytes()
-        self._position = end
-        return end - begin
+        """Fill the buffer, or a part of it; return how many bytes came."""
+        position = self._file.tell()
+        for pause in (*self._PAUSES, None):
+            try:
+                self._file.seek(position)
+                content = self._file.read(len(buffer))
+                break
+            except Exception as error:  # each storage has errors of its own
+                if pause is None:
+                    fault = f"{type(error).__name__}: {error}"
+                    raise ConnectionError(f"{self._path}: {fault}") from None
+                time.sleep(pause)
+        buffer[: len(content)] = content
+        return len(content)
 
-
-# -- Reading -----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Block:
-    """Some lines of an input, which one worker encodes."""
-
-    path: str
-    first_line: int  # the number of lines[0], counted from 1
-    lines: list[bytes]
-    num_bytes: int  # what the lines take up in the input: compressed bytes, if it is compressed
-    origin: str = ""  # for a part of an input: from which byte on the lines are counted, in words
-    unit: str = "line"  # what the numbers count
-
-    def place(self, index):
-        """Where a line is, in words."""
-        return f"{hide_credentials(self.path)}: {self.unit} {self.first_line + index}{self.origin}"
-
-
-def _read_blocks(parts, json_keys):
-    """Yield the lines of all parts as _Blocks."""
-    for part in parts:
-        if part.path == "-":
-            if sys.stdin is None:
-                raise ValueError("-: standard input is closed")
-            yield from _read_lines(part, sys.stdin.buffer)
-            continue
-        with _open_input(part.path) as file:
-            if _format_name(part.path).endswith(".parquet"):
-                yield from _read_parquet(part, file, json_keys)
-                continue
-            text_file = _decompress(part.path, file)
-            if text_file is None:
-                yield from _read_lines(part, file)
-            elif part.begin == 0:
-                yield from _read_compressed(part, file, text_file)
+    def close(self):
+        self._file.close()
+        super().close()
 
 
 def _format_name(path):
@@ -7237,74 +7593,150 @@ def _format_name(path):
     return path.lower()
 
 
-def _damage(path, words, error):
-    """The error to raise for a file that an error says is damaged, in these words."""
-    name = hide_credentials(path)
-    if str(error).startswith(name):  # object storage failed, and said so: the file may be whole
-        return error
-    return ValueError(f"{name}: {words}: {error}")
+def _compression(name):
+    """How a file of this name is compressed, as fsspec says it; None: it is not."""
+    import fsspec
+
+    if name.endswith(".zst"):
+        return "zstd"
+    return fsspec.utils.infer_compression(name)
 
 
-def _take_lines(file, num_bytes):
-    """Read lines until they have so many bytes, or more; fewer at the end of the file."""
-    lines = []
-    while num_bytes > 0:
-        line = file.readline()
-        if len(line) == 0:
-            break
-        lines.append(line)
-        num_bytes -= len(line)
-    return lines
+# -- Reading -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Block:
+    """Some lines of an input, or some rows, which one worker encodes."""
+
+    part: int  # which one of the parts of the job it is of
+    path: str
+    first: int  # the number of its first line or row, counted from 1
+    lines: bytes | list[dict]  # lines of JSON, up to the end of a line; or rows, parsed already
+    num_bytes: int  # what the lines take up in the input: compressed bytes, if it is compressed
+    origin: str = ""  # for a part of an input: from which byte on the lines are counted, in words
+
+    def documents(self):
+        """Return (number, line or row) of all that are not blank."""
+        if isinstance(self.lines, list):
+            return list(enumerate(self.lines))
+        lines = []
+        for index, line in enumerate(self.lines.split(b"\n")):
+            if len(line) > 0 and not line.isspace():
+                lines.append((index, line))
+        return lines
+
+    def place(self, index):
+        """Where a line is, in words."""
+        unit = "row" if isinstance(self.lines, list) else "line"
+        return f"{self.path}: {unit} {self.first + index}{self.origin}"
+
+
+def _read_blocks(parts, json_keys):
+    """Yield the lines of all parts as _Blocks."""
+    for number, part in enumerate(parts):
+        for block in _read_part(part, json_keys):
+            block.part = number
+            yield block
+
+
+def _read_part(part, json_keys):
+    """Yield the lines of a part as _Blocks."""
+    if part.kind() == "texts":
+        yield from _read_texts(part, json_keys)
+        return
+    if part.path == "-":
+        if sys.stdin is None:
+            raise ValueError("-: standard input is closed")
+        yield from _read_lines(part, sys.stdin.buffer)
+        return
+    with _open_input(part.path) as file:
+        if part.kind() == "parquet":
+            yield from _read_parquet(part, file, json_keys)
+        elif part.kind() == "compressed":
+            yield from _read_compressed(part, file)
+        else:
+            yield from _read_lines(part, file)
 
 
 def _read_lines(part, file):
     """Yield the lines that begin in a part of an open file as _Blocks."""
     position = part.begin
-    origin = ""
     if position > 0:
         # The line in which the byte before lies belongs to the shard before this one.
         file.seek(position - 1)
-        rest_of_line = file.readline()
-        position += len(rest_of_line) - 1
-        origin = f" from byte {position:,} on"
-    first_line = 1
+        position += len(file.readline()) - 1
+    origin = _from_byte(position)
+    first = 1
     while position < part.end:
-        lines = _take_lines(file, min(_BLOCK_BYTES, part.end - position))
+        lines = file.read(int(min(_BLOCK_BYTES, part.end - position)))
         if len(lines) == 0:
+            _check_end(part, position)
             return
-        num_bytes = sum(len(line) for line in lines)
-        yield _Block(part.path, first_line, lines, num_bytes, origin)
-        first_line += len(lines)
-        position += num_bytes
+        if not lines.endswith(b"\n"):
+            lines += file.readline()
+        yield _Block(0, part.path, first, lines, len(lines), origin)
+        first += lines.count(b"\n")
+        position += len(lines)
+
+
+def _check_end(part, position):
+    """ValueError if an input ends before the size that it had when the job began."""
+    if part.size is not None and position < part.size:
+        raise ValueError(
+            f"{part.path}: it had {part.size:,} bytes when this job began, and ends now after "
+            f"{position:,}: it was cut off meanwhile"
+        )
+
+
+def _read_texts(part, json_keys):
+    """Yield an iterable of texts, or of dicts, as _Blocks."""
+    first = 1
+    rows = []
+    size = 0
+    for text in part.texts:
+        row = {json_keys[0]: text}
+        if isinstance(text, collections.abc.Mapping):
+            row = {key: text.get(key) for key in json_keys}
+        rows.append(row)
+        size += sum(len(str(value)) for value in row.values())
+        if size >= _BLOCK_BYTES:
+            yield _Block(0, part.path, first, rows, size)
+            first += len(rows)
+            rows = []
+            size = 0
+    if len(rows) > 0:
+        yield _Block(0, part.path, first, rows, size)
+
+
+def _read_compressed(part, file):
+    """Yield the lines of an open file that is compressed as _Blocks."""
+    first = 1
+    position = 0
+    text_file = _decompress(part.path, file)
+    while True:
+        try:
+            lines = text_file.read(_BLOCK_BYTES) + text_file.readline()
+        except ConnectionError:  # the file may be whole
+            raise
+        except Exception as error:  # each format has errors of its own
+            raise ValueError(f"{part.path}: damaged, or cut off: {_one_line(error)}") from None
+        if len(lines) == 0:
+            _check_end(part, file.tell())
+            return
+        yield _Block(0, part.path, first, lines, file.tell() - position)
+        first += lines.count(b"\n")
+        position = file.tell()
 
 
 def _decompress(path, file):
-    """Return the open file decompressed, as its name says, or None if it is not compressed."""
-    import fsspec  # it comes with torch
+    """Return the open file decompressed, as its name says."""
+    import fsspec
 
-    name = _format_name(path)
-    if name.endswith(".zst"):
+    compression = _compression(_format_name(path))
+    if compression == "zstd":
         return io.BufferedReader(_ZstdText(path, file), 1 << 20)
-    compression = fsspec.utils.infer_compression(name)
-    if compression is None:
-        return None
     return fsspec.compression.compr[compression](file, mode="r")
-
-
-def _read_compressed(part, file, text_file):
-    """Yield the lines of text_file, which decompresses a file, as _Blocks."""
-    first_line = 1
-    position = 0
-    while True:
-        try:
-            lines = _take_lines(text_file, _BLOCK_BYTES)
-        except Exception as error:  # each format has errors of its own
-            raise _damage(part.path, "damaged, or cut off", error) from None
-        if len(lines) == 0:
-            return
-        yield _Block(part.path, first_line, lines, file.tell() - position)
-        first_line += len(lines)
-        position = file.tell()
 
 
 class _ZstdText(io.RawIOBase):
@@ -7315,7 +7747,7 @@ class _ZstdText(io.RawIOBase):
     """
 
     def __init__(self, path, file):
-        zstandard = import_extra("zstandard", "storage", hide_credentials(path))
+        zstandard = _import_extra("zstandard", "storage", path)
         # Files that "zstd --long" has made need memory for up to 2 GiB.
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._file = file
@@ -7352,57 +7784,68 @@ class _ZstdText(io.RawIOBase):
 
 
 def _read_parquet(part, file, json_keys):
-    """Yield the rows of the row groups that begin in a part of a Parquet file, as _Blocks.
-
-    A row becomes a line of JSON, so that all that follows is the same as for JSON lines.
-    """
+    """Yield the rows of an open Parquet file as _Blocks; only the columns of the keys are read."""
     table = _open_parquet(part.path, file)
     for key in json_keys:
         if key not in table.schema_arrow.names:
             names = ", ".join(table.schema_arrow.names)
-            name = hide_credentials(part.path)
-            raise ValueError(f"{name}: wanted a column {key!r}, got {names}")
-    first_row = 1
-    for group in range(table.num_row_groups):
-        num_rows = table.metadata.row_group(group).num_rows
-        # Groups have no simple place in a file: they count as if all had the same size.
-        if part.begin <= part.size * group // table.num_row_groups < part.end:
-            yield from _read_row_group(part, table, group, first_row, json_keys)
-        first_row += num_rows
-
-
-def _open_parquet(path, file):
-    """Return pyarrow's ParquetFile of a path or an open file; ValueError if it is none."""
-    parquet = import_extra("pyarrow.parquet", "storage", hide_credentials(path))
-    try:
-        return parquet.ParquetFile(file)
-    except Exception as error:  # pyarrow raises many kinds
-        raise _damage(path, "damaged, or no Parquet file", error) from None
-
-
-def _read_row_group(part, table, group, first_row, json_keys):
-    """Yield the rows of a row group as _Blocks."""
-    batches = table.iter_batches(_BLOCK_ROWS, row_groups=[group], columns=json_keys)
+            raise ValueError(f"{part.path}: wanted a column {key!r}, got {names}")
+    first = 1
     bytes_a_row = part.size / max(table.metadata.num_rows, 1)
+    batches = table.iter_batches(_BLOCK_ROWS, columns=json_keys)
     while True:
         try:
             batch = next(batches, None)
             if batch is None:
                 return
             rows = batch.to_pylist()
+        except ConnectionError:
+            raise
         except Exception as error:  # pyarrow raises many kinds
-            raise _damage(part.path, f"row group {group}: damaged", error) from None
-        lines = []
-        for row in rows:
-            lines.append(json.dumps(row, ensure_ascii=False, default=_no_text).encode())
-        num_bytes = round(len(lines) * bytes_a_row)
-        yield _Block(part.path, first_row, lines, num_bytes, unit="row")
-        first_row += len(lines)
+            raise ValueError(f"{part.path}: damaged: {_one_line(error)}") from None
+        yield _Block(0, part.path, first, rows, round(len(rows) * bytes_a_row))
+        first += len(rows)
 
 
-def _no_text(value):
-    """What stands in JSON for a value of a Parquet file that is no text, such as bytes."""
-    return None
+def _open_parquet(path, file):
+    """Return pyarrow's ParquetFile of a path or an open file; ValueError if it is none."""
+    parquet = _import_extra("pyarrow.parquet", "storage", path)
+    try:
+        return parquet.ParquetFile(file)
+    except ConnectionError:
+        raise
+    except Exception as error:  # pyarrow raises many kinds
+        raise ValueError(f"{path}: damaged, or no Parquet file: {_one_line(error)}") from None
+
+
+def _sample_texts(parts, first_block, encoder):
+    """Return a hundred texts or so, from all over the inputs, where these can be sought."""
+    blocks = [first_block]
+    chosen = parts[:: max(1, len(parts) // _SAMPLED_PLACES)]
+    for part in chosen:
+        if part.end == math.inf:  # it can be read once
+            continue
+        places = 1
+        if part.kind() == "lines":
+            places = max(1, _SAMPLED_PLACES // len(chosen))
+        for place in range(places):
+            begin = part.begin + int(part.end - part.begin) * place // places
+            blocks.append(_first_block_from(dataclasses.replace(part, begin=begin), encoder))
+    texts = []
+    for block in blocks:
+        if block is not None:
+            texts += encoder.texts_of(block, _TEXTS_OF_A_PLACE)
+    # Half a surrogate is no character, and an error of every tokenizer: without it.
+    return [text[:_SAMPLED_CHARACTERS].encode(errors="ignore").decode() for text in texts]
+
+
+def _first_block_from(part, encoder):
+    """Return the first _Block of a part; None if there is none that can be read."""
+    try:
+        with contextlib.closing(_read_part(part, encoder.json_keys)) as blocks:
+            return next(blocks, None)
+    except (OSError, ValueError):  # the job finds it too, and says it
+        return None
 
 
 # -- Encoding ----------------------------------------------------------------------------------
@@ -7410,21 +7853,20 @@ def _no_text(value):
 
 @dataclasses.dataclass
 class _Column:
-    """The documents of a block under one JSON key, as IndexedDatasetBuilder.add_sequences wants."""
+    """The documents of a block under one JSON key, as IndexedDatasetBuilder._append wants them."""
 
     tokens: np.ndarray  # of all documents, laid end to end
-    lengths: list[int]  # in tokens, of each sequence that has tokens; most texts are one
-    ends: list[int]  # how many of the lengths belong to this document and those before it
+    lengths: np.ndarray  # in tokens, of each sequence that has tokens; most texts are one
+    ends: np.ndarray  # how many of the lengths belong to this document and those before it
 
 
 @dataclasses.dataclass
 class _EncodedBlock:
     """What became of a _Block."""
 
-    path: str
+    part: int
     columns: dict[str, _Column]
     num_documents: int
-    num_blank: int  # blank lines
     num_skipped: int  # bad lines
     first_fault: str | None  # what is wrong with the first of these
     num_bytes: int  # as in _Block
@@ -7448,21 +7890,17 @@ class _BlockEncoder:
         self.skip_errors = skip_errors
         self.sentence_splitter = None
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
-        self.eod = self._as_tokens([])
+        self.eod = _as_tokens([], self.dtype)
         if append_eod:
             eod = _attribute(tokenizer, "eod")
             if eod is None:
                 raise ValueError("append_eod wants a tokenizer with eod: this one has none")
-            self.eod = self._as_tokens([eod])
-
-    def suits_threads(self):
-        """Is nearly all of the work done by a library, while other threads can run?"""
-        return type(self.tokenizer) is HuggingFaceTokenizer and self.sentence_splitter is None
+            self.eod = _as_tokens([eod], self.dtype)
 
     def describe(self):
-        """All that the tokens of a block depend on, but the block."""
+        """All that the tokens of a block depend on, but the block and the tokenizer's identity."""
         return {
-            "tokenizer": self.tokenizer.unique_identifiers,
+            "version": __version__,
             "vocab_size": self.tokenizer.vocab_size,
             "eod": self.eod.tolist(),
             "json_keys": self.json_keys,
@@ -7472,76 +7910,76 @@ class _BlockEncoder:
 
     def encode(self, block):
         """Return a _Block as an _EncodedBlock; ValueError at the first bad line, or skip them."""
+        documents = block.documents()
         faults = []
-        lines = [line for line in block.lines if not line.isspace()]
         try:
-            documents = self._tokenize_lines(lines)
+            columns = self._tokenize([self._parse(line) for _, line in documents])
         except Exception:
             # A tokenizer may raise anything, and says nothing about lines: look for the bad one.
-            documents, faults = self._tokenize_one_by_one(block)
-        columns = {}
-        for key in self.json_keys:
-            columns[key] = self._lay_end_to_end(documents[key])
+            rows, faults = self._find_good_rows(block, documents)
+            columns = self._tokenize(rows)
         return _EncodedBlock(
-            path=block.path,
+            part=block.part,
             columns=columns,
-            num_documents=len(lines) - len(faults),
-            num_blank=len(block.lines) - len(lines),
+            num_documents=len(documents) - len(faults),
             num_skipped=len(faults),
             first_fault=faults[0] if faults else None,
             num_bytes=block.num_bytes,
         )
 
-    def _tokenize_lines(self, lines):
-        """Return {key: for each line, the tokens of each sequence}."""
-        rows = [self._parse(line) for line in lines]
-        documents = {}
-        for key in self.json_keys:
-            documents[key] = self._tokenize_texts([row[key] for row in rows])
-        return documents
-
-    def _tokenize_texts(self, texts):
-        """Return, for each text or list of sentences, the tokens of each of its sequences."""
-        sentences = []  # of all texts
-        counts = []  # how many of them each text has
-        for text in texts:
-            parts = self._split(text)
-            sentences.extend(parts)
-            counts.append(len(parts))
-        ids_of_sentences = iter(self._tokenize(sentences))
-        documents = []
-        for count in counts:
-            ids = itertools.islice(ids_of_sentences, count)
-            documents.append([self._as_tokens(tokens) for tokens in ids])
-        return documents
-
-    def _tokenize_one_by_one(self, block):
-        """Return (_tokenize_lines() of the good lines, [what is wrong with each bad line])."""
-        documents = {key: [] for key in self.json_keys}
-        faults = []
-        for index, line in enumerate(block.lines):
-            if line.isspace():
-                continue
+    def texts_of(self, block, count):
+        """Return the texts of the first documents of a block, without bad lines."""
+        texts = []
+        for _, line in block.documents()[:count]:
             try:
-                document = self._tokenize_lines([line])
+                row = self._parse(line)
+            except Exception:  # a bad line: the job finds it, too
+                continue
+            for key in self.json_keys:
+                texts.extend(_sentences(row[key]))
+        return texts
+
+    def _parse(self, line):
+        """Return the row of a line; ValueError unless each key holds text."""
+        row = line
+        if isinstance(line, bytes):
+            row = json.loads(line)
+        for key in self.json_keys:
+            if not isinstance(row, dict) or not _is_text(row.get(key)):
+                found = str(line)[:60]
+                raise ValueError(f"wanted a JSON object with text under {key!r}, got {found}")
+        return row
+
+    def _find_good_rows(self, block, documents):
+        """Return (the rows of all good lines, [what is wrong with each bad line])."""
+        rows = []
+        faults = []
+        for index, line in documents:
+            try:
+                row = self._parse(line)
+                self._tokenize([row])
+                rows.append(row)
             except Exception as error:
                 fault = f"{block.place(index)}: {_one_line(error)}"
                 if not self.skip_errors:
                     advice = "--on-error skip leaves such lines out"
                     raise ValueError(f"{fault} ({advice})") from error
                 faults.append(fault)
-                continue
-            for key in self.json_keys:
-                documents[key].extend(document[key])
-        return documents, faults
+        return rows, faults
 
-    def _parse(self, line):
-        """Return the JSON object of a line; ValueError unless each key holds text."""
-        row = json.loads(line)
+    def _tokenize(self, rows):
+        """Return {key: _Column} of some documents."""
+        columns = {}
         for key in self.json_keys:
-            if not isinstance(row, dict) or not _is_text(row.get(key)):
-                raise ValueError(f"wanted a JSON object with text under {key!r}, got {line[:60]!r}")
-        return row
+            texts = []  # of all documents
+            counts = []  # how many of the texts each document has
+            for row in rows:
+                parts = self._split(row[key])
+                texts.extend(parts)
+                counts.append(len(parts))
+            tokens, lengths = self._tokenize_texts(texts)
+            columns[key] = self._end_documents(tokens, lengths, counts)
+        return columns
 
     def _split(self, text):
         """Return the texts that become the sequences of a document."""
@@ -7553,38 +7991,33 @@ class _BlockEncoder:
             parts.extend(self.sentence_splitter.tokenize(sentence))
         return parts
 
-    def _as_tokens(self, ids):
-        """Return ids as an array of the dtype of the file."""
-        return np.frombuffer(_encode_tokens(ids, self.dtype), self.dtype)
-
-    def _tokenize(self, texts):
-        """Return the ids of each text; a text is a document or one of its sentences."""
-        if not hasattr(self.tokenizer, "tokenize_batch"):
-            return [self.tokenizer.tokenize(text) for text in texts]
-        batch = self.tokenizer.tokenize_batch(texts)
+    def _tokenize_texts(self, texts):
+        """Return the ids of all texts, laid end to end, and the number of each."""
+        if hasattr(self.tokenizer, "tokenize_batch"):
+            batch = self.tokenizer.tokenize_batch(texts)
+        else:
+            batch = [self.tokenizer.tokenize(text) for text in texts]
         if len(batch) != len(texts):
             raise ValueError(f"tokenize_batch returned {len(batch)} lists for {len(texts)} texts")
-        return batch
+        return _lay_end_to_end(batch, self.dtype)
 
-    def _lay_end_to_end(self, documents):
-        """Return documents, each a list of the tokens of its sequences, as a _Column, with eods."""
-        pieces = [self._as_tokens([])]  # so that there is something to concatenate
-        lengths = []
-        ends = []
-        for sequences in documents:
-            sequences = [tokens for tokens in sequences if len(tokens) > 0]
-            if len(sequences) > 0:
-                pieces.extend(sequences)
-                pieces.append(self.eod)
-                lengths.extend([len(tokens) for tokens in sequences])
-                lengths[-1] += len(self.eod)
-            ends.append(len(lengths))
-        return _Column(np.concatenate(pieces), lengths, ends)
+    def _end_documents(self, tokens, lengths, counts):
+        """Return a _Column of texts, of which counts[d] are document d, with an eod for each."""
+        has_tokens = lengths > 0
+        sequences_before = np.concatenate([[0], np.cumsum(has_tokens)])  # of each text
+        ends = sequences_before[np.cumsum(counts, dtype=np.int64)]
+        lengths = lengths[has_tokens]
+        if len(self.eod) > 0:
+            # A document without tokens has the end of the one before: it gets no eod.
+            last = np.unique(ends[ends > 0]) - 1
+            tokens = _put_behind(tokens, np.cumsum(lengths)[last], self.eod)
+            lengths[last] += 1
+        return _Column(tokens, lengths, ends)
 
 
 def _load_sentence_splitter():
     """Return nltk's Punkt for English; without its model, an untrained one, and a warning."""
-    punkt = import_extra("nltk.tokenize.punkt", "tools", "--split-sentences")
+    punkt = _import_extra("nltk.tokenize.punkt", "tools", "--split-sentences")
     try:
         return punkt.PunktTokenizer("english")
     except LookupError:
@@ -7605,103 +8038,119 @@ def _is_text(value):
 
 # -- Workers -----------------------------------------------------------------------------------
 
-_worker_encoder = None  # in a worker process: the encoder that it was started with
-
 
 def _encode_blocks(encoder, blocks, workers):
-    """Yield each block encoded, in order; by workers if there is more than one."""
-    if workers == 1:
-        for block in blocks:
-            yield encoder.encode(block)
-    elif workers <= _MOST_THREADS and encoder.suits_threads():
-        yield from _encode_in_threads(encoder, blocks, workers)
-    else:
+    """Yield each block encoded, in order; by worker processes if there is more than one."""
+    if workers > 1:
         yield from _encode_in_processes(encoder, blocks, workers)
-
-
-def _encode_in_threads(encoder, blocks, workers):
-    """Yield each block encoded, in order, by threads of this process."""
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:  # waits until its threads end
-        yield from map_ahead(pool, 2 * workers, encoder.encode, blocks)
+        return
+    for block in blocks:
+        yield encoder.encode(block)
 
 
 def _encode_in_processes(encoder, blocks, workers):
     """Yield each block encoded, in order, by worker processes."""
     # A forked process has everything at once; the other ways to start one import torch again.
-    method = None
-    if sys.platform == "linux":  # elsewhere a library may not survive a fork, or there is none
-        method = "fork"
-    context = multiprocessing.get_context(method)
-    pool = _WorkerPool(workers, context, _start_worker, [encoder])
-    # Twice as many blocks as workers: each worker finds its next block waiting.
+    # Elsewhere than on Linux a library may not survive a fork, or there is none.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    processes = []
+    idle = collections.deque()  # the pipes of workers that have no block
+    busy = collections.deque()  # those of the others, in the order of their blocks
+    fault = None
     try:
-        yield from map_ahead(pool, 2 * workers, _encode_in_worker, blocks)
-    except concurrent.futures.BrokenExecutor:
-        raise ChildProcessError(
-            "a worker process was killed, perhaps for lack of memory: use fewer workers"
-        ) from None
+        for _ in range(workers):
+            pipe, end_of_worker = context.Pipe()
+            arguments = (end_of_worker, pipe, encoder)
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            process.start()
+            processes.append(process)
+            end_of_worker.close()  # so that the pipe ends when the worker does
+            idle.append(pipe)
+        while fault is None:
+            try:
+                block = next(blocks, None)
+            except Exception as error:  # the blocks before it may have an earlier fault
+                fault = error
+                break
+            if block is None:
+                break
+            encoded = None
+            if len(idle) == 0:
+                idle.append(busy.popleft())
+                encoded = _receive(idle[0])
+            _send(idle[0], block)
+            busy.append(idle.popleft())
+            if encoded is not None:
+                yield encoded  # it is written while the worker has a block already
+        for pipe in busy:
+            yield _receive(pipe)
+        if fault is not None:
+            raise fault
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
-class _WorkerPool(concurrent.futures.ProcessPoolExecutor):
-    """A pool whose shutdown() always waits until its worker processes have ended.
+def _work(pipe, end_of_parent, encoder):
+    """Encode the blocks that come through a pipe: this is all that a worker process does.
 
-    map_ahead() asks it not to wait.  But if this process exited while a thread of the pool was
-    still telling the workers to end, this process could hang in its exit.
+    It ends when its parent does, because that ends the pipe, unless this process holds the other
+    end, too.  A worker that was started later may hold it; but the last one ends first.
     """
-
-    def shutdown(self, wait=True, *, cancel_futures=False):
-        super().shutdown(wait=True, cancel_futures=cancel_futures)
-
-
-def _start_worker(encoder):
-    """Prepare a worker process: this is the first thing that it runs."""
-    global _worker_encoder
-    _worker_encoder = encoder
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    end_of_parent.close()
     # A terminal sends Ctrl-C to all processes.  The parent alone answers: it ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _exit_soon)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            block = pipe.recv()
+            try:
+                answer = encoder.encode(block)
+            except Exception as error:
+                answer = ValueError(str(error))
+            pipe.send(answer)
 
 
-def _exit_soon(signal_number, frame):
-    """End this worker in a second: a cluster sends SIGTERM to all processes of a job.
-
-    A worker that ended at once might be sending a block, and the parent would wait for the rest of
-    it for ever.
-    """
-    timer = threading.Timer(1.0, os._exit, [1])
-    timer.daemon = True
-    timer.start()
+def _send(pipe, block):
+    """Send a block to a worker, which waits for it; ChildProcessError if it has died."""
+    try:
+        pipe.send(block)
+    except OSError:
+        raise _worker_died() from None
 
 
-def _exit_with_parent():
-    """End this worker as soon as its parent has ended, even if the parent was killed.
+def _receive(pipe):
+    """Return what a worker has made of its block; its error is raised here."""
+    try:
+        answer = pipe.recv()
+    except (EOFError, OSError):
+        raise _worker_died() from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
-    Otherwise the worker would wait for its next block for ever.
-    """
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
-
-def _encode_in_worker(block):
-    """Encode a block in a worker process."""
-    return _worker_encoder.encode(block)
+def _worker_died():
+    """The error of a pipe that has ended."""
+    return ChildProcessError(
+        "a worker process was killed, perhaps for lack of memory: use fewer workers"
+    )
 
 
 # -- Progress ----------------------------------------------------------------------------------
 
 
 class _Progress:
-    """Print to stderr how far the job is: sometimes in the middle of the work, once at its end."""
+    """Count what is done, and print it to stderr: now and then, and once at the end."""
 
     def __init__(self, parts, verbose):
-        self.total_bytes = _bytes_of_parts(parts)  # None: not known
+        self.parts = parts
         self.verbose = verbose
-        self.documents_of_file = {part.path: 0 for part in parts}
-        self.whole_files = {part.path for part in parts if part.is_whole()}
-        self.num_blank = 0
+        self.total_bytes = sum(part.end - part.begin for part in parts)  # math.inf: not known
+        self.documents_of_part = [0] * len(parts)
         self.num_skipped = 0
         self.first_fault = None
         self.num_bytes = 0
@@ -7710,8 +8159,7 @@ class _Progress:
 
     def update(self, encoded):
         """Count an _EncodedBlock; print a line if the last line is ten seconds old."""
-        self.documents_of_file[encoded.path] += encoded.num_documents
-        self.num_blank += encoded.num_blank
+        self.documents_of_part[encoded.part] += encoded.num_documents
         self.num_skipped += encoded.num_skipped
         self.num_bytes += encoded.num_bytes
         if self.first_fault is None:
@@ -7719,83 +8167,53 @@ class _Progress:
         now = time.perf_counter()
         if self.verbose and now - self.printed >= _PROGRESS_SECONDS:
             self.printed = now
-            seconds = now - self.started
-            _print_progress([*self._counts(), *self._rates(seconds), *self._time_left(seconds)])
+            _print_progress([*self._counts(now), *self._time_left(now)])
 
     def finish(self):
         """Print the last line, and warn of lines and files that gave no document."""
-        seconds = time.perf_counter() - self.started
-        done = f"done in {datetime.timedelta(seconds=round(seconds))}"
+        now = time.perf_counter()
+        seconds = datetime.timedelta(seconds=round(now - self.started))
         if self.verbose:
-            _print_progress([*self._counts(), *self._rates(seconds), done])
+            _print_progress([*self._counts(now), f"done in {seconds}"])
         if self.num_skipped:
+            first = hide_credentials(self.first_fault)
             warnings.warn(
-                f"left out {_count(self.num_skipped, 'bad line')}; the first: {self.first_fault}",
-                stacklevel=4,
+                f"left out {_count(self.num_skipped, 'bad line')}; the first: {first}", stacklevel=4
             )
-        self._warn_of_empty_files()
-
-    def _warn_of_empty_files(self):
-        """Warn of files that are empty, or of which every line was skipped."""
         empty = []
-        for path, number in self.documents_of_file.items():
-            if number == 0 and path in self.whole_files:
-                empty.append(path)
-        if not empty:
-            return
-        names = ", ".join([hide_credentials(path) for path in empty[:3]])
-        if len(empty) > 3:
-            names += ", ..."
-        sentence = f"no document came from {names} ({_count(len(empty), 'file')})"
-        if len(empty) == len(self.documents_of_file):
-            sentence = f"no document came from {names}: the pairs are empty"
-        warnings.warn(sentence, stacklevel=5)
+        for part, documents in zip(self.parts, self.documents_of_part, strict=True):
+            if documents == 0 and part.is_whole():
+                empty.append(part.path)
+        if len(empty) > 0:
+            names = hide_credentials(", ".join(empty[:3]))
+            warnings.warn(
+                f"no document came from {_count(len(empty), 'input')}: {names}", stacklevel=4
+            )
 
-    def _counts(self):
-        """What was done, in words."""
-        words = [_count(sum(self.documents_of_file.values()), "document")]
-        for number, noun in ((self.num_skipped, "bad line"), (self.num_blank, "blank line")):
-            if number:
-                words.append(f"{_count(number, noun)} skipped")
-        if self.total_bytes is None or self.num_bytes >= self.total_bytes:
-            words.append(_size(self.num_bytes))
-        else:
-            words.append(f"{_size(self.num_bytes)} of {_size(self.total_bytes)}")
-        return words
+    def _counts(self, now):
+        """What was done, and how fast, in words."""
+        documents = sum(self.documents_of_part)
+        done = _size(self.num_bytes)
+        if self.num_bytes < self.total_bytes < math.inf:
+            done = f"{done} of {_size(self.total_bytes)}"
+        seconds = max(now - self.started, 1e-3)
+        rates = [f"{self.num_bytes / seconds / 1e6:,.1f} MB/s"]
+        rates.append(f"{documents / seconds:,.0f} documents/s")
+        return [_count(documents, "document"), done, *rates]
 
-    def _rates(self, seconds):
-        """How fast this was, in words; nothing where it was too short to tell."""
-        if seconds < 1:
-            return []
-        words = [f"{self.num_bytes / seconds / 1e6:,.1f} MB/s"]
-        documents = sum(self.documents_of_file.values()) / seconds
-        if documents >= 1:
-            words.append(f"{documents:,.0f} documents/s")
-        return words
-
-    def _time_left(self, seconds):
+    def _time_left(self, now):
         """The time that the rest takes if it goes on like this, in words; nothing if unknown."""
-        if self.total_bytes is None or self.num_bytes == 0:
+        if self.total_bytes == math.inf or self.num_bytes == 0:
             return []
         bytes_left = max(self.total_bytes - self.num_bytes, 0)
-        left = datetime.timedelta(seconds=round(seconds * bytes_left / self.num_bytes))
-        return [f"{left} left"]
-
-
-def _bytes_of_parts(parts):
-    """Return how many bytes the parts of the inputs have, or None if there is no telling."""
-    total = 0
-    for part in parts:
-        if part.size is None:
-            return None
-        total += min(part.end, part.size) - part.begin
-    return total
+        seconds = (now - self.started) * bytes_left / self.num_bytes
+        return [f"{datetime.timedelta(seconds=round(seconds))} left"]
 
 
 def _print_progress(words):
     """Print one line to stderr."""
     with contextlib.suppress(OSError):  # that nobody reads the progress is no reason to stop
-        print(", ".join(words), file=sys.stderr, flush=True)
+        print(hide_credentials(", ".join(words)), file=sys.stderr, flush=True)
 
 
 def _count(number, noun):
@@ -8141,7 +8559,7 @@ class _ParquetRows:
     """
 
     def __init__(self, path):
-        parquet = import_extra("pyarrow.parquet", "storage", path)
+        parquet = _import_extra("pyarrow.parquet", "storage", path)
         with open(path, "rb") as file:
             try:
                 table = parquet.read_table(file, columns=["messages"])
@@ -8266,16 +8684,6 @@ def _place_in_pair(pair, sequence, offset):
     document = bisect.bisect_right(pair.document_indices, sequence) - 1
     token_bytes = DType.size(pair.dtype)
     return document, int(pair.sequence_pointers[sequence]) + offset * token_bytes
-
-
-def read_record(path_prefix):  # MERGE: this and the next go, where section 18 has them
-    """The record of a pair."""
-    return None
-
-
-def input_of_document(record, document):
-    """The input file of a document, and its number there."""
-    return None, None
 
 
 def _place_in_input(dataset, document, records):
@@ -8890,7 +9298,7 @@ def _exit_143(signal_number, frame):
 # -- What the commands share -------------------------------------------------------------------
 
 
-_TOKENIZERS = "bytes, null:VOCAB, a tokenizer.json or module:attribute"
+_TOKENIZERS = "bytes, null:VOCAB, a tokenizer.json, its folder, or module:attribute"
 
 
 def _add_tokenizer_options(parser):
@@ -9034,7 +9442,7 @@ def _add_preprocess(commands):
         "--workers",
         default=1,
         type=_whole_number,
-        help="processes, or threads; the files are the same for any number",
+        help="processes that tokenize; the files are the same for any number",
     )
     parser.add_argument(
         "--shard",
@@ -9065,8 +9473,7 @@ def _parse_shard(text):
 
 
 def _run_preprocess(options):
-    given_shard = getattr(options, "shard", None)
-    shard = given_shard
+    shard = getattr(options, "shard", None)
     if shard is None:
         shard = shard_of_launcher()
     prefixes = preprocess(
@@ -9086,11 +9493,7 @@ def _run_preprocess(options):
         yield _counts(prefix, IndexedDataset(prefix))
     if shard[1] == 1:
         return
-    if given_shard is None and torch.distributed.is_torchelastic_launched():
-        for prefix in _merge_shards_of_ranks(made, shard):
-            yield _counts(prefix, IndexedDataset(prefix))
-    else:
-        yield from _how_to_merge(made, shard)
+    yield from _how_to_merge(made, shard)
 
 
 def _how_to_merge(prefixes, shard):

@@ -136,9 +136,9 @@ setup(
     entry_points={"console_scripts": ["megatron-min = megatron_min:main"]},
     install_requires=["numpy>=1.26", "torch>=2.8"],  # the oldest that were tried
     extras_require={
-        "test": ["pytest", "pytest-benchmark", "setuptools>=70.1", "tokenizers"],
+        "test": ["pytest", "pytest-benchmark", "setuptools>=70.1", "gigatoken", "tokenizers"],
         # of the commands: a tokenizer.json of Hugging Face, and --split-sentences
-        "tools": ["nltk>=3.9", "tokenizers"],
+        "tools": ["gigatoken>=0.10", "nltk>=3.9", "tokenizers"],
         # s3://, http:// and https:// (s3fs needs aiohttp), .parquet, .zst
         "storage": ["pyarrow", "s3fs", "zstandard"],
         "test-storage": ["s3fs", "moto[server]"],  # an S3 server of the tests

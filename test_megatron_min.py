@@ -612,9 +612,10 @@ def test_all_ways_to_add(one, pair, tmp_path):
         builder.add_item(np.array([], np.float64))
         builder.end_document()
         builder.add_item((10,))
-        builder.add_sequences(np.array([11, 12, 13]), [2, 0, 1], [4, 5, 6], ends=[1, 1, 3])
+        builder.add_documents([np.array([11, 12]), np.array([], int)], [4, 5])
+        builder.add_documents([[13]], [6])
     lengths, modes = [1, 2, 4, 2, 0, 1, 2, 0, 1], [1, -2, 0, 3, 0, 0, 4, 5, 6]
-    wanted = idx_bytes(lengths, [0, 2, 3, 5, 7, 7, 9], code=3, size=2, modes=modes)
+    wanted = idx_bytes(lengths, [0, 2, 3, 5, 7, 8, 9], code=3, size=2, modes=modes)
     assert (tmp_path / "m.idx").read_bytes() == wanted
     assert (tmp_path / "m.bin").read_bytes() == np.arange(1, 14, dtype="<i2").tobytes()
     ds = one.IndexedDataset(tmp_path / "m", multimodal=True)
@@ -643,8 +644,9 @@ REFUSED_BY_BUILDER = {
     "length-float": (np.int32, "add_document", ([1, 2], [2.0]), "float"),
     "modes-few": (np.int32, "add_document", ([1, 2], [1, 1], [0]), "1 modes"),
     "mode-too-large": (np.int32, "add_document", ([1], [1], [128]), "8 bits"),
-    "end-beyond": (np.int32, "add_sequences", ([1], [1], None, [2]), "ends of documents"),
-    "ends-fall": (np.int32, "add_sequences", ([1], [1], None, [1, 0]), "ends of documents"),
+    "one-of-many": (np.uint16, "add_documents", ([[1], [2, 70000]],), "70000"),
+    "modes-of-many": (np.uint16, "add_documents", ([[1], [2]], [0]), "1 modes"),
+    "eod-too-large": (np.uint16, "add_documents", ([[1]], None, 70000), "70000"),
 }
 
 
@@ -658,6 +660,64 @@ def test_builder_refuses_before_it_writes(one, tmp_path, case):
         builder.add_document([3], [1])
     ds = one.IndexedDataset(tmp_path / "p", multimodal=True)
     assert [(tokens.tolist(), mode) for tokens, mode in ds] == [([1, 2], 7), ([3], 0)]
+
+
+@pytest.mark.parametrize("eod", [None, 7])
+def test_many_documents_at_once(one, tmp_path, eod):
+    """They equal documents that are added one by one; only those with tokens get an eod."""
+    awkward = pytest.importorskip("awkward")
+    documents = [[1, 2, 3], [], [4], [5, 6], []]
+    with one.IndexedDatasetBuilder(tmp_path / "one.bin", np.uint16) as builder:
+        for document in documents:
+            tokens = document + [eod] * (eod is not None and len(document) > 0)
+            builder.add_document(tokens, [len(tokens)])
+    kinds = {
+        "arrays": [np.array(document, np.int64) for document in documents],
+        "tensors": [torch.tensor(document, dtype=torch.int16) for document in documents],
+        "awkward": awkward.Array(documents),
+        "sliced": awkward.Array([[9], *documents])[1:],
+    }
+    for kind, many in kinds.items():
+        with one.IndexedDatasetBuilder(tmp_path / f"{kind}.bin", np.uint16) as builder:
+            builder.add_documents(many[:2], eod_token=eod)
+            builder.add_documents(many[2:], eod_token=eod)
+            builder.add_documents(many[:0], eod_token=eod)
+        assert bytes_of_pair(tmp_path / kind) == bytes_of_pair(tmp_path / "one"), kind
+
+
+@linux
+@pytest.mark.parametrize("size", [1, 1 << 22])
+def test_a_builder_whose_write_failed_stays_failed(one, tmp_path, size):
+    """Also where there is room again: a part of the tokens may be in the file.
+
+    A limit on the bytes of a file stands in for a full disk.  The error names the file.
+    """
+    resource = importlib.import_module("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    builder = one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint8)
+    builder.add_document(np.ones(size, np.uint8), [size])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf"{tmp_path}/p\.bin\..*\.tmp") as caught:
+            builder.add_document(np.ones(3 << 20, np.uint8), [3 << 20])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    with pytest.raises(ValueError, match="has failed"):
+        builder.add_document([2], [1])
+    with pytest.raises(ValueError, match="has failed"):
+        builder.finalize(tmp_path / "p.idx")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_pair_whose_bin_lacks_bytes_is_not_finished(one, tmp_path):
+    """Whatever has taken them."""
+    with pytest.raises(OSError, match="wanted 8 bytes, got 4"):
+        with one.IndexedDatasetBuilder(tmp_path / "p.bin", np.int32) as builder:
+            builder.add_document([1, 2], [2])
+            builder._bin.file.flush()
+            os.truncate(builder._bin.temporary, 4)
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_life_of_a_builder(one, pair, tmp_path):
@@ -4498,8 +4558,59 @@ def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkey
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "replace", note_rename)
     mk(one, tmp_path / "p", [[2, 3]])
-    assert events == [("p.bin", True, False), ("p.idx", True, False)]
+    moved, *named = events
+    assert moved[0].endswith(".old.tmp")
+    assert named == [("p.bin", True, False), ("p.idx", True, False)]
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
     assert one.IndexedDataset(tmp_path / "p")[0].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["p.bin", "p.idx"])
+def test_a_pair_that_cannot_be_renamed_leaves_the_old_one(one, tmp_path, monkeypatch, name):
+    mk(one, tmp_path / "p", [[1]])
+    before = files_of(tmp_path)
+    replace = os.replace
+
+    def refuse(source, target):
+        if os.path.basename(target) == "p.bin":
+            raise PermissionError(errno.EPERM, "not permitted", str(target))
+        replace(source, target)
+
+    if name == "p.idx":
+        os.remove(tmp_path / "p.idx")
+        os.mkdir(tmp_path / "p.idx")
+        del before["p.idx"]
+    else:
+        monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match=rf"p\.{name[2:]}"):
+        write_pair(one, tmp_path, 2, None)
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("failing", [".bin", ".idx"])
+def test_a_pair_that_cannot_be_uploaded_is_kept(one, bucket, tmp_path, monkeypatch, failing):
+    """The error names what is left, and where it belongs."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    put_file = fsspec.get_filesystem_class("memory").put_file
+
+    def fail(self, source, target, **options):
+        if target.endswith(failing):
+            raise TimeoutError("slow")
+        put_file(self, source, target, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fsspec.get_filesystem_class("memory"), "put_file", fail)
+        with pytest.raises(OSError, match="slow") as caught:
+            with one.IndexedDatasetBuilder(f"{bucket.root}/p.bin", np.uint8) as builder:
+                builder.add_document([1, 2], [2])
+    left = re.findall(r"(\S+\.tmp) as (memory:[^\s,]+)", str(caught.value))
+    assert [place for _, place in left] == [
+        f"{bucket.root}/p{end}" for end in (".bin", ".idx") if end >= failing
+    ]
+    assert sorted(path for path, _ in left) == sorted(map(str, tmp_path.glob("*.tmp")))
+    for path, place in left:
+        fsspec.filesystem("memory").put_file(path, place)
+    assert lists(one.IndexedDataset(f"{bucket.root}/p")) == [[1, 2]]
 
 
 def test_a_mapped_file(one, tmp_path):
@@ -5757,7 +5868,7 @@ def test_a_pair_is_written_to_object_storage(one, some_pair, tmp_path, monkeypat
 
 @pytest.mark.parametrize("before", [{}, {"object": b"old"}])
 def test_an_upload_that_fails(one, bucket, tmp_path, monkeypatch, before):
-    """The old object stays, or none is there; the local file goes."""
+    """The old object stays, or none is there; the local file stays, and is named."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     place = f"{bucket.root}/object"
     for content in before.values():
@@ -5771,7 +5882,8 @@ def test_an_upload_that_fails(one, bucket, tmp_path, monkeypatch, before):
     assert SECRET not in str(caught.value)
     assert put.call_count == 5
     assert bucket.files() == before
-    assert list(tmp_path.glob("*.tmp")) == []
+    [kept] = tmp_path.glob("*.tmp")
+    assert kept.read_bytes() == b"new" and str(kept) in str(caught.value)
 
 
 def test_an_old_remote_index_never_stands_beside_new_tokens(one, bucket, some_pair, monkeypatch):
@@ -7020,6 +7132,7 @@ def test_null_tokenizer(one):
     tokenizer = one.build_tokenizer("null:100")
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.tokenize("1 2 30") == [1, 2, 30]
+    assert lists(tokenizer.tokenize_batch(["1 2 30", ""])) == [[1, 2, 30], []]
     assert tokenizer.detokenize(np.array([1, 2])) == "1 2"
     assert one.NullTokenizer(7).unique_identifiers != tokenizer.unique_identifiers
 
@@ -7091,11 +7204,12 @@ def hf(tmp_path):
 )
 def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, flags, start, eod):
     """In Python and in the commands; its identifiers tell apart what makes other tokens."""
-    plain = one.build_tokenizer(hf)
+    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
     tokenizer = one.build_tokenizer(hf, "</s>" if eod == 4 else None, bool(start))
     assert (tokenizer.vocab_size, tokenizer.eod) == (5, eod)
     assert tokenizer.tokenize("nein ja") == [*start, 2, 1]
-    assert tokenizer.tokenize_batch(["nein", "", "was"]) == [[*start, 2], start, [*start, 0]]
+    batch = tokenizer.tokenize_batch(["nein", "", "was"])
+    assert lists(batch) == [[*start, 2], start, [*start, 0]]
     is_same = json.dumps(tokenizer.unique_identifiers) == json.dumps(plain.unique_identifiers)
     assert is_same == (flags == [])
 
@@ -7123,6 +7237,262 @@ def test_a_tokenizer_json_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     with pytest.raises(ImportError, match="pip install tokenizers"):
         one.build_tokenizer(hf)
+
+
+def test_a_file_that_cuts_and_fills_up_texts_does_not(one, tmp_path, hf):
+    """A tokenizer.json may ask for it: for models that read one text, not for a corpus."""
+    tokenizer = sys.modules["tokenizers"].Tokenizer.from_file(hf)
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=3)
+    tokenizer.save(hf)
+    found = one.HuggingFaceTokenizer(hf)
+    assert found.tokenize("ja ja ja nein") == [1, 1, 1, 2]
+    assert lists(found.tokenize_batch(["ja", "ja ja ja nein"])) == [[1], [1, 1, 1, 2]]
+
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split_by(pattern):
+    """Words as a regular expression finds them, then bytes."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    in_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps = [split | {"invert": False}, in_bytes | {"use_regex": False}]
+    return {"type": "Sequence", "pretokenizers": steps}
+
+
+def byte_level(add_prefix_space):
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": add_prefix_space,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+
+
+def in_sequence(*normalizers):
+    return {"type": "Sequence", "normalizers": list(normalizers)}
+
+
+TO_LLAMA2 = in_sequence(
+    {"type": "Prepend", "prepend": "▁"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+)
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
+NFC = {"type": "NFC"}
+# a kind of tokenizer: {part: its JSON}, added tokens, and whether gigatoken makes the ids
+KINDS = {
+    "gpt2": ({}, [], True),
+    "prefix space": ({"pre_tokenizer": byte_level(True)}, [], True),
+    "llama3": ({"pre_tokenizer": split_by(LLAMA3_SPLIT)}, [], True),
+    "nfc": ({"normalizer": NFC}, [], True),
+    "no normalizers": ({"normalizer": in_sequence()}, [{"content": "<｜x｜>"}], True),
+    "llama2": ({"normalizer": TO_LLAMA2, "pre_tokenizer": None}, [], True),
+    "metaspace": ({"pre_tokenizer": METASPACE}, [], True),
+    "special": ({}, [{"content": "<s>", "special": True}], True),
+    "plain": ({}, [{"content": "the"}], True),
+    "lstrip": ({}, [{"content": "<s>", "lstrip": True, "special": True}], True),
+    "rstrip": ({}, [{"content": "<s>", "rstrip": True}], True),
+    "nfc, special": ({"normalizer": NFC}, [{"content": "<s>", "special": True}], True),
+    "spaces": ({}, [{"content": "  "}], True),
+    "not ascii": ({}, [{"content": "<é>"}], True),
+    "not ascii, llama2": (
+        {"normalizer": TO_LLAMA2, "pre_tokenizer": None},
+        [{"content": "<é>", "normalized": False}],
+        True,
+    ),
+    "single word": ({}, [{"content": "the", "single_word": True}], False),
+    "not ascii, nfc": ({"normalizer": NFC}, [{"content": "<é>"}], False),
+    "not ascii, nested": ({"normalizer": in_sequence(NFC)}, [{"content": "<é>"}], False),
+    "normalized": ({"normalizer": NFC}, [{"content": "ing"}], False),
+    "a space, rstrip": ({}, [{"content": " the", "rstrip": True}], False),
+    "two spaces first": ({"pre_tokenizer": byte_level(True)}, [{"content": " the"}], False),
+    "whitespace": ({"pre_tokenizer": {"type": "Whitespace"}}, [], False),
+    "digits": ({"pre_tokenizer": {"type": "Digits", "individual_digits": True}}, [], False),
+    "lowercase": ({"normalizer": {"type": "Lowercase"}}, [], False),
+    "another regex": ({"pre_tokenizer": split_by(r"\w+|\W+")}, [], False),
+}
+PIECES = [
+    "the",
+    " the",
+    "The",
+    "<s>",
+    "<é>",
+    "<｜x｜>",
+    "ing",
+    "a",
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "\t",
+    "1",
+]
+PIECES += ["12345", "'s", "'LL", "don't", "é", "e\u0301", "\u0301", "Å", "\u212b", "ﬁ", "ß", "İ"]
+PIECES += [
+    "日本",
+    "語",
+    "한",
+    "\u1112\u1161",
+    "🙂",
+    "👩\u200d🚀",
+    "\u200b",
+    "\xa0",
+    "\u2028",
+    "▁",
+    "_",
+]
+PIECES += [
+    "\x00",
+    "\x7f",
+    "\ufeff",
+    "\ufffd",
+    "\U0010ffff",
+    "{",
+    "}}",
+    "://",
+    "...",
+    "x",
+    "Z",
+    "٣",
+    "²",
+]
+
+
+def odd_texts(rng, count):
+    """Texts of odd pieces, put together at random; the first one is empty."""
+    texts = [""]
+    for _ in range(count):
+        texts.append("".join(rng.choice(PIECES, rng.integers(1, 30))))
+    return texts
+
+
+@pytest.fixture(scope="session")
+def trained_models():
+    """Two BPE models, of bytes and of characters with byte fallback, as JSON."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = " ".join(PIECES * 3) + " the thing is that singing in the rain is nothing new " * 9
+    models = []
+    for is_bytes in (True, False):
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=not is_bytes))
+        alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+        if is_bytes:
+            tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+            alphabet = []
+        else:
+            tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=700,
+            special_tokens=["<|endoftext|>", *alphabet],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet() if is_bytes else [],
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator([pieces], trainer)
+        models.append(json.loads(tokenizer.to_str()))
+    return models
+
+
+def write_kind(path, models, kind):
+    """Write a tokenizer.json of a kind -> its path."""
+    parts, added, _ = KINDS[kind]
+    is_characters = "llama2" in kind or kind == "metaspace"
+    content = copy.deepcopy(models[is_characters])
+    if is_characters:
+        content["added_tokens"] = content["added_tokens"][:1]
+        content["pre_tokenizer"] = None
+    content |= parts
+    for token in added:
+        defaults = dict.fromkeys(["single_word", "lstrip", "rstrip", "special"], False)
+        defaults |= {"id": len(content["model"]["vocab"]) + len(content["added_tokens"])}
+        defaults["normalized"] = not token.get("special", False)
+        if token["content"] in content["model"]["vocab"]:
+            defaults["id"] = content["model"]["vocab"][token["content"]]
+        content["added_tokens"].append(defaults | token)
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, monkeypatch, trained_models, kind):
+    """Of all kinds of files that it is trusted with; the others it does not get."""
+    pytest.importorskip("gigatoken")
+    tokenizer = one.HuggingFaceTokenizer(write_kind(tmp_path / "t.json", trained_models, kind))
+    texts = []
+    for rng in cases(3):
+        texts += odd_texts(rng, 300)
+    said = tokenizer.choose_engine(texts[:1])
+    *_, is_trusted = KINDS[kind]
+    assert ("gigatoken works" in said) == is_trusted, said
+    ids = [tokenizer.tokenize(text) for text in texts]
+    monkeypatch.setattr(tokenizer, "_GIGATOKEN_BYTES", 5000)  # made anew, many times
+    for low in range(0, len(texts), 100):
+        assert lists(tokenizer.tokenize_batch(texts[low : low + 100])) == ids[low : low + 100]
+
+
+def test_when_gigatoken_works(one, tmp_path, monkeypatch, capsys, trained_models):
+    """preprocess says which package works, and why; the files are the same."""
+    gigatoken = pytest.importorskip("gigatoken")
+    path = write_kind(tmp_path / "t.json", trained_models, "gpt2")
+    text = jsonl(tmp_path / "a.jsonl", odd_texts(np.random.default_rng(1), 200))
+    new = gigatoken.Tokenizer.from_json
+    cases_of = {
+        "gigatoken works": {},
+        "MEGATRON_MIN_GIGATOKEN is 0": {"MEGATRON_MIN_GIGATOKEN": "0"},
+        "gigatoken is not installed": {"gigatoken": None},
+        "other ids for texts of these": {"from_json": lambda content: Reversed(new(content))},
+        "does not take this file: no": {"from_json": mock.Mock(side_effect=ValueError("no"))},
+    }
+    pairs = []
+    for number, (words, changes) in enumerate(cases_of.items()):
+        with monkeypatch.context() as patch:
+            for name, value in changes.items():
+                if name == "from_json":
+                    patch.setattr(gigatoken.Tokenizer, name, value)
+                elif value is None:
+                    patch.setitem(sys.modules, name, value)
+                else:
+                    patch.setenv(name, value)
+            made = one.preprocess(text, tmp_path / f"{number}", path, workers=2, verbose=True)
+        assert words in capsys.readouterr().err
+        pairs.append(bytes_of_pair(made["text"]))
+    assert all(pair == pairs[0] for pair in pairs)
+    tokenizer = one.HuggingFaceTokenizer(path, add_special_tokens=True)
+    assert "no special tokens" in tokenizer.choose_engine([])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_lines_with_a_tokenizer_json(one, tmp_path, trained_models, workers):
+    """They are no reason to stop where two tokenizers are compared, and are found by the job."""
+    path = write_kind(tmp_path / "t.json", trained_models, "gpt2")
+    bad = [line for line in BAD_TEXTS if b"\xff" not in line]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*bad, *[GOOD.strip()] * 5, *bad]))
+    found = {"workers": workers, "on_error": "skip"}
+    made = quiet(one.preprocess, tmp_path / "a.jsonl", tmp_path / "o", path, **found)
+    assert texts_of(one, made["text"]) == [one.build_tokenizer(path).tokenize("1")] * 5
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 1: "):
+        one.preprocess(tmp_path / "a.jsonl", tmp_path / "p", path, workers=workers)
+
+
+class Reversed:
+    """A tokenizer that is wrong where a text has two tokens."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def encode_batch(self, texts, parallel):
+        return self.tokenizer.encode_batch(texts, parallel=parallel)[:, ::-1]
+
+
+def test_a_tokenizer_that_gigatoken_runs_can_be_pickled(one, tmp_path, trained_models):
+    """As for worker processes that are not forked."""
+    pytest.importorskip("gigatoken")
+    tokenizer = one.HuggingFaceTokenizer(write_kind(tmp_path / "t.json", trained_models, "gpt2"))
+    assert "gigatoken works" in tokenizer.choose_engine(["the thing"])
+    copied = pickle.loads(pickle.dumps(tokenizer))
+    assert lists(copied.tokenize_batch(["the thing"])) == [tokenizer.tokenize("the thing")]
 
 
 # ==============================================================================
@@ -7158,7 +7528,7 @@ def test_any_number_of_workers_equals_the_plain_loop(one, long_text, tmp_path, n
     made = one.preprocess([path, str(path)], tmp_path / "o", append_eod=True, workers=workers)
     assert made == {"text": f"{tmp_path}/o_text_document"}
     assert bytes_of_pair(made["text"]) == bytes_of_pair(long_text / "plain")
-    assert len(os.listdir(tmp_path)) == 2
+    assert len(os.listdir(tmp_path)) == 3  # and the record
 
 
 # -- Shards ------------------------------------------------------------------------------------
@@ -7219,7 +7589,13 @@ def touch(path):
     os.utime(path, ns=(1, 1))
 
 
-MADE_ANEW = {  # what happens to which file, arguments of the second job, is the shard made anew?
+def make_longer(path):
+    """Make a file longer."""
+    with open(path, "ab") as file:
+        file.write(b"x")
+
+
+MADE_ANEW = {  # what happens to which file, arguments of the second job, is the pair made anew?
     "nothing": (None, None, {}, False),
     "other workers": (None, None, {"workers": 2, "verbose": True}, False),
     "an input changed": (touch, "b.jsonl", {}, True),
@@ -7228,28 +7604,42 @@ MADE_ANEW = {  # what happens to which file, arguments of the second job, is the
     "eods": (None, None, {"append_eod": True}, True),
     "skipped lines": (None, None, {"on_error": "skip"}, True),
     "more keys": (None, None, {"json_keys": ["text", "other"]}, True),
-    "the pair is gone": (os.remove, "s_text_document_00001_of_00002.bin", {}, True),
-    "the pair is another": (touch, "s_text_document_00001_of_00002.idx", {}, True),
-    "the record is gone": (os.remove, "s_00001_of_00002.json", {}, True),
+    "the pair is gone": (os.remove, "s_text_document{}.bin", {}, True),
+    "the pair is another": (make_longer, "s_text_document{}.idx", {}, True),
+    "the record is gone": (os.remove, "s_text_document{}.record.json", {}, True),
+    "the record is damaged": (make_longer, "s_text_document{}.record.json", {}, True),
 }
 
 
+@pytest.mark.parametrize("shard", [(0, 1), (1, 2)])
 @pytest.mark.parametrize("case", MADE_ANEW)
-def test_a_shard_is_made_once(one, tmp_path, monkeypatch, case):
+def test_a_pair_is_made_once(one, tmp_path, monkeypatch, case, shard):
     """A job that is started again makes only what is missing, or made in another way."""
     happens, changed, arguments, is_anew = MADE_ANEW[case]
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
         pathlib.Path(name).write_bytes(b'{"text": "1", "other": "22"}\n' * 3)
-    common = {"input": ["a.jsonl", "b.jsonl"], "output_prefix": "s", "shard": (1, 2)}
+    common = {"input": ["a.jsonl", "b.jsonl"], "output_prefix": "s", "shard": shard}
     one.preprocess(**common)
     if happens is not None:
-        happens(changed)
+        happens(changed.format("" if shard == (0, 1) else "_00001_of_00002"))
     write = mock.Mock(wraps=one._write_pairs)
     monkeypatch.setattr(one, "_write_pairs", write)
     for number_of_calls in (is_anew, is_anew):  # the third job finds what the second has made
         one.preprocess(**common | arguments)
         assert write.call_count == number_of_calls
+
+
+def test_what_may_be_another_input_is_read_again(one, tmp_path, monkeypatch):
+    """Standard input, and an iterable, have no name and no time of change."""
+    for texts in (["a"], ["b"]):
+        made = one.preprocess(texts=texts, output_prefix=tmp_path / "o")
+        assert texts_of(one, made["text"]) == [[ord(texts[0])]]
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(GOOD + GOOD)))
+    for _ in range(2):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(GOOD)))
+        made = one.preprocess("-", tmp_path / "o")
+        assert texts_of(one, made["text"]) == [[49]]
 
 
 def test_a_bad_line_of_a_shard(one, tmp_path):
@@ -7321,7 +7711,7 @@ def test_all_shards_or_none(one, prefixes, words):
 
 @linux
 @pytest.mark.slow
-def test_torchrun_makes_and_merges_all_shards(one, tmp_path):
+def test_torchrun_makes_all_shards(one, tmp_path, capsys):
     """The same command again finds both shards, and an error of a rank ends the job."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"x": "12", "y": "3"}\n' * 1000)
@@ -7333,15 +7723,97 @@ def test_torchrun_makes_and_merges_all_shards(one, tmp_path):
     for times_found in (0, 2):
         ran = subprocess.run(run, capture_output=True, text=True, env=env, timeout=200)
         assert ran.returncode == 0, ran.stderr
-        assert ran.stderr.count("is there already") == times_found
-        for key, prefix in prefixes.items():
-            merged = f"{tmp_path}/s_{key}_document"
-            assert bytes_of_pair(merged) == bytes_of_pair(prefix)
-            os.remove(f"{merged}.idx")
+        assert ran.stderr.count("is there already") == 2 * times_found
+    for key, prefix in prefixes.items():
+        merged = f"{tmp_path}/s_{key}_document"
+        shards = sorted(glob.glob(f"{merged}_*_of_00002.idx"))
+        command(one, capsys, "merge", "--input", *shards, "--output-prefix", merged)
+        assert bytes_of_pair(merged) == bytes_of_pair(prefix)
     path.write_bytes(path.read_bytes() + b"oops\n")
     ran = subprocess.run(run, capture_output=True, text=True, env=env, timeout=200)
     assert ran.returncode != 0 and "a.jsonl: line " in ran.stderr
-    assert not (tmp_path / "s_x_document.idx").exists()
+
+
+# -- Records -----------------------------------------------------------------------------------
+
+
+def check_ways_back(one, prefix, folder):
+    """Each document of a pair is the one of the input that its record names."""
+    record = one.read_record(prefix)
+    for document, ids in enumerate(texts_of(one, prefix)):
+        name, number = one.input_of_document(record, document)
+        lines = [line for line in (folder / name).read_bytes().split(b"\n") if line.strip()]
+        assert json.loads(lines[number])["text"] == bytes(ids).decode()
+    with pytest.raises(IndexError, match=str(document + 1)):
+        one.input_of_document(record, document + 1)
+
+
+def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
+    """Of one job, of merged shards, and of several such pairs that are merged."""
+    monkeypatch.chdir(tmp_path)
+    for rng in cases(4):
+        names = [f"{name}.jsonl" for name in "abc"]
+        for name in names:
+            numbers = range(int(rng.integers(1, 9)))
+            lines = [b'{"text": "%s %d"}\n' % (name.encode(), number) for number in numbers]
+            pathlib.Path(name).write_bytes(b"\n".join(lines))  # with blank lines
+        whole = quiet(one.preprocess, "*.jsonl", "whole")["text"]
+        count = int(rng.integers(2, 20))
+        merged = quiet(make_shards, one, names, pathlib.Path("."), count)
+        one.merge([merged, whole, merged], "all")
+        assert one.read_record(merged)["inputs"] == one.read_record(whole)["inputs"]
+        assert len(one.read_record("all")["inputs"]) == 9
+        for prefix in (whole, merged, "all"):
+            check_ways_back(one, prefix, tmp_path)
+
+
+def test_the_name_of_a_part_says_where_it_begins(one, tmp_path, monkeypatch):
+    """What lies before it is not counted."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("a.jsonl").write_bytes(GOOD * 10)
+    prefix = one.preprocess("a.jsonl", "o", shard=(1, 2))["text"]
+    record = one.read_record(prefix)
+    assert one.input_of_document(record, 2) == ("a.jsonl from byte 70 on", 2)
+
+
+def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
+    """It says what the pair was made from, without secrets; of another pair it says nothing."""
+    monkeypatch.chdir(tmp_path)
+    url = put_input("a.jsonl", "abc")
+    prefix = one.preprocess([url, jsonl("b.jsonl", ["d"])], "o", append_eod=True)["text"]
+    record = json.loads(pathlib.Path("o_text_document.record.json").read_text())
+    assert SECRET not in json.dumps(record)
+    assert [part["name"] for part in record["inputs"]] == ["memory://bucket/a.jsonl", "b.jsonl"]
+    assert record["tokenizer"] == one.ByteTokenizer.unique_identifiers
+    assert one.read_record(prefix) == record
+    os.truncate(f"{prefix}.bin", 2)
+    assert one.read_record(prefix) is None
+    assert one.read_record("none") is None
+    assert one.input_of_document(None, 7) == (None, None)
+
+
+def test_a_pair_without_a_record_is_an_input_of_its_own(one, tmp_path, monkeypatch):
+    """And a new pair takes the record of the old one away, whoever writes it."""
+    monkeypatch.chdir(tmp_path)
+    made = one.preprocess(texts=["ab", "c"], output_prefix="o")["text"]
+    mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
+    one.merge([made, "upstream", made], "all")
+    record = one.read_record("all")
+    found = [one.input_of_document(record, document) for document in range(7)]
+    texts, upstream = [("texts", 0), ("texts", 1)], [("upstream", number) for number in range(3)]
+    assert found == texts + upstream + texts
+    assert record["tokenizer"] is None
+    mk(one, tmp_path / "all", [[5]])
+    assert one.read_record("all") is None and not os.path.exists("all.record.json")
+
+
+def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
+    made = one.preprocess(texts=["1"], output_prefix=tmp_path / "o", tokenizer=Tok(vocab_size=9))
+    one.warn_of_other_tokenizer(made["text"], Tok(vocab_size=9))
+    one.warn_of_other_tokenizer(mk(one, tmp_path / "p", [[1]]), Tok(eod=5))
+    assert len(recwarn) == 0
+    with pytest.warns(UserWarning, match=r"o_text_document .*'eod': 0.*'eod': 5"):
+        one.warn_of_other_tokenizer(made["text"], Tok(eod=5))
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -7450,10 +7922,14 @@ def test_a_missing_package_is_named(one, tmp_path, monkeypatch, package, path, a
 
 
 def test_a_package_that_lacks_another_is_not_called_missing(one, tmp_path, monkeypatch):
-    (tmp_path / "incomplete.py").write_text("import what_it_needs")
+    (tmp_path / "pyarrow.py").write_text("import what_it_needs")
     monkeypatch.syspath_prepend(tmp_path)
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "pyarrow":
+            monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
-        one.import_extra("incomplete", "tools", "a.jsonl")
+        one.preprocess(tmp_path / "a.parquet", tmp_path / "o")
 
 
 SENTENCES = [  # a line, and the texts of its sequences; $ is eod
@@ -7580,7 +8056,7 @@ def test_nothing_of_an_earlier_run_is_left(one, tmp_path):
     for texts in (["1", "2"], ["7"]):
         made = one.preprocess(jsonl(tmp_path / "a.jsonl", texts), tmp_path / "o", workers=2)
         assert texts_of(one, made["text"]) == [[ord(text)] for text in texts]
-    assert len(os.listdir(tmp_path)) == 3
+    assert len(os.listdir(tmp_path)) == 4
 
 
 BAD_TEXTS = {  # a line, and a word of the reason
@@ -7612,7 +8088,14 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "no object": (GOOD, {"input": "memory://none.jsonl"}, "^memory://none.jsonl: no such file"),
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
     "no such storage": (GOOD, {"input": "unheard://a.jsonl"}, "unheard"),
-    "a secret": (GOOD, {"input": "memory://me:secret@none.jsonl"}, "^memory://none.jsonl: no such"),
+    "nothing to read": (GOOD, {"input": None}, "one of input, which are paths, and texts"),
+    "a file and texts": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
+    "one text": (GOOD, {"input": None, "texts": "abc"}, "an iterable of texts"),
+    "a shard of texts": (GOOD, {"input": None, "texts": ["a"], "shard": (0, 2)}, "cut into shards"),
+    "no text": (GOOD, {"input": None, "texts": ["a", 5]}, "texts: row 2: wanted .* got .*5"),
+    "a row without text": (GOOD, {"input": None, "texts": [{"a": "b"}]}, "texts: row 1: wanted"),
+    "no output": (GOOD, {"output_prefix": None}, "output_prefix"),
+    "no such tokenizer": (GOOD, {"tokenizer": "none"}, "unknown tokenizer 'none'"),
     "no input": (GOOD, {"input": []}, "input"),
     "an output in a file": (GOOD, {"output_prefix": "a.jsonl/b/o"}, r"a\.jsonl.* is a file"),
     "no key": (GOOD, {"json_keys": []}, "key"),
@@ -7645,7 +8128,7 @@ def test_bad_lines_are_skipped_and_counted(one, tmp_path, capsys, workers):
     path.write_bytes(GOOD + b"\n".join([*BAD_TEXTS, b" ", b""]) + b"\n" + GOOD)
     flags = ["--on-error", "skip", "--workers", workers]
     code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *flags)
-    assert code == 0 and "2 documents, 10 bad lines skipped, 2 blank lines skipped, " in err
+    assert code == 0 and "2 documents, " in err
     assert re.search(r"warning: left out 10 bad lines; the first: .*a\.jsonl: line 2: ", err)
     assert texts_of(one, tmp_path / "o_text_document") == [[49], [49]]
 
@@ -7655,15 +8138,75 @@ def test_files_without_documents_are_said(one, tmp_path, recwarn):
     for name, content in (("a", GOOD), ("b", b""), ("c", b"\n"), ("d", b"bad\n" * 1000)):
         (tmp_path / f"{name}.jsonl").write_bytes(content)
     one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", on_error="skip")
-    one.preprocess(tmp_path / "b.jsonl", tmp_path / "o")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "%s"}\n' % (b"x" * 1000))
     for index in range(3):
         one.preprocess(tmp_path / "[ab].jsonl", tmp_path / "o", shard=(index, 3))
-    left_out, some, none, of_shard = [str(warning.message) for warning in recwarn]
+    left_out, some, of_shard = [str(warning.message) for warning in recwarn]
     assert "1,000 bad lines;" in left_out and "d.jsonl: line 1: " in left_out
-    assert re.search(r"no document .*b\.jsonl, .*c\.jsonl, .*d\.jsonl \(3 files\)", some)
-    assert re.search(r"no document .*b\.jsonl: the pairs are empty", none)
-    assert "b.jsonl (1 file)" in of_shard
+    assert re.search(r"no document .* 3 inputs: .*b\.jsonl, .*c\.jsonl, .*d\.jsonl$", some)
+    assert re.search(r"no document came from 1 input: .*b\.jsonl$", of_shard)
+
+
+class Truncating(Tok):
+    """Cuts off the file that is read, at its first text, at the end of a line."""
+
+    def __init__(self, path, size):
+        super().__init__()
+        self.path, self.size = path, size
+
+    def tokenize(self, text):
+        os.truncate(self.path, self.size)
+        return [1]
+
+
+@pytest.mark.parametrize("extension", ["", *COMPRESSED])
+def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, extension):
+    """At the end of a line, or of a compressed part: what is left is a whole file."""
+    path = tmp_path / f"a.jsonl{extension}"
+    parts = [
+        b'{"text": "%s"}\n' % np.random.default_rng(part).bytes(3 << 19).hex().encode()
+        for part in range(5)
+    ]
+    if extension:
+        parts = [compress(part, extension) for part in parts]
+    path.write_bytes(b"".join(parts))
+    tokenizer = Truncating(path, sum(len(part) for part in parts[:3]))
+    with pytest.raises(ValueError, match=r"a\.jsonl\S*: it had .* cut off meanwhile"):
+        one.preprocess(path, tmp_path / "o", tokenizer)
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_texts_in_the_place_of_files(one, tmp_path, monkeypatch):
+    """The same blocks, the same workers, the same files."""
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
+    rows = [{"x": "a" * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"json_keys": ["y", "x"], "append_eod": True}
+    wanted = one.preprocess(tmp_path / "a.jsonl", tmp_path / "file", **keys)
+    for name, workers, texts in (("a", 1, rows), ("b", 3, iter(rows))):
+        made = one.preprocess(
+            texts=texts, output_prefix=tmp_path / name, workers=workers, tokenizer="bytes", **keys
+        )
+        for key in made:
+            assert bytes_of_pair(made[key]) == bytes_of_pair(wanted[key])
+    texts = (row["x"] for row in rows)
+    made = one.preprocess(texts=texts, output_prefix=tmp_path / "c", append_eod=True)
+    assert bytes_of_pair(made["text"]) == bytes_of_pair(wanted["x"])
+    with pytest.raises(ZeroDivisionError):
+        one.preprocess(texts=(1 / k for k in [0]), output_prefix=tmp_path / "d")
+    assert not list(tmp_path.glob("d*"))
+
+
+def test_uploads_that_fail_keep_the_pairs_of_all_keys(one, bucket, tmp_path, monkeypatch):
+    """The work of days is not lost with the connection."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    put = mock.Mock(side_effect=TimeoutError("slow"))
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "put_file", put)
+    with pytest.raises(OSError, match="o_x_document.bin.* as .*o_x_document.bin, then "):
+        rows = [{"x": "a", "y": "b"}]
+        one.preprocess(texts=rows, output_prefix=f"{bucket.root}/o", json_keys=["x", "y"])
+    kept = sorted(re.sub(r"\.\w{16}\.", ".", path.name) for path in tmp_path.glob("*.tmp"))
+    assert kept == [f"o_{key}_document.{end}.tmp" for key in "xy" for end in ("bin", "idx")]
 
 
 def test_a_full_disk_is_found_before_the_first_pair_has_its_name(one, tmp_path, monkeypatch):
@@ -7694,43 +8237,42 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path):
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-def test_threads_write_what_processes_write(one, tmp_path, hf, monkeypatch):
-    """The package tokenizers releases the GIL; a tokenizer of the user's own may not."""
-    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
-    path = jsonl(tmp_path / "a.jsonl", ["ja nein " * k for k in range(100)])
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("count", [1, 2])
+def test_workers_killed_at_any_moment(one, long_text, tmp_path, number, count):
+    """An error at once, and nothing half-written; or the pair was whole before."""
+    killed_at = []
 
-    class Own(one.HuggingFaceTokenizer):
-        pass
+    def kill_soon(pause):
+        while len(multiprocessing.active_children()) < 2:
+            time.sleep(0.001)
+        time.sleep(pause)
+        workers = multiprocessing.active_children()
+        killed_at.append(time.monotonic())
+        for worker in workers[:count]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, number)
 
-    for workers, kind, most_threads, other_way in (
-        (1, one.HuggingFaceTokenizer, 2, None),
-        (2, one.HuggingFaceTokenizer, 2, "_encode_in_processes"),
-        (3, one.HuggingFaceTokenizer, 2, "_encode_in_threads"),
-        (4, Own, 4, "_encode_in_threads"),
-    ):
-        monkeypatch.setattr(one, "_MOST_THREADS", most_threads)
-        with monkeypatch.context() as patch:
-            if other_way is not None:
-                patch.setattr(one, other_way, None)
-            one.preprocess(path, tmp_path / f"of_{workers}", kind(hf), workers=workers)
-    for end in (".bin", ".idx"):
-        paths = [tmp_path / f"of_{k}_text_document{end}" for k in (1, 2, 3, 4)]
-        assert len({path.read_bytes() for path in paths}) == 1
-
-
-def test_threads_end_with_their_job(one, tmp_path, hf, monkeypatch):
-    """After an error, too: no thread goes on in the background."""
-    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
-    path = tmp_path / "a.jsonl"
-    path.write_text("no JSON\n" + '{"text": "ja"}\n' * 1000)
-    before = set(threading.enumerate())
-    with pytest.raises(ValueError, match="a.jsonl"):
-        one.preprocess(path, tmp_path / "o", one.HuggingFaceTokenizer(hf), workers=2)
-    assert set(threading.enumerate()) <= before
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "tokenizer.json"]
+    inputs = [long_text / "twice.jsonl"] * 10
+    for rng in cases(8):
+        killer = threading.Thread(target=kill_soon, args=[rng.random() * 0.4])
+        killer.start()
+        try:
+            one.preprocess(inputs, tmp_path / "o", workers=2)
+        except ChildProcessError:
+            assert os.listdir(tmp_path) == []
+        ended_at = time.monotonic()
+        killer.join()
+        assert ended_at - killed_at[-1] < 5
+        assert multiprocessing.active_children() == []
+        for name in os.listdir(tmp_path):
+            assert name in ["o_text_document." + end for end in ("bin", "idx", "record.json")]
+            os.remove(tmp_path / name)
 
 
-@pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (4, 5), (60, 10)])
+@pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (4, 2), (60, 7)])
 def test_progress_in_the_middle_of_the_work(
     one, long_text, tmp_path, monkeypatch, capsys, seconds_a_block, fewest
 ):
@@ -7740,21 +8282,21 @@ def test_progress_in_the_middle_of_the_work(
     one.preprocess(long_text / "twice.jsonl", tmp_path / "o", verbose=True)
     *middle, last = capsys.readouterr().err.strip().split("\n")
     assert fewest <= len(middle) <= clock.call_count * seconds_a_block / 10
-    assert re.match(r"408 documents, 8\.\d MB, [\d.]+ MB/s, (\d+ documents/s, )?done in ", last)
+    assert re.match(r"408 documents, 8\.\d MB, [\d.]+ MB/s, \d+ documents/s, done in ", last)
     left = [re.search(r" 8\.\d MB, .*, (.+) left$", line)[1] for line in middle]
     assert left == sorted(left, reverse=True)
-    assert " 0 documents/s" not in last
 
 
 def test_progress_of_little_work(one, tmp_path, monkeypatch, capsys):
-    """No rate that says nothing; and no word at all if nobody asks."""
-    clock = mock.Mock(side_effect=itertools.count(0, 0.01))
+    """And no word at all if nobody asks."""
+    clock = mock.Mock(side_effect=itertools.count(0, 0.25))
     monkeypatch.setattr(time, "perf_counter", clock)
-    path = jsonl(tmp_path / "a.jsonl.gz", ["a"])
+    path = jsonl(tmp_path / "a.jsonl.gz", ["a", "b"])
     one.preprocess(path, tmp_path / "o")
-    one.preprocess(path, tmp_path / "o", verbose=True)
+    one.preprocess(path, tmp_path / "p", verbose=True)
     size = os.path.getsize(path)
-    assert capsys.readouterr().err == f"1 document, {size} bytes, done in 0:00:00\n"
+    wanted = f"2 documents, {size} bytes, 0.0 MB/s, 4 documents/s, done in 0:00:00\n"
+    assert capsys.readouterr().err == wanted
 
 
 def test_memory_of_a_long_line(one, tmp_path):
@@ -7792,23 +8334,23 @@ def put_input(name, text):
 )
 def test_remote_inputs_with_faults(one, bucket, tmp_path, monkeypatch, name, num_faults):
     """A fault that passes is tried again; one that stays is not called damage of the file."""
+    monkeypatch.setattr(one._PatientFile, "_PAUSES", (0, 0, 0, 0))
     url = put_input(name, "abc")
-    file_system = fsspec.get_filesystem_class("memory")
-    cat_file = file_system.cat_file
+    memory_file = importlib.import_module("fsspec.implementations.memory").MemoryFile
     faults = [TimeoutError("slow")] * num_faults
 
-    def faulty_cat_file(self, path, *arguments, **options):
+    def faulty_read(self, *arguments):
         if faults:
             raise faults.pop()
-        return cat_file(self, path, *arguments, **options)
+        return io.BytesIO.read(self, *arguments)
 
-    monkeypatch.setattr(file_system, "cat_file", faulty_cat_file)
+    monkeypatch.setattr(memory_file, "read", faulty_read, raising=False)
     if num_faults < 99:
         made = one.preprocess(url, tmp_path / "o")
         assert texts_of(one, made["text"]) == [list(b"abc")]
         assert faults == []
         return
-    with pytest.raises(OSError, match=rf"^memory://bucket/{name}: TimeoutError: slow$"):
+    with pytest.raises(ConnectionError, match=rf"memory://bucket/{name}.*: TimeoutError: slow$"):
         one.preprocess(url, tmp_path / "o")
 
 
@@ -7818,20 +8360,21 @@ def test_remote_inputs_with_faults(one, bucket, tmp_path, monkeypatch, name, num
         ("a.parquet", b"nothing", "damaged"),
         ("a.jsonl.gz", b"nothing", "damaged"),
         ("a.jsonl", b"", "no document came"),
+        ("a.jsonl", b"oops", "line 1"),
         ("a.zip", b"", "zip archive"),
         ("a.jsonl.ZIP", b"", "zip archive"),
     ],
 )
-def test_what_is_said_of_an_input_shows_no_credential(one, bucket, tmp_path, name, content, words):
+def test_what_is_said_of_an_input_shows_no_credential(
+    one, bucket, tmp_path, capsys, name, content, words
+):
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow.parquet")
     path = f"/me:{SECRET}@b/{name}?sig={SECRET}"
     fsspec.filesystem("memory").pipe_file(path, content)
-    with warnings.catch_warnings(), pytest.raises((ValueError, UserWarning)) as caught:
-        warnings.simplefilter("error")
-        one.preprocess(f"memory:/{path}", tmp_path / "o")
-    assert f"memory://b/{name}" in str(caught.value) and words in str(caught.value)
-    assert SECRET not in str(caught.value)
+    _, _, err = preprocess_command(one, capsys, f"memory:/{path}", tmp_path / "o")
+    assert f"memory://b/{name}" in err and words in err
+    assert SECRET not in err
 
 
 def test_a_remote_output(one, bucket, tmp_path, monkeypatch, capsys):
@@ -10257,6 +10800,22 @@ def test_the_data_path_of_pretrain_gpt(mm, up, readme, tmp_path, group, monkeypa
             wanted = torch.utils.data.default_collate(rows)
             for key, found in batch.items():
                 same(found, wanted[key], (key, k))
+
+
+def test_shards_by_another_engine(one, readme, tmp_path, monkeypatch):
+    """README's lines for Ray; what stands in for Ray here runs each job at once."""
+
+    def remote(max_retries):
+        return lambda function: types.SimpleNamespace(remote=function)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(remote=remote, get=list))
+    monkeypatch.setitem(sys.modules, "megatron_min", one)
+    os.mkdir("books")
+    jsonl("books/a.jsonl", ["a" * k for k in range(50)])
+    exec(readme_script(readme, "ray.remote"), {})
+    whole = one.preprocess("books/*.jsonl", "whole", append_eod=True)["text"]
+    assert bytes_of_pair("books_text_document") == bytes_of_pair(whole)
 
 
 @pytest.fixture
