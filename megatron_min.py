@@ -692,13 +692,17 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         modes       one int8 for each document; None: all 0
         eod_token   put this id after each document that has tokens
         """
-        tokens, lengths = _lay_end_to_end(documents, self._token_dtype)
-        if eod_token is not None:
-            ends = np.cumsum(lengths)[lengths > 0]
-            tokens = _put_behind(tokens, ends, _as_tokens([eod_token], self._token_dtype))
-            lengths = lengths + (lengths > 0)
+        eod = _as_tokens([] if eod_token is None else [eod_token], self._token_dtype)
+        pieces = [_as_tokens([], self._token_dtype)]  # so that there is something to concatenate
+        lengths = []
+        for tokens in _as_arrays(documents, self._token_dtype):
+            pieces.append(tokens)
+            lengths.append(len(tokens))
+            if len(tokens) > 0:
+                pieces.append(eod)
+                lengths[-1] += len(eod)
         first = len(self.sequence_lengths)
-        self._append(tokens, lengths, modes)
+        self._append(np.concatenate(pieces), lengths, modes)
         self.document_indices.extend(range(first + 1, first + len(lengths) + 1))
 
     def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
@@ -5108,8 +5112,6 @@ def _as_compact_array(values, typecode, name):
 
     ValueError if one does not fit the typecode, TypeError if one is no integer.
     """
-    if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
-        values = values.tolist()  # one by one, numpy's integers are slow
     try:
         return array.array(typecode, values)
     except OverflowError:
@@ -5117,39 +5119,22 @@ def _as_compact_array(values, typecode, name):
         raise ValueError(f"{name}: {values!s:.60} does not fit {bits} bits") from None
 
 
-def _lay_end_to_end(documents, dtype):
-    """Return the tokens of all documents in one array of dtype, and the number of each, int64.
+def _as_arrays(documents, dtype):
+    """Return the tokens of each document as an array of dtype.
 
     documents   a list of tensors, arrays or lists; or an array of the package awkward, whose
                 tokens are laid end to end already
 
-    >>> _lay_end_to_end([np.array([97, 97]), [], [98]], np.dtype(np.uint16))
-    (array([97, 97, 98], dtype=uint16), array([2, 0, 1]))
+    >>> _as_arrays([np.array([97, 97]), [98]], np.dtype(np.uint16))
+    [array([97, 97], dtype=uint16), array([98], dtype=uint16)]
     """
-    if type(documents).__module__.startswith("awkward"):
-        import awkward  # it is there: it has made the documents
+    if not type(documents).__module__.startswith("awkward"):
+        return [_as_tokens(document, dtype) for document in documents]
+    import awkward  # it is there: it has made the documents
 
-        tokens = _as_tokens(np.asarray(awkward.flatten(documents)), dtype)
-        return tokens, np.asarray(awkward.num(documents)).astype(np.int64)
-    arrays = [_as_tokens(document, dtype) for document in documents]
-    lengths = np.array([len(tokens) for tokens in arrays], np.int64)
-    return np.concatenate([np.empty(0, dtype), *arrays]), lengths
-
-
-def _put_behind(tokens, ends, eod):
-    """Return tokens with the array eod behind the first ends[0] of them, behind ends[1], ...
-
-    >>> _put_behind(np.array([97, 97, 98]), [2, 3], np.array([256])).tolist()
-    [97, 97, 256, 98, 256]
-    """
-    pieces = []
-    begin = 0
-    for end in ends:
-        pieces.append(tokens[begin:end])
-        pieces.append(eod)
-        begin = end
-    pieces.append(tokens[begin:])
-    return np.concatenate(pieces)
+    tokens = _as_tokens(np.asarray(awkward.flatten(documents)), dtype)
+    ends = np.cumsum(np.asarray(awkward.num(documents))).tolist()
+    return [tokens[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
 
 def _append_pair(builder, path_prefix):
@@ -7947,8 +7932,8 @@ class _Column:
     """The documents of a block under one JSON key, as IndexedDatasetBuilder._append wants them."""
 
     tokens: np.ndarray  # of all documents, laid end to end
-    lengths: np.ndarray  # in tokens, of each sequence that has tokens; most texts are one
-    ends: np.ndarray  # how many of the lengths belong to this document and those before it
+    lengths: list[int]  # in tokens, of each sequence that has tokens; most texts are one
+    ends: list[int]  # how many of the lengths belong to this document and those before it
 
 
 @dataclasses.dataclass
@@ -8068,8 +8053,7 @@ class _BlockEncoder:
                 parts = self._split(row[key])
                 texts.extend(parts)
                 counts.append(len(parts))
-            tokens, lengths = self._tokenize_texts(texts)
-            columns[key] = self._end_documents(tokens, lengths, counts)
+            columns[key] = self._lay_end_to_end(self._tokenize_texts(texts), counts)
         return columns
 
     def _split(self, text):
@@ -8083,27 +8067,31 @@ class _BlockEncoder:
         return parts
 
     def _tokenize_texts(self, texts):
-        """Return the ids of all texts, laid end to end, and the number of each."""
+        """Return the ids of each text as an array of the dtype of the file."""
         if hasattr(self.tokenizer, "tokenize_batch"):
             batch = self.tokenizer.tokenize_batch(texts)
         else:
             batch = [self.tokenizer.tokenize(text) for text in texts]
         if len(batch) != len(texts):
             raise ValueError(f"tokenize_batch returned {len(batch)} lists for {len(texts)} texts")
-        return _lay_end_to_end(batch, self.dtype)
+        return _as_arrays(batch, self.dtype)
 
-    def _end_documents(self, tokens, lengths, counts):
-        """Return a _Column of texts, of which counts[d] are document d, with an eod for each."""
-        has_tokens = lengths > 0
-        sequences_before = np.concatenate([[0], np.cumsum(has_tokens)])  # of each text
-        ends = sequences_before[np.cumsum(counts, dtype=np.int64)]
-        lengths = lengths[has_tokens]
-        if len(self.eod) > 0:
-            # A document without tokens has the end of the one before: it gets no eod.
-            last = np.unique(ends[ends > 0]) - 1
-            tokens = _put_behind(tokens, np.cumsum(lengths)[last], self.eod)
-            lengths[last] += 1
-        return _Column(tokens, lengths, ends)
+    def _lay_end_to_end(self, arrays, counts):
+        """Return a _Column of the tokens of texts, of which counts[d] are document d, with eods."""
+        pieces = [_as_tokens([], self.dtype)]  # so that there is something to concatenate
+        lengths = []
+        ends = []
+        first = 0
+        for count in counts:
+            sequences = [tokens for tokens in arrays[first : first + count] if len(tokens) > 0]
+            first += count
+            if len(sequences) > 0:
+                pieces.extend(sequences)
+                pieces.append(self.eod)
+                lengths.extend([len(tokens) for tokens in sequences])
+                lengths[-1] += len(self.eod)
+            ends.append(len(lengths))
+        return _Column(np.concatenate(pieces), lengths, ends)
 
 
 def _load_sentence_splitter():
