@@ -4969,10 +4969,13 @@ class NewFile:
             os.replace(self.temporary, self.path)
             return
         try:
-            RemoteFile(self.path).upload(self.temporary)
+            self._upload()
         except OSError as error:
-            self.is_kept = True
-            raise OSError(f"{error}; upload {self.temporary} as {self.path}") from None
+            raise _keep(error, self) from None
+
+    def _upload(self):
+        """Write the finished file as the object that it is to be."""
+        RemoteFile(self.path).upload(self.temporary)
         os.unlink(self.temporary)
 
     def discard(self) -> None:
@@ -5024,17 +5027,25 @@ def commit_pair(tokens: NewFile, index: NewFile) -> None:
     index.sync()
     record = f"{index.path.removesuffix('.idx')}.record.json"  # of the old pair: see section 18
     if is_remote(index.path):
-        RemoteFile(record).remove()
-        RemoteFile(index.path).remove()
         try:
-            tokens.commit()
+            RemoteFile(record).remove()
+            RemoteFile(index.path).remove()
+            tokens.finish()
+            tokens._upload()
         except OSError as error:
-            index.is_kept = True
-            raise OSError(f"{error}, then {index.temporary} as {index.path}") from None
+            raise _keep(error, tokens, index) from None
     else:
         pathlib.Path(record).unlink(missing_ok=True)
         _rename_without_old_index(tokens, index)
     index.commit()
+
+
+def _keep(error, *files):
+    """Keep finished files that were not uploaded; return the error that says how to do it."""
+    for file in files:
+        file.is_kept = True
+    places = ", then ".join(f"{file.temporary} as {file.path}" for file in files)
+    return OSError(f"{error}; upload {places}")
 
 
 def _rename_without_old_index(tokens, index):
