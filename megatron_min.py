@@ -623,13 +623,17 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         modes       one int8 for each document; None: all 0
         eod_token   put this id after each document that has tokens
         """
-        tokens, lengths = _lay_end_to_end(documents, self._token_dtype)
-        if eod_token is not None:
-            ends = np.cumsum(lengths)[lengths > 0]
-            tokens = _put_behind(tokens, ends, _as_tokens([eod_token], self._token_dtype))
-            lengths = lengths + (lengths > 0)
+        eod = _as_tokens([] if eod_token is None else [eod_token], self._token_dtype)
+        pieces = [_as_tokens([], self._token_dtype)]  # so that there is something to concatenate
+        lengths = []
+        for tokens in _as_arrays(documents, self._token_dtype):
+            pieces.append(tokens)
+            lengths.append(len(tokens))
+            if len(tokens) > 0:
+                pieces.append(eod)
+                lengths[-1] += len(eod)
         first = len(self.sequence_lengths)
-        self._append(tokens.tobytes(), lengths, modes)
+        self._append(np.concatenate(pieces), lengths, modes)
         self.document_indices.extend(range(first + 1, first + len(lengths) + 1))
 
     def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
@@ -687,7 +691,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self._bin.sync()
 
     def _append(self, tokens, lengths, modes=None, ends=()):
-        """Append the bytes of sequences.  All is checked before anything is written.
+        """Append sequences: bytes, or an array of dtype.  All is checked before it is written.
 
         ends   one number for each document that ends here: how many sequences of this call come
                before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no sequence
@@ -696,7 +700,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self._check_open()
         lengths = _as_compact_array(lengths, "i", "lengths of sequences")
         ends = _as_compact_array(ends, "q", "ends of documents")
-        num_tokens = len(tokens) // self._token_dtype.itemsize
+        num_tokens = memoryview(tokens).nbytes // self._token_dtype.itemsize
         if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
             raise ValueError(
                 f"{self._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
@@ -4280,10 +4284,13 @@ class NewFile:
             os.replace(self.temporary, self.path)
             return
         try:
-            RemoteFile(self.path).upload(self.temporary)
+            self._upload()
         except OSError as error:
-            self.is_kept = True
-            raise OSError(f"{error}; upload {self.temporary} as {self.path}") from None
+            raise _keep(error, self) from None
+
+    def _upload(self):
+        """Write the finished file as the object that it is to be."""
+        RemoteFile(self.path).upload(self.temporary)
         os.unlink(self.temporary)
 
     def discard(self) -> None:
@@ -4335,17 +4342,25 @@ def commit_pair(tokens: NewFile, index: NewFile) -> None:
     index.sync()
     record = f"{index.path.removesuffix('.idx')}.record.json"  # of the old pair: see section 18
     if is_remote(index.path):
-        RemoteFile(record).remove()
-        RemoteFile(index.path).remove()
         try:
-            tokens.commit()
+            RemoteFile(record).remove()
+            RemoteFile(index.path).remove()
+            tokens.finish()
+            tokens._upload()
         except OSError as error:
-            index.is_kept = True
-            raise OSError(f"{error}, then {index.temporary} as {index.path}") from None
+            raise _keep(error, tokens, index) from None
     else:
         pathlib.Path(record).unlink(missing_ok=True)
         _rename_without_old_index(tokens, index)
     index.commit()
+
+
+def _keep(error, *files):
+    """Keep finished files that were not uploaded; return the error that says how to do it."""
+    for file in files:
+        file.is_kept = True
+    places = ", then ".join(f"{file.temporary} as {file.path}" for file in files)
+    return OSError(f"{error}; upload {places}")
 
 
 def _rename_without_old_index(tokens, index):
@@ -4423,8 +4438,6 @@ def _as_compact_array(values, typecode, name):
 
     ValueError if one does not fit the typecode, TypeError if one is no integer.
     """
-    if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
-        values = values.tolist()  # one by one, numpy's integers are slow
     try:
         return array.array(typecode, values)
     except OverflowError:
@@ -4432,39 +4445,22 @@ def _as_compact_array(values, typecode, name):
         raise ValueError(f"{name}: {values!s:.60} does not fit {bits} bits") from None
 
 
-def _lay_end_to_end(documents, dtype):
-    """Return the tokens of all documents in one array of dtype, and the number of each, int64.
+def _as_arrays(documents, dtype):
+    """Return the tokens of each document as an array of dtype.
 
     documents   a list of tensors, arrays or lists; or an array of the package awkward, whose
                 tokens are laid end to end already
 
-    >>> _lay_end_to_end([np.array([97, 97]), [], [98]], np.dtype(np.uint16))
-    (array([97, 97, 98], dtype=uint16), array([2, 0, 1]))
+    >>> _as_arrays([np.array([97, 97]), [98]], np.dtype(np.uint16))
+    [array([97, 97], dtype=uint16), array([98], dtype=uint16)]
     """
-    if type(documents).__module__.startswith("awkward"):
-        import awkward  # it is there: it has made the documents
+    if not type(documents).__module__.startswith("awkward"):
+        return [_as_tokens(document, dtype) for document in documents]
+    import awkward  # it is there: it has made the documents
 
-        tokens = _as_tokens(np.asarray(awkward.flatten(documents)), dtype)
-        return tokens, np.asarray(awkward.num(documents)).astype(np.int64)
-    arrays = [_as_tokens(document, dtype) for document in documents]
-    lengths = np.array([len(tokens) for tokens in arrays], np.int64)
-    return np.concatenate([np.empty(0, dtype), *arrays]), lengths
-
-
-def _put_behind(tokens, ends, eod):
-    """Return tokens with the array eod behind the first ends[0] of them, behind ends[1], ...
-
-    >>> _put_behind(np.array([97, 97, 98]), [2, 3], np.array([256])).tolist()
-    [97, 97, 256, 98, 256]
-    """
-    pieces = []
-    begin = 0
-    for end in ends:
-        pieces.append(tokens[begin:end])
-        pieces.append(eod)
-        begin = end
-    pieces.append(tokens[begin:])
-    return np.concatenate(pieces)
+    tokens = _as_tokens(np.asarray(awkward.flatten(documents)), dtype)
+    ends = np.cumsum(np.asarray(awkward.num(documents))).tolist()
+    return [tokens[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
 
 def _append_pair(builder, path_prefix):
@@ -6727,7 +6723,7 @@ class NullTokenizer:
 
     def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the numbers in each text as an array."""
-        return [np.frombuffer(array.array("q", self.tokenize(text)), np.int64) for text in texts]
+        return [np.array(text.split(), np.int64) for text in texts]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
@@ -7002,7 +6998,7 @@ def _tokenizer_of_module(name):
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
 # memory, and the error of a worker that has died waits for the workers before it.
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 19
 _BLOCK_ROWS = 128  # the same for Parquet, which tells no bytes
 _PROGRESS_SECONDS = 10.0  # the least time between two lines of progress
 _SAMPLED_PLACES = 32  # of the inputs, where texts are taken to compare two tokenizers
@@ -7139,7 +7135,7 @@ def _write_pairs(parts, encoder, prefixes, workers, description, verbose):
         stack.enter_context(contextlib.closing(encoded_blocks))
         for encoded in encoded_blocks:
             for key, column in encoded.columns.items():
-                builders[key]._append(column.tokens.tobytes(), column.lengths, ends=column.ends)
+                builders[key]._append(column.tokens, column.lengths, ends=column.ends)
             progress.update(encoded)
         for builder in builders.values():
             builder.sync()  # a full disk shows here, before the first pair has its name
@@ -7856,8 +7852,8 @@ class _Column:
     """The documents of a block under one JSON key, as IndexedDatasetBuilder._append wants them."""
 
     tokens: np.ndarray  # of all documents, laid end to end
-    lengths: np.ndarray  # in tokens, of each sequence that has tokens; most texts are one
-    ends: np.ndarray  # how many of the lengths belong to this document and those before it
+    lengths: list[int]  # in tokens, of each sequence that has tokens; most texts are one
+    ends: list[int]  # how many of the lengths belong to this document and those before it
 
 
 @dataclasses.dataclass
@@ -7977,8 +7973,7 @@ class _BlockEncoder:
                 parts = self._split(row[key])
                 texts.extend(parts)
                 counts.append(len(parts))
-            tokens, lengths = self._tokenize_texts(texts)
-            columns[key] = self._end_documents(tokens, lengths, counts)
+            columns[key] = self._lay_end_to_end(self._tokenize_texts(texts), counts)
         return columns
 
     def _split(self, text):
@@ -7992,27 +7987,31 @@ class _BlockEncoder:
         return parts
 
     def _tokenize_texts(self, texts):
-        """Return the ids of all texts, laid end to end, and the number of each."""
+        """Return the ids of each text as an array of the dtype of the file."""
         if hasattr(self.tokenizer, "tokenize_batch"):
             batch = self.tokenizer.tokenize_batch(texts)
         else:
             batch = [self.tokenizer.tokenize(text) for text in texts]
         if len(batch) != len(texts):
             raise ValueError(f"tokenize_batch returned {len(batch)} lists for {len(texts)} texts")
-        return _lay_end_to_end(batch, self.dtype)
+        return _as_arrays(batch, self.dtype)
 
-    def _end_documents(self, tokens, lengths, counts):
-        """Return a _Column of texts, of which counts[d] are document d, with an eod for each."""
-        has_tokens = lengths > 0
-        sequences_before = np.concatenate([[0], np.cumsum(has_tokens)])  # of each text
-        ends = sequences_before[np.cumsum(counts, dtype=np.int64)]
-        lengths = lengths[has_tokens]
-        if len(self.eod) > 0:
-            # A document without tokens has the end of the one before: it gets no eod.
-            last = np.unique(ends[ends > 0]) - 1
-            tokens = _put_behind(tokens, np.cumsum(lengths)[last], self.eod)
-            lengths[last] += 1
-        return _Column(tokens, lengths, ends)
+    def _lay_end_to_end(self, arrays, counts):
+        """Return a _Column of the tokens of texts, of which counts[d] are document d, with eods."""
+        pieces = [_as_tokens([], self.dtype)]  # so that there is something to concatenate
+        lengths = []
+        ends = []
+        first = 0
+        for count in counts:
+            sequences = [tokens for tokens in arrays[first : first + count] if len(tokens) > 0]
+            first += count
+            if len(sequences) > 0:
+                pieces.extend(sequences)
+                pieces.append(self.eod)
+                lengths.extend([len(tokens) for tokens in sequences])
+                lengths[-1] += len(self.eod)
+            ends.append(len(lengths))
+        return _Column(np.concatenate(pieces), lengths, ends)
 
 
 def _load_sentence_splitter():
