@@ -5040,6 +5040,7 @@ def _check_corpus(dataset: GPTDataset) -> None:
         raise ValueError(f"{_name(dataset)} holds {dtype}: token ids must be integers")
     if isinstance(corpus, IndexedDataset):
         corpus.verify()
+        warn_of_other_tokenizer(corpus.path_prefix, dataset.config.tokenizer)  # section 18
     if dataset._eod_token_id is not None:
         _warn_if_no_eod(dataset)
 
