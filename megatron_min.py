@@ -699,25 +699,28 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         """
         self._check_open()
         lengths = _as_compact_array(lengths, "i", "lengths of sequences")
-        ends = _as_compact_array(ends, "q", "ends of documents")
-        num_tokens = memoryview(tokens).nbytes // self._token_dtype.itemsize
+        num_tokens = len(tokens)
+        if isinstance(tokens, bytes):
+            num_tokens //= self._token_dtype.itemsize
         if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
             raise ValueError(
                 f"{self._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
                 f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
             )
-        if modes is None:
+        if modes is None and self.multimodal:
             modes = bytes(len(lengths))
-        modes = _as_compact_array(modes, "b", "modes of sequences")
-        if len(modes) != len(lengths):
-            raise ValueError(
-                f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
-                f"got {len(modes)} modes"
-            )
+        if modes is not None:
+            modes = _as_compact_array(modes, "b", "modes of sequences")
+            if len(modes) != len(lengths):
+                raise ValueError(
+                    f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
+                    f"got {len(modes)} modes"
+                )
         self._write(tokens)
         first = len(self.sequence_lengths)
         self.sequence_lengths.extend(lengths)
-        self.document_indices.extend([first + end for end in ends])
+        if len(ends) > 0:
+            self.document_indices.extend([first + int(end) for end in ends])
         if self.multimodal:
             self.sequence_modes.extend(modes)
 
@@ -4258,7 +4261,7 @@ class NewFile:
             if folder and not os.path.isdir(folder):
                 raise FileNotFoundError(f"{folder}: no such folder")
             self.temporary = unique_name
-        self.file = io.BufferedRandom(_NamedFile(self.temporary, "x+b"), 1 << 20)
+        self.file = io.BufferedWriter(_NamedFile(self.temporary, "x+b"), 1 << 20)
         # Readers of the old file keep their rights.  There may be no old file, and some file
         # systems, such as vfat, refuse to set rights.
         with contextlib.suppress(OSError):
@@ -4710,13 +4713,12 @@ class IndexCache:
             for file in ("manifest.json", "description.txt"):
                 pathlib.Path(self.path(file)).unlink(missing_ok=True)
             for new_file in new_files:
-                new_file.file.close()  # without a sync
                 new_file.commit()
         return noted
 
     def _write(self, file, leftovers, content):
         """Write a text or an array; leftovers removes the file unless it gets its name."""
-        new_file = NewFile(self.path(file))
+        new_file = NewFile(self.path(file), synced=False)
         leftovers.callback(new_file.discard)
         if isinstance(content, str):
             new_file.file.write(content.encode())
