@@ -7329,6 +7329,8 @@ def read_record(path_prefix: str | os.PathLike) -> dict | None:
     None, too, if the record is of another pair, of other sizes.
     """
     try:
+        if not file_exists(_record_path(path_prefix)):
+            return None
         with _open_input(_record_path(path_prefix)) as file:
             record = json.loads(file.read())
         if _sizes_of_pair(path_prefix) != {"bin": record["bin"], "idx": record["idx"]}:
