@@ -3340,7 +3340,7 @@ class ParallelGroups:
     """The layout of a job: which ranks work together, and in which groups.
 
     tensor, context, pipeline   ranks along these axes; the data axis is what is left of the world
-    Raises                      ValueError where the world cannot be cut so
+    Raises                      ValueError where the world cannot be cut so, or is not initialized
     Cost                        every rank makes the process groups of all ranks, once
 
     A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
@@ -3391,6 +3391,12 @@ class ParallelGroups:
         world = 1
         if _is_distributed():
             world = torch.distributed.get_world_size()
+        elif os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
+                "initialized, so every rank would read the same samples: call "
+                "torch.distributed.init_process_group() first"
+            )
         model = tensor * context * pipeline
         if min(tensor, context, pipeline) < 1 or world % model != 0:
             raise ValueError(
@@ -6303,7 +6309,8 @@ def _rank(group=None) -> int:
 
 def _device_of_group(group=None) -> torch.device:
     """The device on which a tensor must be so that the group can send it."""
-    if _is_distributed() and torch.distributed.get_backend(group) == "nccl":
+    # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
+    if _is_distributed() and "nccl" in torch.distributed.get_backend_config(group):
         return torch.device("cuda")
     return torch.device("cpu")
 

@@ -3591,6 +3591,26 @@ def test_batches_travel_over_gloo_whatever_the_backend(one):
         torch.distributed.destroy_process_group()
 
 
+def test_a_job_that_is_not_initialized_has_no_layout(one, monkeypatch):
+    """All ranks would be rank 0 of one, and read the same samples."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert one.ParallelGroups().size("dp") == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 4.*init_process_group"):
+        one.ParallelGroups()
+
+
+BACKENDS = [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")]
+
+
+@pytest.mark.parametrize("backends, device", BACKENDS)
+def test_the_device_of_a_group_is_that_of_its_backends(one, group, monkeypatch, backends, device):
+    """A job of several backends, or of none that is named, sends batches between GPUs."""
+    config = mock.Mock(return_value=backends)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", config)
+    assert one._device_of_group() == torch.device(device)
+
+
 # -- a batch that one process reads for itself -----------------------------------------------------
 
 FIVE = ["tokens", "labels", "loss_mask", "attention_mask", "position_ids"]
