@@ -4565,9 +4565,10 @@ class IndexCache:
     def arrays(self, build: typing.Callable[[], tuple]) -> dict[str, np.ndarray]:
         """Return {name: array}; the first call maps the files.
 
-        Where these are not what was written, the arrays are built again, in memory.
+        Where these are not what was written, the arrays are built again, in memory.  Threads may
+        call at the same time: all get the same arrays.
         """
-        if self._arrays:
+        if len(self._arrays) == len(self.names):
             return self._arrays
         try:
             arrays = {}
@@ -4585,8 +4586,9 @@ class IndexCache:
             _, values = build()
             arrays = dict(zip(self.names, values, strict=True))
             self.is_saved = False
-        self._arrays = arrays
-        return arrays
+        for name, values in arrays.items():
+            self._arrays.setdefault(name, values)  # of several threads the first one's
+        return self._arrays
 
     def mapped_arrays(self) -> dict[str, np.ndarray]:
         """Return those that another process can map."""
@@ -4782,7 +4784,7 @@ def _map_indices(dataset: typing.Any) -> None:
 def _has_own_arrays(dataset: typing.Any) -> bool:
     """Return True if a subclass has made an array of this dataset, or somebody has set one."""
     made = {}
-    if dataset._cache is not None and "_arrays" in vars(dataset._cache):
+    if dataset._cache is not None:
         made = dataset._cache._arrays
     for name in dataset.index_names:
         if name in vars(dataset) and vars(dataset)[name] is not made.get(name):

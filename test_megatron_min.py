@@ -5045,6 +5045,24 @@ def test_a_start_maps_nothing_before_the_first_access(mm, corpus, cache, fast, b
         same_samples(dataset.batch(range(40)), wanted)
 
 
+def test_threads_that_map_at_once_get_the_same_arrays(one, corpus, cache):
+    """A thread's own mapping was taken for an array that the user had set: another state."""
+    cfg = config(one, ([corpus], None), path_to_cache=cache)
+    state = run_over(one, build(one, [40, 0, 0], cfg)[0], 4)
+    for _ in range(30):
+        dataset = build(one, [40, 0, 0], cfg)[0]
+        barrier = threading.Barrier(8)
+
+        def access(dataset=dataset, barrier=barrier):
+            barrier.wait()
+            return dataset.shuffle_index
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            found = [pool.submit(access) for _ in range(8)]
+        assert len({id(array.result()) for array in found}) == 1
+        assert run_over(one, dataset, 4) == state
+
+
 @linux
 def test_what_a_second_start_opens_and_reads(one, tmp_path, cache):
     """Of each corpus the .idx and the .bin, which are mapped; of each dataset its manifest.
