@@ -4671,9 +4671,10 @@ class IndexCache:
     def arrays(self, build: typing.Callable[[], tuple]) -> dict[str, np.ndarray]:
         """Return {name: array}; the first call maps the files.
 
-        Where these are not what was written, the arrays are built again, in memory.
+        Where these are not what was written, the arrays are built again, in memory.  Threads may
+        call at the same time: all get the same arrays.
         """
-        if self._arrays:
+        if len(self._arrays) == len(self.names):
             return self._arrays
         try:
             arrays = {}
@@ -4691,8 +4692,9 @@ class IndexCache:
             _, values = build()
             arrays = dict(zip(self.names, values, strict=True))
             self.is_saved = False
-        self._arrays = arrays
-        return arrays
+        for name, values in arrays.items():
+            self._arrays.setdefault(name, values)  # of several threads the first one's
+        return self._arrays
 
     def mapped_arrays(self) -> dict[str, np.ndarray]:
         """Return those that another process can map."""
@@ -4887,7 +4889,7 @@ def _map_indices(dataset: typing.Any) -> None:
 def _has_own_arrays(dataset: typing.Any) -> bool:
     """Return True if a subclass has made an array of this dataset, or somebody has set one."""
     made = {}
-    if dataset._cache is not None and "_arrays" in vars(dataset._cache):
+    if dataset._cache is not None:
         made = dataset._cache._arrays
     for name in dataset.index_names:
         if name in vars(dataset) and vars(dataset)[name] is not made.get(name):
@@ -5975,18 +5977,19 @@ def _past_of_corpus(dataset):
     found["split"] = dataset.index_split.name
     found["sequence_length"] = dataset.config.sequence_length
     found["random_seed"] = dataset.config.random_seed
-    if not isinstance(dataset, GPTDataset):
-        found["samples"] = len(dataset)
-        for key, value in dataset.made_from().items():
-            found[f"{key} (made_from)"] = value
-        return found
     first, end, digest = _describe_documents(dataset._documents)
     found["documents"] = f"{first} to {end - 1}"
     if digest is not None:
         found["contents of the list of documents"] = digest
+    found |= _past_of_class(dataset)
+    if not isinstance(dataset, GPTDataset):
+        found["samples"] = len(dataset)
+        return found
     found["sequences"] = len(dataset.dataset)
     if isinstance(dataset.dataset, IndexedDataset):
         found["contents"] = dataset.dataset.digest_of_contents()
+    elif hasattr(dataset.dataset, "get") and hasattr(dataset.dataset, "sequence_lengths"):
+        found["contents"] = _digest_of_sequences(dataset.dataset)
     found["extra_token"] = dataset._extra
     found["keeps_short"] = dataset._keeps_short
     if _has_own_arrays(dataset):
@@ -5998,6 +6001,31 @@ def _past_of_corpus(dataset):
         found["epochs"] = dataset.epoch_plan.num_epochs
         found["last epoch apart"] = dataset.epoch_plan.separate_final_epoch
     return found
+
+
+def _past_of_class(dataset):
+    """What a class of the user's own says that its samples depend on."""
+    own = dataset.made_from() or {}
+    if isinstance(dataset, GPTDataset):
+        # What every GPTDataset has is noted by other keys: a copy of a corpus has other times.
+        known = _arrays_made_from(dataset)
+        own = {key: value for key, value in own.items() if key not in known}
+    found = {f"{key} (made_from)": value for key, value in own.items()}
+    for name in dataset._key_config_attributes():
+        if name not in MegatronDataset._key_config_attributes():
+            found[f"{name} (config)"] = getattr(dataset.config, name)
+    return found
+
+
+def _digest_of_sequences(reader):
+    """A digest of 32 sequences of a reader of the user's own, or of mock data: evenly spread."""
+    last = len(reader) - 1
+    digest = hashlib.md5(usedforsecurity=False)
+    for i in sorted({k * last // 31 for k in range(32)}):
+        length = int(reader.sequence_lengths[i])
+        tokens = reader.get(i, 0, min(length, _PAGE))
+        digest.update(f"{length} {np.asarray(tokens).tolist()}".encode())
+    return digest.hexdigest()
 
 
 def _digest_of_arrays(dataset):

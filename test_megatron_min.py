@@ -3330,6 +3330,80 @@ def test_a_dataset_of_the_users_own_has_a_state(one, made_from):
         run_over(one, other, 0, state)
 
 
+class OwnReader:
+    """A reader of the user's own: sequences of these lengths, all of one token."""
+
+    def __init__(self, lengths, token):
+        self.sequence_lengths = np.array(lengths, np.int32)
+        self.token = token
+
+    def __len__(self):
+        return len(self.sequence_lengths)
+
+    def get(self, i, offset=0, length=None):
+        return np.full(self.sequence_lengths[i], self.token)[offset:][:length]
+
+
+def own_data(mm, lengths=(20,) * 4, token=7, documents=4, setting=1, made_from=1):
+    """Samples of a class of the user's own, over a reader of the user's own."""
+
+    class Own(mm.GPTDataset):
+        @staticmethod
+        def _key_config_attributes():
+            return [*mm.GPTDataset._key_config_attributes(), "setting"]
+
+        def made_from(self):
+            return super().made_from() | {"own": made_from}
+
+    cfg = config(mm, (["x"], None))
+    cfg.setting = setting
+    documents = np.arange(documents, dtype=np.int32)
+    return Own(OwnReader(lengths, token), None, documents, 8, mm.Split.train, cfg)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({}, None),
+        ({"lengths": (19, 21) * 2}, "contents"),
+        ({"token": 8}, "contents"),
+        ({"documents": 3}, "documents"),
+        ({"setting": 2}, "setting"),
+        ({"made_from": 2}, "own"),
+    ],
+)
+def test_a_state_sees_what_a_class_of_the_users_own_changes(one, changes, word):
+    """Its own settings, what it is made from, and the sequences of its reader."""
+    state = run_over(one, own_data(one), 4)
+    after = own_data(one, **changes)
+    if word is None:
+        assert run_over(one, after, 0, state) == state
+    else:
+        with pytest.raises(ValueError, match=word):
+            run_over(one, after, 0, state)
+
+
+def test_a_state_sees_other_documents_of_the_users_own_dataset(one):
+    """The shares of the splits were changed: other data, as many samples."""
+    cls = numbers_class(one)
+    valid = []
+    for documents in (np.arange(8, 12), np.arange(6, 10)):
+        valid.append(cls(range(12), "x", documents, None, one.Split.valid, config(one)))
+    state = run_over(one, valid[0], 4)
+    with pytest.raises(ValueError, match="documents"):
+        run_over(one, valid[1], 0, state)
+
+
+def test_a_state_sees_another_vocabulary_of_mock_data(one):
+    mock_data = []
+    for size in (20, 50):
+        cfg = config(one, tokenizer=one.NullTokenizer(size))
+        mock_data.append(build(one, [40, 0, 0], cfg, one.MockGPTDataset)[0])
+    state = run_over(one, mock_data[0], 4)
+    with pytest.raises(ValueError, match="contents"):
+        run_over(one, mock_data[1], 0, state)
+
+
 def test_a_state_has_the_same_few_keys(one, tmp_path):
     """Numbers and texts, so that torch.distributed.checkpoint and any trainer can carry it."""
     for data in (CORPUS, STABLE, BLEND, STABLE_BLEND, WHOLE_CORPORA, PLAN):
@@ -5174,6 +5248,24 @@ def test_a_start_maps_nothing_before_the_first_access(mm, corpus, cache, fast, b
     assert not is_mapped(cache)
     for dataset in (loaded, again):
         same_samples(dataset.batch(range(40)), wanted)
+
+
+def test_threads_that_map_at_once_get_the_same_arrays(one, corpus, cache):
+    """A thread's own mapping was taken for an array that the user had set: another state."""
+    cfg = config(one, ([corpus], None), path_to_cache=cache)
+    state = run_over(one, build(one, [40, 0, 0], cfg)[0], 4)
+    for _ in range(30):
+        dataset = build(one, [40, 0, 0], cfg)[0]
+        barrier = threading.Barrier(8)
+
+        def access(dataset=dataset, barrier=barrier):
+            barrier.wait()
+            return dataset.shuffle_index
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            found = [pool.submit(access) for _ in range(8)]
+        assert len({id(array.result()) for array in found}) == 1
+        assert run_over(one, dataset, 4) == state
 
 
 @linux
