@@ -2143,6 +2143,8 @@ class GPTDataset(SampleTable, MegatronDataset):
         missing = wanted - len(text)
         if missing < 0:
             raise self._damaged(k, f"wanted {wanted} tokens, got {len(text)}")
+        if missing == 0:
+            return np.asarray(text, np.int64)
         return np.append(text, np.full(missing, self._pad_token_id, np.int64))
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
@@ -2161,8 +2163,11 @@ class GPTDataset(SampleTable, MegatronDataset):
     @property
     def fills_rows(self) -> bool:
         """Does each sample come from fill(), and are its tokens those of the corpus?"""
-        is_changed = _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
-        return super().fills_rows and not is_changed
+        return super().fills_rows and not self._has_own_tokens()
+
+    def _has_own_tokens(self):
+        """Does a subclass say which tokens a sample has?"""
+        return _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
 
     def columns(self, count: int) -> dict[str, np.ndarray]:
         """Return an empty table for so many samples; its keys are in upstream's order."""
@@ -2188,13 +2193,13 @@ class GPTDataset(SampleTable, MegatronDataset):
     ) -> None:
         """Write the samples of these indices (None: padding, without loss) into these rows."""
         samples = [0 if k is None else k for k in indices]
-        if self.fills_rows:
-            texts = self._read_texts(samples)
-        else:  # the tokens of a subclass
+        if self._has_own_tokens():
             texts = []
             for k in samples:
                 text = self._query_document_sample_shuffle_indices(k)[0]
                 texts.append(self._pad(k, text))
+        else:
+            texts = self._read_texts(samples)
         for row, k, text in zip(rows, samples, texts, strict=True):
             self._write_sample(columns, row, k, text)
         for row, k in zip(rows, indices, strict=True):
@@ -2756,7 +2761,8 @@ class BlendedDataset(SampleTable):
 
     def __getitem__(self, idx: int | None) -> dict:
         d, k = self._place(idx)
-        return {"dataset_id": torch.tensor(d), **self.datasets[d][k]}
+        dataset_id = torch.from_numpy(np.array(d, np.int64))
+        return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
     @property
     def fills_rows(self) -> bool:
@@ -6531,7 +6537,7 @@ _NO_EOD = -(2**63)  # an id that no token has
 def _c_fill(self, columns, rows, indices):
     is_filled = False
     corpus = self.dataset
-    if type(corpus) is IndexedDataset and corpus.is_mapped and self.fills_rows:
+    if type(corpus) is IndexedDataset and corpus.is_mapped and not self._has_own_tokens():
         is_filled = _c_read_samples(self, columns, rows, indices)
     if not is_filled:
         _c_fill.__wrapped__(self, columns, rows, indices)
