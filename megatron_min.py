@@ -1827,7 +1827,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         raise NotImplementedError("the builder wants a class with numel_low_level_dataset()")
 
     def made_from(self) -> dict:
-        """Return what the samples are made from: a resumed run must find it again."""
+        """Return what the samples are made from, in numbers and texts, for a state to compare."""
         return {}
 
     @abc.abstractmethod
@@ -2060,6 +2060,8 @@ class GPTDataset(SampleTable, MegatronDataset):
         missing = wanted - len(text)
         if missing < 0:
             raise self._damaged(k, f"wanted {wanted} tokens, got {len(text)}")
+        if missing == 0:
+            return np.asarray(text, np.int64)
         return np.append(text, np.full(missing, self._pad_token_id, np.int64))
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
@@ -2078,11 +2080,11 @@ class GPTDataset(SampleTable, MegatronDataset):
     @property
     def fills_rows(self) -> bool:
         """Does each sample come from fill(), and are its tokens those of the corpus?"""
-        cls = type(self)
-        query = GPTDataset._query_document_sample_shuffle_indices
-        if cls._query_document_sample_shuffle_indices is not query:
-            return False
-        return cls.__getitem__ is SampleTable.__getitem__
+        return super().fills_rows and not self._has_own_tokens()
+
+    def _has_own_tokens(self):
+        """Does a subclass say which tokens a sample has?"""
+        return _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
 
     def columns(self, count: int) -> dict[str, np.ndarray]:
         """Return an empty table for so many samples; its keys are in upstream's order."""
@@ -2108,13 +2110,13 @@ class GPTDataset(SampleTable, MegatronDataset):
     ) -> None:
         """Write the samples of these indices (None: padding, without loss) into these rows."""
         samples = [0 if k is None else k for k in indices]
-        if self.fills_rows:
-            texts = self._read_texts(samples)
-        else:  # the tokens of a subclass
+        if self._has_own_tokens():
             texts = []
             for k in samples:
                 text = self._query_document_sample_shuffle_indices(k)[0]
                 texts.append(self._pad(k, text))
+        else:
+            texts = self._read_texts(samples)
         for row, k, text in zip(rows, samples, texts, strict=True):
             self._write_sample(columns, row, k, text)
         _take_loss_of_padding(columns, rows, indices)
@@ -2140,8 +2142,10 @@ class GPTDataset(SampleTable, MegatronDataset):
         elif config.reset_position_ids:
             starts = after_eod
 
-        columns["tokens"][row] = np.where(tokens == pad, 0, tokens)  # the model looks all ids up
-        columns["labels"][row] = np.where(labels == pad, 0, labels)
+        columns["tokens"][row] = tokens
+        columns["labels"][row] = labels
+        columns["tokens"][row, tokens == pad] = 0  # the model must be able to look the ids up
+        columns["labels"][row, labels == pad] = 0
         columns["loss_mask"][row] = loss_mask
         columns["position_ids"][row] = positions_from(starts, S)
         if config.has_dense_mask:
@@ -2678,7 +2682,8 @@ class BlendedDataset(SampleTable):
 
     def __getitem__(self, idx: int | None) -> dict:
         d, k = self._place(idx)
-        return {"dataset_id": torch.from_numpy(np.array(d)), **self.datasets[d][k]}
+        dataset_id = torch.from_numpy(np.array(d, np.int64))
+        return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
     @property
     def fills_rows(self) -> bool:
@@ -4582,7 +4587,7 @@ class IndexCache:
         # The format is a number to raise when the same made_from comes to mean other arrays.
         self.made_from = {"format": 3}
         if made_from is not None:
-            self.made_from |= made_from
+            self.made_from |= json.loads(json.dumps(made_from, default=str))  # as a manifest has it
         self.is_saved = False  # do the files hold the arrays?
         self._noted = {}  # what the manifest says of each file; nothing where it is not asked
         self._arrays = {}  # {name: array}: in memory, or mapped by the first access
@@ -4601,7 +4606,7 @@ class IndexCache:
         """
         if self.folder is not None:
             found = self._find_manifest(trust)
-            if found is not None:
+            if found is not None and (not trust or self.exists()):
                 facts, files = found
                 self.is_saved = True
                 if not trust:
@@ -4646,7 +4651,7 @@ class IndexCache:
             return manifest["facts"], manifest["files"]
         except _FAULTS as error:
             _raise_if_out_of_files(error)
-            if os.path.exists(path):
+            if os.path.exists(path) and not trust:
                 name = os.path.join(self.folder, self.stem)
                 fault = str(error)
                 if not isinstance(error, DatasetFormatError):
@@ -5106,7 +5111,8 @@ def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
             f"{len(prefixes)} corpora need {wanted} open files, and this process may open {hard}: "
             f"raise the hard limit (ulimit -Hn {wanted}, then ulimit -n {wanted})"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # ==============================================================================
@@ -5654,6 +5660,8 @@ def hide_credentials(text: str | os.PathLike) -> str:
 #   a blend                the weights, and the past of each corpus; not on its size
 #   phases                 the phases up to here, and the past of the corpora in them
 #   the sampler "cyclic"   besides, the number of samples that it shuffles, and its seed
+#
+# Settings that change masks and positions, and not which tokens come, are no part of the past.
 #
 # With u, v and w for the weights of phases, of datasets with stable_order:
 #
@@ -6638,7 +6646,7 @@ _NO_EOD = -(2**63)  # an id that no token has
 def _c_fill(self, columns, rows, indices):
     is_filled = False
     corpus = self.dataset
-    if type(corpus) is IndexedDataset and corpus.is_mapped and self.fills_rows:
+    if type(corpus) is IndexedDataset and corpus.is_mapped and not self._has_own_tokens():
         is_filled = _c_read_samples(self, columns, rows, indices)
     if not is_filled:
         _c_fill.__wrapped__(self, columns, rows, indices)

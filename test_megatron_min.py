@@ -5268,6 +5268,21 @@ def test_threads_that_map_at_once_get_the_same_arrays(one, corpus, cache):
         assert run_over(one, dataset, 4) == state
 
 
+def test_a_class_that_adds_to_samples_keeps_the_kernel(one, corpus, monkeypatch):
+    """Its __getitem__() calls ours, which C fills: the definition in Python is not needed."""
+
+    class More(one.GPTDataset):
+        def __getitem__(self, k):
+            return super().__getitem__(k) | {"more": 1}
+
+    if one.IMPLEMENTATION != "c":
+        pytest.skip("the kernels are not built")
+    dataset = build(one, [40, 0, 0], config(one, ([corpus], None)), More)[0]
+    wanted = build(one, [40, 0, 0], config(one, ([corpus], None)))[0][3]
+    monkeypatch.setattr(one.GPTDataset, "_write_sample", mock.Mock(side_effect=AssertionError))
+    same_samples(dataset[3], wanted | {"more": 1})
+
+
 @linux
 def test_what_a_second_start_opens_and_reads(one, tmp_path, cache):
     """Of each corpus the .idx and the .bin, which are mapped; of each dataset its manifest.
