@@ -8796,6 +8796,7 @@ def test_files_of_rows_are_told_apart(one, tmp_path, name):
 
 def test_parquet_files_of_no_use(one, tmp_path):
     """Damaged, missing, without messages."""
+    pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "chat.parquet"
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"chat\.parquet: damaged"):
