@@ -4524,7 +4524,8 @@ def _check_size(file, size):
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
 #                          -manifest.json        what the arrays were made from; what a start needs
 #                                                to know of them; of each file its size, its time,
-#                                                the CRC-32 of all its bytes and that of four pages
+#                                                the CRC-32 of all its bytes and that of four pages;
+#                                                and a CRC-32 of all this
 #
 #   found at a start                               then
 #   nothing                                        the arrays are built and saved
@@ -4646,6 +4647,8 @@ class IndexCache:
         try:
             with open(path, encoding="utf-8") as file:
                 manifest = json.load(file)
+            if manifest.pop("crc32") != _crc32_of_json(manifest):
+                raise DatasetFormatError("manifest.json is damaged")
             if not trust:
                 self._compare(manifest)
             return manifest["facts"], manifest["files"]
@@ -4721,7 +4724,7 @@ class IndexCache:
                 noted[name] |= {"dtype": values.dtype.str, "shape": values.shape}
                 new_files.append(new_file)
             manifest = {"made_from": self.made_from, "facts": facts, "files": noted}
-            text = json.dumps(manifest)
+            text = json.dumps(manifest | {"crc32": _crc32_of_json(manifest)})
             new_files.append(self._write("manifest.json", leftovers, text))
             for file in ("manifest.json", "description.txt"):
                 pathlib.Path(self.path(file)).unlink(missing_ok=True)
@@ -4759,6 +4762,11 @@ def _raise_if_out_of_files(error):
             f"{error}: each corpus keeps 2 files open, and 3 for each split: raise the limit of "
             "open files (ulimit -n)"
         ) from None
+
+
+def _crc32_of_json(value):
+    """The CRC-32 of the text that JSON has for a value."""
+    return zlib.crc32(json.dumps(value).encode())
 
 
 _PAGE = 4096

@@ -4823,7 +4823,7 @@ def test_built_once_then_found(one, tmp_path):
             "dtype": array.dtype.str,
             "shape": list(array.shape),
         }
-    assert json.loads(files["k-manifest.json"]) == manifest
+    assert json.loads(files["k-manifest.json"]) == json.loads(signed(manifest))
     before = stamps(folder)
     found = toy_cache(one, folder)
     assert start_toy(found, build) == []
@@ -4834,6 +4834,12 @@ def test_built_once_then_found(one, tmp_path):
         with pytest.raises(ValueError, match="read-only"):
             cache.arrays(build)["order"][0] = 1
     assert build.call_count == 1
+
+
+def signed(manifest):
+    """The bytes of a manifest, with its own CRC."""
+    crc32 = zlib.crc32(json.dumps(manifest).encode())
+    return json.dumps(manifest | {"crc32": crc32}).encode()
 
 
 class Trap:
@@ -4852,8 +4858,11 @@ def npy(array):
 
 ORDER, PAIRS = (npy(array) for array in toy_arrays())
 NO_MANIFEST = ("manifest.json", None)  # as in upstream's caches, and in those being written
-OF_ANOTHER = b'{"made_from": {"format": 3, "tokens": 14}, "facts": [0], "files": {}}'
-WITHOUT_FILES = b'{"made_from": {"format": 3, "tokens": 13}, "facts": [0]}'
+OF_ANOTHER = signed({"made_from": {"format": 3, "tokens": 14}, "facts": [0], "files": {}})
+WITHOUT_FILES = signed({"made_from": {"format": 3, "tokens": 13}, "facts": [0]})
+UNSIGNED = b'{"made_from": {"format": 3, "tokens": 13}, "facts": [0], "files": {}}'
+WRONG_FACTS = signed({"made_from": {"format": 3, "tokens": 13}, "facts": [0], "files": {}})
+WRONG_FACTS = WRONG_FACTS.replace(b"[0]", b"[9]")
 TORN_AT_A_START = [  # (name of a file, its new bytes; None: there is no file)
     ("rows.npy", PAIRS[:-5]),
     ("order.npy", None),
@@ -4864,6 +4873,8 @@ TORN_AT_A_START = [  # (name of a file, its new bytes; None: there is no file)
     ("manifest.json", b'{"made_from": null}'),
     ("manifest.json", OF_ANOTHER),
     ("manifest.json", WITHOUT_FILES),
+    ("manifest.json", UNSIGNED),
+    ("manifest.json", WRONG_FACTS),
 ]
 
 
