@@ -4273,10 +4273,11 @@ class NewFile:
                 raise FileNotFoundError(f"{folder}: no such folder")
             self.temporary = unique_name
         self.file = io.BufferedWriter(_NamedFile(self.temporary, "x+b"), 1 << 20)
-        # Readers of the old file keep their rights.  There may be no old file, and some file
-        # systems, such as vfat, refuse to set rights.
-        with contextlib.suppress(OSError):
-            shutil.copymode(self.path, self.temporary)
+        # Readers of the old file keep their rights.  Some file systems, such as vfat, refuse to set
+        # rights.
+        if os.path.exists(self.path):
+            with contextlib.suppress(OSError):
+                shutil.copymode(self.path, self.temporary)
 
     def sync(self) -> None:
         """Have the disk hold all that was written; OSError if it is full."""
@@ -4730,6 +4731,7 @@ class IndexCache:
                 pathlib.Path(self.path(file)).unlink(missing_ok=True)
             for new_file in new_files:
                 new_file.commit()
+            leftovers.pop_all()  # all files have their names
         return noted
 
     def _write(self, file, leftovers, content):
