@@ -783,6 +783,11 @@ class StorageHandler(http.server.BaseHTTPRequestHandler):
         """Send an object, or a range of it."""
         time.sleep(LATENCY)
         path = f"{home()}/{os.path.basename(self.path)}"
+        if not os.path.exists(path):  # such as the record of a pair
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         content = memoryview(np.memmap(path, np.uint8, "r"))
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted:
