@@ -4383,15 +4383,17 @@ def _rename_without_old_index(tokens, index):
     old_index = f"{index.temporary.removesuffix('.tmp')}.old.tmp"
     if os.path.isdir(index.path):
         raise IsADirectoryError(f"{index.path} is a folder: wanted the place of a file")
-    with contextlib.suppress(FileNotFoundError):
-        os.replace(index.path, old_index)
     try:
-        tokens.commit()
-    except BaseException:
         with contextlib.suppress(FileNotFoundError):
-            os.replace(old_index, index.path)
-        raise
-    pathlib.Path(old_index).unlink(missing_ok=True)
+            os.replace(index.path, old_index)
+        tokens.commit()
+    finally:
+        # An error, or a signal, may come before or after the .bin has its name.
+        if os.path.exists(tokens.temporary):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(old_index, index.path)
+        else:
+            pathlib.Path(old_index).unlink(missing_ok=True)
 
 
 def map_file(path: str | os.PathLike) -> np.ndarray:
