@@ -125,48 +125,35 @@ except ModuleNotFoundError as error:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlendTooLarge",
     "BlendedDataset",
     "BlendedMegatronDatasetBuilder",
     "BlendedMegatronDatasetConfig",
-    "Bucket",
     "ByteTokenizer",
     "DType",
     "DatasetFormatError",
     "DistributedDataParallel",
-    "EpochPlan",
-    "ExplainedSample",
-    "FileTokens",
     "GPTDataset",
     "GPTDatasetConfig",
     "HuggingFaceTokenizer",
     "IMPLEMENTATION",
-    "IndexCache",
     "IndexedDataset",
     "IndexedDatasetBuilder",
-    "MappedTokens",
     "MegatronDataset",
     "MegatronFullValidationSampler",
     "MegatronPretrainingRandomSampler",
     "MegatronPretrainingSampler",
     "MockGPTDataset",
     "MockGPTLowLevelDataset",
-    "NewFile",
     "NullTokenizer",
     "NumMicroBatches",
     "ObjectStorageConfig",
     "ParallelGroups",
-    "Plan",
-    "PlanRow",
     "PretrainingDataLoader",
-    "RemoteFile",
     "RerunDataIterator",
     "SFTDataset",
     "SampleFinder",
-    "SampleTable",
     "Span",
     "Split",
-    "TokenSource",
     "__version__",
     "batches_of",
     "build_blending_indices",
@@ -179,21 +166,13 @@ __all__ = [
     "build_stable_orders",
     "build_tokenizer",
     "causal_mask",
-    "check_all_shards",
     "check_data_consistency",
-    "check_position",
-    "commit_pair",
     "convert_split_vector_to_split_matrix",
     "count_samples",
-    "count_samples_of_epochs",
     "cyclic_iter",
-    "describe",
     "encode_document",
     "encode_jsonl",
     "explain",
-    "fetch_index",
-    "file_exists",
-    "file_stamp",
     "finalize_model_grads",
     "find",
     "forward_backward_no_pipelining",
@@ -204,29 +183,19 @@ __all__ = [
     "get_blend_from_list",
     "get_idx_path",
     "get_train_valid_test_num_samples",
-    "hide_credentials",
     "input_of_document",
-    "is_remote",
-    "map_ahead",
-    "map_file",
     "merge",
     "normalize",
-    "on_every_rank",
-    "open_tokens",
     "parse_and_normalize_split",
     "plan",
     "plan_epochs",
-    "positions_from",
     "preprocess",
     "read_record",
-    "save_position",
-    "shard_of_launcher",
     "shuffle",
     "split_range",
     "toy_corpus",
     "trace",
     "verify_cache",
-    "warn_of_other_tokenizer",
 ]
 
 log = logging.getLogger("megatron_min")
@@ -396,10 +365,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Map the .idx file, find its arrays, and open the .bin file; section 13 has the checks."""
         idx_path = get_idx_path(self.path_prefix)
         bin_path = get_bin_path(self.path_prefix)
-        if not is_remote(idx_path) and not os.path.exists(idx_path):
+        if not _is_remote(idx_path) and not os.path.exists(idx_path):
             raise FileNotFoundError(_describe_missing_pair(self.path_prefix))
-        self._idx_stamp = file_stamp(idx_path)
-        content = map_file(fetch_index(idx_path, self._idx_stamp, self.object_storage_config))
+        self._idx_stamp = _file_stamp(idx_path)
+        content = _map_file(_fetch_index(idx_path, self._idx_stamp, self.object_storage_config))
         code, n, m = _read_header(idx_path, content, self.multimodal)
         self._idx_content = content
         self.dtype = DType.dtype_from_code(code)
@@ -410,14 +379,14 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.sequence_modes = None
         if self.multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
-        self._bin_stamp = file_stamp(bin_path)
+        self._bin_stamp = _file_stamp(bin_path)
         _check_ends(self, self._bin_stamp["size"])
         self.num_tokens = self._bin_stamp["size"] // self._token_bytes
-        self._tokens = open_tokens(bin_path, self.dtype, self.mmap, self.object_storage_config)
+        self._tokens = _open_tokens(bin_path, self.dtype, self.mmap, self.object_storage_config)
         # Another process may replace the pair between the opening of the .idx and that of the .bin.
-        # commit_pair() removes the old .idx before it touches the .bin: so if the .idx that was
+        # _commit_pair() removes the old .idx before it touches the .bin: so if the .idx that was
         # opened is still there now, the .bin that was opened belongs to it.
-        if file_stamp(idx_path) != self._idx_stamp:
+        if _file_stamp(idx_path) != self._idx_stamp:
             raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
 
     def __len__(self) -> int:
@@ -462,7 +431,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     @property
     def is_mapped(self) -> bool:
         """Are the tokens read from a mapping, where a read costs next to nothing?"""
-        return type(self._tokens) is MappedTokens
+        return type(self._tokens) is _MappedTokens
 
     def _span(self, i, offset, length):
         """Where a part of sequence i lies: (tokens of the .bin before the part, tokens of it)."""
@@ -524,11 +493,11 @@ class IndexedDataset(torch.utils.data.Dataset):
         asked again whether they are: that would be two requests each time.
         """
         stamps = [self._idx_stamp, self._bin_stamp]
-        if not is_remote(self.path_prefix):
+        if not _is_remote(self.path_prefix):
             with contextlib.suppress(FileNotFoundError):  # files that are open outlive their names
                 stamps = [
-                    file_stamp(get_idx_path(self.path_prefix)),
-                    file_stamp(get_bin_path(self.path_prefix)),
+                    _file_stamp(get_idx_path(self.path_prefix)),
+                    _file_stamp(get_bin_path(self.path_prefix)),
                 ]
         if self._digest is None or stamps != self._digest_stamps:
             self._digest = _digest_of_pages(self)
@@ -560,14 +529,14 @@ class IndexedDataset(torch.utils.data.Dataset):
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return True if both files of the pair exist.  Upstream: the same name."""
-        return file_exists(get_idx_path(path_prefix)) and file_exists(get_bin_path(path_prefix))
+        return _file_exists(get_idx_path(path_prefix)) and _file_exists(get_bin_path(path_prefix))
 
 
 def _position(idx, n, name):
     """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
     i = operator.index(idx)
     if not -n <= i < n:
-        raise IndexError(f"index {i} of {hide_credentials(name)}, which has {n} entries")
+        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
     return i % n
 
 
@@ -602,7 +571,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.sequence_lengths = array.array("i")  # int32
         self.sequence_modes = array.array("b")  # int8
         self.document_indices = array.array("q", [0])  # int64
-        self._bin = NewFile(bin_path)  # section 11: it has a temporary name until commit_pair()
+        self._bin = _NewFile(bin_path)  # section 11: it has a temporary name until _commit_pair()
 
     def add_document(
         self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
@@ -664,7 +633,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         ends = np.cumsum(lengths, dtype=np.int64) * self._token_dtype.itemsize
         _check_size(self._bin, int(ends[-1]) if len(ends) else 0)
         code = DType.code_from_dtype(self.dtype)
-        index = NewFile(idx_path)
+        index = _NewFile(idx_path)
         try:
             n = len(self.sequence_lengths)
             m = len(self.document_indices)
@@ -673,7 +642,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             index.file.write(ends - lengths * np.int64(self._token_dtype.itemsize))
             index.file.write(self.document_indices)
             index.file.write(self.sequence_modes)
-            commit_pair(self._bin, index)
+            _commit_pair(self._bin, index)
         finally:
             index.discard()  # does nothing once the file has its name
 
@@ -1608,7 +1577,7 @@ def build_stable_orders(
 
     documents     int32 (D,)   numbers of the split's documents
     sample_edges  E + 1 ints   epoch e has the samples sample_edges[e] .. sample_edges[e + 1] - 1 of
-                               the stream, see count_samples_of_epochs()
+                               the stream, see _count_samples_of_epochs()
     random_seed   int          0 to 2**32 - 1
     Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
     Cost          that of the shuffles, and less than 1 ms for each epoch
@@ -1635,7 +1604,7 @@ def build_stable_orders(
     return document_index, shuffle_index
 
 
-def count_samples_of_epochs(
+def _count_samples_of_epochs(
     plan: EpochPlan,
     tokens_per_epoch: int,
     sequence_length: int,
@@ -1647,7 +1616,7 @@ def count_samples_of_epochs(
     place and ends in the next epoch, so where short samples are kept, the last epoch of the shorter
     dataset is another one in the longer dataset; all epochs before it are equal.
 
-    >>> count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4)     # 13, 26, 39 tokens
+    >>> _count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4)     # 13, 26, 39 tokens
     [0, 3, 6, 9]
     """
     edges = []
@@ -1688,7 +1657,7 @@ def count_samples_of_epochs(
 # built once and cached in files (section 12); every rank and every later job maps the same files.
 
 
-class SampleTable(torch.utils.data.Dataset):
+class _SampleTable(torch.utils.data.Dataset):
     """A dataset whose batches are tables and whose samples are their rows.
 
     columns(count)                 an empty table for so many samples: {key: array (count, ...)}
@@ -1701,7 +1670,7 @@ class SampleTable(torch.utils.data.Dataset):
     @property
     def fills_rows(self) -> bool:
         """Does each sample come from fill(), so that a batch can be filled as a whole?"""
-        return type(self).__getitem__ is SampleTable.__getitem__
+        return type(self).__getitem__ is _SampleTable.__getitem__
 
     def columns(self, count: int) -> dict[str, np.ndarray]:
         """Return an empty table for so many samples: {key: array (count, ...)}."""
@@ -1778,7 +1747,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
                                                       that no run goes on with other data
     """
 
-    fills_rows = False  # a batch is samples, collated; see SampleTable
+    fills_rows = False  # a batch is samples, collated; see _SampleTable
 
     def __init__(
         self,
@@ -1799,7 +1768,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         self._pad_token_id = _pad_token_id(config)
         # what tells this dataset from others: its cache files are named after it (section 12)
         self.unique_identifiers = _identifiers_of_dataset(self)
-        self.unique_description = describe(self.unique_identifiers)
+        self.unique_description = _describe(self.unique_identifiers)
         self.unique_description_hash = _md5(self.unique_description)
 
     @property
@@ -1847,7 +1816,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         return torch.utils.data.default_collate(self.__getitems__(indices))
 
 
-class GPTDataset(SampleTable, MegatronDataset):
+class GPTDataset(_SampleTable, MegatronDataset):
     """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
 
     indexed_dataset   IndexedDataset
@@ -1937,7 +1906,7 @@ class GPTDataset(SampleTable, MegatronDataset):
         tokens_per_epoch = _count_tokens(lengths, self._documents)
         plan = self._plan_epochs(tokens_per_epoch)
         if config.stable_order:
-            edges = count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
+            edges = _count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
             document_index, shuffle_index = build_stable_orders(
                 documents, edges, config.random_seed
             )
@@ -2147,7 +2116,7 @@ class GPTDataset(SampleTable, MegatronDataset):
         columns["tokens"][row, tokens == pad] = 0  # the model must be able to look the ids up
         columns["labels"][row, labels == pad] = 0
         columns["loss_mask"][row] = loss_mask
-        columns["position_ids"][row] = positions_from(starts, S)
+        columns["position_ids"][row] = _positions_from(starts, S)
         if config.has_dense_mask:
             mask_starts = after_eod if config.reset_attention_mask else [0]
             columns["attention_mask"][row] = causal_mask(mask_starts, S)
@@ -2255,13 +2224,13 @@ def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarra
     return mask[None]
 
 
-def positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
+def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
     """Return the position of each token in its document, int64 (S,).
 
     starts are the places where documents begin.  Upstream: part of
     _get_ltor_masks_and_position_ids.
 
-    >>> positions_from([0, 2], 5).tolist()
+    >>> _positions_from([0, 2], 5).tolist()
     [0, 1, 0, 1, 2]
     """
     positions = np.arange(sequence_length)
@@ -2274,7 +2243,7 @@ def positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nda
 def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
     path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else hide_credentials(str(path))
+    return type(dataset).__name__ if path is None else _hide_credentials(str(path))
 
 
 def _attribute(tokenizer, name):
@@ -2526,7 +2495,7 @@ def build_phase_indices(
         begin = end
 
 
-class BlendTooLarge(ValueError):
+class _BlendTooLarge(ValueError):
     """A blend asks a dataset for more samples than it has.
 
     needed is {dataset: samples that the blend takes of it}.
@@ -2539,7 +2508,7 @@ class BlendTooLarge(ValueError):
         self.needed = {} if needed is None else needed
 
 
-class BlendedDataset(SampleTable):
+class BlendedDataset(_SampleTable):
     """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
 
     datasets   MegatronDatasets of one split, fewer than 32767
@@ -2559,7 +2528,7 @@ class BlendedDataset(SampleTable):
 
     ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.  Cost:
     10 bytes for each sample, and the time of build_blending_indices() where no cache has the
-    arrays.  BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a
+    arrays.  _BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a
     run.
 
     >>> config = GPTDatasetConfig(1234, 4, split="1", tokenizer=ByteTokenizer())
@@ -2594,7 +2563,7 @@ class BlendedDataset(SampleTable):
         # May the rows of one table be filled by all datasets?
         self._shares_columns = all(self._has_same_columns(dataset) for dataset in self.datasets)
         self.unique_identifiers = _identifiers_of_blend(self)
-        self.unique_description = describe(self.unique_identifiers)
+        self.unique_description = _describe(self.unique_identifiers)
         self.unique_description_hash = _md5(self.unique_description)
         # How many samples the blend takes of each dataset.  The arrays are found in the cache
         # (section 12), or built; a cache of upstream that is trusted does not say how many.
@@ -2651,7 +2620,7 @@ class BlendedDataset(SampleTable):
         return taken, arrays
 
     def _check_counts(self, taken):
-        """BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
+        """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
         needed = {}
         sentences = []
         for count, dataset in zip(taken, self.datasets, strict=True):
@@ -2662,7 +2631,7 @@ class BlendedDataset(SampleTable):
                     f"which has {len(dataset):,}"
                 )
         if needed:
-            raise BlendTooLarge("; ".join(sentences), needed)
+            raise _BlendTooLarge("; ".join(sentences), needed)
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
@@ -2896,15 +2865,15 @@ class BlendedMegatronDatasetBuilder:
         """
         if not _is_distributed():
             return self._build_splits()
-        # on_every_rank() runs a function here, waits for the other ranks, and raises an error that
+        # _on_every_rank() runs a function here, waits for the other ranks, and raises an error that
         # one of them met on all of them (section 15)
-        is_wanted = on_every_rank(self.is_built_on_rank)
+        is_wanted = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
-            datasets = on_every_rank(self._build_splits)
-            on_every_rank(_do_nothing)  # while the others build
+            datasets = _on_every_rank(self._build_splits)
+            _on_every_rank(_do_nothing)  # while the others build
         else:
-            on_every_rank(_do_nothing)  # while rank 0 builds
-            datasets = on_every_rank(self._build_splits if is_wanted else _do_nothing)
+            _on_every_rank(_do_nothing)  # while rank 0 builds
+            datasets = _on_every_rank(self._build_splits if is_wanted else _do_nothing)
         return datasets if is_wanted else [None] * len(Split)
 
     def _build_splits(self):
@@ -3008,7 +2977,7 @@ class BlendedMegatronDatasetBuilder:
         """The blend of these parts; one that would not last is built again, larger."""
         try:
             return BlendedDataset(parts, weights, size, self.config, phases)
-        except BlendTooLarge as error:
+        except _BlendTooLarge as error:
             needed = error.needed
         # Only these corpora are built again: a corpus that is built for another number of samples
         # can come in another order, and the others must keep upstream's order.
@@ -3823,7 +3792,7 @@ def _take_chunks(value, dim, chunks_of_rows):
 
 
 @dataclasses.dataclass
-class Bucket:
+class _Bucket:
     """Parameters whose gradients are sent together, by one collective.
 
     Upstream: _ParamAndGradBucket.
@@ -3941,7 +3910,7 @@ class DistributedDataParallel(torch.nn.Module):
                 self._bucket_of[param] = len(self._buckets)
                 start += param.numel()
             self.grad_shards.append(data.chunk(self.size)[_rank(self.group)])
-            self._buckets.append(Bucket(params, data, waiting=set(params)))
+            self._buckets.append(_Bucket(params, data, waiting=set(params)))
 
     def forward(self, *inputs: typing.Any, **kwargs: typing.Any) -> typing.Any:
         """Call the module."""
@@ -4024,7 +3993,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._wait_and_reset()
         self._must_send = False
         if self.check_for_nan_in_grad:
-            on_every_rank(self._check_for_nan, self.group)
+            _on_every_rank(self._check_for_nan, self.group)
 
     def _wait_and_reset(self):
         """Wait for what was sent; from now on every gradient is expected again."""
@@ -4236,7 +4205,7 @@ def _finish_step(model, num_tokens):
 # by hand.
 
 
-class NewFile:
+class _NewFile:
     """A binary file that appears as path, whole, at commit().
 
     synced     have the disk hold the file before it gets its name; False for what can be made again
@@ -4249,7 +4218,7 @@ class NewFile:
 
     >>> folder = tempfile.TemporaryDirectory()
     >>> path = os.path.join(folder.name, "notes")
-    >>> with NewFile(path) as file:
+    >>> with _NewFile(path) as file:
     ...     _ = file.write(b"aaaa")
     ...     os.path.exists(path)
     False
@@ -4263,9 +4232,9 @@ class NewFile:
         self.synced = synced
         self.is_kept = False
         unique_name = f"{self.path}.{secrets.token_hex(8)}.tmp"
-        if is_remote(self.path):
+        if _is_remote(self.path):
             # A wrong URL, or a missing right, is an error now and not after hours of work.
-            file_exists(self.path)
+            _file_exists(self.path)
             self.temporary = os.path.join(tempfile.gettempdir(), os.path.basename(unique_name))
         else:
             folder = os.path.dirname(self.path)
@@ -4295,7 +4264,7 @@ class NewFile:
         """Give the file its name.  If it cannot be uploaded it is kept, and the error says so."""
         if not self.file.closed:
             self.finish()
-        if not is_remote(self.path):
+        if not _is_remote(self.path):
             os.replace(self.temporary, self.path)
             return
         try:
@@ -4305,7 +4274,7 @@ class NewFile:
 
     def _upload(self):
         """Write the finished file as the object that it is to be."""
-        RemoteFile(self.path).upload(self.temporary)
+        _RemoteFile(self.path).upload(self.temporary)
         os.unlink(self.temporary)
 
     def discard(self) -> None:
@@ -4346,7 +4315,7 @@ def _errors_name(path):
         raise
 
 
-def commit_pair(tokens: NewFile, index: NewFile) -> None:
+def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
     """Give a .bin and its .idx their names; an old .idx never stands beside a new .bin.
 
     The disk has both files, whole, before one gets its name; OSError if it is full.  If the .bin
@@ -4356,10 +4325,10 @@ def commit_pair(tokens: NewFile, index: NewFile) -> None:
     tokens.sync()
     index.sync()
     record = f"{index.path.removesuffix('.idx')}.record.json"  # of the old pair: see section 18
-    if is_remote(index.path):
+    if _is_remote(index.path):
         try:
-            RemoteFile(record).remove()
-            RemoteFile(index.path).remove()
+            _RemoteFile(record).remove()
+            _RemoteFile(index.path).remove()
             tokens.finish()
             tokens._upload()
         except OSError as error:
@@ -4396,13 +4365,13 @@ def _rename_without_old_index(tokens, index):
             pathlib.Path(old_index).unlink(missing_ok=True)
 
 
-def map_file(path: str | os.PathLike) -> np.ndarray:
+def _map_file(path: str | os.PathLike) -> np.ndarray:
     """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive.
 
     Returns uint8 (size of the file,); OSError if there is no such file.  Cost: O(1), whatever the
     size: a page is read when one of its bytes is used for the first time.
 
-    >>> map_file(get_bin_path(toy_corpus()))[:5].tobytes()
+    >>> _map_file(get_bin_path(toy_corpus()))[:5].tobytes()
     b'aaaab'
     """
     if os.path.getsize(path) == 0:
@@ -4508,7 +4477,7 @@ def _append_pair(builder, path_prefix):
 
 
 def _check_size(file, size):
-    """OSError unless a NewFile holds so many bytes."""
+    """OSError unless a _NewFile holds so many bytes."""
     file.file.flush()
     found = os.path.getsize(file.temporary)
     if found != size:
@@ -4550,7 +4519,7 @@ def _check_size(file, size):
 # Nothing is synced: a cache can be made again, and a torn one is noticed.
 
 
-class IndexCache:
+class _IndexCache:
     """Index arrays in .npy files: found if they are there and right, else built and saved.
 
     folder       where the files are; None: the arrays stay in memory
@@ -4567,7 +4536,7 @@ class IndexCache:
     ...     return [3], [np.array([2, 0, 1]), np.array([0, 1])]
     >>> folder = tempfile.TemporaryDirectory()
     >>> for build_or_fail in build, None:                   # the second time nothing is built
-    ...     cache = IndexCache(folder.name, "toy", ["documents", "samples"], describe({}))
+    ...     cache = _IndexCache(folder.name, "toy", ["documents", "samples"], _describe({}))
     ...     print(cache.load_or_build(build_or_fail), cache.arrays(build_or_fail)["documents"])
     [3] [2 0 1]
     [3] [2 0 1]
@@ -4582,7 +4551,7 @@ class IndexCache:
         description: str,
         made_from: dict | None = None,
     ) -> None:
-        if folder and is_remote(folder):
+        if folder and _is_remote(folder):
             raise ValueError(f"path_to_cache must be a local folder, which is mapped, got {folder}")
         self.folder = folder if folder else None
         self.stem = stem
@@ -4738,7 +4707,7 @@ class IndexCache:
 
     def _write(self, file, leftovers, content):
         """Write a text or an array; leftovers removes the file unless it gets its name."""
-        new_file = NewFile(self.path(file), synced=False)
+        new_file = _NewFile(self.path(file), synced=False)
         leftovers.callback(new_file.discard)
         if isinstance(content, str):
             new_file.file.write(content.encode())
@@ -4873,7 +4842,7 @@ def _open_indices(dataset: typing.Any) -> typing.Any:
     """Find the arrays of a dataset or blend in its cache, or build them; return the facts."""
     name = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{_split_of(dataset).name}"
     made_from = dataset.made_from() if isinstance(dataset, MegatronDataset) else None
-    dataset._cache = IndexCache(
+    dataset._cache = _IndexCache(
         _folder_of_cache(dataset), name, dataset.index_names, dataset.unique_description, made_from
     )
     return dataset._cache.load_or_build(dataset._build_indices, dataset.config.fast_cache_load)
@@ -4891,7 +4860,7 @@ def _folder_of_cache(dataset):
         return folder
     prefix = getattr(dataset.dataset, "path_prefix", dataset.dataset_path)
     folder = f"{prefix}/cache"
-    if is_remote(prefix):
+    if _is_remote(prefix):
         storage = dataset.dataset.object_storage_config
         folder = ObjectStorageConfig().folder if storage is None else storage.folder
     return f"{folder}/{type(dataset).__name__}_indices"
@@ -4926,10 +4895,10 @@ def _without_mapped_arrays(dataset: typing.Any) -> dict:
     return state
 
 
-def describe(identifiers: dict) -> str:
+def _describe(identifiers: dict) -> str:
     """Return the text that upstream writes for these identifiers.
 
-    >>> print(describe({"class": "GPTDataset", "random_seed": 1234}))
+    >>> print(_describe({"class": "GPTDataset", "random_seed": 1234}))
     {
         "class": "GPTDataset",
         "random_seed": 1234
@@ -5067,7 +5036,7 @@ def _check_corpus(dataset: GPTDataset) -> None:
         raise ValueError(f"{_name(dataset)} holds {dtype}: token ids must be integers")
     if isinstance(corpus, IndexedDataset):
         corpus.verify()
-        warn_of_other_tokenizer(corpus.path_prefix, dataset.config.tokenizer)  # section 18
+        _warn_of_other_tokenizer(corpus.path_prefix, dataset.config.tokenizer)  # section 18
     if dataset._eod_token_id is not None:
         _warn_if_no_eod(dataset)
 
@@ -5132,9 +5101,9 @@ def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
 # ==============================================================================
 # Question answered here: how are tokens read from a mapping, a file, or object storage?
 #
-#   IndexedDataset  --read(first token, count)-->  MappedTokens   a view of the mapped .bin file
-#                                                  FileTokens     a new array, read from the file
-#                                                  RemoteFile     a range of a remote object
+#   IndexedDataset  --read(first token, count)-->  _MappedTokens   a view of the mapped .bin file
+#                                                  _FileTokens     a new array, read from the file
+#                                                  _RemoteFile     a range of a remote object
 #
 # Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus, read
 # with the package fsspec, which comes with torch.  The .idx is copied to a local folder, once, and
@@ -5166,7 +5135,7 @@ class ObjectStorageConfig:
     def __post_init__(self) -> None:
         if self.bin_chunk_nbytes < 0:
             raise ValueError(f"bin_chunk_nbytes must be >= 0, got {self.bin_chunk_nbytes}")
-        if is_remote(self.folder):
+        if _is_remote(self.folder):
             raise ValueError("path_to_idx_cache must be a local folder, got a URL")
 
     @property
@@ -5178,7 +5147,7 @@ class ObjectStorageConfig:
         return os.path.join(caches, "megatron_min")
 
 
-class TokenSource(abc.ABC):
+class _TokenSource(abc.ABC):
     """The tokens of a .bin file, counted from 0."""
 
     @abc.abstractmethod
@@ -5190,18 +5159,18 @@ class TokenSource(abc.ABC):
         return [self.read(start, count) for start, count in spans]
 
 
-class MappedTokens(TokenSource):
+class _MappedTokens(_TokenSource):
     """Views of the mapped file.  A view keeps the mapping alive, even when this object is gone."""
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.tokens = map_file(path).view(dtype)
+        self.tokens = _map_file(path).view(dtype)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return a view: nothing is copied."""
         return self.tokens[start : start + count]
 
 
-class FileTokens(TokenSource):
+class _FileTokens(_TokenSource):
     """Reads from a file that stays open."""
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
@@ -5243,7 +5212,7 @@ def _read_once(file, size, begin):
         return file.read(size)
 
 
-class RemoteFile(TokenSource):
+class _RemoteFile(_TokenSource):
     """An object on object storage, by its URL: read in ranges, written and removed as a whole.
 
     url           such as s3://bucket/corpus.bin
@@ -5404,8 +5373,8 @@ class RemoteFile(TokenSource):
         cause = error.__cause__
         if isinstance(error, FileNotFoundError) and type(cause).__module__.startswith("aiohttp"):
             error = cause  # fsspec calls whatever happens to an HTTP request "not found"
-        url = hide_credentials(self.url)
-        text = hide_credentials(f"{type(error).__name__}: {error}")
+        url = _hide_credentials(self.url)
+        text = _hide_credentials(f"{type(error).__name__}: {error}")
         status = getattr(error, "status", None)  # of HTTP
         if isinstance(error, ImportError):
             return ImportError(
@@ -5422,51 +5391,51 @@ class RemoteFile(TokenSource):
         return OSError(f"{url}: {text}")
 
 
-def open_tokens(
+def _open_tokens(
     path: str, dtype: type, mmap: bool = True, config: ObjectStorageConfig | None = None
-) -> TokenSource:
+) -> _TokenSource:
     """Return the source of the tokens of a .bin file, which is mapped, open, or remote."""
-    if is_remote(path):
-        return RemoteFile(path, dtype, 0 if config is None else config.bin_chunk_nbytes)
-    return MappedTokens(path, dtype) if mmap else FileTokens(path, dtype)
+    if _is_remote(path):
+        return _RemoteFile(path, dtype, 0 if config is None else config.bin_chunk_nbytes)
+    return _MappedTokens(path, dtype) if mmap else _FileTokens(path, dtype)
 
 
-def is_remote(path: str | os.PathLike) -> bool:
+def _is_remote(path: str | os.PathLike) -> bool:
     """Return True for a name such as s3://bucket/corpus, and False for a path.
 
-    >>> is_remote("s3://bucket/corpus.idx"), is_remote("data/corpus.idx")
+    >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
     (True, False)
     """
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
 
 
-def file_stamp(path: str | os.PathLike) -> dict:
+def _file_stamp(path: str | os.PathLike) -> dict:
     """Return what tells a file from one that is written later: its size, its last change, ..."""
-    if is_remote(path):
-        return RemoteFile(path).stamp()
+    if _is_remote(path):
+        return _RemoteFile(path).stamp()
     stat = os.stat(path)
     return {"size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
 
 
-def file_exists(path: str | os.PathLike) -> bool:
+def _file_exists(path: str | os.PathLike) -> bool:
     """Return True if there is such a file or object."""
-    if not is_remote(path):
+    if not _is_remote(path):
         return os.path.exists(path)
     try:
-        RemoteFile(path).stamp()
+        _RemoteFile(path).stamp()
     except FileNotFoundError:
         return False
     return True
 
 
-def fetch_index(path: str, stamp: dict, config: ObjectStorageConfig | None = None) -> str:
+def _fetch_index(path: str, stamp: dict, config: ObjectStorageConfig | None = None) -> str:
     """Return the path of a local copy of an .idx file; a local file is its own copy.
 
     The name of the copy says which object it is of, and which state of it: so no two prefixes share
     a copy, and an object that has changed is copied again.  Processes that start together wait for
     the one that copies.
     """
-    if not is_remote(path):
+    if not _is_remote(path):
         return path
     folder = ObjectStorageConfig().folder if config is None else config.folder
     copied = os.path.join(folder, f"{_md5(path)}-{stamp['changed']}.idx")
@@ -5476,7 +5445,7 @@ def fetch_index(path: str, stamp: dict, config: ObjectStorageConfig | None = Non
     with open(f"{copied}.lock", "wb") as lock:
         _wait_for_lock(lock)  # the end of this block, or of this process, unlocks
         if not os.path.exists(copied):
-            with NewFile(copied) as file:
+            with _NewFile(copied) as file:
                 _copy_object(path, stamp, file)
     return copied
 
@@ -5499,7 +5468,7 @@ def _wait_for_lock(file):
 
 def _copy_object(url, stamp, file):
     """Write an object to an open file; an error if it changed meanwhile."""
-    remote = RemoteFile(url)
+    remote = _RemoteFile(url)
     size = stamp["size"]
     for begin in range(0, size, _COPIED_BYTES):
         file.write(remote.read(begin, min(_COPIED_BYTES, size - begin)))
@@ -5597,9 +5566,9 @@ def _digest_of_pages(pair):
     for begin, end in _pages_spread(bin_size, 24):
         spans.append((begin // pair._token_bytes, (end - begin) // pair._token_bytes))
     source = pair._tokens
-    if is_remote(pair.path_prefix):
+    if _is_remote(pair.path_prefix):
         # the pages alone, where samples may be read in large blocks
-        source = open_tokens(get_bin_path(pair.path_prefix), pair.dtype)
+        source = _open_tokens(get_bin_path(pair.path_prefix), pair.dtype)
     for tokens in source.read_many(spans):
         parts.append(tokens.tobytes())
     return _md5(b"".join(parts))
@@ -5614,7 +5583,7 @@ def _pages_spread(size, count):
 
 def _format_error(path, field, wanted, got, kind=DatasetFormatError):
     """The error that names the four things a reader of the message needs."""
-    return kind(hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
+    return kind(_hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
 
 
 def _describe_missing_pair(prefix):
@@ -5633,10 +5602,10 @@ def _describe_missing_pair(prefix):
     return f"{get_idx_path(prefix)}: no such file: wanted the path of a pair without .bin and .idx"
 
 
-def hide_credentials(text: str | os.PathLike) -> str:
+def _hide_credentials(text: str | os.PathLike) -> str:
     """Return a text without the user names and passwords, and without the queries, of its URLs.
 
-    >>> hide_credentials("https://me:secret@host/corpus?X-Amz-Signature=12ab: no such object")
+    >>> _hide_credentials("https://me:secret@host/corpus?X-Amz-Signature=12ab: no such object")
     'https://host/corpus no such object'
     """
     # A password may contain a /, as in s3://key:pass/word@bucket; host:8080/a@b has no password.
@@ -5754,7 +5723,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if not self.num_threads:
             return map(self._make_batch, self.batch_sampler)
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
-        return map_ahead(pool, self.num_threads + 1, self._make_batch, self.batch_sampler)
+        return _map_ahead(pool, self.num_threads + 1, self._make_batch, self.batch_sampler)
 
     def _make_batch(self, indices):
         """One batch; where there is a GPU, in pinned memory, from which it copies faster."""
@@ -5769,7 +5738,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         It is equal on all ranks that read: a tensor-parallel rank that gets its batches from
         another one stays at the beginning.
         """
-        return save_position(self.dataset, self.batch_sampler, self.consumed_samples)
+        return _save_position(self.dataset, self.batch_sampler, self.consumed_samples)
 
     def load_state_dict(self, state: dict, strict: bool = True) -> None:
         """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
@@ -5778,13 +5747,13 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         run may be longer, unless the consumed samples would be others (see the table above).
         ValueError names what does not fit; strict=False goes on all the same.
         """
-        consumed = check_position(state, self.dataset, self.batch_sampler, strict)
+        consumed = _check_position(state, self.dataset, self.batch_sampler, strict)
         self._num_loads += 1
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
 
-def map_ahead(
+def _map_ahead(
     pool: concurrent.futures.Executor,
     limit: int,
     function: typing.Callable,
@@ -5796,7 +5765,7 @@ def map_ahead(
     of function comes in the place of its result, and an error of items after all results.
 
     >>> pool = concurrent.futures.ThreadPoolExecutor(2)
-    >>> list(map_ahead(pool, 2, len, ["aaaa", "bbb", "cccccc"]))
+    >>> list(_map_ahead(pool, 2, len, ["aaaa", "bbb", "cccccc"]))
     [4, 3, 6]
     """
     pending = collections.deque()
@@ -5887,14 +5856,14 @@ def build_pretraining_data_loader(
 _STATE_VERSION = 4  # a number to raise when the same past comes to mean other samples
 
 
-def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int) -> dict:
+def _save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int) -> dict:
     """Return the state of a loader: how far, in which order, of which data.
 
     >>> sampler = MegatronPretrainingSampler(8, 0, 2, 0, 1)
-    >>> state = save_position(range(8), sampler, 4)
+    >>> state = _save_position(range(8), sampler, 4)
     >>> state["past"]
     '{"class of corpus 0": "range", "sampler": "single", "samples of corpus 0": 8}'
-    >>> check_position(state, range(8), sampler)
+    >>> _check_position(state, range(8), sampler)
     4
     """
     past = _past_of_order(dataset, sampler, consumed_samples)
@@ -5905,10 +5874,12 @@ def save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int)
     }
 
 
-def check_position(state: dict, dataset: typing.Any, sampler: _Sampler, strict: bool = True) -> int:
+def _check_position(
+    state: dict, dataset: typing.Any, sampler: _Sampler, strict: bool = True
+) -> int:
     """Return the consumed samples of a state; ValueError names what does not fit here.
 
-    state is what save_position() returned, at a place where a pass of the sampler can start.
+    state is what _save_position() returned, at a place where a pass of the sampler can start.
     strict=False lets a run go on with other data or in another order.
     """
     try:
@@ -5918,7 +5889,7 @@ def check_position(state: dict, dataset: typing.Any, sampler: _Sampler, strict: 
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
     sampler.check_start(consumed_samples)
-    here = json.loads(save_position(dataset, sampler, consumed_samples)["past"])
+    here = json.loads(_save_position(dataset, sampler, consumed_samples)["past"])
     here["version of the state"] = _STATE_VERSION
     saved["version of the state"] = version
     differences = _describe_differences(here, saved, dataset)
@@ -6328,7 +6299,7 @@ _SHARED_ERRORS = {
     kind.__name__: kind
     for kind in (
         DatasetFormatError,
-        BlendTooLarge,
+        _BlendTooLarge,
         FileNotFoundError,
         ImportError,
         IndexError,
@@ -6363,7 +6334,7 @@ def _device_of_group(group=None) -> torch.device:
     return torch.device("cpu")
 
 
-def on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = None) -> typing.Any:
+def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = None) -> typing.Any:
     """Call step() on every rank of a group; if it fails on one rank, it fails on every rank.
 
     step     is called without arguments; it may use collectives only if all ranks reach them
@@ -6376,7 +6347,7 @@ def on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = Non
              other ranks the error of step() is passed on as it is.
     Cost     one all_reduce of 8 bytes; another 8 KiB where a rank failed
 
-    >>> on_every_rank(os.getpid) == os.getpid()
+    >>> _on_every_rank(os.getpid) == os.getpid()
     True
     """
     if not _is_distributed() or torch.distributed.get_world_size(group) == 1:
@@ -6423,7 +6394,7 @@ def _encode_error(error):
     if _SHARED_ERRORS.get(name) is not type(error):
         sentence = f"{name}: {sentence}"
         name = "RuntimeError"
-    if not hasattr(error, "names_its_rank"):  # it may have come through on_every_rank() before
+    if not hasattr(error, "names_its_rank"):  # it may have come through _on_every_rank() before
         sentence = f"rank {_rank()}: {sentence}"
     # JSON in ASCII: a character takes at most 12 bytes, so 600 of them always fit.  No pickle:
     # unpickling would run whatever code the message asks for.
@@ -7161,7 +7132,7 @@ def _output_prefixes(output_prefix, json_keys, split_sentences, shard):
 def _make_folder_of(path):
     """Make the folder that a file is to be in, if there is none; object storage has no folders."""
     folder = os.path.dirname(path)
-    if not folder or is_remote(path):
+    if not folder or _is_remote(path):
         return
     try:
         os.makedirs(folder, exist_ok=True)
@@ -7226,7 +7197,7 @@ def _shard_name(shard):
     return f"_{index:05}_of_{count:05}"
 
 
-def shard_of_launcher() -> tuple[int, int]:
+def _shard_of_launcher() -> tuple[int, int]:
     """Return the shard (i, n) that this process is to make of n, as its launcher says.
 
     torchrun sets RANK and WORLD_SIZE, Slurm's srun SLURM_PROCID and SLURM_NTASKS; without them
@@ -7280,7 +7251,7 @@ def _cut_inputs(paths, shard):
     index, count = shard
     parts = []
     for path in paths:
-        if not is_remote(path) and not os.path.isfile(path):  # such as a pipe
+        if not _is_remote(path) and not os.path.isfile(path):  # such as a pipe
             parts.append(_Part(path, None, None, 0, math.inf))
             if count > 1:
                 raise ValueError(
@@ -7288,7 +7259,7 @@ def _cut_inputs(paths, shard):
                     "a file first, or make the pair in one job (--shard 0/1)"
                 )
             continue
-        stamp = file_stamp(path)
+        stamp = _file_stamp(path)
         parts.append(_Part(path, stamp["size"], stamp["changed"], 0, stamp["size"]))
     if count == 1:
         return parts
@@ -7311,13 +7282,13 @@ def _cut_inputs(paths, shard):
     return cut
 
 
-def check_all_shards(prefixes: typing.Sequence[str | os.PathLike]) -> None:
+def _check_all_shards(prefixes: typing.Sequence[str | os.PathLike]) -> None:
     """Check that prefixes which are to be merged have all shards of a corpus, in order, or none.
 
     Raises   ValueError that names the first shard that is missing or at another place
 
-    >>> check_all_shards(["a_text_document_00000_of_00002", "a_text_document_00001_of_00002"])
-    >>> check_all_shards(["a_text_document_00001_of_00002"])
+    >>> _check_all_shards(["a_text_document_00000_of_00002", "a_text_document_00001_of_00002"])
+    >>> _check_all_shards(["a_text_document_00001_of_00002"])
     Traceback (most recent call last):
     ValueError: wanted a_text_document_00000_of_00002 in the place of a_text_document_00001_of_00002
     """
@@ -7384,7 +7355,7 @@ def read_record(path_prefix: str | os.PathLike) -> dict | None:
     None, too, if the record is of another pair, of other sizes.
     """
     try:
-        if not file_exists(_record_path(path_prefix)):
+        if not _file_exists(_record_path(path_prefix)):
             return None
         with _open_input(_record_path(path_prefix)) as file:
             record = json.loads(file.read())
@@ -7419,7 +7390,7 @@ def input_of_document(record: dict | None, document: int) -> tuple[str | None, i
     raise IndexError(f"the record of the pair has no document {document}")
 
 
-def warn_of_other_tokenizer(path_prefix: str | os.PathLike, tokenizer: typing.Any) -> None:
+def _warn_of_other_tokenizer(path_prefix: str | os.PathLike, tokenizer: typing.Any) -> None:
     """Warn if a pair was made with another tokenizer, as its record says: its ids mean other texts.
 
     Nothing is said of a pair without a record.
@@ -7444,8 +7415,8 @@ def _record_path(path_prefix):
 def _sizes_of_pair(path_prefix):
     """The sizes of the files of a pair, in bytes."""
     return {
-        "bin": file_stamp(get_bin_path(path_prefix))["size"],
-        "idx": file_stamp(get_idx_path(path_prefix))["size"],
+        "bin": _file_stamp(get_bin_path(path_prefix))["size"],
+        "idx": _file_stamp(get_idx_path(path_prefix))["size"],
     }
 
 
@@ -7469,7 +7440,7 @@ def _describe_job(parts, encoder):
         end = part.end
         if end == math.inf:
             end = None
-        name = hide_credentials(part.path)  # the record is a file, which others may read
+        name = _hide_credentials(part.path)  # the record is a file, which others may read
         inputs.append(
             {
                 "name": name,
@@ -7510,7 +7481,7 @@ def _is_made(prefix, description):
 
 def _write_record(prefix, record):
     """Write the record of a pair, which is there."""
-    with NewFile(_record_path(prefix), synced=False) as file:
+    with _NewFile(_record_path(prefix), synced=False) as file:
         file.write(json.dumps(record | _sizes_of_pair(prefix), indent=1).encode())
 
 
@@ -7523,7 +7494,7 @@ def _join_records(prefixes):
         record = read_record(prefix)
         if record is None:  # such as upstream's pair: an input of its own
             documents = len(IndexedDataset(prefix, check=False).document_indices) - 1
-            name = hide_credentials(os.fspath(prefix))
+            name = _hide_credentials(os.fspath(prefix))
             whole = {"name": name, "size": None, "changed": None, "begin": 0, "end": None}
             record = {"inputs": [whole | {"documents": documents}]}
         for part in record["inputs"]:
@@ -7562,7 +7533,7 @@ def _find_inputs(inputs):
         if os.path.isdir(path):
             raise IsADirectoryError(f"{path} is a folder: name its files, as in '{path}/*.jsonl'")
         # A name that exists is a file, even where it contains a * or a [.
-        if path == "-" or file_exists(path):
+        if path == "-" or _file_exists(path):
             paths.append(path)
             continue
         matches = _files_of_pattern(path)
@@ -7579,7 +7550,7 @@ def _find_inputs(inputs):
 
 def _files_of_pattern(pattern):
     """Return the paths or URLs of the files that a pattern matches, sorted."""
-    if not is_remote(pattern):
+    if not _is_remote(pattern):
         found = sorted(glob.glob(pattern, recursive=True))
         return [path for path in found if not os.path.isdir(path)]
     import fsspec  # it comes with torch
@@ -7596,7 +7567,7 @@ def _open_input(path):
     """Open a file or an object, to read bytes."""
     import fsspec
 
-    if not is_remote(path):
+    if not _is_remote(path):
         return fsspec.filesystem("file").open(os.path.abspath(path), "rb")
     file_system, name = fsspec.core.url_to_fs(path)
     return io.BufferedReader(_PatientFile(path, file_system.open(name, "rb")), 1 << 20)
@@ -7644,7 +7615,7 @@ class _PatientFile(io.RawIOBase):
 
 def _format_name(path):
     """The name that tells the format of a file, in lower case: without the query of a URL."""
-    if is_remote(path):
+    if _is_remote(path):
         path = path.partition("?")[0]
     return path.lower()
 
@@ -8235,7 +8206,7 @@ class _Progress:
         if self.verbose:
             _print_progress([*self._counts(now), f"done in {seconds}"])
         if self.num_skipped:
-            first = hide_credentials(self.first_fault)
+            first = _hide_credentials(self.first_fault)
             warnings.warn(
                 f"left out {_count(self.num_skipped, 'bad line')}; the first: {first}", stacklevel=4
             )
@@ -8244,7 +8215,7 @@ class _Progress:
             if documents == 0 and part.is_whole():
                 empty.append(part.path)
         if len(empty) > 0:
-            names = hide_credentials(", ".join(empty[:3]))
+            names = _hide_credentials(", ".join(empty[:3]))
             warnings.warn(
                 f"no document came from {_count(len(empty), 'input')}: {names}", stacklevel=4
             )
@@ -8272,7 +8243,7 @@ class _Progress:
 def _print_progress(words):
     """Print one line to stderr."""
     with contextlib.suppress(OSError):  # that nobody reads the progress is no reason to stop
-        print(hide_credentials(", ".join(words)), file=sys.stderr, flush=True)
+        print(_hide_credentials(", ".join(words)), file=sys.stderr, flush=True)
 
 
 def _count(number, noun):
@@ -8435,7 +8406,7 @@ class SFTDataset(MegatronDataset):
             "tokens": tokens[:-1].copy(),
             "labels": labels,
             "loss_mask": is_learned.astype(np.float32),
-            "position_ids": positions_from(ends[:-1], S),
+            "position_ids": _positions_from(ends[:-1], S),
             "cu_seqlens": cu_seqlens,
             "max_seqlen": np.array(np.diff(ends).max(), np.int32),
         }
@@ -9311,7 +9282,7 @@ def _one_line(error):
     words = str(error).split()
     if len(words) == 0:
         return type(error).__name__
-    message = hide_credentials(" ".join(words))
+    message = _hide_credentials(" ".join(words))
     if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)):
         return message
     return f"{type(error).__name__}: {message}"
@@ -9421,7 +9392,7 @@ def _counts(label, dataset):
         _count(len(dataset.document_indices) - 1, "document"),
         f"{_count(dataset.num_tokens, 'token')} of {np.dtype(dataset.dtype)}",
     ]
-    return hide_credentials(f"{label}: {', '.join(words)}")
+    return _hide_credentials(f"{label}: {', '.join(words)}")
 
 
 def _table(titles, rows, alignment):
@@ -9534,7 +9505,7 @@ def _parse_shard(text):
 def _run_preprocess(options):
     shard = getattr(options, "shard", None)
     if shard is None:
-        shard = shard_of_launcher()
+        shard = _shard_of_launcher()
     prefixes = preprocess(
         options.input,
         options.output_prefix,
@@ -9591,7 +9562,7 @@ def _add_merge(commands):
 
 
 def _run_merge(options):
-    check_all_shards(options.input)
+    _check_all_shards(options.input)
     _make_folder_of(options.output_prefix)
     merge(options.input, options.output_prefix, options.multimodal)
     yield _counts(options.output_prefix, IndexedDataset(options.output_prefix))

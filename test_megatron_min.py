@@ -508,13 +508,14 @@ def test_doctests_of_the_readme(one, monkeypatch, tmp_path):
 
 
 def test_all_is_complete(tree, one):
-    """__all__ is every public function and class but main, and two constants, sorted."""
+    """__all__: two constants, and every public name but main and the tuples that are results."""
     names = ["IMPLEMENTATION", "__version__"]
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             assert ast.get_docstring(node), node.name
             names.append(node.name)
-    names.remove("main")
+    for name in ("main", "EpochPlan", "ExplainedSample", "Plan", "PlanRow"):
+        names.remove(name)
     assert one.__all__ == sorted(names)
 
 
@@ -862,8 +863,8 @@ def test_a_digest_sees_each_of_its_pages(one, tmp_path, number):
 
 def test_a_pair_that_is_replaced_while_it_is_opened(one, pair, monkeypatch):
     """The .idx of the old pair must not be used with a .bin of equal size of the new one."""
-    stamps = [one.file_stamp(f"{pair}.idx"), one.file_stamp(f"{pair}.bin"), "of another file"]
-    monkeypatch.setattr(one, "file_stamp", mock.Mock(side_effect=stamps))
+    stamps = [one._file_stamp(f"{pair}.idx"), one._file_stamp(f"{pair}.bin"), "of another file"]
+    monkeypatch.setattr(one, "_file_stamp", mock.Mock(side_effect=stamps))
     with pytest.raises(one.DatasetFormatError, match=r"pair\.idx: .* another"):
         one.IndexedDataset(pair)
 
@@ -2382,7 +2383,7 @@ DEMANDS = [
 @pytest.mark.parametrize("sizes, weights, size, needed", DEMANDS)
 def test_a_blend_that_asks_for_too_much(mm, tmp_path, sizes, weights, size, needed):
     """Nothing is cached, which fast_cache_load would trust.  Upstream: an IndexError in the run."""
-    with pytest.raises(mm.BlendTooLarge) as error:
+    with pytest.raises(mm._BlendTooLarge) as error:
         blended(mm, sizes, weights, size, path_to_cache=str(tmp_path))
     assert os.listdir(tmp_path) == []
     assert {dataset.n: taken for dataset, taken in error.value.needed.items()} == needed
@@ -2395,7 +2396,7 @@ def test_a_cached_blend_of_data_that_shrank(mm, tmp_path):
     cfg = config(mm, (["x"], None), path_to_cache=str(tmp_path))
     mm.BlendedDataset(datasets, [1, 1], 10, cfg)
     datasets[0].n = 4
-    with pytest.raises(mm.BlendTooLarge):
+    with pytest.raises(mm._BlendTooLarge):
         mm.BlendedDataset(datasets, [1, 1], 10, cfg)
 
 
@@ -4553,7 +4554,7 @@ def test_a_file_appears_whole_at_the_end(one, tmp_path, mode):
     path = tmp_path / "a"
     path.write_bytes(b"old")
     path.chmod(mode)
-    with one.NewFile(path) as file:
+    with one._NewFile(path) as file:
         file.write(b"ne")
         file.flush()
         assert path.read_bytes() == b"old"
@@ -4564,8 +4565,8 @@ def test_a_file_appears_whole_at_the_end(one, tmp_path, mode):
 
 def test_commit_and_discard_by_hand(one, tmp_path):
     """discard() after commit() does nothing, not even to a file that has the old name since."""
-    new = one.NewFile(tmp_path / "a")
-    other = one.NewFile(tmp_path / "a")  # of another process, say: under another name until then
+    new = one._NewFile(tmp_path / "a")
+    other = one._NewFile(tmp_path / "a")  # of another process, say: under another name until then
     new.file.write(b"one")
     new.commit()
     new.discard()
@@ -4579,7 +4580,7 @@ def test_commit_and_discard_by_hand(one, tmp_path):
 
 
 def write_file(one, folder, size, error):
-    with one.NewFile(folder / "a") as file:
+    with one._NewFile(folder / "a") as file:
         file.write(bytes(size))
         if error is not None:
             raise error
@@ -4627,9 +4628,9 @@ def test_nothing_appears_on_an_error(one, tmp_path, monkeypatch, write, failing,
 
 def test_a_folder_that_is_missing_and_one_that_is_not_named(one, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}/none: no such folder"):
-        one.NewFile(tmp_path / "none" / "a")
+        one._NewFile(tmp_path / "none" / "a")
     monkeypatch.chdir(tmp_path)
-    with one.NewFile("a") as file:
+    with one._NewFile("a") as file:
         file.write(b"here")
     assert files_of(tmp_path) == {"a": b"here"}
 
@@ -4711,19 +4712,19 @@ def test_a_mapped_file(one, tmp_path):
     """Read-only; the array alone keeps the mapping; an empty file is an empty array."""
     (tmp_path / "a").write_bytes(b"abc")
     (tmp_path / "empty").write_bytes(b"")
-    mapped = one.map_file(tmp_path / "a")
+    mapped = one._map_file(tmp_path / "a")
     os.unlink(tmp_path / "a")
     assert bytes(mapped[1:]) == b"bc"
     with pytest.raises(ValueError, match="read-only"):
         mapped[0] = 1
-    same(one.map_file(tmp_path / "empty"), np.empty(0, np.uint8))
+    same(one._map_file(tmp_path / "empty"), np.empty(0, np.uint8))
 
 
 def test_a_file_system_that_refuses_rights(one, tmp_path, monkeypatch):
     """As vfat does: the file is replaced all the same."""
     (tmp_path / "a").write_bytes(b"old")
     monkeypatch.setattr(shutil, "copymode", mock.Mock(side_effect=PermissionError("rights")))
-    with one.NewFile(tmp_path / "a") as file:
+    with one._NewFile(tmp_path / "a") as file:
         file.write(b"new")
     assert files_of(tmp_path) == {"a": b"new"}
 
@@ -4749,8 +4750,8 @@ OF_14 = {"tokens": 14}
 
 
 def toy_cache(one, folder, description="a toy", made_from=OF_13):
-    """An IndexCache of two arrays, not yet loaded."""
-    return one.IndexCache(folder, "k", ("order", "rows"), description, made_from)
+    """An _IndexCache of two arrays, not yet loaded."""
+    return one._IndexCache(folder, "k", ("order", "rows"), description, made_from)
 
 
 def messages_of(function, *arguments, **options):
@@ -5315,7 +5316,7 @@ def test_what_a_second_start_opens_and_reads(one, tmp_path, cache):
     real_open = open
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.open", note)
-        patch.setattr(one.MappedTokens, "read", mock.Mock(side_effect=AssertionError))
+        patch.setattr(one._MappedTokens, "read", mock.Mock(side_effect=AssertionError))
         patch.setattr(one.GPTDataset, "_build_indices", mock.Mock(side_effect=AssertionError))
         build(one, [60, 8, 8], cfg)
     pairs = [name for name in opened if not name.endswith("-manifest.json")]
@@ -5357,7 +5358,7 @@ def numbers(tmp_path):
 
 
 def test_a_mapped_read_copies_nothing(one, numbers):
-    source = one.MappedTokens(numbers, np.uint16)
+    source = one._MappedTokens(numbers, np.uint16)
     tokens = source.read(4, 4)
     assert np.shares_memory(tokens, source.read(0, 20))
     assert not tokens.flags.writeable
@@ -5380,7 +5381,7 @@ def test_views_outlive_the_dataset(one, pair):
 
 def test_a_short_read_is_an_error(one, numbers):
     """It names the file and the bytes.  Upstream: tokens of memory that nobody has written."""
-    source = one.FileTokens(numbers, np.uint16)
+    source = one._FileTokens(numbers, np.uint16)
     os.truncate(numbers, 33)
     assert source.read(0, 16)[-1] == 115
     with pytest.raises(one.DatasetFormatError, match=r"numbers\.bin: bytes at 30: .* 10, got 3"):
@@ -5392,7 +5393,7 @@ def test_a_short_read_is_an_error(one, numbers):
 def test_reads_in_several_steps(one, numbers):
     """The system may return fewer bytes than asked for, even a part of a token."""
     content = numbers.read_bytes()
-    source = one.FileTokens(numbers, np.uint16)
+    source = one._FileTokens(numbers, np.uint16)
     steps = [content[6:11], content[11:16], content[16:21], content[21:22]]
     with mock.patch.object(os, "pread", side_effect=steps) as pread:
         same(source.read(3, 8), np.arange(103, 111, dtype=np.uint16))
@@ -5403,7 +5404,7 @@ def test_reads_in_several_steps(one, numbers):
 def test_a_system_without_pread(one, numbers, monkeypatch):
     """Windows has none: threads share the position in the file."""
     monkeypatch.delattr(os, "pread")
-    source = one.FileTokens(numbers, np.uint16)
+    source = one._FileTokens(numbers, np.uint16)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = list(pool.map(source.read, [k % 20 for k in range(2000)], [1] * 2000))
     assert lists(found) == [[100 + k % 20] for k in range(2000)]
@@ -5504,7 +5505,7 @@ def no_pauses(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     for implementation in IMPLEMENTATIONS:
         with contextlib.suppress(pytest.skip.Exception):
-            remote_file = copy_of_module(implementation).RemoteFile
+            remote_file = copy_of_module(implementation)._RemoteFile
             monkeypatch.setattr(remote_file, "_PAUSES", (0, 0, 0, 0))
 
 
@@ -5585,11 +5586,11 @@ def some_pair(one, tmp_path):
 # -- reading ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["MappedTokens", "FileTokens", 0, 3, 16, 1000])
+@pytest.mark.parametrize("name", ["_MappedTokens", "_FileTokens", 0, 3, 16, 1000])
 def test_a_source_reads_any_place(one, bucket, numbers, name):
     """One by one or many at once; places may overlap, repeat and be empty; a number: of blocks."""
     if isinstance(name, int):
-        source = one.RemoteFile(bucket.put_file(numbers, "numbers.bin"), np.uint16, name)
+        source = one._RemoteFile(bucket.put_file(numbers, "numbers.bin"), np.uint16, name)
     else:
         source = getattr(one, name)(numbers, np.uint16)
         os.unlink(numbers)  # an open source outlives the name of its file
@@ -5603,7 +5604,7 @@ def test_a_source_reads_any_place(one, bucket, numbers, name):
 
 @pytest.mark.parametrize("block_bytes", [0, 3])
 def test_reads_of_nothing_ask_for_nothing(one, web, numbers, block_bytes):
-    source = one.RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16, block_bytes)
+    source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16, block_bytes)
     assert ranges_of(web, source.read_many, []) == ranges_of(web, source.read, 3, 0) == []
 
 
@@ -5628,16 +5629,16 @@ def ranges_of(web, read, *arguments):
 def test_exact_ranges_and_blocks(one, web, numbers):
     """Exact ranges: the bytes that are asked for, each once.  Blocks: the last eight are kept."""
     url = web.put_file(numbers, "numbers.bin")  # 40 bytes
-    exact = one.RemoteFile(url, np.uint16)
+    exact = one._RemoteFile(url, np.uint16)
     found = ranges_of(web, exact.read_many, [(2, 2), (9, 1), (2, 2)])
     assert found == ["bytes=18-19", "bytes=4-7"]
-    blocks = one.RemoteFile(url, np.uint16, 4)
+    blocks = one._RemoteFile(url, np.uint16, 4)
     assert ranges_of(web, blocks.read, 3, 2) == ["bytes=4-7", "bytes=8-11"]
     assert ranges_of(web, blocks.read, 2, 4) == [], "the same blocks"
     assert len(ranges_of(web, blocks.read, 6, 14)) == 7, "seven more: the oldest goes"
     assert ranges_of(web, blocks.read, 4, 16) == []
     assert ranges_of(web, blocks.read, 2, 1) == ["bytes=4-7"]
-    blocks = one.RemoteFile(url, np.uint16, 32)
+    blocks = one._RemoteFile(url, np.uint16, 32)
     assert ranges_of(web, blocks.read, 15, 5) == ["bytes=0-31", "bytes=32-39"], "to the end"
 
 
@@ -5653,7 +5654,7 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     reads = [(ds.__getitem__, 5, 1), (ds.__getitems__, [3, None, 11, 0], 1), (remote.batch, [3], 1)]
     reads += [(ds.batch, [3, None, 11, 0], 1), (ds.dataset.__getitem__, slice(1, 9), 1)]
     reads += [(remote.batch, [*range(40), None], 2)]
-    cls = mm.RemoteFile
+    cls = mm._RemoteFile
     for read, argument, wanted in reads:
         with mock.patch.object(cls, "read_many", autospec=True, side_effect=cls.read_many) as calls:
             read(argument)
@@ -5748,15 +5749,15 @@ def test_a_listing_that_fsspec_keeps_is_no_state(one, s3, some_pair):
     file_system, path = fsspec.core.url_to_fs(url)
     file_system.find(s3.root)
     type(file_system)(skip_instance_cache=True).pipe_file(path, b"of another process")
-    assert one.file_stamp(url)["size"] == 18
+    assert one._file_stamp(url)["size"] == 18
 
 
 def test_two_prefixes_have_two_copies(one, bucket, some_pair, monkeypatch):
     """Even where the storage says the same of both."""
     urls = [bucket.put_file(f"{some_pair[0]}.idx", name) for name in ("a.idx", "b.idx")]
-    stamp = one.file_stamp(urls[0])
-    monkeypatch.setattr(one.RemoteFile, "stamp", mock.Mock(return_value=stamp))
-    assert one.fetch_index(urls[0], stamp) != one.fetch_index(urls[1], stamp)
+    stamp = one._file_stamp(urls[0])
+    monkeypatch.setattr(one._RemoteFile, "stamp", mock.Mock(return_value=stamp))
+    assert one._fetch_index(urls[0], stamp) != one._fetch_index(urls[1], stamp)
 
 
 @linux
@@ -5771,7 +5772,7 @@ def test_processes_that_start_together_share_one_download(one, web, some_pair, t
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path, monkeypatch):
     """No copy stays; the next opening finds the new one."""
     place = bucket.put(some_pair[0])
-    read_many = one.RemoteFile.read_many
+    read_many = one._RemoteFile.read_many
 
     def read_then_change(self, spans):
         found = read_many(self, spans)
@@ -5779,7 +5780,7 @@ def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_pa
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(one.RemoteFile, "read_many", read_then_change)
+        patch.setattr(one._RemoteFile, "read_many", read_then_change)
         with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
             open_remote(one, place, tmp_path / "idx")
     assert not list((tmp_path / "idx").glob("*.idx"))
@@ -5853,7 +5854,7 @@ def test_a_server_with_faults(one, web, some_pair, tmp_path, block_bytes):
 
 @pytest.mark.parametrize("fault", ["cut", "short", 408, 429, 500])
 def test_only_what_failed_is_asked_for_again(one, web, numbers, fault):
-    source = one.RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
+    source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
     web.server.faults = iter([fault])
     found = ranges_of(web, source.read_many, [(0, 1), (5, 2)])
     assert len(found) == 3
@@ -5862,9 +5863,9 @@ def test_only_what_failed_is_asked_for_again(one, web, numbers, fault):
 
 def test_pauses_grow_and_end_in_an_error(one, web, numbers, monkeypatch):
     """It names the object."""
-    source = one.RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
+    source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
     pauses = []
-    monkeypatch.setattr(one.RemoteFile, "_PAUSES", (1, 2, 3))
+    monkeypatch.setattr(one._RemoteFile, "_PAUSES", (1, 2, 3))
     monkeypatch.setattr(one.time, "sleep", pauses.append)
     web.server.status = 503
     with pytest.raises(OSError, match=r"numbers\.bin: .*503"):
@@ -5883,7 +5884,7 @@ def test_pauses_grow_and_end_in_an_error(one, web, numbers, monkeypatch):
     ],
 )
 def test_permanent_errors_are_raised_at_once(one, web, numbers, status, error):
-    source = one.RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
+    source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
     web.server.status = status
     with pytest.raises(error, match=r"numbers\.bin"):
         source.read(2, 2)
@@ -5908,7 +5909,7 @@ PASSING = [TimeoutError(), ConnectionResetError(), EOFError(), OSError(errno.EBU
 @pytest.mark.parametrize("error", PERMANENT + PASSING, ids=repr)
 def test_which_errors_are_permanent(one, bucket, numbers, monkeypatch, error):
     """The others are tried five times, and are an OSError in the end."""
-    source = one.RemoteFile(bucket.put_file(numbers, "numbers.bin"))
+    source = one._RemoteFile(bucket.put_file(numbers, "numbers.bin"))
     cat_ranges = mock.Mock(side_effect=error)
     monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "cat_ranges", cat_ranges)
     kind = OSError
@@ -5927,7 +5928,7 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
     with pytest.raises(ImportError, match=r"s3://bucket/pair.idx needs .*\[storage\]"):
         one.IndexedDataset("s3://bucket/pair")
     with pytest.raises(ImportError, match="storage"):
-        one.NewFile("s3://bucket/new.bin")
+        one._NewFile("s3://bucket/new.bin")
     with pytest.raises(ValueError, match=r"nonsense://bucket/pair.idx"):
         one.IndexedDataset("nonsense://bucket/pair")
 
@@ -5945,7 +5946,7 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
     ],
 )
 def test_credentials_are_left_out(one, text, wanted):
-    assert one.hide_credentials(text) == wanted
+    assert one._hide_credentials(text) == wanted
 
 
 @pytest.mark.parametrize("fault", ["missing", "torn", "outside", "refused", 403, 503])
@@ -6013,12 +6014,12 @@ def test_an_upload_that_fails(one, bucket, tmp_path, monkeypatch, before):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     place = f"{bucket.root}/object"
     for content in before.values():
-        with one.NewFile(place) as file:
+        with one._NewFile(place) as file:
             file.write(content)
     put = mock.Mock(side_effect=ConnectionResetError(f"of https://me:{SECRET}@host/"))
     monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "put_file", put)
     with pytest.raises(OSError, match="object: ConnectionResetError") as caught:
-        with one.NewFile(place) as file:
+        with one._NewFile(place) as file:
             file.write(b"new")
     assert SECRET not in str(caught.value)
     assert put.call_count == 5
@@ -6029,14 +6030,14 @@ def test_an_upload_that_fails(one, bucket, tmp_path, monkeypatch, before):
 
 def test_an_old_remote_index_never_stands_beside_new_tokens(one, bucket, some_pair, monkeypatch):
     place = bucket.put(some_pair[0])
-    upload = one.RemoteFile.upload
+    upload = one._RemoteFile.upload
     names = []
 
     def look_and_upload(self, path):
         names.append((self.url.rpartition("/")[2], sorted(bucket.files())))
         upload(self, path)
 
-    monkeypatch.setattr(one.RemoteFile, "upload", look_and_upload)
+    monkeypatch.setattr(one._RemoteFile, "upload", look_and_upload)
     with one.IndexedDatasetBuilder(f"{place}.bin", np.uint16) as builder:
         builder.add_document([1, 2], [2])
     assert names == [("pair.bin", ["pair.bin"]), ("pair.idx", ["pair.bin"])]
@@ -6081,7 +6082,7 @@ def test_the_time_of_the_last_read_is_no_change(one, bucket, some_pair, monkeypa
 def test_blocks_of_a_batch_are_fetched_a_few_at_a_time(one, bucket, numbers):
     """Those of a whole batch might not fit into memory."""
     bucket.put_file(numbers, "numbers.bin")
-    source = one.RemoteFile("memory://bucket/numbers.bin", np.uint16, 2)
+    source = one._RemoteFile("memory://bucket/numbers.bin", np.uint16, 2)
     file_system = fsspec.get_filesystem_class("memory")
     with mock.patch.object(
         file_system, "cat_ranges", autospec=True, side_effect=file_system.cat_ranges
@@ -6099,7 +6100,7 @@ def test_blocks_of_a_batch_are_fetched_a_few_at_a_time(one, bucket, numbers):
     ],
 )
 def test_a_password_with_a_slash_is_left_out(one, url, wanted):
-    assert one.hide_credentials(url) == wanted
+    assert one._hide_credentials(url) == wanted
 
 
 @pytest.mark.parametrize(
@@ -6111,7 +6112,7 @@ def test_a_password_with_a_slash_is_left_out(one, url, wanted):
 )
 def test_what_a_url_cannot_be(one, bucket, url, error, words):
     with pytest.raises(error, match=words) as caught:
-        one.RemoteFile(url).stamp()
+        one._RemoteFile(url).stamp()
     assert SECRET not in str(caught.value)
 
 
@@ -6326,7 +6327,7 @@ def test_map_ahead(one, limit):
     begun = []
     found = []
     pool = concurrent.futures.ThreadPoolExecutor(2)
-    results = one.map_ahead(pool, limit, divide, noted(range(9), begun))
+    results = one._map_ahead(pool, limit, divide, noted(range(9), begun))
     for _ in range(7):
         found.append(next(results))
         assert len(begun) <= len(found) + limit
@@ -6365,7 +6366,7 @@ def test_an_error_of_the_items_comes_after_the_results_before_it(one):
     items = (60 // (2 - number) for number in range(9))
     pool = concurrent.futures.ThreadPoolExecutor(2)
     with pytest.raises(ZeroDivisionError):
-        for result in one.map_ahead(pool, 4, str, items):
+        for result in one._map_ahead(pool, 4, str, items):
             found.append(result)
     assert found == ["30", "60"]
 
@@ -6410,13 +6411,13 @@ SHARED_ERRORS = [
 
 def an_error_on_one_rank_is_raised_on_all(job):
     rows = list(SHARED_ERRORS)
-    for kind in (job.mm.DatasetFormatError, job.mm.BlendTooLarge):
+    for kind in (job.mm.DatasetFormatError, job.mm._BlendTooLarge):
         rows.append((kind("broken"), kind, "broken"))
     for failing in range(job.world):
         for error, kind, words in rows:
             mine = error if job.rank == failing else None
             with pytest.raises(kind) as caught:
-                job.mm.on_every_rank(Failing(mine))
+                job.mm._on_every_rank(Failing(mine))
             assert type(caught.value) is kind
             sentence = caught.value.args[0]  # str() puts quotes around that of a KeyError
             assert sentence.startswith(f"rank {failing}: {words}")
@@ -6425,17 +6426,17 @@ def an_error_on_one_rank_is_raised_on_all(job):
 
 
 def the_lowest_of_several_failed_ranks_is_heard(job):
-    """Once: an error that came through on_every_rank() before names the rank that met it."""
+    """Once: an error that came through _on_every_rank() before names the rank that met it."""
     first = ValueError(f"failed on {job.rank}") if job.rank > 0 else None
     with pytest.raises(ValueError, match="^rank 1: failed on 1$") as caught:
-        job.mm.on_every_rank(Failing(first))
+        job.mm._on_every_rank(Failing(first))
     with pytest.raises(ValueError, match="^rank 1: failed on 1$"):
-        job.mm.on_every_rank(Failing(caught.value))
+        job.mm._on_every_rank(Failing(caught.value))
 
 
 def steps_that_work_return_their_own_value(job):
     with Collectives() as collectives:
-        assert job.mm.on_every_rank(Failing(value=job.rank)) == job.rank
+        assert job.mm._on_every_rank(Failing(value=job.rank)) == job.rank
     assert collectives.calls == [("all_reduce", 8)]
 
 
@@ -6444,10 +6445,10 @@ def an_error_stays_in_its_group(job):
     pairs = job.groups((2, 1, 1)).group("tp")
     error = ValueError("broken") if job.rank == job.world - 1 else None
     if job.rank < job.world - 2:
-        assert job.mm.on_every_rank(Failing(error, "well"), pairs) == "well"
+        assert job.mm._on_every_rank(Failing(error, "well"), pairs) == "well"
     else:
         with pytest.raises(ValueError, match=f"^rank {job.world - 1}: broken$"):
-            job.mm.on_every_rank(Failing(error), pairs)
+            job.mm._on_every_rank(Failing(error), pairs)
 
 
 def consumed_samples_are_compared(job):
@@ -6544,9 +6545,9 @@ def test_without_other_ranks_an_error_is_passed_on_as_it_is(one, in_a_job, reque
         request.getfixturevalue("group")
     error = ZeroDivisionError("by zero")
     with pytest.raises(ZeroDivisionError) as caught:
-        one.on_every_rank(Failing(error))
+        one._on_every_rank(Failing(error))
     assert caught.value is error
-    assert one.on_every_rank(Failing(value=5)) == 5
+    assert one._on_every_rank(Failing(value=5)) == 5
     one.check_data_consistency(5)
 
 
@@ -7682,7 +7683,7 @@ def make_shards(one, inputs, folder, count, **arguments):
         made = one.preprocess(inputs, folder / "s", shard=(index, count), **arguments)
         shards += made.values()
     assert len(set(shards)) == count and shards == sorted(shards)
-    one.check_all_shards(shards)
+    one._check_all_shards(shards)
     one.merge(shards, folder / "merged")
     return folder / "merged"
 
@@ -7845,9 +7846,9 @@ def test_shards_by_commands(one, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_all_shards_or_none(one, prefixes, words):
-    one.check_all_shards(["a_00000_of_00002", "a_00001_of_00002", "b", "c_00000_of_00001"])
+    one._check_all_shards(["a_00000_of_00002", "a_00001_of_00002", "b", "c_00000_of_00001"])
     with pytest.raises(ValueError, match=words):
-        one.check_all_shards(prefixes)
+        one._check_all_shards(prefixes)
 
 
 @linux
@@ -7950,11 +7951,11 @@ def test_a_pair_without_a_record_is_an_input_of_its_own(one, tmp_path, monkeypat
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
     made = one.preprocess(texts=["1"], output_prefix=tmp_path / "o", tokenizer=Tok(vocab_size=9))
-    one.warn_of_other_tokenizer(made["text"], Tok(vocab_size=9))
-    one.warn_of_other_tokenizer(mk(one, tmp_path / "p", [[1]]), Tok(eod=5))
+    one._warn_of_other_tokenizer(made["text"], Tok(vocab_size=9))
+    one._warn_of_other_tokenizer(mk(one, tmp_path / "p", [[1]]), Tok(eod=5))
     assert len(recwarn) == 0
     with pytest.warns(UserWarning, match=r"o_text_document .*'eod': 0.*'eod': 5"):
-        one.warn_of_other_tokenizer(made["text"], Tok(eod=5))
+        one._warn_of_other_tokenizer(made["text"], Tok(eod=5))
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -8355,7 +8356,7 @@ def test_a_full_disk_is_found_before_the_first_pair_has_its_name(one, tmp_path, 
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "more": "c"}\n')
     full = mock.Mock(side_effect=[None, OSError(errno.ENOSPC, "no space left on device")])
-    monkeypatch.setattr(one.NewFile, "sync", full)
+    monkeypatch.setattr(one._NewFile, "sync", full)
     with pytest.raises(OSError, match="no space left"):
         one.preprocess(path, tmp_path / "o", json_keys=["text", "more"])
     assert os.listdir(tmp_path) == ["a.jsonl"]
@@ -9133,7 +9134,7 @@ def test_plan_equals_what_is_built_and_drawn(mm, six_corpora, tmp_path):
         fields["mid_level_dataset_surplus"] = float(rng.choice([0, 0.005, 0.2]))
         folder = tmp_path / f"cache{number}"
         cfg = config(mm, **fields, path_to_cache=str(folder))
-        with mock.patch.object(mm.MappedTokens, "read", side_effect=AssertionError):
+        with mock.patch.object(mm._MappedTokens, "read", side_effect=AssertionError):
             planned, error = returned_or_refused(mm.plan, cfg, sizes, 4)
         assert not folder.exists()
         built, wanted_error = returned_or_refused(build, mm, sizes, cfg)
