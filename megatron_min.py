@@ -2835,6 +2835,10 @@ class BlendedMegatronDatasetBuilder:
     is_built_on_rank  () -> bool; ranks where it is False get None three times
     config            the config of cls
 
+    A build is collective: with torch.distributed every rank calls build(), also where nothing is
+    built for it.  In Lightning the place for it is setup(), never prepare_data(), which one rank
+    calls: that rank would wait for ever.
+
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
     >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, [4, 0, 0], lambda: True, config)
@@ -2859,9 +2863,8 @@ class BlendedMegatronDatasetBuilder:
     def build(self) -> list:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
 
-        With torch.distributed every rank must call this method: called on rank 0 alone it waits for
-        ever.  Rank 0 builds first, so that the others find its cache; a failure on any rank is
-        raised on every rank.
+        With torch.distributed every rank calls this method.  Rank 0 builds first, so that the
+        others find its cache; a failure on any rank is raised on every rank.
         """
         if not _is_distributed():
             return self._build_splits()
@@ -3320,6 +3323,7 @@ class ParallelGroups:
     A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
     group differ in their places along these axes and in nothing else.  Every rank must make its
     ParallelGroups at the same point.  Without torch.distributed the layout is one process.
+    A torch DeviceMesh has these groups if its names are ("pp", "dp", "cp", "tp"), in this order.
 
     Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp (ep, for experts,
     is 1 here).

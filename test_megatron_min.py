@@ -3418,30 +3418,70 @@ def test_a_state_has_the_same_few_keys(one, tmp_path):
             assert types_of_state == {"version": int, "consumed_samples": int, "past": str}
 
 
-def test_a_state_goes_through_torchs_checkpoints(one, tmp_path):
-    """Of each kind of dataset and sampler, into a loader that is fresh."""
+def conversations_of_a_run(mm, folder):
+    rows = random_rows(np.random.default_rng(1), 30, 5)
+    return chat(mm, write_rows(folder / "rows.jsonl", rows), 20)
+
+
+def mock_data_of_a_run(mm, folder):
+    opened = mm.MockGPTLowLevelDataset(Tok())
+    documents = np.arange(2, dtype=np.int32)
+    return mm.MockGPTDataset(opened, None, documents, 20, mm.Split.train, config(mm))
+
+
+def own_class_of_a_run(mm, folder):
+    return build(mm, [20, 0, 0], config(mm, (["x"], None)), numbers_class(mm))[0]
+
+
+def own_samples_of_a_run(mm, folder):
+    return own_data(mm)
+
+
+def numbers_of_a_run(mm, folder):
+    return Numbers(20)
+
+
+KINDS_OF_DATA = [CORPUS, STABLE, KEEPS_SHORT, BLEND, STABLE_BLEND, WHOLE_CORPORA, PLAN]
+KINDS_OF_DATA += [
+    (conversations_of_a_run, {}),
+    (mock_data_of_a_run, {}),
+    (own_class_of_a_run, {}),
+    (own_samples_of_a_run, {}),
+    (numbers_of_a_run, {}),
+]
+
+
+@pytest.mark.parametrize("kind", [*KINDS_OF_ORDER, "full_validation", "external"])
+def test_a_state_goes_through_torchs_checkpoints(one, tmp_path, kind):
+    """Into a fresh loader over every kind of dataset, which goes on there; len() stays."""
     import torch.distributed.checkpoint as checkpoint
 
-    for number, data in enumerate((CORPUS, STABLE_BLEND, PLAN, WHOLE_CORPORA)):
-        function, arguments = data
-        for fields in ({}, CYCLIC, UNSHARDED):
-            dataset = function(one, tmp_path, **arguments)
-            folder = tmp_path / f"checkpoint {number} {fields}"
-            fields = {"micro_batch_size": 2} | fields
-            loader = one.build_pretraining_data_loader(dataset, 0, **fields)
-            length = len(loader)
-            iterator = iter(loader)
-            next(iterator)
-            rest = list(iterator)
-            quiet(
-                checkpoint.save, {"loader": loader.state_dict()}, checkpoint_id=folder, no_dist=True
+    for number, (function, arguments) in enumerate(KINDS_OF_DATA):
+        dataset = function(one, tmp_path, **arguments)
+        fields = {"micro_batch_size": 2, "consumed_samples": 0}
+        old, fresh = [
+            one.build_pretraining_data_loader(
+                dataset, **fields | fields_of("single" if kind == "external" else kind)
             )
-            fresh = one.build_pretraining_data_loader(dataset, 0, **fields)
-            target = {"loader": fresh.state_dict()}
-            quiet(checkpoint.load, target, checkpoint_id=folder, no_dist=True)
-            assert target["loader"] == loader.state_dict()
-            del rest
-            assert len(fresh) == length
+            for _ in range(2)
+        ]
+        if kind == "external":  # a loader of the user's own
+            external = fields | {"dataloader_type": "external"}
+            assert one.build_pretraining_data_loader(old, **external) is old
+        length = len(old)
+        batches = iter(old)
+        next(batches)
+        next(batches)
+        folder = tmp_path / f"checkpoint {number}"
+        quiet(checkpoint.save, {"loader": old}, checkpoint_id=folder, no_dist=True)
+        quiet(checkpoint.load, {"loader": fresh}, checkpoint_id=folder, no_dist=True)
+        assert fresh.state_dict() == old.state_dict()
+        rest = list(itertools.islice(batches, 20))
+        found = list(itertools.islice(fresh, 20))
+        assert len(found) == len(rest) == min(length - 2, 20) > 0
+        for batch, wanted in zip(found, rest, strict=True):
+            same_samples(batch, wanted)
+        assert len(old) == len(fresh) == length
 
 
 @pytest.mark.parametrize("fields", [{}, CYCLIC, UNSHARDED], ids=str)
@@ -3988,6 +4028,12 @@ def groups_are_those_of_rank_lists(job, layout):
         assert groups.ranks(kind) == mine
         assert groups.rank(kind) == mine.index(job.rank)
         assert groups.size(kind) == len(mine)
+    shape = [sizes[axis] for axis in ("pipeline", "data", "context", "tensor")]
+    names = ("pp", "dp", "cp", "tp")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for kind in names:  # README: the order of a mesh that equals rank_lists()
+        assert mesh[kind].mesh.tolist() == groups.ranks(kind)
+        assert mesh.get_local_rank(kind) == groups.rank(kind)
     assert groups.is_first_stage == (groups.rank("pp") == 0)
     assert groups.is_last_stage == (groups.rank("pp") == pipeline - 1)
     with pytest.raises(ValueError, match=f"{job.world} ranks cannot be cut into tensor 3"):
