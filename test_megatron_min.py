@@ -11054,3 +11054,21 @@ def test_training_script_goes_on_where_it_stopped(readme, training_folder):
     first = losses_of(training_folder, STOP="1")
     assert len(first) == 2
     assert first + losses_of(training_folder, 2) == unbroken
+
+
+def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
+    """Each step reads its own samples, whatever was read ahead, or to estimate losses."""
+    train = data_of_a_run(one, tmp_path)
+    names = vars(one) | {"torch": torch, "device": "cpu", "seed_offset": 1, "ddp_world_size": 2}
+    names |= {"batch_size": 2, "block_size": 8, "tokens_per_iter": 32}  # 4 samples in a step
+    names["builder"] = types.SimpleNamespace(build=lambda: [train, train, None])
+    for iter_num in (0, 3):
+        names["iter_num"] = iter_num
+        exec(readme_script(readme, "def get_batch(split)"), names)
+        for step in range(iter_num, 6):
+            wanted = train.batch([4 * step + 2, 4 * step + 3])
+            for found, key in zip(names["get_batch"]("train"), ("tokens", "labels"), strict=True):
+                same(found, wanted[key])
+            with torch.no_grad():
+                estimated, _ = names["get_batch"]("train")
+            same(estimated, train.batch([4 * (step - iter_num) + k for k in (2, 3)])["tokens"])
