@@ -1636,12 +1636,14 @@ def _count_samples_of_epochs(
 #
 # With the toy corpus, its documents in file order, and sample_index (0, 0) (1, 0) (2, 1) (2, 5):
 #
-#   positions              0 1 2 3 4 5 6 7 8 9 . . .       j = 1: rows (1, 0) and (2, 1)
-#   stream                 a a a a b b b c c c c c c
+#   stream, counted        0 1 2 3 4 5 6 7 8 9 . . .       j = 1: rows (1, 0) and (2, 1)
+#                          a a a a b b b c c c c c c
 #   pieces of j = 1                b b b c c               (sequence 1, offset 0, 3 tokens) and
 #                                                          (sequence 2, offset 0, 1 + x tokens)
 #   tokens                         b b b c                 all but the last of the five
 #   labels                           b b c c               all but the first
+#
+# The methods pieces(), _read_samples() and _write_sample() of GPTDataset say the same in code.
 #
 # Where a document ends inside of a sample, the config may ask for positions that count from 0
 # again, for a mask that keeps the documents apart, or for the places where documents start.
@@ -1662,28 +1664,9 @@ class _SampleTable(torch.utils.data.Dataset):
 
     columns(count)                 an empty table for so many samples: {key: array (count, ...)}
     fill(columns, rows, indices)   writes the samples of these indices into these rows
-    fills_rows                     does each sample come from fill()?  It does not where a subclass
-                                   says itself what a sample is, as the documentation of the class
-                                   allows: there a batch is these samples, collated
+    fills_rows                     does each sample come from fill()?  In a subclass with its own
+                                   __getitem__() it does not: there a batch is samples, collated
     """
-
-    @property
-    def fills_rows(self) -> bool:
-        """Does each sample come from fill(), so that a batch can be filled as a whole?"""
-        return type(self).__getitem__ is _SampleTable.__getitem__
-
-    def columns(self, count: int) -> dict[str, np.ndarray]:
-        """Return an empty table for so many samples: {key: array (count, ...)}."""
-        raise NotImplementedError(f"{type(self).__name__} wants columns() or its own __getitem__()")
-
-    def fill(
-        self,
-        columns: dict[str, np.ndarray],
-        rows: typing.Sequence[int],
-        indices: typing.Sequence[int | None],
-    ) -> None:
-        """Write the samples of these indices (None: padding, without loss) into these rows."""
-        raise NotImplementedError(f"{type(self).__name__} wants fill() or its own __getitem__()")
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         columns = self.columns(1)
@@ -1706,6 +1689,24 @@ class _SampleTable(torch.utils.data.Dataset):
         self.fill(columns, range(len(indices)), indices)
         return {key: torch.from_numpy(values) for key, values in columns.items()}
 
+    @property
+    def fills_rows(self) -> bool:
+        """Does each sample come from fill(), so that a batch can be filled as a whole?"""
+        return type(self).__getitem__ is _SampleTable.__getitem__
+
+    def columns(self, count: int) -> dict[str, np.ndarray]:
+        """Return an empty table for so many samples: {key: array (count, ...)}."""
+        raise NotImplementedError(f"{type(self).__name__} wants columns() or its own __getitem__()")
+
+    def fill(
+        self,
+        columns: dict[str, np.ndarray],
+        rows: typing.Sequence[int],
+        indices: typing.Sequence[int | None],
+    ) -> None:
+        """Write the samples of these indices (None: padding, without loss) into these rows."""
+        raise NotImplementedError(f"{type(self).__name__} wants fill() or its own __getitem__()")
+
 
 def _row_of(columns, row):
     """One sample of a table, as tensors.
@@ -1715,20 +1716,7 @@ def _row_of(columns, row):
     return {key: torch.from_numpy(values[row, ...]) for key, values in columns.items()}
 
 
-class _IndexArray:
-    """An attribute that is an index array: mapped from its file at the first access, or set."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, dataset: typing.Any, owner: type | None = None) -> np.ndarray:
-        if dataset is None:  # GPTDataset.document_index, of the class
-            return self
-        _map_indices(dataset)  # section 12: from now on the arrays are attributes of the dataset
-        return vars(dataset)[self.name]
-
-
-class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
+class MegatronDataset(abc.ABC, _SampleTable):
     """The base of datasets that the builder can build.  Upstream: MegatronDataset.
 
     dataset        what build_low_level_dataset() returned
@@ -1747,8 +1735,6 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
                                                       that no run goes on with other data
     """
 
-    fills_rows = False  # a batch is samples, collated; see _SampleTable
-
     def __init__(
         self,
         dataset: typing.Any,
@@ -1761,27 +1747,24 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
         self._documents = _as_range(indices)
-        self._indices = None if isinstance(indices, range) else np.asarray(indices)
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
-        self._pad_token_id = _pad_token_id(config)
-        # what tells this dataset from others: its cache files are named after it (section 12)
-        self.unique_identifiers = _identifiers_of_dataset(self)
-        self.unique_description = _describe(self.unique_identifiers)
-        self.unique_description_hash = _md5(self.unique_description)
+        self._pad_token_id = _pad_token_id(config)  # section 13
+        _set_identifiers(self)  # section 12: the files of a cache are named after these
 
-    @property
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abc.abstractmethod
+    def __getitem__(self, idx: int | None) -> dict:
+        """Return sample idx; None stands for a sample that fills up a batch and has no loss."""
+
+    @functools.cached_property
     def indices(self) -> np.ndarray:
         """int32: which elements of dataset belong to this split; made when it is asked for."""
-        if self._indices is None:
-            self._indices = _as_documents(self._documents)
-        return self._indices
-
-    @staticmethod
-    def _key_config_attributes() -> list[str]:
-        """Return the fields of the config that change the samples; a subclass may add some."""
-        return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
+        return _as_documents(self._documents)
 
     @staticmethod
     def build_low_level_dataset(
@@ -1795,28 +1778,30 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         """Return how many elements the opened data have for the split to cut."""
         raise NotImplementedError("the builder wants a class with numel_low_level_dataset()")
 
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        """Return the fields of the config that change the samples; a subclass may add some."""
+        return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
+
     def made_from(self) -> dict:
         """Return what the samples are made from, in numbers and texts, for a state to compare."""
         return {}
 
-    @abc.abstractmethod
-    def __len__(self) -> int:
-        """Return the number of samples."""
 
-    @abc.abstractmethod
-    def __getitem__(self, idx: int | None) -> dict:
-        """Return sample idx; None stands for a sample that fills up a batch and has no loss."""
+class _IndexArray:
+    """An attribute that is an index array: mapped from its file at the first access, or set."""
 
-    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples; torch.utils.data.DataLoader calls this for each batch."""
-        return [self[idx] for idx in indices]
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
-    def batch(self, indices: typing.Sequence[int | None]) -> dict:
-        """Return several samples as one: {key: tensor (B, ...)}."""
-        return torch.utils.data.default_collate(self.__getitems__(indices))
+    def __get__(self, dataset: typing.Any, owner: type | None = None) -> np.ndarray:
+        if dataset is None:  # GPTDataset.document_index, of the class
+            return self
+        _map_indices(dataset)  # section 12: from now on the arrays are attributes of the dataset
+        return vars(dataset)[self.name]
 
 
-class GPTDataset(_SampleTable, MegatronDataset):
+class GPTDataset(MegatronDataset):
     """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
 
     indexed_dataset   IndexedDataset
@@ -1831,9 +1816,9 @@ class GPTDataset(_SampleTable, MegatronDataset):
       loss_mask                float32 (S,), 0 where a label does not count
       position_ids             int64 (S,)
       cu_seqlens, max_seqlen   int32 (S+1,) and (), only with inter_document_masking
-    ds[None] is sample 0 without any loss: it fills up a batch.  Cost: that of build_sample_idx() to
-    build; for a sample, one read for each document that it touches.  On object storage the reads of
-    a batch are made at the same time.
+    ds[None] is sample 0 without any loss: it fills up a batch.  A sample costs one read for each
+    document that it touches.  On object storage the reads of a batch are made at the same time.
+    IndexError for a sample that does not exist.
 
     The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
     or, for a pair on object storage, one beside the copy of its .idx.
@@ -1889,75 +1874,14 @@ class GPTDataset(_SampleTable, MegatronDataset):
         else:
             self._find_indices()
 
-    def _find_indices(self):
-        """Find the three arrays in the cache (section 12), or have them built."""
-        plan = _open_indices(self)
-        if plan is None:  # a cache of upstream that is trusted
-            plan = self._plan_epochs(_count_tokens(self.dataset.sequence_lengths, self._documents))
-        self.epoch_plan = EpochPlan(*plan)
-
-    def _build_indices(self):
-        """Return the plan of the epochs and the three arrays of section 4."""
-        _check_corpus(self)  # section 12
-        config = self.config
-        S = config.sequence_length
-        documents = _as_documents(self._documents)
-        lengths = self.dataset.sequence_lengths
-        tokens_per_epoch = _count_tokens(lengths, self._documents)
-        plan = self._plan_epochs(tokens_per_epoch)
-        if config.stable_order:
-            edges = _count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
-            document_index, shuffle_index = build_stable_orders(
-                documents, edges, config.random_seed
-            )
-        else:
-            random_state = np.random.RandomState(
-                config.random_seed
-            )  # draws documents, then samples
-            document_index = build_document_index(
-                documents, plan.num_epochs, random_state, plan.separate_final_epoch
-            )
-            first_part = plan.num_samples
-            if plan.separate_final_epoch:
-                first_part = plan.samples_before_final_epoch
-            shuffle_index = build_shuffle_index(first_part, plan.num_samples, random_state)
-        sample_index = build_sample_idx(
-            lengths,
-            document_index,
-            S,
-            plan.num_epochs,
-            tokens_per_epoch,
-            not self._keeps_short,
-            self._extra,
-        )
-        return plan, [document_index, sample_index, shuffle_index]
-
-    def _plan_epochs(self, tokens_per_epoch):
-        """How often this dataset goes over its documents, and how many samples that gives."""
-        if self.num_samples and not tokens_per_epoch:
-            raise ValueError(
-                f"{_name(self)}: {self.index_split.name} of split {self.config.split!r} holds no "
-                f"tokens for {self.num_samples} samples: enlarge it"
-            )
-        S = self.config.sequence_length
-        drop_last = not self._keeps_short
-        return plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
-
-    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return document_index, sample_index and shuffle_index, from the cache or newly built.
-
-        A subclass may override this method, which has upstream's name, to have other orders.  What
-        its method returns is kept in memory, and not in a cache.
-        """
-        self._find_indices()
-        return self.document_index, self.sample_index, self.shuffle_index
-
     def __len__(self) -> int:
         if "sample_index" in vars(self):  # it is mapped, or was set
             return len(self.sample_index) - 1
         return self.epoch_plan.num_samples
 
-    # ---- the tokens of a sample: pieces, joined and filled up
+    __getitem__ = _SampleTable.__getitem__  # a sample is a row of a table
+
+    # ---- from k to the tokens and labels of sample k
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
@@ -1965,13 +1889,12 @@ class GPTDataset(_SampleTable, MegatronDataset):
         A length may be 0: that of an empty document, or, with x = 0, of the first piece.
         """
         k = _position(k, len(self), f"the samples of {_name(self)}")
+        _check_place(self, k)  # section 15: what the arrays say of sample k can be followed
         j = int(self.shuffle_index[k])
-        (first_d, first_offset), (last_d, last_offset) = self._rows(k, j)
+        (first_d, first_offset), (last_d, last_offset) = self.sample_index[j : j + 2].tolist()
         pieces = []
         for d in range(first_d, last_d + 1):
             i = int(self.document_index[d])
-            if not 0 <= i < len(self.dataset):
-                raise self._damaged(k, f"document_index[{d}] is {i}")
             begin = first_offset if d == first_d else 0
             if d < last_d:
                 end = int(self.dataset.sequence_lengths[i])
@@ -1980,115 +1903,24 @@ class GPTDataset(_SampleTable, MegatronDataset):
             pieces.append((i, begin, end - begin))
         return pieces
 
-    def _rows(self, k, j):
-        """Rows j and j + 1 of sample_index; IndexError where they are not the ends of a sample."""
-        most = len(self.sample_index) - 1  # a subclass may have a smaller len()
-        if not 0 <= j < most:
-            raise self._damaged(k, f"shuffle_index[{k}] is {j}, of {most} samples")
-        rows = self.sample_index[j : j + 2].tolist()
-        (first_d, first_offset), (last_d, last_offset) = rows
-        is_in_order = 0 <= first_d <= last_d < len(self.document_index)
-        if not is_in_order or first_offset < 0 or last_offset < 0:
-            found = f"rows {j} and {j + 1} of sample_index are {rows}"
-            raise self._damaged(k, f"{found}, of {len(self.document_index)} documents")
-        return rows
-
-    def _damaged(self, k, found):
-        """The error for indices that no builder has made."""
-        return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the cache")
-
-    def _read_texts(self, indices):
-        """The S + x tokens of each of these samples; of a whole batch in one call."""
+    def _read_samples(self, indices):
+        """The S + x tokens of each of these samples: its pieces, laid end to end and filled up."""
         pieces_of_samples = [self.pieces(k) for k in indices]
-        all_pieces = list(itertools.chain.from_iterable(pieces_of_samples))
-        if type(self.dataset) is IndexedDataset:
-            parts = self.dataset.get_many(all_pieces)
-        else:  # a reader of the user's own
-            parts = [self.dataset.get(*piece) for piece in all_pieces]
+        parts = iter(_read_pieces(self.dataset, itertools.chain(*pieces_of_samples)))
         texts = []
-        first = 0
         for k, pieces in zip(indices, pieces_of_samples, strict=True):
-            end = first + len(pieces)
-            texts.append(self._join(k, pieces, parts[first:end]))
-            first = end
+            text = np.concatenate([next(parts) for _ in pieces], dtype=np.int64)
+            _check_text(self, k, pieces, text)
+            texts.append(self._pad(k, text))
         return texts
-
-    def _join(self, k, pieces, parts):
-        """The tokens of the pieces of sample k, laid end to end and filled up to S + x."""
-        text = np.concatenate(parts, dtype=np.int64)
-        wanted = sum(length for _, _, length in pieces)
-        if len(text) != wanted:  # a reader of the user's own may be wrong
-            raise ValueError(f"{_name(self)}: wanted {wanted} tokens of {pieces}, got {len(text)}")
-        if (text == self._pad_token_id).any():
-            _warn_of_real_pads(self)
-        return self._pad(k, text)
 
     def _pad(self, k, text):
         """The tokens of sample k, filled up to S + x."""
-        wanted = self.config.sequence_length + self._extra
-        missing = wanted - len(text)
-        if missing < 0:
-            raise self._damaged(k, f"wanted {wanted} tokens, got {len(text)}")
+        missing = self.config.sequence_length + self._extra - len(text)
         if missing == 0:
             return np.asarray(text, np.int64)
+        _check_room(self, k, missing)
         return np.append(text, np.full(missing, self._pad_token_id, np.int64))
-
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
-
-        A subclass may override this method, which has upstream's name, to change the tokens.  If it
-        returns fewer than S + x of them, padding follows.  What it returns behind the tokens is not
-        looked at.
-        """
-        [text] = self._read_texts([idx])
-        documents = [i for i, _, _ in self.pieces(idx)]
-        return text, np.array(documents, np.int64)
-
-    # ---- a sample as a row: tokens and labels, masks and positions
-
-    @property
-    def fills_rows(self) -> bool:
-        """Does each sample come from fill(), and are its tokens those of the corpus?"""
-        return super().fills_rows and not self._has_own_tokens()
-
-    def _has_own_tokens(self):
-        """Does a subclass say which tokens a sample has?"""
-        return _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
-
-    def columns(self, count: int) -> dict[str, np.ndarray]:
-        """Return an empty table for so many samples; its keys are in upstream's order."""
-        config = self.config
-        S = config.sequence_length
-        columns = {}
-        columns["tokens"] = np.empty((count, S), np.int64)
-        columns["labels"] = np.empty((count, S), np.int64)
-        if config.has_dense_mask:
-            columns["attention_mask"] = np.empty((count, 1, S, S), bool)
-        columns["loss_mask"] = np.empty((count, S), np.float32)
-        columns["position_ids"] = np.empty((count, S), np.int64)
-        if config.inter_document_masking:
-            columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
-            columns["max_seqlen"] = np.empty(count, np.int32)
-        return columns
-
-    def fill(
-        self,
-        columns: dict[str, np.ndarray],
-        rows: typing.Sequence[int],
-        indices: typing.Sequence[int | None],
-    ) -> None:
-        """Write the samples of these indices (None: padding, without loss) into these rows."""
-        samples = [0 if k is None else k for k in indices]
-        if self._has_own_tokens():
-            texts = []
-            for k in samples:
-                text = self._query_document_sample_shuffle_indices(k)[0]
-                texts.append(self._pad(k, text))
-        else:
-            texts = self._read_texts(samples)
-        for row, k, text in zip(rows, samples, texts, strict=True):
-            self._write_sample(columns, row, k, text)
-        _take_loss_of_padding(columns, rows, indices)
 
     def _write_sample(self, columns, row, k, text):
         """Write sample k, which has the S + x tokens of text, into a row of the columns."""
@@ -2121,7 +1953,7 @@ class GPTDataset(_SampleTable, MegatronDataset):
             mask_starts = after_eod if config.reset_attention_mask else [0]
             columns["attention_mask"][row] = causal_mask(mask_starts, S)
         if config.inter_document_masking:
-            columns["cu_seqlens"][row] = S  # in all places behind the starts
+            columns["cu_seqlens"][row] = S  # in all entries behind the starts
             columns["cu_seqlens"][row, : len(starts)] = starts
             columns["max_seqlen"][row] = np.diff([*starts, S]).max()
 
@@ -2141,6 +1973,120 @@ class GPTDataset(_SampleTable, MegatronDataset):
                 starts.append(size)
             size += length
         return starts
+
+    # ---- samples as rows of a table
+
+    def columns(self, count: int) -> dict[str, np.ndarray]:
+        """Return an empty table for so many samples; its keys are in upstream's order."""
+        config = self.config
+        S = config.sequence_length
+        columns = {}
+        columns["tokens"] = np.empty((count, S), np.int64)
+        columns["labels"] = np.empty((count, S), np.int64)
+        if config.has_dense_mask:
+            columns["attention_mask"] = np.empty((count, 1, S, S), bool)
+        columns["loss_mask"] = np.empty((count, S), np.float32)
+        columns["position_ids"] = np.empty((count, S), np.int64)
+        if config.inter_document_masking:
+            columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
+            columns["max_seqlen"] = np.empty(count, np.int32)
+        return columns
+
+    def fill(
+        self,
+        columns: dict[str, np.ndarray],
+        rows: typing.Sequence[int],
+        indices: typing.Sequence[int | None],
+    ) -> None:
+        """Write the samples of these indices (None: padding, without loss) into these rows."""
+        samples = [0 if k is None else k for k in indices]
+        if self._has_own_tokens():
+            texts = []
+            for k in samples:
+                text = self._query_document_sample_shuffle_indices(k)[0]
+                texts.append(self._pad(k, text))
+        else:
+            texts = self._read_samples(samples)
+        for row, k, text in zip(rows, samples, texts, strict=True):
+            self._write_sample(columns, row, k, text)
+        _take_loss_of_padding(columns, rows, indices)
+
+    @property
+    def fills_rows(self) -> bool:
+        """Does each sample come from fill(), and are its tokens those of the corpus?"""
+        return super().fills_rows and not self._has_own_tokens()
+
+    def _has_own_tokens(self):
+        """Does a subclass say which tokens a sample has?"""
+        return _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
+
+        A subclass may override this method, which has upstream's name, to change the tokens.  If it
+        returns fewer than S + x of them, padding follows.  What it returns behind the tokens is not
+        looked at.
+        """
+        [text] = self._read_samples([idx])
+        documents = [i for i, _, _ in self.pieces(idx)]
+        return text, np.array(documents, np.int64)
+
+    # ---- the three arrays
+
+    def _build_indices(self):
+        """Build the arrays of section 4: return the plan of the epochs, and the three of them."""
+        _check_corpus(self)  # section 13
+        config = self.config
+        S = config.sequence_length
+        lengths = self.dataset.sequence_lengths
+        documents = _as_documents(self._documents)
+        tokens_per_epoch = _count_tokens(lengths, self._documents)
+        plan = self._plan_epochs(tokens_per_epoch)
+        if config.stable_order:
+            edges = _count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
+            document_index, shuffle_index = build_stable_orders(
+                documents, edges, config.random_seed
+            )
+        else:
+            # one generator draws the order of the documents first, then that of the samples
+            random_state = np.random.RandomState(config.random_seed)
+            document_index = build_document_index(
+                documents, plan.num_epochs, random_state, plan.separate_final_epoch
+            )
+            first_part = plan.num_samples
+            if plan.separate_final_epoch:
+                first_part = plan.samples_before_final_epoch
+            shuffle_index = build_shuffle_index(first_part, plan.num_samples, random_state)
+        sample_index = build_sample_idx(
+            lengths,
+            document_index,
+            S,
+            plan.num_epochs,
+            tokens_per_epoch,
+            not self._keeps_short,
+            self._extra,
+        )
+        return plan, [document_index, sample_index, shuffle_index]
+
+    def _plan_epochs(self, tokens_per_epoch):
+        """How often this dataset goes over its documents, and how many samples that gives."""
+        _check_split_has_tokens(self, tokens_per_epoch)  # section 13
+        S = self.config.sequence_length
+        drop_last = not self._keeps_short
+        return plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
+
+    def _find_indices(self):
+        """Find the three arrays in the cache, or have them built (section 12)."""
+        self.epoch_plan = EpochPlan(*_open_indices(self))
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return document_index, sample_index and shuffle_index, from the cache or newly built.
+
+        A subclass may override this method, which has upstream's name, to have other orders.  What
+        its method returns is kept in memory, and not in a cache.
+        """
+        self._find_indices()
+        return self.document_index, self.sample_index, self.shuffle_index
 
     # ---- what the builder and the cache ask
 
@@ -2173,35 +2119,6 @@ def _take_loss_of_padding(columns, rows, indices):
     for row, k in zip(rows, indices, strict=True):
         if k is None:
             columns["loss_mask"][row] = 0
-
-
-def _as_range(documents):
-    """Numbers of documents as a range, if they follow each other, else as an array."""
-    if isinstance(documents, range) and documents.step == 1:
-        return documents
-    documents = np.asarray(documents)
-    if len(documents) and np.array_equal(documents, documents[0] + np.arange(len(documents))):
-        return range(int(documents[0]), int(documents[-1]) + 1)
-    return documents
-
-
-def _as_documents(documents):
-    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
-    if isinstance(documents, range):
-        return np.arange(documents.start, documents.stop, dtype=np.int32)
-    return documents
-
-
-def _count_tokens(lengths, documents):
-    """T: how many tokens these documents have."""
-    if isinstance(documents, range):
-        documents = slice(documents.start, documents.stop)
-    return int(lengths[documents].sum(dtype=np.int64))
-
-
-def _overrides(dataset, cls, method):
-    """Does the class of this dataset have another method of this name than cls has?"""
-    return getattr(type(dataset), method) is not getattr(cls, method)
 
 
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -2240,47 +2157,33 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
     return positions
 
 
-def _name(dataset):
-    """What to call a dataset in a message: its path, or its class."""
-    path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else _hide_credentials(str(path))
+def _overrides(dataset, cls, method):
+    """Does the class of this dataset have another method of this name than cls has?"""
+    return getattr(type(dataset), method) is not getattr(cls, method)
 
 
-def _attribute(tokenizer, name):
-    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
-    try:
-        return getattr(tokenizer, name, None)
-    except NotImplementedError:
-        return None
+def _as_range(documents):
+    """Numbers of documents as a range, if they follow each other, else as an array."""
+    if isinstance(documents, range) and documents.step == 1:
+        return documents
+    documents = np.asarray(documents)
+    if len(documents) and np.array_equal(documents, documents[0] + np.arange(len(documents))):
+        return range(int(documents[0]), int(documents[-1]) + 1)
+    return documents
 
 
-def _pad_token_id(config):
-    """The id that fills short samples: the tokenizer's pad, or -1.
+def _as_documents(documents):
+    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
+    if isinstance(documents, range):
+        return np.arange(documents.start, documents.stop, dtype=np.int32)
+    return documents
 
-    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
-    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
-    have no loss either.  The special tokens are those of the tokenizer's special_tokens_dict; if it
-    has none, they are eos and eod.
-    """
-    tokenizer = config.tokenizer
-    pad = _attribute(tokenizer, "pad")
-    if pad is None:
-        return -1
-    special = _attribute(tokenizer, "special_tokens_dict")
-    if special is None:
-        special = {}
-    special = {name: token for name, token in special.items() if name != "pad_token"}
-    if not special:
-        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if same and not config.allow_ambiguous_pad_tokens:
-        warnings.warn(
-            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
-            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
-            stacklevel=2,
-        )
-        return -1
-    return int(pad)
+
+def _count_tokens(lengths, documents):
+    """T: how many tokens these documents have."""
+    if isinstance(documents, range):
+        documents = slice(documents.start, documents.stop)
+    return int(lengths[documents].sum(dtype=np.int64))
 
 
 class MockGPTLowLevelDataset:
@@ -2370,7 +2273,7 @@ def build_blending_indices(
     size: int,
     verbose: bool = False,
 ) -> None:
-    """Fill in, for each sample of a blend, its dataset and its place in that dataset.
+    """Fill in, for each sample of a blend, its dataset and its number in that dataset.
 
     Sample i comes from the dataset with the largest lag, weights[d] * max(i, 1) - taken[d], in IEEE
     doubles; taken[d] is how many of the samples 0 .. i-1 come from dataset d.  Of equals the lowest
@@ -2412,6 +2315,7 @@ def build_exhaustive_blending_indices(
 
     dataset_index, dataset_sample_index   int16 and int64, (sum(sizes),): filled in
     sizes                                 int64 (num_datasets,)
+    Raises                                ValueError, TypeError for arrays that do not fit
     Upstream                              helpers.build_exhaustive_blending_indices
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
@@ -2431,33 +2335,6 @@ def build_exhaustive_blending_indices(
         taken[d] += 1
 
 
-def _as_counts(sizes, num_datasets):
-    """Numbers of samples -> int64 array; ValueError if one is not a whole number."""
-    counts = np.array(sizes[:num_datasets], np.int64)
-    if not np.array_equal(counts, sizes[:num_datasets]):
-        raise ValueError(f"sizes must be whole numbers, got {sizes}")
-    return counts
-
-
-def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size):
-    """TypeError or ValueError for arguments that the loops above would misread."""
-    _check_array(dataset_index, "dataset_index", np.int16)
-    _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
-    room = min(len(dataset_index), len(dataset_sample_index))
-    if not 0 <= size <= room:
-        raise ValueError(f"the outputs have {room} places for {size} samples")
-    if np.may_share_memory(dataset_index, dataset_sample_index):
-        raise ValueError("dataset_index and dataset_sample_index overlap in memory")
-    if not 0 < num_datasets < 2**15 - 1 or len(weights) != num_datasets:
-        raise ValueError(
-            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
-            f"{len(weights)} weights"
-        )
-    for d, weight in enumerate(weights.tolist()):
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weight of dataset {d}: wanted a finite number >= 0, got {weight}")
-
-
 def build_phase_indices(
     dataset_index: np.ndarray,
     dataset_sample_index: np.ndarray,
@@ -2470,8 +2347,8 @@ def build_phase_indices(
 
     dataset_index, dataset_sample_index   int16 and int64, (samples of all phases,): filled in
     phases                                [(samples, weights), ...]; the sum of the weights of a
-                                          phase is 1, and each dataset has one
-    Cost                                  that of build_blending_indices(), and O(samples)
+                                          phase is 1, and each dataset has one; ValueError if there
+                                          is no phase
 
     >>> which, sample = np.zeros(8, np.int16), np.zeros(8, np.int64)
     >>> build_phase_indices(which, sample, [(4, [0.25, 0.75]), (4, [0.5, 0.5])])
@@ -2495,19 +2372,6 @@ def build_phase_indices(
         begin = end
 
 
-class _BlendTooLarge(ValueError):
-    """A blend asks a dataset for more samples than it has.
-
-    needed is {dataset: samples that the blend takes of it}.
-    """
-
-    def __init__(
-        self, message: str, needed: dict[torch.utils.data.Dataset, int] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.needed = {} if needed is None else needed
-
-
 class BlendedDataset(_SampleTable):
     """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
 
@@ -2519,17 +2383,16 @@ class BlendedDataset(_SampleTable):
                dataset keeps its number, also one whose weights are all 0: a phase that is added
                later may use it.  One phase without a weight of 0 is the plain blend.
 
-    After that there are three kinds of blend:
+    So there are three kinds of blend, and their attributes are:
 
       made with           size      weights      phases                    rule
       weights and size    size      normalized   [(size, weights)]         build_blending_indices
       weights alone       None      counts       None                      build_exhaustive_...
       phases              the sum   None         with normalized weights   build_phase_indices
 
-    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.  Cost:
-    10 bytes for each sample, and the time of build_blending_indices() where no cache has the
-    arrays.  _BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a
-    run.
+    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.
+    ValueError for weights, a size or phases that cannot be; also where a dataset has fewer samples
+    than the blend takes of it, which in upstream is an IndexError in the middle of a run.
 
     >>> config = GPTDatasetConfig(1234, 4, split="1", tokenizer=ByteTokenizer())
     >>> corpus = IndexedDataset(toy_corpus())
@@ -2552,95 +2415,40 @@ class BlendedDataset(_SampleTable):
         config: BlendedMegatronDatasetConfig,
         phases: list | None = None,
     ) -> None:
-        if phases is None:
-            self._set_weights(datasets, weights, size)
-        elif weights is None and size is None:
-            self._set_phases(datasets, phases)
-        else:
-            raise ValueError("phases stand for weights and size: these must be None")
-        self.config = config
-        self.split = self.datasets[0].index_split
-        # May the rows of one table be filled by all datasets?
-        self._shares_columns = all(self._has_same_columns(dataset) for dataset in self.datasets)
-        self.unique_identifiers = _identifiers_of_blend(self)
-        self.unique_description = _describe(self.unique_identifiers)
-        self.unique_description_hash = _md5(self.unique_description)
-        # How many samples the blend takes of each dataset.  The arrays are found in the cache
-        # (section 12), or built; a cache of upstream that is trusted does not say how many.
-        self._taken = _open_indices(self)
-        if self._taken is not None:
-            self._check_counts(self._taken)
-
-    def _set_weights(self, datasets, weights, size):
-        """A blend of one phase, or one whose weights are counts."""
-        names = [_name(dataset) for dataset in datasets]
-        weights = _read_weights(weights, names)
-        if size is None and any(weight != int(weight) for weight in weights):
-            raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
-        if size is not None and (size < 0 or size % 1):
-            raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
-        self.datasets, weights = _drop_zero_weights(datasets, weights, names)
-        if size is None:
+        # section 15: what cannot be is refused, weight 0 dropped, the weights of phases normalized
+        self.datasets, weights, phases = _read_blend(datasets, weights, size, phases)
+        if phases is not None:
+            self.size = sum(samples for samples, _ in phases)
+            _, first_weights = phases[0]
+            is_plain = len(phases) == 1 and all(first_weights)
+            self.weights = first_weights if is_plain else None
+            self.phases = phases
+        elif size is None:
             self.size = None
-            self.weights = [int(weight) for weight in weights]
+            self.weights = [int(count) for count in weights]
             self.phases = None
         else:
             self.size = int(size)
             self.weights = normalize(weights)
             self.phases = [(self.size, self.weights)]
-
-    def _set_phases(self, datasets, phases):
-        """A blend of several phases; one phase that uses all datasets is a plain blend."""
-        self.datasets = list(datasets)
-        self.phases = _as_phases(phases, [_name(dataset) for dataset in datasets])
-        self.size = sum(samples for samples, _ in self.phases)
-        _, weights = self.phases[0]
-        is_plain = len(self.phases) == 1 and all(weights)
-        self.weights = weights if is_plain else None
-
-    def _has_same_columns(self, dataset):
-        """Does this dataset fill rows, of the table that the config of the blend asks for?"""
-        fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
-        return fills_rows and dataset.config is self.config
-
-    def _build_indices(self):
-        """Return how many samples each dataset gives, and the two arrays."""
-        dataset_index = np.zeros(len(self), np.int16)
-        dataset_sample_index = np.zeros(len(self), np.int64)
-        arrays = [dataset_index, dataset_sample_index]
-        if self.size is None:
-            build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
-        elif self.weights is None:
-            build_phase_indices(*arrays, self.phases)
-        else:
-            build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
-        taken = _count_datasets(dataset_index, len(self.datasets)).tolist()
-        # Before the blend is saved: fast_cache_load does not check a saved one again.
-        self._check_counts(taken)
-        return taken, arrays
-
-    def _check_counts(self, taken):
-        """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
-        needed = {}
-        sentences = []
-        for count, dataset in zip(taken, self.datasets, strict=True):
-            if count > len(dataset):
-                needed[dataset] = count
-                sentences.append(
-                    f"the blend takes {count:,} samples of {_name(dataset)}, "
-                    f"which has {len(dataset):,}"
-                )
-        if needed:
-            raise _BlendTooLarge("; ".join(sentences), needed)
-
-    def samples_taken(self) -> np.ndarray:
-        """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
-        if self._taken is None:  # the cache of upstream does not say
-            self._taken = _count_datasets(self.dataset_index, len(self.datasets)).tolist()
-        return np.array(self._taken, np.int64)
+        self.config = config
+        self.split = self.datasets[0].index_split
+        # May the rows of one table be filled by all datasets?
+        self._shares_columns = all(self._has_same_columns(dataset) for dataset in self.datasets)
+        _set_identifiers(self)  # section 12: the files of a cache are named after these
+        # How many samples the blend takes of each dataset.  The arrays are found in the cache
+        # (section 12), or built; a cache of upstream that is trusted does not say how many.
+        self._taken = _open_indices(self)
+        if self._taken is not None:
+            _check_taken(self, self._taken)
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
+
+    def __getitem__(self, idx: int | None) -> dict:
+        d, k = self._place(idx)
+        dataset_id = torch.from_numpy(np.array(d, np.int64))
+        return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
     def _place(self, idx):
         """Sample idx is sample k of dataset d: return (d, k).  None is padding, of dataset 0."""
@@ -2649,15 +2457,7 @@ class BlendedDataset(_SampleTable):
         i = _position(idx, len(self), "the samples of a blend")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
-    def __getitem__(self, idx: int | None) -> dict:
-        d, k = self._place(idx)
-        dataset_id = torch.from_numpy(np.array(d, np.int64))
-        return {"dataset_id": dataset_id, **self.datasets[d][k]}
-
-    @property
-    def fills_rows(self) -> bool:
-        """Can a batch be filled as a whole, because all datasets fill rows of the same table?"""
-        return self._shares_columns and not _overrides(self, BlendedDataset, "__getitem__")
+    # ---- samples as rows of a table
 
     def columns(self, count: int) -> dict[str, np.ndarray]:
         """Return an empty table for so many samples."""
@@ -2680,17 +2480,43 @@ class BlendedDataset(_SampleTable):
         for d, (rows_of_dataset, samples) in rows_of_datasets.items():
             self.datasets[d].fill(columns, rows_of_dataset, samples)
 
+    @property
+    def fills_rows(self) -> bool:
+        """Can a batch be filled as a whole, because all datasets fill rows of the same table?"""
+        return self._shares_columns and not _overrides(self, BlendedDataset, "__getitem__")
+
+    def _has_same_columns(self, dataset):
+        """Does this dataset fill rows, of the table that the config of the blend asks for?"""
+        fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
+        return fills_rows and dataset.config is self.config
+
+    # ---- the two arrays
+
+    def _build_indices(self):
+        """Build the arrays: return how many samples each dataset gives, and the two of them."""
+        dataset_index = np.zeros(len(self), np.int16)
+        dataset_sample_index = np.zeros(len(self), np.int64)
+        arrays = [dataset_index, dataset_sample_index]
+        if self.size is None:
+            build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
+        elif self.weights is None:
+            build_phase_indices(*arrays, self.phases)
+        else:
+            build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
+        taken = _count_datasets(dataset_index, len(self.datasets))
+        # Check before saving: with fast_cache_load a saved blend is never checked again.
+        _check_taken(self, taken)
+        return taken, arrays
+
+    def samples_taken(self) -> np.ndarray:
+        """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
+        if self._taken is None:  # the cache of upstream does not say
+            self._taken = _count_datasets(self.dataset_index, len(self.datasets))
+        return np.array(self._taken, np.int64)
+
     def __getstate__(self):
         """Leave out of a pickle the arrays that another process can map, or make."""
         return _without_mapped_arrays(self)
-
-
-def _count_datasets(dataset_index, num_datasets):
-    """How often each dataset is in dataset_index; part by part, as bincount() makes it int64."""
-    taken = np.zeros(num_datasets, np.int64)
-    for low in range(0, len(dataset_index), _CHUNK):
-        taken += np.bincount(dataset_index[low : low + _CHUNK], minlength=num_datasets)
-    return taken
 
 
 # ==============================================================================
@@ -4728,15 +4554,6 @@ class _IndexCache:
 _FAULTS = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
-def _raise_if_out_of_files(error):
-    """A process that may open no more files says nothing of the cache."""
-    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-        raise OSError(
-            f"{error}: each corpus keeps 2 files open, and 3 for each split: raise the limit of "
-            "open files (ulimit -n)"
-        ) from None
-
-
 def _crc32_of_json(value):
     """The CRC-32 of the text that JSON has for a value."""
     return zlib.crc32(json.dumps(value).encode())
@@ -4845,7 +4662,11 @@ def _open_indices(dataset: typing.Any) -> typing.Any:
     dataset._cache = _IndexCache(
         _folder_of_cache(dataset), name, dataset.index_names, dataset.unique_description, made_from
     )
-    return dataset._cache.load_or_build(dataset._build_indices, dataset.config.fast_cache_load)
+    facts = dataset._cache.load_or_build(dataset._build_indices, dataset.config.fast_cache_load)
+    if facts is None and isinstance(dataset, GPTDataset):  # a cache of upstream that is trusted
+        tokens = _count_tokens(dataset.dataset.sequence_lengths, dataset._documents)
+        facts = dataset._plan_epochs(tokens)
+    return facts
 
 
 def _split_of(dataset):
@@ -4873,13 +4694,15 @@ def _map_indices(dataset: typing.Any) -> None:
 
 
 def _has_own_arrays(dataset: typing.Any) -> bool:
-    """Return True if a subclass has made an array of this dataset, or somebody has set one."""
-    made = {}
-    if dataset._cache is not None:
-        made = dataset._cache._arrays
+    """Return True if a subclass has made an array of this dataset, or somebody has set another."""
+    if dataset._cache is None:
+        return True
     for name in dataset.index_names:
-        if name in vars(dataset) and vars(dataset)[name] is not made.get(name):
-            return True
+        if name in vars(dataset):  # it is mapped, or was set
+            made = dataset._cache.arrays(dataset._build_indices)[name]
+            own = vars(dataset)[name]
+            if own is not made and not np.array_equal(own, made):
+                return True
     return False
 
 
@@ -4887,12 +4710,33 @@ def _without_mapped_arrays(dataset: typing.Any) -> dict:
     """Return the state of a dataset for a pickle, without arrays that another process can map."""
     state = vars(dataset).copy()
     if isinstance(state.get("_documents"), range):
-        state["_indices"] = None  # made anew when they are asked for
+        state.pop("indices", None)  # made anew when they are asked for
     mapped = {} if dataset._cache is None else dataset._cache.mapped_arrays()
     for name, values in mapped.items():
         if state.get(name) is values:
             del state[name]
     return state
+
+
+def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
+    """Count how often each dataset is in dataset_index; in parts, as bincount() copies to int64."""
+    taken = np.zeros(num_datasets, np.int64)
+    for low in range(0, len(dataset_index), _CHUNK):
+        taken += np.bincount(dataset_index[low : low + _CHUNK], minlength=num_datasets)
+    return taken.tolist()
+
+
+def _set_identifiers(dataset: typing.Any) -> None:
+    """Set what tells a dataset or blend from others: a dict, its text, and the md5 of this text.
+
+    The files of the cache are named after the last.  The names of all three are upstream's.
+    """
+    if isinstance(dataset, BlendedDataset):
+        dataset.unique_identifiers = _identifiers_of_blend(dataset)
+    else:
+        dataset.unique_identifiers = _identifiers_of_dataset(dataset)
+    dataset.unique_description = _describe(dataset.unique_identifiers)
+    dataset.unique_description_hash = _md5(dataset.unique_description)
 
 
 def _describe(identifiers: dict) -> str:
@@ -5006,94 +4850,6 @@ def _arrays_made_from(dataset: GPTDataset) -> dict:
     if isinstance(dataset.dataset, IndexedDataset):
         found |= dataset.dataset.identity()
     return found
-
-
-# -- what is looked at before arrays are built, or mapped ------------------------------------------
-
-
-def _check_corpus(dataset: GPTDataset) -> None:
-    """Check what a new order is made of; a warning where resets would find nothing.
-
-    Each document exists, document_index can name it, its tokens are integers, and the whole .idx is
-    right.
-    """
-    corpus = dataset.dataset
-    documents = dataset._documents
-    if len(documents):
-        lowest = documents[0]
-        highest = documents[-1]
-        if not isinstance(documents, range):
-            lowest = documents.min()
-            highest = documents.max()
-        n = len(corpus)
-        if lowest < 0 or highest >= n or n >= 2**31:
-            raise IndexError(
-                f"{_name(dataset)}: documents {lowest} .. {highest} of {n}, and document_index, "
-                f"int32, can name {2**31 - 1}"
-            )
-    dtype = np.dtype(getattr(corpus, "dtype", np.int64))
-    if dtype.kind not in "iu":
-        raise ValueError(f"{_name(dataset)} holds {dtype}: token ids must be integers")
-    if isinstance(corpus, IndexedDataset):
-        corpus.verify()
-        _warn_of_other_tokenizer(corpus.path_prefix, dataset.config.tokenizer)  # section 18
-    if dataset._eod_token_id is not None:
-        _warn_if_no_eod(dataset)
-
-
-def _warn_if_no_eod(dataset):
-    """Resets find nothing in a corpus that was tokenized without --append-eod."""
-    last_tokens = []
-    for i in dataset._documents[:16]:
-        length = int(dataset.dataset.sequence_lengths[i])
-        if length > 0:
-            last_tokens.append(dataset.dataset.get(i, length - 1, 1)[0])
-    if last_tokens and dataset._eod_token_id not in last_tokens:
-        warnings.warn(
-            f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
-            "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
-            stacklevel=2,
-        )
-
-
-def _warn_of_real_pads(dataset: GPTDataset) -> None:
-    """Upstream is silent; Python shows equal warnings once."""
-    warnings.warn(
-        f"{_name(dataset)}: real tokens equal the pad id {dataset._pad_token_id}: they become 0 "
-        "without loss, as in Megatron-LM",
-        stacklevel=2,
-    )
-
-
-_SPARE_FILES = 100  # of the program itself, such as logs, sockets and libraries
-
-
-def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
-    """Let this process open the files that these corpora need, while they are mapped.
-
-    These are two for each pair and one for each index array.  The soft limit is raised, up to the
-    hard one; OSError where that is too low.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    wanted = _SPARE_FILES + 2 * len(prefixes)
-    for blend in blends:
-        wanted += len(GPTDataset.index_names) * len(blend.prefixes)
-        wanted += len(BlendedDataset.index_names)
-    if os.path.isdir("/proc/self/fd"):
-        wanted += len(os.listdir("/proc/self/fd"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
-        return
-    if hard != resource.RLIM_INFINITY and wanted > hard:
-        raise OSError(
-            f"{len(prefixes)} corpora need {wanted} open files, and this process may open {hard}: "
-            f"raise the hard limit (ulimit -Hn {wanted}, then ulimit -n {wanted})"
-        )
-    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # ==============================================================================
@@ -5612,6 +5368,167 @@ def _hide_credentials(text: str | os.PathLike) -> str:
     users = r"://([^/\s]*|[^/\s:]+:(?!\d+/)[^\s@'\"]*)@"
     without_users = re.sub(users, "://", os.fspath(text))
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", without_users)
+
+
+# -- what is looked at before arrays are built, and while samples are read -------------------------
+
+
+def _check_corpus(dataset: GPTDataset) -> None:
+    """Check what a new order is made of; a warning where resets would find nothing.
+
+    Each document exists, document_index can name it, its tokens are integers, and the whole .idx is
+    right.
+    """
+    corpus = dataset.dataset
+    documents = dataset._documents
+    if len(documents):
+        lowest = documents[0]
+        highest = documents[-1]
+        if not isinstance(documents, range):
+            lowest = documents.min()
+            highest = documents.max()
+        n = len(corpus)
+        if lowest < 0 or highest >= n or n >= 2**31:
+            raise IndexError(
+                f"{_name(dataset)}: documents {lowest} .. {highest} of {n}, and document_index, "
+                f"int32, can name {2**31 - 1}"
+            )
+    dtype = np.dtype(getattr(corpus, "dtype", np.int64))
+    if dtype.kind not in "iu":
+        raise ValueError(f"{_name(dataset)} holds {dtype}: token ids must be integers")
+    if isinstance(corpus, IndexedDataset):
+        corpus.verify()
+        _warn_of_other_tokenizer(corpus.path_prefix, dataset.config.tokenizer)  # section 18
+    if dataset._eod_token_id is not None:
+        _warn_if_no_eod(dataset)
+
+
+def _warn_if_no_eod(dataset):
+    """Resets find nothing in a corpus that was tokenized without --append-eod."""
+    last_tokens = []
+    for i in dataset._documents[:16]:
+        length = int(dataset.dataset.sequence_lengths[i])
+        if length > 0:
+            last_tokens.append(dataset.dataset.get(i, length - 1, 1)[0])
+    if last_tokens and dataset._eod_token_id not in last_tokens:
+        warnings.warn(
+            f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
+            "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
+            stacklevel=2,
+        )
+
+
+def _check_split_has_tokens(dataset: GPTDataset, tokens_per_epoch: int) -> None:
+    """ValueError where samples are wanted of a part of the corpus that has no tokens."""
+    if dataset.num_samples and not tokens_per_epoch:
+        raise ValueError(
+            f"{_name(dataset)}: {dataset.index_split.name} of split {dataset.config.split!r} holds "
+            f"no tokens for {dataset.num_samples} samples: enlarge it"
+        )
+
+
+def _read_pieces(reader: typing.Any, pieces: typing.Iterable) -> list[np.ndarray]:
+    """Return the tokens of all these pieces, of a whole batch; on object storage at the same time.
+
+    reader   an IndexedDataset, or a reader of the user's own, which has get()
+    """
+    if type(reader) is IndexedDataset:
+        return reader.get_many(pieces)
+    return [reader.get(*piece) for piece in pieces]
+
+
+def _name(dataset):
+    """What to call a dataset in a message: its path, or its class."""
+    path = getattr(dataset, "dataset_path", None)
+    return type(dataset).__name__ if path is None else _hide_credentials(str(path))
+
+
+def _attribute(tokenizer, name):
+    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:
+        return None
+
+
+def _pad_token_id(config):
+    """The id that fills short samples: the tokenizer's pad, or -1.
+
+    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
+    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
+    have no loss either.  The special tokens are those of the tokenizer's special_tokens_dict; if it
+    has none, they are eos and eod.
+    """
+    tokenizer = config.tokenizer
+    pad = _attribute(tokenizer, "pad")
+    if pad is None:
+        return -1
+    special = _attribute(tokenizer, "special_tokens_dict")
+    if special is None:
+        special = {}
+    special = {name: token for name, token in special.items() if name != "pad_token"}
+    if not special:
+        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        warnings.warn(
+            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
+            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
+            stacklevel=2,
+        )
+        return -1
+    return int(pad)
+
+
+def _warn_of_real_pads(dataset: GPTDataset) -> None:
+    """Upstream is silent; Python shows equal warnings once."""
+    warnings.warn(
+        f"{_name(dataset)}: real tokens equal the pad id {dataset._pad_token_id}: they become 0 "
+        "without loss, as in Megatron-LM",
+        stacklevel=2,
+    )
+
+
+# -- how many files may be open ----------------------------------------------------------------
+
+_SPARE_FILES = 100  # of the program itself, such as logs, sockets and libraries
+
+
+def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
+    """Let this process open the files that these corpora need, while they are mapped.
+
+    These are two for each pair and one for each index array.  The soft limit is raised, up to the
+    hard one; OSError where that is too low.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    wanted = _SPARE_FILES + 2 * len(prefixes)
+    for blend in blends:
+        wanted += len(GPTDataset.index_names) * len(blend.prefixes)
+        wanted += len(BlendedDataset.index_names)
+    if os.path.isdir("/proc/self/fd"):
+        wanted += len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise OSError(
+            f"{len(prefixes)} corpora need {wanted} open files, and this process may open {hard}: "
+            f"raise the hard limit (ulimit -Hn {wanted}, then ulimit -n {wanted})"
+        )
+    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _raise_if_out_of_files(error):
+    """A process that may open no more files says nothing of the file that it did not open."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        raise OSError(
+            f"{error}: each corpus keeps 2 files open, and 3 for each split: raise the limit of "
+            "open files (ulimit -n)"
+        ) from None
 
 
 # ==============================================================================
@@ -6293,6 +6210,20 @@ class NumMicroBatches:
 _MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes its characters take
 _MESSAGE_CHARACTERS = 600
 
+
+class _BlendTooLarge(ValueError):
+    """A blend takes more samples of a dataset than that one has.
+
+    needed is {dataset: samples that the blend takes of it}.
+    """
+
+    def __init__(
+        self, message: str, needed: dict[torch.utils.data.Dataset, int] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.needed = {} if needed is None else needed
+
+
 # The classes that reach other ranks as themselves; an error of any other class becomes a
 # RuntimeError whose sentence has the name of that class behind "rank R: ".
 _SHARED_ERRORS = {
@@ -6422,6 +6353,112 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
             f"consumed_samples differs between ranks, from {int(least)} to {int(most)} (rank "
             f"{_rank()} has {int(consumed_samples)}): load the same checkpoint on every rank"
         )
+
+
+# -- what the sections of part I refuse ------------------------------------------------------------
+# Each check is one call there.  A sentence says what was wanted, what was found, and what to do.
+
+
+def _check_place(dataset: GPTDataset, k: int) -> None:
+    """IndexError unless the arrays say of sample k what those of a builder can say.
+
+    Arrays can be wrong where somebody has set them, or where fast_cache_load trusts their files.
+    """
+    j = int(dataset.shuffle_index[k])
+    most = len(dataset.sample_index) - 1  # a subclass may have a smaller len()
+    if not 0 <= j < most:
+        raise _damaged(dataset, k, f"shuffle_index[{k}] is {j}, of {most} samples")
+    rows = dataset.sample_index[j : j + 2].tolist()
+    (first_d, first_offset), (last_d, last_offset) = rows
+    is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
+    if not is_in_order or first_offset < 0 or last_offset < 0:
+        found = f"rows {j} and {j + 1} of sample_index are {rows}"
+        raise _damaged(dataset, k, f"{found}, of {len(dataset.document_index)} documents")
+    for d in range(first_d, last_d + 1):
+        i = int(dataset.document_index[d])
+        if not 0 <= i < len(dataset.dataset):
+            raise _damaged(dataset, k, f"document_index[{d}] is {i}")
+
+
+def _check_text(dataset: GPTDataset, k: int, pieces: list, text: np.ndarray) -> None:
+    """Check what was read for sample k; a warning where real tokens equal the pad id."""
+    wanted = sum(length for _, _, length in pieces)
+    if len(text) != wanted:  # a reader of the user's own may be wrong
+        raise ValueError(f"{_name(dataset)}: wanted {wanted} tokens of {pieces}, got {len(text)}")
+    if (text == dataset._pad_token_id).any():
+        _warn_of_real_pads(dataset)
+
+
+def _check_room(dataset: GPTDataset, k: int, missing: int) -> None:
+    """IndexError where sample k has more than S + x tokens, and so less than none are missing."""
+    if missing < 0:
+        wanted = dataset.config.sequence_length + dataset._extra
+        raise _damaged(dataset, k, f"wanted {wanted} tokens, got {wanted - missing}")
+
+
+def _damaged(dataset, k, found):
+    """The error for indices that no builder has made."""
+    return IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the cache")
+
+
+def _read_blend(datasets, weights, size, phases):
+    """The (datasets, weights, phases) of a blend, without those of weight 0; ValueError.
+
+    weights and size, or phases, are those of BlendedDataset; what is not given is None.
+    """
+    names = [_name(dataset) for dataset in datasets]
+    if phases is not None:
+        if weights is not None or size is not None:
+            raise ValueError("phases stand for weights and size: these must be None")
+        return list(datasets), None, _as_phases(phases, names)
+    weights = _read_weights(weights, names)
+    if size is None and any(weight != int(weight) for weight in weights):
+        raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
+    if size is not None and (size < 0 or size % 1):
+        raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
+    datasets, weights = _drop_zero_weights(datasets, weights, names)
+    return datasets, weights, None
+
+
+def _as_counts(sizes, num_datasets):
+    """Numbers of samples -> int64 array; ValueError if one is not a whole number."""
+    counts = np.array(sizes[:num_datasets], np.int64)
+    if not np.array_equal(counts, sizes[:num_datasets]):
+        raise ValueError(f"sizes must be whole numbers, got {sizes}")
+    return counts
+
+
+def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size):
+    """TypeError or ValueError for arguments that the loops of section 6 would misread."""
+    _check_array(dataset_index, "dataset_index", np.int16)
+    _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
+    room = min(len(dataset_index), len(dataset_sample_index))
+    if not 0 <= size <= room:
+        raise ValueError(f"the outputs have room for {room} samples, not for {size}")
+    if np.may_share_memory(dataset_index, dataset_sample_index):
+        raise ValueError("dataset_index and dataset_sample_index overlap in memory")
+    if not 0 < num_datasets < 2**15 - 1 or len(weights) != num_datasets:
+        raise ValueError(
+            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
+            f"{len(weights)} weights"
+        )
+    for d, weight in enumerate(weights.tolist()):
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight of dataset {d}: wanted a finite number >= 0, got {weight}")
+
+
+def _check_taken(blend: BlendedDataset, taken: list[int]) -> None:
+    """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
+    needed = {}
+    sentences = []
+    for count, dataset in zip(taken, blend.datasets, strict=True):
+        if count > len(dataset):
+            needed[dataset] = count
+            sentences.append(
+                f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
+            )
+    if needed:
+        raise _BlendTooLarge("; ".join(sentences), needed)
 
 
 # ==============================================================================

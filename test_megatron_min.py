@@ -2127,7 +2127,9 @@ class NumbersMethods:
 
 def numbers_class(mm, missing=None):
     """A dataset of the user's own, without one of its methods."""
-    methods = {name: value for name, value in vars(NumbersMethods).items() if name != missing}
+    methods = dict(vars(NumbersMethods))
+    for name in ("__dict__", "__weakref__", missing):  # the first two are those of this class
+        methods.pop(name, None)
     return type("Numbers", (mm.MegatronDataset,), methods)
 
 
