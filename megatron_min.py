@@ -2823,14 +2823,10 @@ def _do_nothing():
 # ==============================================================================
 # Question answered here: which samples does rank r get at step t, and after a stop?
 #
-# A sampler runs on each data-parallel rank and yields the samples of that rank's micro-batches.
-# The micro-batches that all ranks read at the same time are called a round here.  A training step,
-# which changes the weights once, takes one round or several (see NumMicroBatches).
-#
-# In this section an epoch is once through all samples of the dataset (which may hold several epochs
-# of its sequences, see section 4).  One iteration over a sampler is called a pass.  A pass starts
-# at consumed_samples and ends at the end of the epoch, so the first pass after a stop may be only
-# the rest of an epoch.
+# A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
+# micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
+# time are called a round here.  A training step, which changes the model once, takes one round or
+# several.
 #
 # All ranks have one order of samples, and it is dealt to them round by round.  The sampler "single"
 # deals it in runs, the sampler "cyclic" sample by sample.  With micro_batch_size 2 and
@@ -2840,41 +2836,44 @@ def _do_nothing():
 #   order of "single"      0  1  2  3     4  5  6  7     8 ...
 #   rank                   0  0  1  1     0  0  1  1     0
 #
-#   order of "cyclic"      4  0  7  3     2  5  1  6                each epoch in a new order; the
+#   order of "cyclic"      4  0  7  3     2  5  1  6                each turn in a new order; the
 #   rank                   0  1  0  1     0  1  0  1                samples of whole rounds only
 #
-# With data_sharding each rank shuffles a part of its own, so that it always reads the same samples:
-# rank 0 those of 0 .. 3, rank 1 those of 4 .. 7.
+# A turn is once through all samples of the dataset.  (An epoch, of section 4, is once through its
+# documents, and a dataset may hold several.)  With data_sharding each rank shuffles a part of its
+# own, so that it always reads the same samples: rank 0 those of 0 .. 3, rank 1 those of 4 .. 7.
 #
-# A batch is then the samples of these indices, stacked; see batches_of().  One number,
-# consumed_samples, says how many samples all ranks together have used.  A checkpoint keeps this
-# number and what the samples so far depend on (section 14).  A job that goes on may have other
-# ranks, micro-batches or workers, wherever the order does not depend on them:
+# One iteration over a sampler is called a pass.  It starts at consumed_samples and ends at the end
+# of the turn, so the first pass after a stop may be only the rest of a turn.
+#
+# One number, consumed_samples, says how many samples all ranks together have used.  A checkpoint
+# keeps this number and what the samples so far depend on (section 14).  A job that goes on may have
+# other ranks, micro-batches or workers, wherever the order does not depend on them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
 #   full_validation
-#   cyclic, unsharded   in each epoch all ranks draw the   workers; ranks and micro-batch size, if
+#   cyclic, unsharded   in each turn all ranks draw the    workers; ranks and micro-batch size, if
 #                       same shuffled order                (a), (b) and (c) hold
-#   cyclic, sharded     in each epoch each rank shuffles   workers; micro-batch size, if (a) and (b)
+#   cyclic, sharded     in each turn each rank shuffles    workers; micro-batch size, if (a) and (b)
 #                       a part of its own                  hold
 #
 #   (a) consumed_samples is a whole number of the new rounds
 #   (b) the new sizes shuffle the same number of samples (the rest at the end, less than a
 #       micro-batch or, sharded, less than a round, is left out)
-#   (c) the number of the epoch and the place in it come out the same
+#   (c) the number of the turn, and the samples used in it, come out the same
 
 
 class _Sampler:
-    """What the samplers share: their sizes, and the check of where a pass can start.
+    """What the samplers share.
 
     kind                  the sampler's name in a saved state
     consumed_samples      where the next pass starts
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
-    len() counts the batches of a whole pass, wherever the next one starts (upstream: samples).
-    check_start(consumed_samples) raises a ValueError unless a pass can start there.
+    len() counts the batches of a whole turn, wherever the next pass starts (upstream: samples).
+    ValueError for sizes that cannot be, and for a place where no pass can start.
     """
 
     kind: str
@@ -2888,19 +2887,8 @@ class _Sampler:
         data_parallel_size: int,
         drop_last: bool = True,
     ) -> None:
-        sizes = {
-            "total_samples": total_samples,
-            "micro_batch_size": micro_batch_size,
-            "data_parallel_size": data_parallel_size,
-        }
-        for name, size in sizes.items():
-            if size < 1 or size % 1:
-                raise ValueError(f"{name} must be >= 1 and whole, got {size}")
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(
-                f"data_parallel_rank must be 0 to {data_parallel_size - 1}, "
-                f"got {data_parallel_rank}"
-            )
+        sizes = total_samples, micro_batch_size, data_parallel_size
+        _check_sampler(*sizes, data_parallel_rank)  # section 15
         self.total_samples = int(total_samples)
         self.consumed_samples = int(consumed_samples)
         self.micro_batch_size = int(micro_batch_size)
@@ -2909,7 +2897,7 @@ class _Sampler:
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        self.check_start(self.consumed_samples)
+        _check_start(self, self.consumed_samples)  # section 15
 
     def __len__(self) -> int:
         if self.drop_last:
@@ -2934,9 +2922,9 @@ class _Sampler:
 class MegatronPretrainingSampler(_Sampler):
     """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
 
-    Yields lists of micro_batch_size indices; rank r gets the r-th part of each round.
-    drop_last=False: the samples of the last, short round are shared out, and None (padding) stands
-    in the missing places, so that every rank yields the same number of batches.  A second pass
+    Yields lists of micro_batch_size indices; rank r gets the r-th part of each round.  With
+    drop_last=False the samples of the last, short round are shared out, and None (padding) stands
+    for those that are missing, so that every rank yields the same number of batches.  A second pass
     starts at 0.
 
     >>> list(MegatronPretrainingSampler(6, 0, 1, data_parallel_rank=1, data_parallel_size=2))
@@ -2959,14 +2947,6 @@ class MegatronPretrainingSampler(_Sampler):
             own_end = first + _ceil_div((rank + 1) * count, ranks)
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
             yield [*range(own_first, own_end), *padding]
-
-    def check_start(self, consumed_samples: int) -> None:
-        """ValueError unless a pass can start there; at the very end an empty pass can."""
-        if not 0 <= consumed_samples <= self.total_samples:
-            raise ValueError(
-                f"consumed_samples must be 0 to total_samples ({self.total_samples}), "
-                f"got {consumed_samples}"
-            )
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
@@ -2994,14 +2974,14 @@ class MegatronFullValidationSampler(MegatronPretrainingSampler):
 
 
 class MegatronPretrainingRandomSampler(_Sampler):
-    """Samples in a new random order every epoch.  Upstream: MegatronPretrainingRandomSampler.
+    """Samples in a new random order every turn.  Upstream: MegatronPretrainingRandomSampler.
 
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
-    seed           the order of epoch e is drawn with seed + e (upstream: with e)
+    seed           the order of turn t is drawn with seed + t (upstream: with t)
 
     The samples that fill no whole round at the end of an order are left out, so that all ranks stay
-    in the same epoch (upstream, unsharded, keeps some of them, and ranks get into different
-    epochs).  A pass goes on at consumed_samples, which every batch advances.
+    in the same turn (upstream, unsharded, keeps some of them, and ranks get into different turns).
+    A pass goes on at consumed_samples, which every batch advances.
 
     >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
     [[4], [0], [7], [3], [2], [5], [1], [6]]
@@ -3032,17 +3012,17 @@ class MegatronPretrainingRandomSampler(_Sampler):
         )
 
     def __iter__(self) -> typing.Iterator[list[int]]:
-        epoch, done = divmod(self.consumed_samples, self.active_total_samples)
-        order = self._order_of_rank(epoch)
+        turn, done = divmod(self.consumed_samples, self.active_total_samples)
+        order = self._order_of_rank(turn)
         for batch in order[done // self.data_parallel_size :].split(self.micro_batch_size):
             self.consumed_samples += self.samples_per_round
             yield batch.tolist()
 
-    def _order_of_rank(self, epoch):
-        """The samples that this rank reads in an epoch, in order."""
+    def _order_of_rank(self, turn):
+        """The samples that this rank reads in a turn, in order."""
         rank = self.data_parallel_rank
         ranks = self.data_parallel_size
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        generator = torch.Generator().manual_seed(self.seed + turn)
         order = torch.randperm(self.samples_shuffled(), generator=generator)
         if self.data_sharding:
             return rank * len(order) + order
@@ -3056,19 +3036,6 @@ class MegatronPretrainingRandomSampler(_Sampler):
         if self.data_sharding:
             return self.active_total_samples // self.data_parallel_size
         return self.total_samples - self.total_samples % self.micro_batch_size
-
-    def check_start(self, consumed_samples: int) -> None:
-        """ValueError unless a pass can start there: after a whole number of rounds."""
-        if not self.active_total_samples:
-            raise ValueError(
-                f"total_samples ({self.total_samples}) must fill a round of "
-                f"{self.samples_per_round} samples"
-            )
-        if not 0 <= consumed_samples < 2**63 or consumed_samples % self.samples_per_round:
-            raise ValueError(
-                f"consumed_samples must be a multiple of the round of {self.samples_per_round} "
-                f"samples, got {consumed_samples}"
-            )
 
 
 def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
@@ -5744,28 +5711,41 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    layout = {
-        "total_samples": len(dataset),
-        "consumed_samples": consumed_samples,
-        "micro_batch_size": micro_batch_size,
-        "data_parallel_rank": data_parallel_rank,
-        "data_parallel_size": data_parallel_size,
-    }
-    if full_validation:
-        sampler = MegatronFullValidationSampler(**layout)
-    elif dataloader_type == "single":
-        sampler = MegatronPretrainingSampler(**layout, drop_last=drop_last)
-    elif dataloader_type == "cyclic":
-        sampler = MegatronPretrainingRandomSampler(
-            dataset, **layout, data_sharding=data_sharding, seed=seed
-        )
-    else:
-        raise ValueError(
-            f"dataloader_type must be single, cyclic or external, got {dataloader_type!r}"
-        )
+    place = consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
+    order = dataloader_type, data_sharding, full_validation, drop_last, seed
+    sampler = _make_sampler(dataset, *place, *order)
     return PretrainingDataLoader(
         dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
     )
+
+
+def _make_sampler(
+    dataset,
+    consumed_samples,
+    micro_batch_size,
+    data_parallel_rank,
+    data_parallel_size,
+    dataloader_type,
+    data_sharding,
+    full_validation,
+    drop_last,
+    seed,
+):
+    """The sampler of a rank; the arguments are those of build_pretraining_data_loader()."""
+    layout = [
+        len(dataset),
+        consumed_samples,
+        micro_batch_size,
+        data_parallel_rank,
+        data_parallel_size,
+    ]
+    if full_validation:
+        return MegatronFullValidationSampler(*layout)
+    if dataloader_type == "single":
+        return MegatronPretrainingSampler(*layout, drop_last)
+    if dataloader_type == "cyclic":
+        return MegatronPretrainingRandomSampler(dataset, *layout, data_sharding, seed)
+    raise ValueError(f"dataloader_type: wanted single or cyclic, got {dataloader_type!r}")
 
 
 # -- the state -------------------------------------------------------------------------------------
@@ -5805,7 +5785,7 @@ def _check_position(
         saved = dict(json.loads(state["past"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
-    sampler.check_start(consumed_samples)
+    _check_start(sampler, consumed_samples)
     here = json.loads(_save_position(dataset, sampler, consumed_samples)["past"])
     here["version of the state"] = _STATE_VERSION
     saved["version of the state"] = version
@@ -6459,6 +6439,45 @@ def _check_taken(blend: BlendedDataset, taken: list[int]) -> None:
             )
     if needed:
         raise _BlendTooLarge("; ".join(sentences), needed)
+
+
+def _check_sampler(total_samples, micro_batch_size, data_parallel_size, data_parallel_rank):
+    """ValueError unless a sampler can have these sizes, and this rank."""
+    sizes = {
+        "total_samples": total_samples,
+        "micro_batch_size": micro_batch_size,
+        "data_parallel_size": data_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size < 1 or size % 1:
+            raise ValueError(f"{name} must be >= 1 and whole, got {size}")
+    if not 0 <= data_parallel_rank < data_parallel_size:
+        raise ValueError(
+            f"data_parallel_rank must be 0 to {data_parallel_size - 1}, got {data_parallel_rank}"
+        )
+
+
+def _check_start(sampler: _Sampler, consumed_samples: int) -> None:
+    """ValueError unless a pass of the sampler can start there.
+
+    In a plain order a pass can start anywhere; at the very end it is empty.  A shuffled order wants
+    a whole number of rounds.
+    """
+    total = sampler.total_samples
+    per_round = sampler.samples_per_round
+    if sampler.kind != "cyclic":
+        if not 0 <= consumed_samples <= total:
+            raise ValueError(
+                f"consumed_samples must be 0 to total_samples ({total}), got {consumed_samples}"
+            )
+        return
+    if not sampler.active_total_samples:
+        raise ValueError(f"total_samples ({total}) must fill a round of {per_round} samples")
+    if not 0 <= consumed_samples < 2**63 or consumed_samples % per_round:
+        raise ValueError(
+            f"consumed_samples must be a multiple of the round of {per_round} samples, "
+            f"got {consumed_samples}"
+        )
 
 
 # ==============================================================================
@@ -8932,16 +8951,11 @@ def explain(
     records = {}
     explained = []
     for rank in range(data_parallel_size):
-        order = [len(dataset), begin, micro_batch_size, rank, data_parallel_size]
-        if full_validation:
-            batches = MegatronFullValidationSampler(*order)
-        elif dataloader_type == "single":
-            batches = MegatronPretrainingSampler(*order, drop_last=drop_last)
-        elif dataloader_type == "cyclic":
-            sampler = MegatronPretrainingRandomSampler(dataset, *order, data_sharding, seed)
-            batches = cyclic_iter(sampler)  # the step may go on in the next epoch
-        else:
-            raise ValueError(f"dataloader_type must be single or cyclic, got {dataloader_type!r}")
+        place = begin, micro_batch_size, rank, data_parallel_size
+        order = dataloader_type, data_sharding, full_validation, drop_last, seed
+        batches = _make_sampler(dataset, *place, *order)
+        if batches.kind == "cyclic":
+            batches = cyclic_iter(batches)  # the step may go on in the next turn
         for micro_batch, samples in enumerate(itertools.islice(batches, rounds)):
             for k in samples:
                 spans = []
