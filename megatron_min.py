@@ -3074,6 +3074,9 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #   pp  pipeline parallel   each rank (stage) holds some of the layers: the first stage needs the
 #                           tokens, the last stage the labels
 #
+# Section 8 makes the batches of a data-parallel rank.  All ranks with the same place along dp share
+# them: a few of these ranks read, the others receive.
+#
 # With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
 #
 #   global batch         --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
@@ -3107,12 +3110,11 @@ class ParallelGroups:
     """The layout of a job: which ranks work together, and in which groups.
 
     tensor, context, pipeline   ranks along these axes; the data axis is what is left of the world
-    Raises                      ValueError where the world cannot be cut so, or is not initialized
-    Cost                        every rank makes the process groups of all ranks, once
 
     A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
     group differ in their places along these axes and in nothing else.  Every rank must make its
     ParallelGroups at the same point.  Without torch.distributed the layout is one process.
+    ValueError where the world cannot be cut so, or is not initialized.
 
     Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp (ep, for experts,
     is 1 here).
@@ -3130,52 +3132,27 @@ class ParallelGroups:
     def rank_lists(
         kind: str, *, tensor: int = 1, context: int = 1, data: int = 1, pipeline: int = 1
     ) -> list[list[int]]:
-        """All groups of a kind in a job of tensor * context * data * pipeline ranks.
+        """Return all groups of a kind in a job of tensor * context * data * pipeline ranks.
 
-        Returns  the ranks of each group; each rank is in exactly one group
-        Raises   ValueError for an unknown axis, or a size below 1
-        Cost     about a microsecond a rank
+        Each rank is in one of these lists.  ValueError for an unknown axis, or a size below 1.
         """
         axes = kind.split("-")
-        if not set(axes) <= {"tp", "cp", "dp", "pp"}:
-            raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
-        if min(tensor, context, data, pipeline) < 1:
-            raise ValueError(
-                "sizes must be at least 1, got "
-                f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
-            )
+        _check_axes(axes, tensor, context, data, pipeline)  # section 15
         groups = {}
         for rank in range(tensor * context * data * pipeline):
             rest, tp = divmod(rank, tensor)
             rest, cp = divmod(rest, context)
             pp, dp = divmod(rest, data)
-            place = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-            others = tuple(at for axis, at in place.items() if axis not in axes)
+            places = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+            others = tuple(place for axis, place in places.items() if axis not in axes)
             groups.setdefault(others, []).append(rank)
         return list(groups.values())
 
     def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
-        world = 1
-        if _is_distributed():
-            world = torch.distributed.get_world_size()
-        elif os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
-                "initialized, so every rank would read the same samples: call "
-                "torch.distributed.init_process_group() first"
-            )
-        model = tensor * context * pipeline
-        if min(tensor, context, pipeline) < 1 or world % model != 0:
-            raise ValueError(
-                f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
-                f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
-            )
-        self.sizes = {
-            "tensor": tensor,
-            "context": context,
-            "data": world // model,
-            "pipeline": pipeline,
-        }
+        world = torch.distributed.get_world_size() if _is_distributed() else 1
+        _check_layout(world, tensor, context, pipeline)  # section 15
+        data = world // (tensor * context * pipeline)
+        self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
         self._ranks = {}  # {kind: the ranks of this rank's group}
         self._groups = {}  # {kind: the process group of this rank}
         for kind in self._KINDS:
@@ -3193,10 +3170,8 @@ class ParallelGroups:
     @staticmethod
     def _own_list(lists):
         """The list that has this rank."""
-        for ranks in lists:
-            if _rank() in ranks:
-                return ranks
-        raise AssertionError("every rank is in one group of each kind")
+        [mine] = [ranks for ranks in lists if _rank() in ranks]
+        return mine
 
     @staticmethod
     def _new_group(lists, backend=None):
@@ -3245,13 +3220,13 @@ def get_batch(
     use_per_sequence_balancing: bool = False,
     **options: typing.Any,
 ) -> dict[str, typing.Any]:
-    """The next micro-batch of this rank: get_batch_on_this_tp_rank(), then the cut for its cp rank.
-
-    Upstream: get_batch, in pretrain_gpt.py.
+    """Return the next micro-batch of this rank: that of its tp rank, cut for its cp rank.
 
     options  those of get_batch_on_this_tp_rank(); use_per_sequence_balancing is that of
-             get_batch_on_this_cp_rank().  A batch that cannot be cut is an error on every tp rank,
-             because they all cut the same batch.
+             get_batch_on_this_cp_rank().  A batch that cannot be cut is a ValueError on every tp
+             rank, because they all cut the same batch.
+
+    Upstream: get_batch, in pretrain_gpt.py.
 
     >>> text = torch.tensor([list(b"aaaab")])
     >>> batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": torch.ones(1, 4)}
@@ -3279,7 +3254,7 @@ def get_batch_on_this_tp_rank(
     mtp: bool = False,
     device: torch.device | str | None = None,
 ) -> dict[str, torch.Tensor | None]:
-    """The next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
+    """Return the next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
 
     data_iterator          iterator over a loader's batches; only tp rank 0 of the first and of the
                            last pipeline stage uses it, and it may be None on all other ranks
@@ -3298,10 +3273,9 @@ def get_batch_on_this_tp_rank(
                            has them.
     Raises                 what the reader met, on every rank of its tp group: StopIteration at the
                            end of the data, ValueError where a tensor has another shape
-    Cost                   one broadcast of the tensors, 16 bytes a token on a first stage, 12 on a
-                           last one, 28 on a stage that is both, and S more with a mask; a second
-                           one for cu_seqlens.  The tensors of a batch are views of one buffer.
-    Upstream               get_batch_on_this_tp_rank, which broadcasts one tensor at a time
+
+    The tensors of a batch are views of one buffer, which is broadcast at once.  Upstream:
+    get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
     needed = _keys_of_stage(groups, create_attention_mask, mtp)
@@ -3351,18 +3325,16 @@ def _batch_layout(keys, micro_batch_size, sequence_length):
 
 def _read_batch(data_iterator, layout, packing):
     """Read the next batch: the tensors of layout, and those of packing where the batch has them."""
-    if data_iterator is None:
-        raise ValueError("this rank reads for its group: give a data_iterator, not None")
+    _check_iterator(data_iterator)  # section 15
     batch = next(data_iterator)
-    if not isinstance(batch, dict):
-        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
+    _check_is_dict(batch)
     wanted = dict(layout)
-    if any(batch.get(key) is not None for key in packing):
+    if _has_any(batch, packing):
         wanted.update(packing)
-    makes_mask = "attention_mask" in layout and batch.get("attention_mask") is None
+    makes_mask = "attention_mask" in layout and not _has_any(batch, ["attention_mask"])
     if makes_mask:
         del wanted["attention_mask"]
-    _check_batch(batch, wanted)
+    _check_batch(batch, wanted)  # section 15
     tensors = {}
     for key, (_, dtype) in wanted.items():
         tensors[key] = batch[key].to("cpu", dtype)
@@ -3372,19 +3344,9 @@ def _read_batch(data_iterator, layout, packing):
     return tensors
 
 
-def _check_batch(batch, layout):
-    """Raise ValueError unless the batch has the tensors of a layout, in its shapes."""
-    for key, (shape, dtype) in layout.items():
-        found = None
-        if isinstance(batch.get(key), torch.Tensor):
-            found = tuple(batch[key].shape)
-        if found == shape and batch[key].is_floating_point() and not dtype.is_floating_point:
-            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
-        if found != shape:
-            raise ValueError(
-                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
-                "get_batch the same micro_batch_size and sequence_length"
-            )
+def _has_any(batch, keys):
+    """Has the batch a tensor under one of these keys?"""
+    return any(batch.get(key) is not None for key in keys)
 
 
 def _causal_masks(shape, cu_seqlens):
@@ -3457,18 +3419,17 @@ def get_batch_on_this_cp_rank(
     *,
     use_per_sequence_balancing: bool = False,
 ) -> dict[str, typing.Any]:
-    """This context-parallel rank's part of a batch: two of 2 * cp_size chunks.
+    """Return this context-parallel rank's part of a batch: two of 2 * cp_size chunks.
 
     Rank r of cp ranks gets chunk r and chunk 2*cp-1-r, in that order.
 
-    batch      dict; a tensor with the sequence axis (dim 1, of attention_mask dim 2) is cut; with
-               cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
+    batch      dict; a tensor with the axis of the tokens (dim 1, of attention_mask dim 2) is cut.
+               With cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
                cu_seqlens, max_seqlen) is passed on.
     use_per_sequence_balancing
-               with cu_seqlens too, cut the whole sequence and not every document
-    Returns    a new dict, with sequences of S / cp_size; the batch is not changed
+               with cu_seqlens too, cut the whole row and not every document
+    Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size
-    Cost       a copy of the part; cu_seqlens on a GPU is read, which waits for the GPU
     Upstream   get_batch_on_this_cp_rank, which changes the batch
 
     >>> batch = {"tokens": torch.arange(8)[None]}
@@ -3478,20 +3439,19 @@ def get_batch_on_this_cp_rank(
     >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
     [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
     """
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"wanted cp_size >= 1 and cp_rank below it, got {cp_size} and {cp_rank}")
+    _check_cp_rank(cp_rank, cp_size)  # section 15
     part = dict(batch)
     sequences = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
     if cp_size == 1 or not sequences:
         return part
     length = sequences[0].shape[-1]
-    cu_seqlens = batch.get("cu_seqlens")
-    if cu_seqlens is None or use_per_sequence_balancing:
-        chunks_of_rows = [_chunks_of_sequence(length, cp_rank, cp_size)]
-    else:
-        chunks_of_rows = []
-        for row, starts in enumerate(cu_seqlens.tolist()):
-            chunks_of_rows.append(_chunks_of_documents(starts, length, cp_rank, cp_size, row))
+    cuts_documents = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
+    bounds_of_rows = [[0, length]]  # where what is cut begins and ends, the same in all rows
+    if cuts_documents:
+        # cu_seqlens repeats the length in its unused entries
+        bounds_of_rows = [sorted({0, *starts, length}) for starts in batch["cu_seqlens"].tolist()]
+    _check_bounds(bounds_of_rows, cuts_documents, cp_size)  # section 15
+    chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
         if key not in ("dataset_id", *_PACKING_KEYS) and _has_axis(value, dim, length):
@@ -3499,37 +3459,19 @@ def get_batch_on_this_cp_rank(
     return part
 
 
-def _chunks_of_sequence(length, cp_rank, cp_size):
-    """What a cp rank keeps of a sequence that is cut as a whole: [(begin, length), ...]."""
-    if length % (2 * cp_size) != 0:
-        raise ValueError(
-            f"a sequence of {length} tokens cannot be cut for cp_size {cp_size}: "
-            f"its length must be a multiple of {2 * cp_size}"
-        )
-    return _chunks_between(0, length, cp_rank, cp_size)
+def _chunks_of_row(bounds, cp_rank, cp_size):
+    """What a cp rank keeps of a row: [(begin, length), ...].
 
-
-def _chunks_of_documents(starts, length, cp_rank, cp_size, row):
-    """What a cp rank keeps of a row, each of whose documents is cut by itself."""
-    bounds = sorted({0, *starts, length})  # cu_seqlens repeats the length in its unused entries
+    Of each document, cut into 2 * cp_size chunks, these are number cp_rank from the front and
+    number cp_rank from the back.
+    """
     chunks = []
-    for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        if (end - begin) % (2 * cp_size) != 0:
-            raise ValueError(
-                f"document {document} of row {row} has {end - begin} tokens ({begin} to {end}): "
-                f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
-                "use_per_sequence_balancing=True cuts the whole sequence instead"
-            )
-        chunks += _chunks_between(begin, end, cp_rank, cp_size)
+    for begin, end in itertools.pairwise(bounds):
+        size = (end - begin) // (2 * cp_size)
+        front = begin + cp_rank * size
+        back = end - (cp_rank + 1) * size
+        chunks += [(front, size), (back, size)]
     return chunks
-
-
-def _chunks_between(begin, end, cp_rank, cp_size):
-    """Chunk cp_rank from the front and chunk cp_rank from the back, of 2 * cp_size chunks."""
-    size = (end - begin) // (2 * cp_size)
-    front = begin + cp_rank * size
-    back = end - (cp_rank + 1) * size
-    return [(front, size), (back, size)]
 
 
 def _has_axis(value, dim, length):
@@ -3573,14 +3515,14 @@ def _take_chunks(value, dim, chunks_of_rows):
 # A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
 # send in the same order, whatever parameters their batches use.  A parameter without a gradient
 # counts as zero; its bucket, and those behind it, are sent at the end.  A tied parameter, which the
-# model has in two places, is one parameter, where named_parameters() lists it first.
+# model uses twice, is one parameter; named_parameters() lists it where it is used first.
 #
 # A training step, with all that part I has made:
 #
 #   model.zero_grad_buffer()
 #   forward_backward_no_pipelining(...)   for each micro-batch: get_batch(), forward, backward; then
 #                                         finalize_model_grads() waits for the averages
-#   optimizer.step()
+#   optimizer.step()                      on each rank, with the same gradients
 #   loader.state_dict()                   for a checkpoint: which samples were used (section 14)
 
 
@@ -3621,8 +3563,8 @@ class DistributedDataParallel(torch.nn.Module):
     grad_buffers   list of tensors: the buffer of each dtype and device
     grad_shards    list of tensors: this rank's slice of each bucket
 
-    A step is zero_grad_buffer(); forward and backward of each micro-batch, all but the last under
-    no_sync(); finish_grad_sync(); the optimizer.
+    In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
+    last under no_sync(); then finish_grad_sync(), and the optimizer.
 
     >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
     >>> model.zero_grad_buffer()
@@ -3644,8 +3586,7 @@ class DistributedDataParallel(torch.nn.Module):
         check_for_nan_in_grad: bool = False,
     ) -> None:
         super().__init__()
-        if bucket_size < 1:
-            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
+        _check_bucket_size(bucket_size)  # section 15
         self.module = module
         self.group = group
         self.size = 1
@@ -3665,12 +3606,15 @@ class DistributedDataParallel(torch.nn.Module):
         self._bucket_of = {}  # {parameter: number of its bucket}
         self._num_sent = 0  # buckets that were sent in this step
         self._in_sync = True  # False under no_sync()
-        # False from finish_grad_sync() until a gradient comes or zero_grad_buffer() begins a step
+        # False from finish_grad_sync() until a gradient comes or zero_grad_buffer() begins a step.
+        # A loop may call finish_grad_sync() and then finalize_model_grads(), which calls it again:
+        # the second call must not send what is an average already.
         self._must_send = True
-        self._nan_names = []  # parameters with nan in what was sent in this step
+        self._nan_names = []  # parameters with nan in what was sent in this step; see section 15
         for runs in self._runs_of_parameters(bucket_size):
             self._add_buffer(runs)
         for param in self._bucket_of:
+            # section 15: when backward has added to param.grad, _on_gradient(param) is called
             param.register_post_accumulate_grad_hook(_GradientHook(self))
         self.zero_grad_buffer()
 
@@ -3688,7 +3632,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _add_buffer(self, runs):
         """Make the buffer of one dtype, its buckets, and the view of each parameter."""
-        # A bucket is padded with zeros, so that it can be cut into one shard a rank.
+        # A bucket is padded with zeros, so that it can be cut into one shard for each rank.
         sizes = []
         for run in runs:
             shard = _ceil_div(_num_elements(run), self.size)
@@ -3725,11 +3669,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _on_gradient(self, param):
         """Note that backward has added to param.grad; send the buckets that are complete now."""
         number = self._bucket_of[param]
-        if number < self._num_sent:
-            raise RuntimeError(
-                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
-                "but the last under no_sync()"
-            )
+        _check_not_sent(self, param)  # section 15
         if param.grad is not param.main_grad:
             # Somebody has set param.grad to None, which means zero, and backward made a new tensor.
             param.main_grad.copy_(param.grad)
@@ -3751,8 +3691,8 @@ class DistributedDataParallel(torch.nn.Module):
             if param.grad is None:
                 param.main_grad.zero_()
                 param.grad = param.main_grad
-            if self.check_for_nan_in_grad and param.main_grad.isnan().any():
-                self._nan_names.append(self._names[param])
+        if self.check_for_nan_in_grad:
+            _note_nan(self, bucket)  # section 15
         if self.size == 1:
             return
         operation = torch.distributed.ReduceOp.AVG
@@ -3786,7 +3726,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._wait_and_reset()
         self._must_send = False
         if self.check_for_nan_in_grad:
-            _on_every_rank(self._check_for_nan, self.group)
+            _raise_if_nan(self)  # section 15
 
     def _wait_and_reset(self):
         """Wait for what was sent; from now on every gradient is expected again."""
@@ -3796,13 +3736,6 @@ class DistributedDataParallel(torch.nn.Module):
                 bucket.handle = None
             bucket.waiting = set(bucket.params)
         self._num_sent = 0
-
-    def _check_for_nan(self):
-        """Raise ValueError if this rank has sent nan."""
-        names = self._nan_names
-        self._nan_names = []
-        if names:
-            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: every gradient is 0, and every param.grad a view of the buffers again.
@@ -3829,33 +3762,9 @@ class DistributedDataParallel(torch.nn.Module):
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
 
 
-class _GradientHook:
-    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
-
-    A parameter keeps its hooks.  With a weak reference a wrapper that was dropped is freed, and its
-    module can be used without it or be wrapped again.
-    """
-
-    def __init__(self, wrapper):
-        self.wrapper = weakref.ref(wrapper)
-
-    def __call__(self, param):
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper._on_gradient(param)
-
-
 def _num_elements(params):
     """The number of elements of all these parameters together."""
     return sum(param.numel() for param in params)
-
-
-def _reduce_scatter(output, data, operation, group, async_op):
-    """torch.distributed.reduce_scatter_single, which older versions of torch name otherwise."""
-    function = getattr(torch.distributed, "reduce_scatter_single", None)
-    if function is None:
-        function = torch.distributed.reduce_scatter_tensor
-    return function(output, data, operation, group, async_op)
 
 
 def finalize_model_grads(
@@ -3866,12 +3775,11 @@ def finalize_model_grads(
     """Finish the gradients of a step.  Upstream: finalize_model_grads.
 
     model       the parts of the model on this rank
-    num_tokens  tokens of this rank that count, int or tensor; all ranks must give the same type.
-                The loss was a sum over tokens then.  The gradients, which are an average over the
-                ranks, are multiplied by ranks / tokens of all ranks, and so become the gradients of
-                the mean loss of a token.  None: the gradients stay as they are.
+    num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
+                tokens, and this is how many tokens of this rank count; an int on all ranks, or a
+                tensor on all.  The average is (sum of all ranks) / ranks; times ranks / tokens of
+                all ranks, that is the gradient of the mean loss of a token.
     groups      count the tokens of the dp-cp ranks of this layout; None: those of each part's group
-    Cost        finish_grad_sync() of each part, and an all_reduce of one number
 
     >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a weight for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
@@ -3914,7 +3822,7 @@ def forward_backward_no_pipelining(
     model              a DistributedDataParallel, a plain module, or a list of one of these
     num_microbatches   how many to run, at least 1
     forward_only       no backward, and nothing is sent; call it under torch.no_grad()
-    Returns            the reports, one a micro-batch
+    Returns            the reports, one for each micro-batch
 
     >>> def sum_of_tokens(output):
     ...     return output.sum(), output.shape[0], "sum and tokens"
@@ -3927,14 +3835,10 @@ def forward_backward_no_pipelining(
     >>> model.module.weight.grad.item()                                   # (1 + 1 + 1 + 0) / 4
     0.75
     """
-    parts = [model]
-    if isinstance(model, (list, tuple)):
-        parts = list(model)
-    if len(parts) != 1:
-        raise ValueError(f"without pipelining there is one model, got a list of {len(parts)}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
-    model = parts[0]
+    if isinstance(model, torch.nn.Module):
+        model = [model]
+    _check_step(model, num_microbatches)  # section 15
+    [model] = model
     reports = []
     token_counts = []
     for number in range(num_microbatches):
@@ -5745,7 +5649,10 @@ def _make_sampler(
         return MegatronPretrainingSampler(*layout, drop_last)
     if dataloader_type == "cyclic":
         return MegatronPretrainingRandomSampler(dataset, *layout, data_sharding, seed)
-    raise ValueError(f"dataloader_type: wanted single or cyclic, got {dataloader_type!r}")
+    raise ValueError(
+        "dataloader_type: wanted single or cyclic (or external, for a loader of your own), "
+        f"got {dataloader_type!r}"
+    )
 
 
 # -- the state -------------------------------------------------------------------------------------
@@ -6478,6 +6385,153 @@ def _check_start(sampler: _Sampler, consumed_samples: int) -> None:
             f"consumed_samples must be a multiple of the round of {per_round} samples, "
             f"got {consumed_samples}"
         )
+
+
+def _check_axes(axes, tensor, context, data, pipeline):
+    """ValueError unless these are axes of a layout, and its sizes are at least 1."""
+    if not set(axes) <= {"tp", "cp", "dp", "pp"}:
+        kind = "-".join(axes)
+        raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
+    if min(tensor, context, data, pipeline) < 1:
+        raise ValueError(
+            "sizes must be at least 1, got "
+            f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
+        )
+
+
+def _check_layout(world, tensor, context, pipeline):
+    """ValueError unless the ranks of the job can be cut so, and know one another."""
+    if not _is_distributed() and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
+            "initialized, so every rank would read the same samples: call "
+            "torch.distributed.init_process_group() first"
+        )
+    if min(tensor, context, pipeline) < 1 or world % (tensor * context * pipeline) != 0:
+        raise ValueError(
+            f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
+            f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
+        )
+
+
+def _check_iterator(data_iterator):
+    """ValueError where a rank that reads for its group has nothing to read from."""
+    if data_iterator is None:
+        raise ValueError("this rank reads for its group: give a data_iterator, not None")
+
+
+def _check_is_dict(batch):
+    """ValueError for what a loader of this module does not yield."""
+    if not isinstance(batch, dict):
+        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
+
+
+def _check_batch(batch, layout):
+    """ValueError unless the batch has the tensors of a layout, in its shapes."""
+    for key, (shape, dtype) in layout.items():
+        found = None
+        if isinstance(batch.get(key), torch.Tensor):
+            found = tuple(batch[key].shape)
+        if found == shape and batch[key].is_floating_point() and not dtype.is_floating_point:
+            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
+        if found != shape:
+            raise ValueError(
+                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
+                "get_batch the same micro_batch_size and sequence_length"
+            )
+
+
+def _check_cp_rank(cp_rank, cp_size):
+    """ValueError unless there is such a context-parallel rank."""
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"wanted cp_size >= 1 and cp_rank below it, got {cp_size} and {cp_rank}")
+
+
+def _check_bounds(bounds_of_rows, cuts_documents, cp_size):
+    """ValueError unless all that is to be cut has 2 * cp_size chunks of equal size."""
+    for row, bounds in enumerate(bounds_of_rows):
+        for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            if (end - begin) % (2 * cp_size) == 0:
+                continue
+            if not cuts_documents:
+                raise ValueError(
+                    f"a sequence of {end} tokens cannot be cut for cp_size {cp_size}: "
+                    f"its length must be a multiple of {2 * cp_size}"
+                )
+            raise ValueError(
+                f"document {document} of row {row} has {end - begin} tokens ({begin} to {end}): "
+                f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
+                "use_per_sequence_balancing=True cuts the whole sequence instead"
+            )
+
+
+# -- what section 10 leaves to the workshop --------------------------------------------------------
+
+
+class _GradientHook:
+    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
+
+    A parameter keeps its hooks.  With a weak reference a wrapper that was dropped is freed, and its
+    module can be used without it or be wrapped again.
+    """
+
+    def __init__(self, wrapper):
+        self.wrapper = weakref.ref(wrapper)
+
+    def __call__(self, param):
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper._on_gradient(param)
+
+
+def _reduce_scatter(output, data, operation, group, async_op):
+    """torch.distributed.reduce_scatter_single, which older versions of torch name otherwise."""
+    function = getattr(torch.distributed, "reduce_scatter_single", None)
+    if function is None:
+        function = torch.distributed.reduce_scatter_tensor
+    return function(output, data, operation, group, async_op)
+
+
+def _check_bucket_size(bucket_size):
+    """ValueError for a bucket of no element."""
+    if bucket_size < 1:
+        raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
+
+
+def _check_not_sent(wrapper: DistributedDataParallel, param: torch.nn.Parameter) -> None:
+    """RuntimeError where backward adds to a gradient that is on its way already."""
+    if wrapper._bucket_of[param] < wrapper._num_sent:
+        raise RuntimeError(
+            f"gradient of {wrapper._names[param]} after it was sent: put all backwards of a step "
+            "but the last under no_sync()"
+        )
+
+
+def _note_nan(wrapper: DistributedDataParallel, bucket: _Bucket) -> None:
+    """Note which parameters have nan in a bucket that is about to be sent."""
+    for param in bucket.params:
+        if param.main_grad.isnan().any():
+            wrapper._nan_names.append(wrapper._names[param])
+
+
+def _raise_if_nan(wrapper: DistributedDataParallel) -> None:
+    """ValueError, on every rank, if one of them has sent nan; it is told once."""
+    names = wrapper._nan_names
+    wrapper._nan_names = []
+
+    def check():
+        if names:
+            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
+
+    _on_every_rank(check, wrapper.group)
+
+
+def _check_step(models, num_microbatches):
+    """ValueError unless there is one model, and something to run it on."""
+    if len(models) != 1:
+        raise ValueError(f"without pipelining there is one model, got a list of {len(models)}")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
 
 
 # ==============================================================================

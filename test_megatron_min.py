@@ -6247,7 +6247,7 @@ def test_types_of_loaders(one):
     data = [1, 2]
     assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
     assert loader_of(one, data, dataloader_type="external") is data
-    with pytest.raises(ValueError, match="single, cyclic or external, got 'odd'"):
+    with pytest.raises(ValueError, match="single or cyclic.*got 'odd'"):
         loader_of(one, data, dataloader_type="odd")
 
 
