@@ -1746,7 +1746,7 @@ class MegatronDataset(abc.ABC, _SampleTable):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        self._documents = _as_range(indices)
+        self._documents = _as_range(indices)  # if it can be one: then no array is made at a start
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
@@ -1906,11 +1906,12 @@ class GPTDataset(MegatronDataset):
     def _read_samples(self, indices):
         """The S + x tokens of each of these samples: its pieces, laid end to end and filled up."""
         pieces_of_samples = [self.pieces(k) for k in indices]
-        parts = iter(_read_pieces(self.dataset, itertools.chain(*pieces_of_samples)))
+        # section 13: self.dataset.get(*piece) of each piece, on object storage of all at once
+        parts_of_samples = _read_pieces(self.dataset, pieces_of_samples)
         texts = []
-        for k, pieces in zip(indices, pieces_of_samples, strict=True):
-            text = np.concatenate([next(parts) for _ in pieces], dtype=np.int64)
-            _check_text(self, k, pieces, text)
+        for k, pieces, parts in zip(indices, pieces_of_samples, parts_of_samples, strict=True):
+            text = np.concatenate(parts, dtype=np.int64)
+            _check_text(self, k, pieces, text)  # section 15
             texts.append(self._pad(k, text))
         return texts
 
@@ -1919,7 +1920,7 @@ class GPTDataset(MegatronDataset):
         missing = self.config.sequence_length + self._extra - len(text)
         if missing == 0:
             return np.asarray(text, np.int64)
-        _check_room(self, k, missing)
+        _check_room(self, k, missing)  # section 15
         return np.append(text, np.full(missing, self._pad_token_id, np.int64))
 
     def _write_sample(self, columns, row, k, text):
@@ -2004,7 +2005,7 @@ class GPTDataset(MegatronDataset):
             texts = []
             for k in samples:
                 text = self._query_document_sample_shuffle_indices(k)[0]
-                texts.append(self._pad(k, text))
+                texts.append(self._pad(k, text))  # a subclass may return fewer tokens
         else:
             texts = self._read_samples(samples)
         for row, k, text in zip(rows, samples, texts, strict=True):
@@ -3515,7 +3516,7 @@ def _take_chunks(value, dim, chunks_of_rows):
 # A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
 # send in the same order, whatever parameters their batches use.  A parameter without a gradient
 # counts as zero; its bucket, and those behind it, are sent at the end.  A tied parameter, which the
-# model uses twice, is one parameter; named_parameters() lists it where it is used first.
+# model has under two names, is one parameter; it stands where the first of the names does.
 #
 # A training step, with all that part I has made:
 #
@@ -3781,7 +3782,7 @@ def finalize_model_grads(
                 all ranks, that is the gradient of the mean loss of a token.
     groups      count the tokens of the dp-cp ranks of this layout; None: those of each part's group
 
-    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a weight for each token
+    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
     >>> finalize_model_grads([model], num_tokens=4)
     >>> model.module.weight.grad[97:99, 0].tolist()                    # a share of the four tokens
@@ -3835,7 +3836,7 @@ def forward_backward_no_pipelining(
     >>> model.module.weight.grad.item()                                   # (1 + 1 + 1 + 0) / 4
     0.75
     """
-    if isinstance(model, torch.nn.Module):
+    if not isinstance(model, (list, tuple)):
         model = [model]
     _check_step(model, num_microbatches)  # section 15
     [model] = model
@@ -4564,19 +4565,6 @@ def _map_indices(dataset: typing.Any) -> None:
         vars(dataset).setdefault(name, values)
 
 
-def _has_own_arrays(dataset: typing.Any) -> bool:
-    """Return True if a subclass has made an array of this dataset, or somebody has set another."""
-    if dataset._cache is None:
-        return True
-    for name in dataset.index_names:
-        if name in vars(dataset):  # it is mapped, or was set
-            made = dataset._cache.arrays(dataset._build_indices)[name]
-            own = vars(dataset)[name]
-            if own is not made and not np.array_equal(own, made):
-                return True
-    return False
-
-
 def _without_mapped_arrays(dataset: typing.Any) -> dict:
     """Return the state of a dataset for a pickle, without arrays that another process can map."""
     state = vars(dataset).copy()
@@ -4595,6 +4583,9 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
     for low in range(0, len(dataset_index), _CHUNK):
         taken += np.bincount(dataset_index[low : low + _CHUNK], minlength=num_datasets)
     return taken.tolist()
+
+
+# -- what the files are named after, and what the arrays are made from -----------------------------
 
 
 def _set_identifiers(dataset: typing.Any) -> None:
@@ -4741,6 +4732,9 @@ def _arrays_made_from(dataset: GPTDataset) -> dict:
 #
 # Blocks serve where neighbours are read soon after, as when a corpus is copied; shuffled samples
 # have no such neighbours.
+#
+# The last parts of this section look at a corpus before orders are made of it, and at the number of
+# files that may be open.
 
 
 @dataclasses.dataclass
@@ -5298,14 +5292,23 @@ def _check_split_has_tokens(dataset: GPTDataset, tokens_per_epoch: int) -> None:
         )
 
 
-def _read_pieces(reader: typing.Any, pieces: typing.Iterable) -> list[np.ndarray]:
-    """Return the tokens of all these pieces, of a whole batch; on object storage at the same time.
+def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list[np.ndarray]]:
+    """Return the tokens of the pieces of several samples; on object storage they are read at once.
 
     reader   an IndexedDataset, or a reader of the user's own, which has get()
     """
+    all_pieces = list(itertools.chain.from_iterable(pieces_of_samples))
     if type(reader) is IndexedDataset:
-        return reader.get_many(pieces)
-    return [reader.get(*piece) for piece in pieces]
+        all_parts = reader.get_many(all_pieces)
+    else:
+        all_parts = [reader.get(*piece) for piece in all_pieces]
+    parts_of_samples = []
+    first = 0
+    for pieces in pieces_of_samples:
+        end = first + len(pieces)
+        parts_of_samples.append(all_parts[first:end])
+        first = end
+    return parts_of_samples
 
 
 def _name(dataset):
@@ -5823,6 +5826,19 @@ def _digest_of_sequences(reader):
     return digest.hexdigest()
 
 
+def _has_own_arrays(dataset: typing.Any) -> bool:
+    """Return True if a subclass has made an array of this dataset, or somebody has set another."""
+    if dataset._cache is None:
+        return True
+    for name in dataset.index_names:
+        if name in vars(dataset):  # it is mapped, or was set
+            made = dataset._cache.arrays(dataset._build_indices)[name]
+            own = vars(dataset)[name]
+            if own is not made and not np.array_equal(own, made):
+                return True
+    return False
+
+
 def _digest_of_arrays(dataset):
     """A digest of all index arrays of a dataset, for orders that no config describes."""
     digest = hashlib.md5(usedforsecurity=False)
@@ -6093,6 +6109,9 @@ class NumMicroBatches:
 # A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
 # the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
 # nothing: its launcher (torchrun) stops the others and names it.
+#
+# The last parts of this section hold the checks that part I calls, and what else it leaves to the
+# workshop.
 
 _MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes its characters take
 _MESSAGE_CHARACTERS = 600
