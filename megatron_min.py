@@ -1889,12 +1889,14 @@ class GPTDataset(MegatronDataset):
         A length may be 0: that of an empty document, or, with x = 0, of the first piece.
         """
         k = _position(k, len(self), f"the samples of {_name(self)}")
-        _check_place(self, k)  # section 15: what the arrays say of sample k can be followed
         j = int(self.shuffle_index[k])
-        (first_d, first_offset), (last_d, last_offset) = self.sample_index[j : j + 2].tolist()
+        rows = self.sample_index[j : j + 2].tolist()
+        _check_rows(self, k, j, rows)  # section 15, as the next check
+        (first_d, first_offset), (last_d, last_offset) = rows
+        sequences = self.document_index[first_d : last_d + 1].tolist()
+        _check_sequences(self, k, first_d, sequences)
         pieces = []
-        for d in range(first_d, last_d + 1):
-            i = int(self.document_index[d])
+        for d, i in enumerate(sequences, first_d):
             begin = first_offset if d == first_d else 0
             if d < last_d:
                 end = int(self.dataset.sequence_lengths[i])
@@ -3102,7 +3104,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _PACKING_KEYS = ("cu_seqlens", "max_seqlen")
 
-_PLAIN = 0
+_PLAIN = 0  # these three are the status of a batch
 _PACKED = 1
 _FAILED = 2
 
@@ -6265,23 +6267,24 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # Each check is one call there.  A sentence says what was wanted, what was found, and what to do.
 
 
-def _check_place(dataset: GPTDataset, k: int) -> None:
-    """IndexError unless the arrays say of sample k what those of a builder can say.
+def _check_rows(dataset: GPTDataset, k: int, j: int, rows: list) -> None:
+    """IndexError unless rows j and j + 1 of sample_index are where a sample starts and ends.
 
     Arrays can be wrong where somebody has set them, or where fast_cache_load trusts their files.
     """
-    j = int(dataset.shuffle_index[k])
     most = len(dataset.sample_index) - 1  # a subclass may have a smaller len()
     if not 0 <= j < most:
         raise _damaged(dataset, k, f"shuffle_index[{k}] is {j}, of {most} samples")
-    rows = dataset.sample_index[j : j + 2].tolist()
     (first_d, first_offset), (last_d, last_offset) = rows
     is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
     if not is_in_order or first_offset < 0 or last_offset < 0:
         found = f"rows {j} and {j + 1} of sample_index are {rows}"
         raise _damaged(dataset, k, f"{found}, of {len(dataset.document_index)} documents")
-    for d in range(first_d, last_d + 1):
-        i = int(dataset.document_index[d])
+
+
+def _check_sequences(dataset: GPTDataset, k: int, first_d: int, sequences: list[int]) -> None:
+    """IndexError unless the corpus has these sequences, which document_index names from first_d."""
+    for d, i in enumerate(sequences, first_d):
         if not 0 <= i < len(dataset.dataset):
             raise _damaged(dataset, k, f"document_index[{d}] is {i}")
 

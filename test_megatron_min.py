@@ -3190,6 +3190,18 @@ def test_a_corpus_may_have_another_name(one, tmp_path):
     assert run_over(one, after, 0, run_over(one, before, 4))["consumed_samples"] == 4
 
 
+def test_an_array_that_is_set_by_hand_is_in_the_state_if_it_is_another(mm, tmp_path):
+    ds = data_of_a_run(mm, tmp_path)
+    blend = planned(mm, tmp_path, (40, [1, 2]), "ab")
+    for data, name in ((ds, "shuffle_index"), (blend, "dataset_sample_index")):
+        state = run_over(mm, data, 8)
+        setattr(data, name, np.array(getattr(data, name)))
+        assert run_over(mm, data, 0, state) == state
+        setattr(data, name, getattr(data, name)[::-1])
+        with pytest.raises(ValueError, match="orders of"):
+            run_over(mm, data, 0, state)
+
+
 SAME_PAST = [  # data of a run, its consumed samples, what is other in the next job
     (CORPUS, 32, {"size": 41}),
     (BLEND, 32, {"phases": (41, [1, 2])}),
