@@ -6111,9 +6111,6 @@ class NumMicroBatches:
 # A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
 # the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
 # nothing: its launcher (torchrun) stops the others and names it.
-#
-# The last parts of this section hold the checks that part I calls, and what else it leaves to the
-# workshop.
 
 _MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes its characters take
 _MESSAGE_CHARACTERS = 600
