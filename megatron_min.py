@@ -1894,7 +1894,7 @@ class GPTDataset(MegatronDataset):
         _check_rows(self, k, j, rows)  # section 15, as the next check
         (first_d, first_offset), (last_d, last_offset) = rows
         sequences = self.document_index[first_d : last_d + 1].tolist()
-        _check_sequences(self, k, first_d, sequences)
+        _check_places(self, k, first_d, sequences)
         pieces = []
         for d, i in enumerate(sequences, first_d):
             begin = first_offset if d == first_d else 0
@@ -3507,7 +3507,7 @@ def _take_chunks(value, dim, chunks_of_rows):
 #   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
 #                    its own shard: enough for an optimizer that shares its work in the same way
 #
-#   parameters, as the module lists them embed  w1  w2  w3  head
+#   parameters, as the module has them   embed  w1  w2  w3  head
 #   buffer, one for each dtype: in       | head     | w3  w2   | w1  embed |   p.grad is a view
 #   reverse, as backward makes them      | bucket 0 | bucket 1 | bucket 2  |
 #   backward: head's gradient arrives      sent -->
@@ -6279,7 +6279,7 @@ def _check_rows(dataset: GPTDataset, k: int, j: int, rows: list) -> None:
         raise _damaged(dataset, k, f"{found}, of {len(dataset.document_index)} documents")
 
 
-def _check_sequences(dataset: GPTDataset, k: int, first_d: int, sequences: list[int]) -> None:
+def _check_places(dataset: GPTDataset, k: int, first_d: int, sequences: list[int]) -> None:
     """IndexError unless the corpus has these sequences, which document_index names from first_d."""
     for d, i in enumerate(sequences, first_d):
         if not 0 <= i < len(dataset.dataset):
