@@ -3045,7 +3045,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
     """Yield the micro-batches of this rank: for the indices of the sampler, the samples stacked.
 
     This is the definition of a loader.  PretrainingDataLoader (section 14) yields the same batches;
-    it can make them ahead, and its position can be saved.
+    it can make them ahead, and its state can be saved.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
