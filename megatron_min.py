@@ -2287,7 +2287,6 @@ def build_blending_indices(
     weights               float64 (num_datasets,)   shares, whose sum is 1
     verbose               accepted as upstream's; nothing is printed
     Raises                ValueError, TypeError     for arrays and weights that do not fit
-    Cost                  O(size * num_datasets); less in C
     Upstream              helpers.build_blending_indices
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
@@ -5494,7 +5493,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             # This sampler advances its own number as it runs ahead of the loop: set it back to the
             # last batch that the loop was given.  The others start each further pass at 0.
             sampler.consumed_samples = self.consumed_samples
-            limit = math.inf  # it counts on over all epochs
+            limit = math.inf  # it counts on over all turns
         consumed = sampler.consumed_samples
         num_loads = self._num_loads
         self._num_iterators += 1
@@ -5604,7 +5603,7 @@ def build_pretraining_data_loader(
     A micro-batch is a dict of tensors (micro_batch_size, ...).  Upstream:
     build_pretraining_data_loader.
 
-    dataloader_type   "single": in order; "cyclic": shuffled anew each epoch; "external": dataset
+    dataloader_type   "single": in order; "cyclic": shuffled anew each turn; "external": dataset
                       is a loader already, and is returned as it is
     data_sharding     of cyclic: each rank shuffles a part of its own
     num_workers       as of PretrainingDataLoader
@@ -5893,7 +5892,7 @@ def _name_of_corpus(key, dataset):
 def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
     """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
 
-    One pass may be empty, as in a run that is resumed at the end of an epoch.  Two empty passes in
+    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
     a row are a ValueError instead of a loop without end.
 
     >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
