@@ -1634,11 +1634,12 @@ def _count_samples_of_epochs(
 #   k --shuffle_index--> j --sample_index[j], [j + 1]--> (d, offset) .. (d', offset')
 #     --document_index[d .. d']--> pieces of sequences in the file pair --joined--> S + x tokens
 #
-# With the toy corpus, its documents in file order, and sample_index (0, 0) (1, 0) (2, 1) (2, 5):
+# With the toy corpus, its documents in file order, sample_index (0, 0) (1, 0) (2, 1) (2, 5), and
+# shuffle_index 1 2 0:
 #
-#   stream, counted        0 1 2 3 4 5 6 7 8 9 . . .       j = 1: rows (1, 0) and (2, 1)
+#   stream, counted        0 1 2 3 4 5 6 7 8 9 . . .       k = 0: j = 1, rows (1, 0) and (2, 1)
 #                          a a a a b b b c c c c c c
-#   pieces of j = 1                b b b c c               (sequence 1, offset 0, 3 tokens) and
+#   pieces of k = 0                b b b c c               (sequence 1, offset 0, 3 tokens) and
 #                                                          (sequence 2, offset 0, 1 + x tokens)
 #   tokens                         b b b c                 all but the last of the five
 #   labels                           b b c c               all but the first
@@ -1651,8 +1652,8 @@ def _count_samples_of_epochs(
 # A batch is a table, and a sample is a row of it:
 #
 #   indices      tokens     labels     loss_mask   position_ids
-#   1            b b b c    b b c c    1 1 1 1     0 1 2 3         columns(2) makes the empty table,
-#   0            a a a a    a a a b    1 1 1 1     0 1 2 3         fill() writes samples into rows
+#   0            b b b c    b b c c    1 1 1 1     0 1 2 3         columns(2) makes the empty table,
+#   2            a a a a    a a a b    1 1 1 1     0 1 2 3         fill() writes samples into rows
 #
 # The three arrays depend on the lengths of the documents, the split, the number of samples, S, x,
 # the seed, whether a last short sample is kept, and stable_order, and on nothing else.  So they are
