@@ -2711,7 +2711,7 @@ class BlendedMegatronDatasetBuilder:
         for blend in self._blends:
             prefixes += blend.prefixes
         prefixes = list(dict.fromkeys(prefixes))  # a corpus of several splits is opened once
-        _allow_open_files(self._blends, prefixes)  # section 13
+        _allow_open_files(self._blends, prefixes)  # section 12
         opened = dict(zip(prefixes, self._in_threads(self._open, prefixes), strict=True))
         found = {split: [] for split in Split}
         for blend in self._blends:
