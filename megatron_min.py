@@ -2423,7 +2423,7 @@ class BlendedDataset(_SampleTable):
         if phases is not None:
             self.size = sum(samples for samples, _ in phases)
             _, first_weights = phases[0]
-            is_plain = len(phases) == 1 and all(first_weights)
+            is_plain = len(phases) == 1 and all(first_weights)  # then it shares the plain cache
             self.weights = first_weights if is_plain else None
             self.phases = phases
         elif size is None:
