@@ -10860,7 +10860,7 @@ def test_each_drawing_has_an_example_and_says_where_to_read_on(readme):
     drawings = readme.partition("\n## Six drawings")[2].partition("\n## ")[0].split("\n### ")[1:]
     assert len(drawings) == 6
     for text in drawings:
-        assert "\n```\n" in text and "\n>>> " in text, text
+        assert ("\n```\n" in text or "\n|" in text) and "\n>>> " in text, text
         last = text.strip().split("\n")[-1]
         numbers = re.findall(r"\d+", last[re.search("sections? ", last).end() :])
         assert numbers and all(1 <= int(number) <= 21 for number in numbers), last
