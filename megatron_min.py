@@ -227,6 +227,12 @@ class DatasetFormatError(ValueError):
 #                0       1     2           3    document_indices: document d is the sequences
 #                                               document_indices[d] .. document_indices[d + 1] - 1
 #
+# To read, both files are mapped into memory.  The tokens of sequence i are a slice of the .bin:
+#
+#   first = sequence_pointers[i] // (bytes of a token)       i = 1:  first = 4, count = 3
+#   count = sequence_lengths[i]
+#   tokens[first : first + count]                                    b b b
+#
 # The .idx file describes n sequences.  Its document_indices have m entries: one for each document,
 # and one more.  All integers are little-endian.
 #
@@ -243,22 +249,10 @@ class DatasetFormatError(ValueError):
 #
 # A mode is a small number that says what kind of data a sequence holds, such as text or image.
 # This module stores modes and gives them back.
-#
-# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
-#
-#   what              when                              against
-#   header and sizes  at every open, in O(1)            the table above, and the size of the .bin
-#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
-#   entries                                             sequence ends where the .bin ends
-#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
-#                     and before section 4 orders the   of the lengths before it, in bytes, and
-#                     sequences, in O(n)                documents never go back
-#   one place         at every access                   the bounds of the sequence and of the .bin
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, n, m: the first 34 bytes
-_CHUNK = 1 << 14  # entries that are checked at a time: temporary arrays stay in the CPU's cache
 
 
 class DType(enum.Enum):
@@ -317,6 +311,25 @@ def get_bin_path(path_prefix: str | os.PathLike) -> str:
     return f"{os.fspath(path_prefix)}.bin"
 
 
+class _MappedTokens:
+    """The tokens of a .bin file that is mapped into memory.
+
+    A read is a view: nothing is copied, and the view keeps the mapping alive.  Section 13 has the
+    same two methods for an open file, and for object storage.
+    """
+
+    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
+        self.tokens = _map_file(path).view(dtype)
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return count tokens from token first on."""
+        return self.tokens[first : first + count]
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (first, count)."""
+        return [self.read(first, count) for first, count in spans]
+
+
 class IndexedDataset(torch.utils.data.Dataset):
     """Read a .bin/.idx pair.  Upstream: IndexedDataset.
 
@@ -330,8 +343,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     ds[i] is sequence i, a 1-D array of ds.dtype, and ds[a:b] a list of such arrays.  Opening costs
     O(1), whatever the size, or O(n) with the whole check.  A file that is not what its format says
-    is a DatasetFormatError (a ValueError); a place outside of the dataset is an IndexError.  A
-    pickle holds the path, and what tells the files from later ones.
+    is a DatasetFormatError (a ValueError); a place outside of the dataset is an IndexError.
 
     >>> ds = IndexedDataset(toy_corpus())
     >>> len(ds), ds.sequence_lengths.tolist(), ds.sequence_pointers.tolist()
@@ -353,41 +365,19 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.mmap = mmap
         self.object_storage_config = object_storage_config
         self.check = check
-        self._verified = False
-        self._identity = None  # identity() fills it
-        self._digest = None  # digest_of_contents() fills both
-        self._digest_stamps = None
-        self._open()
-        if check:
-            self.verify()
-
-    def _open(self):
-        """Map the .idx file, find its arrays, and open the .bin file; section 13 has the checks."""
-        idx_path = get_idx_path(self.path_prefix)
-        bin_path = get_bin_path(self.path_prefix)
-        if not _is_remote(idx_path) and not os.path.exists(idx_path):
-            raise FileNotFoundError(_describe_missing_pair(self.path_prefix))
-        self._idx_stamp = _file_stamp(idx_path)
-        content = _map_file(_fetch_index(idx_path, self._idx_stamp, self.object_storage_config))
-        code, n, m = _read_header(idx_path, content, self.multimodal)
-        self._idx_content = content
+        content = _open_index(self)  # section 13: the bytes of the .idx, after a look at its header
+        _, _, code, n, m = _HEADER.unpack_from(content)
         self.dtype = DType.dtype_from_code(code)
-        self._token_bytes = DType.size(self.dtype)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
         self.document_indices = np.frombuffer(content, np.int64, m, 34 + 12 * n)
         self.sequence_modes = None
-        if self.multimodal:
+        if multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
-        self._bin_stamp = _file_stamp(bin_path)
-        _check_ends(self, self._bin_stamp["size"])
-        self.num_tokens = self._bin_stamp["size"] // self._token_bytes
-        self._tokens = _open_tokens(bin_path, self.dtype, self.mmap, self.object_storage_config)
-        # Another process may replace the pair between the opening of the .idx and that of the .bin.
-        # _commit_pair() removes the old .idx before it touches the .bin: so if the .idx that was
-        # opened is still there now, the .bin that was opened belongs to it.
-        if _file_stamp(idx_path) != self._idx_stamp:
-            raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
+        self._token_bytes = DType.size(self.dtype)
+        self._tokens, self.num_tokens = _open_bin(self)  # section 13: usually _MappedTokens
+        if check:
+            self.verify()
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -406,9 +396,8 @@ class IndexedDataset(torch.utils.data.Dataset):
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> typing.Any:
         """Return length tokens of sequence idx from offset on (default: to its end).
 
-        Returns   a 1-D array of the dtype of the file; with modes (tokens, mode)
-        Raises    IndexError for a place outside of the sequence
-        Cost      O(1), or one read where the file is not mapped
+        The result is a 1-D array of the dtype of the file; with modes it is (tokens, mode).
+        IndexError for a place outside of the sequence.  Upstream: the same name.
         """
         i = _position(idx, len(self), self.path_prefix)
         first, count = self._span(i, offset, length)
@@ -418,9 +407,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         return tokens
 
     def get_many(self, pieces: typing.Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
-        """Return the tokens of several (sequence, offset, length), without modes.
+        """Return what get() returns for each (sequence, offset, length), without modes.
 
-        The equal of get() for each piece; those of object storage are fetched at the same time.
+        Pieces of a pair on object storage are fetched at the same time.
         """
         spans = []
         for idx, offset, length in pieces:
@@ -428,81 +417,30 @@ class IndexedDataset(torch.utils.data.Dataset):
             spans.append(self._span(i, offset, length))
         return self._tokens.read_many(spans)
 
-    @property
-    def is_mapped(self) -> bool:
-        """Are the tokens read from a mapping, where a read costs next to nothing?"""
-        return type(self._tokens) is _MappedTokens
-
     def _span(self, i, offset, length):
         """Where a part of sequence i lies: (tokens of the .bin before the part, tokens of it)."""
-        pointer = int(self.sequence_pointers[i])
+        start, rest = divmod(int(self.sequence_pointers[i]), self._token_bytes)
         size = int(self.sequence_lengths[i])
-        start, rest = divmod(pointer, self._token_bytes)
-        if rest or start < 0 or size < 0 or start + size > self.num_tokens:
-            # only an .idx that was not checked as a whole can be wrong in this way
-            found = f"byte {pointer}, {size} tokens"
-            path = get_idx_path(self.path_prefix)
-            raise _format_error(path, f"sequence {i}", "a place in .bin", found)
         offset = operator.index(offset)
         length = size - offset if length is None else operator.index(length)
-        if offset < 0 or length < 0 or offset + length > size:
-            field = f"tokens of sequence {i}"
-            wanted = f"{offset} to {offset + length}"
-            raise _format_error(self.path_prefix, field, wanted, size, IndexError)
+        is_in_file = rest == 0 and start >= 0 and size >= 0 and start + size <= self.num_tokens
+        is_in_sequence = offset >= 0 and length >= 0 and offset + length <= size
+        if not (is_in_file and is_in_sequence):
+            raise _error_of_span(self, i, offset, length)  # section 13
         return start + offset, length
 
-    def blocks_of_tokens(self) -> typing.Iterator[np.ndarray]:
-        """Yield all tokens of the .bin file, in order, in arrays of at most 16 MiB."""
-        size = (16 << 20) // self._token_bytes
-        for start in range(0, self.num_tokens, size):
-            yield self._tokens.read(start, min(size, self.num_tokens - start))
-
     def verify(self) -> None:
-        """Check every entry of the .idx, once, in O(n).
+        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one.
 
         Lengths are >= 0, each pointer is the bytes of the sequences before it, and documents never
         go back.
         """
-        if self._verified:
-            return
-        _verify_sequences(self)
-        _verify_documents(self)
-        self._verified = True
+        _verify_pair(self)  # section 13
 
-    def identity(self) -> dict:
-        """Return what tells this .idx from one that was written later; it is computed once.
-
-        That is its size, the time of its last change, and a digest of its first and last page.
-        """
-        if self._identity is None:
-            first = self._idx_content[:_PAGE].tobytes()
-            last = self._idx_content[-_PAGE:].tobytes()
-            self._identity = {
-                "idx_size": self._idx_stamp["size"],
-                "idx_mtime_ns": self._idx_stamp["changed"],
-                "idx_ends": _md5(first + last),
-            }
-        return self._identity.copy()
-
-    def digest_of_contents(self) -> str:
-        """Return an md5 of the sizes of both files and of some of their pages.
-
-        8 pages of 4 KiB of the .idx and 24 of the .bin, the first, the last, and evenly between: so
-        a copy at another path has the same digest, and a corpus with other tokens, even of the same
-        lengths, has another.  It is kept as long as the files are the same.  Object storage is not
-        asked again whether they are: that would be two requests each time.
-        """
-        stamps = [self._idx_stamp, self._bin_stamp]
-        if not _is_remote(self.path_prefix):
-            with contextlib.suppress(FileNotFoundError):  # files that are open outlive their names
-                stamps = [
-                    _file_stamp(get_idx_path(self.path_prefix)),
-                    _file_stamp(get_bin_path(self.path_prefix)),
-                ]
-        if self._digest is None or stamps != self._digest_stamps:
-            self._digest = _digest_of_pages(self)
-            self._digest_stamps = stamps
-        return self._digest
+    @staticmethod
+    def exists(path_prefix: str | os.PathLike) -> bool:
+        """Return True if both files of the pair exist.  Upstream: the same name."""
+        return _file_exists(get_idx_path(path_prefix)) and _file_exists(get_bin_path(path_prefix))
 
     @property
     def index(self) -> "IndexedDataset":
@@ -513,23 +451,22 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices, under upstream's name."""
         return self.document_indices
 
+    # ---- which pair is it?  Section 13 has the answers
+
+    def identity(self) -> dict:
+        """Return what tells this .idx from one that is written later."""
+        return _identity_of_index(self)
+
+    def digest_of_contents(self) -> str:
+        """Return an md5 of the sizes of both files and of some of their pages."""
+        return _digest_of_contents(self)
+
     def __reduce__(self):
-        """Pickle the path, and what the files were: who unpickles it opens them again."""
-        arguments = self.path_prefix, self.multimodal, self.mmap
-        stamps = [self._idx_stamp, self._bin_stamp]
-        return type(self), (*arguments, self.object_storage_config, self.check), stamps
+        """Pickle the path: who unpickles it opens the pair again."""
+        return _pickle_pair(self)
 
     def __setstate__(self, stamps):
-        """DatasetFormatError if the files that were opened are not those of the pickle."""
-        found = [self._idx_stamp, self._bin_stamp]
-        if found != stamps:
-            reason = "the pair was replaced after the dataset was pickled: build it again"
-            raise _format_error(self.path_prefix, "files", stamps, f"{found}: {reason}")
-
-    @staticmethod
-    def exists(path_prefix: str | os.PathLike) -> bool:
-        """Return True if both files of the pair exist.  Upstream: the same name."""
-        return _file_exists(get_idx_path(path_prefix)) and _file_exists(get_bin_path(path_prefix))
+        _check_stamps(self, stamps)
 
 
 def _position(idx, n, name):
@@ -550,9 +487,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
     if an exception ends it, without any file.  Without a with block, call finalize() yourself.
     Wrong input is a ValueError, or a TypeError where a number is no integer, before anything of it
-    is written.  After a write that failed, as on a full disk, nothing more can be added.  Memory: 4
-    bytes for each sequence and 8 for each document, and a copy of the tokens of one call;
-    finalize() takes 16 bytes more for each sequence.
+    is written.  After a write that failed, as on a full disk, nothing more can be added.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -580,8 +515,81 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
         Sequences that add_item() added since the last end belong to the document too.
         """
-        self._append(_encode_tokens(tensor, self._token_dtype), lengths, modes)
+        content = _encode_tokens(tensor, self._token_dtype)  # bytes, as the .bin file has them
+        self._append(content, lengths, modes)
         self.document_indices.append(len(self.sequence_lengths))
+
+    def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
+        """Append one sequence of token ids (tensor, array or list; it is flattened).
+
+        The sequence belongs to the document that the next end_document() ends.
+        """
+        content = _encode_tokens(tensor, self._token_dtype)
+        num_tokens = len(content) // self._token_dtype.itemsize
+        self._append(content, [num_tokens], [mode])
+
+    def end_document(self) -> None:
+        """End the document of the sequences that were added since the last end."""
+        _check_open(self)
+        self.document_indices.append(len(self.sequence_lengths))
+
+    def _append(self, content, lengths, modes=None, ends=()):
+        """Append sequences.  All is checked before it is written.
+
+        content  the bytes of the sequences, as the .bin file has them
+        ends     one number for each document that ends here: how many sequences of this call come
+                 before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no
+                 sequence ends first, then one of two sequences, then one of one.
+        """
+        lengths, modes = _check_sequences(self, content, lengths, modes)  # section 11
+        self._write(content)
+        first = len(self.sequence_lengths)
+        self.sequence_lengths.extend(lengths)
+        if self.multimodal:
+            self.sequence_modes.extend(modes)
+        for end in ends:
+            self.document_indices.append(first + int(end))
+
+    def _write(self, content):
+        """Write to the .bin file.  A write that fails may have written a part: that is the end."""
+        try:
+            self._bin.file.write(content)
+        except BaseException:
+            self._bin.discard()
+            raise
+
+    def finalize(self, idx_path: str | os.PathLike) -> None:
+        """Write the .idx file and give both files their names.
+
+        ValueError if sequences were added after the last document ended.  Memory: 16 bytes for each
+        sequence.
+        """
+        _check_finished(self)  # section 11
+        n = len(self.sequence_lengths)
+        m = len(self.document_indices)
+        code = DType.code_from_dtype(self.dtype)
+        token_bytes = np.int64(self._token_dtype.itemsize)
+        lengths = np.frombuffer(self.sequence_lengths, np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64) * token_bytes
+        index = _NewFile(idx_path)
+        try:
+            index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
+            index.file.write(lengths)
+            index.file.write(ends - lengths * token_bytes)  # sequence_pointers
+            index.file.write(self.document_indices)
+            index.file.write(self.sequence_modes)
+            _commit_pair(self._bin, index)
+        finally:
+            index.discard()  # does nothing once the file has its name
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if kind is None and not self._bin.file.closed:
+                self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
+        finally:
+            self._bin.discard()  # does nothing once the file has its name
+
+    # ---- many documents at once; section 11 has what these do
 
     def add_documents(
         self, documents: typing.Any, modes: typing.Any = None, eod_token: int | None = None
@@ -592,126 +600,19 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         modes       one int8 for each document; None: all 0
         eod_token   put this id after each document that has tokens
         """
-        eod = _as_tokens([] if eod_token is None else [eod_token], self._token_dtype)
-        pieces = [_as_tokens([], self._token_dtype)]  # so that there is something to concatenate
-        lengths = []
-        for tokens in _as_arrays(documents, self._token_dtype):
-            pieces.append(tokens)
-            lengths.append(len(tokens))
-            if len(tokens) > 0:
-                pieces.append(eod)
-                lengths[-1] += len(eod)
-        first = len(self.sequence_lengths)
-        self._append(np.concatenate(pieces), lengths, modes)
-        self.document_indices.extend(range(first + 1, first + len(lengths) + 1))
-
-    def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
-        """Append one sequence of token ids (tensor, array or list; it is flattened).
-
-        The sequence belongs to the document that the next end_document() ends.
-        """
-        tokens = _encode_tokens(tensor, self._token_dtype)
-        self._append(tokens, [len(tokens) // self._token_dtype.itemsize], [mode])
-
-    def end_document(self) -> None:
-        """End the document of the sequences that were added since the last end."""
-        self._check_open()
-        self.document_indices.append(len(self.sequence_lengths))
-
-    def finalize(self, idx_path: str | os.PathLike) -> None:
-        """Write the .idx file and give both files their names.
-
-        ValueError if sequences were added after the last document ended.
-        """
-        self._check_open()
-        if len(self.sequence_lengths) != self.document_indices[-1]:
-            raise ValueError(
-                f"{self._bin.path}: no document ends after sequence "
-                f"{self.document_indices[-1]}: call end_document() before finalize()"
-            )
-        lengths = np.frombuffer(self.sequence_lengths, np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64) * self._token_dtype.itemsize
-        _check_size(self._bin, int(ends[-1]) if len(ends) else 0)
-        code = DType.code_from_dtype(self.dtype)
-        index = _NewFile(idx_path)
-        try:
-            n = len(self.sequence_lengths)
-            m = len(self.document_indices)
-            index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
-            index.file.write(lengths)
-            index.file.write(ends - lengths * np.int64(self._token_dtype.itemsize))
-            index.file.write(self.document_indices)
-            index.file.write(self.sequence_modes)
-            _commit_pair(self._bin, index)
-        finally:
-            index.discard()  # does nothing once the file has its name
+        _append_documents(self, documents, modes, eod_token)
 
     def add_index(self, path_prefix: str | os.PathLike) -> None:
         """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
 
         ValueError if the pair has another dtype, or modes that would be lost, or is the one that is
-        being written.
+        being written.  Upstream: the same name.
         """
-        self._check_open()
         _append_pair(self, path_prefix)
 
     def sync(self) -> None:
         """Have the disk hold all tokens so far; OSError if it is full."""
         self._bin.sync()
-
-    def _append(self, tokens, lengths, modes=None, ends=()):
-        """Append sequences: bytes, or an array of dtype.  All is checked before it is written.
-
-        ends   one number for each document that ends here: how many sequences of this call come
-               before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no sequence
-               ends first, then one of two sequences, then one of one.
-        """
-        self._check_open()
-        lengths = _as_compact_array(lengths, "i", "lengths of sequences")
-        num_tokens = len(tokens)
-        if isinstance(tokens, bytes):
-            num_tokens //= self._token_dtype.itemsize
-        if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
-            raise ValueError(
-                f"{self._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
-                f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
-            )
-        if modes is None and self.multimodal:
-            modes = bytes(len(lengths))
-        if modes is not None:
-            modes = _as_compact_array(modes, "b", "modes of sequences")
-            if len(modes) != len(lengths):
-                raise ValueError(
-                    f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
-                    f"got {len(modes)} modes"
-                )
-        self._write(tokens)
-        first = len(self.sequence_lengths)
-        self.sequence_lengths.extend(lengths)
-        if len(ends) > 0:
-            self.document_indices.extend([first + int(end) for end in ends])
-        if self.multimodal:
-            self.sequence_modes.extend(modes)
-
-    def _write(self, tokens):
-        """Write tokens to the .bin file.  What failed once may have written a part: it is over."""
-        try:
-            self._bin.file.write(tokens)
-        except BaseException:
-            self._bin.discard()
-            raise
-
-    def _check_open(self):
-        """ValueError once the pair is finished, or a write has failed."""
-        if self._bin.file.closed:
-            raise ValueError(f"{self._bin.path} is finalized, or has failed: nothing can be added")
-
-    def __exit__(self, kind, error, traceback):
-        try:
-            if kind is None and not self._bin.file.closed:
-                self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
-        finally:
-            self._bin.discard()  # does nothing once the file has its name
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
@@ -4383,7 +4284,7 @@ def _map_file(path: str | os.PathLike) -> np.ndarray:
 
 
 def _encode_tokens(values, dtype):
-    """Tensor, array or list -> the bytes that a .bin file of this dtype has for these ids.
+    """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
 
     ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
     floating-point dtype, which the format knows too, are converted as numpy does.
@@ -4404,11 +4305,12 @@ def _encode_tokens(values, dtype):
 
 
 def _as_array(values, dtype):
-    """Tensor or list -> array; it is of dtype already if a list holds only integers that fit."""
+    """Tensor, list or tuple -> array, of any dtype."""
     if isinstance(values, torch.Tensor):
         return values.numpy(force=True)  # from any device
     if isinstance(values, list):
-        # numpy would find the least common dtype of the items first, and then convert once more.
+        # For integers that fit this is faster than np.asarray(), which looks for their least common
+        # dtype first.  A list of anything else falls through.
         with contextlib.suppress(TypeError, OverflowError):
             return np.frombuffer(array.array(dtype.char, values), dtype)
     return np.asarray(values)
@@ -4449,8 +4351,24 @@ def _as_arrays(documents, dtype):
     return [tokens[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
 
+def _append_documents(builder, documents, modes, eod_token):
+    """What IndexedDatasetBuilder.add_documents() does."""
+    eod = _as_tokens([] if eod_token is None else [eod_token], builder._token_dtype)
+    pieces = [eod[:0]]  # so that there is something to concatenate
+    lengths = []
+    for tokens in _as_arrays(documents, builder._token_dtype):
+        pieces.append(tokens)
+        lengths.append(len(tokens))
+        if len(tokens) > 0:
+            pieces.append(eod)
+            lengths[-1] += len(eod)
+    ends = range(1, len(lengths) + 1)  # each document is one sequence
+    builder._append(np.concatenate(pieces).view(np.uint8), lengths, modes, ends)
+
+
 def _append_pair(builder, path_prefix):
     """What IndexedDatasetBuilder.add_index() does."""
+    _check_open(builder)
     source = get_bin_path(path_prefix)
     target = builder._bin.path
     if os.path.realpath(source) == os.path.realpath(target):
@@ -4468,20 +4386,61 @@ def _append_pair(builder, path_prefix):
             "multimodal=True"
         )
     before = len(builder.sequence_lengths)
-    for tokens in other.blocks_of_tokens():
-        builder._write(tokens)
+    at_a_time = (16 << 20) // builder._token_dtype.itemsize  # 16 MiB of tokens
+    for first in range(0, other.num_tokens, at_a_time):
+        builder._write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
     builder.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
     builder.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
     if builder.multimodal:
         builder.sequence_modes.frombytes(other.sequence_modes.tobytes())
 
 
-def _check_size(file, size):
-    """OSError unless a _NewFile holds so many bytes."""
-    file.file.flush()
-    found = os.path.getsize(file.temporary)
-    if found != size:
-        raise OSError(f"{file.path}: wanted {size} bytes, got {found}: a write has failed")
+def _check_open(builder):
+    """ValueError once the pair is finished, or a write has failed."""
+    if builder._bin.file.closed:
+        path = builder._bin.path
+        raise ValueError(f"{path} is finalized, or has failed: nothing can be added")
+
+
+def _check_sequences(builder, content, lengths, modes):
+    """Lengths and modes of new sequences, as array.arrays; ValueError if they do not fit."""
+    _check_open(builder)
+    lengths = _as_compact_array(lengths, "i", "lengths of sequences")
+    num_tokens = len(content) // builder._token_dtype.itemsize
+    if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
+        raise ValueError(
+            f"{builder._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
+            f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
+        )
+    if modes is None and builder.multimodal:
+        modes = bytes(len(lengths))
+    if modes is not None:
+        modes = _as_compact_array(modes, "b", "modes of sequences")
+        if len(modes) != len(lengths):
+            raise ValueError(
+                f"{builder._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
+                f"got {len(modes)} modes"
+            )
+    return lengths, modes
+
+
+def _check_finished(builder):
+    """The last document has ended, and the .bin file has all tokens; ValueError, OSError."""
+    _check_open(builder)
+    last_end = builder.document_indices[-1]
+    if last_end != len(builder.sequence_lengths):
+        raise ValueError(
+            f"{builder._bin.path}: no document ends after sequence {last_end}: "
+            "call end_document() before finalize()"
+        )
+    builder._bin.file.flush()
+    num_tokens = np.frombuffer(builder.sequence_lengths, np.int32).sum(dtype=np.int64)
+    wanted = int(num_tokens) * builder._token_dtype.itemsize
+    found = os.path.getsize(builder._bin.temporary)
+    if found != wanted:
+        raise OSError(
+            f"{builder._bin.path}: wanted {wanted} bytes, got {found}: a write has failed"
+        )
 
 
 # ==============================================================================
@@ -5147,31 +5106,8 @@ class ObjectStorageConfig:
         return os.path.join(caches, "megatron_min")
 
 
-class _TokenSource(abc.ABC):
-    """The tokens of a .bin file, counted from 0."""
-
-    @abc.abstractmethod
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return count tokens from token start on, 1-D; the caller has checked that they exist."""
-
-    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the tokens of several (start, count)."""
-        return [self.read(start, count) for start, count in spans]
-
-
-class _MappedTokens(_TokenSource):
-    """Views of the mapped file.  A view keeps the mapping alive, even when this object is gone."""
-
-    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.tokens = _map_file(path).view(dtype)
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return a view: nothing is copied."""
-        return self.tokens[start : start + count]
-
-
-class _FileTokens(_TokenSource):
-    """Reads from a file that stays open."""
+class _FileTokens:
+    """The tokens of a .bin file that stays open; the methods are those of _MappedTokens."""
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.path = os.fspath(path)
@@ -5187,6 +5123,10 @@ class _FileTokens(_TokenSource):
         if len(content) < size:
             raise _format_error(self.path, f"bytes at {begin}", size, len(content))
         return np.frombuffer(content, self.dtype)
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (start, count)."""
+        return [self.read(start, count) for start, count in spans]
 
 
 def _pread(file, size, begin):
@@ -5212,7 +5152,7 @@ def _read_once(file, size, begin):
         return file.read(size)
 
 
-class _RemoteFile(_TokenSource):
+class _RemoteFile:
     """An object on object storage, by its URL: read in ranges, written and removed as a whole.
 
     url           such as s3://bucket/corpus.bin
@@ -5393,7 +5333,7 @@ class _RemoteFile(_TokenSource):
 
 def _open_tokens(
     path: str, dtype: type, mmap: bool = True, config: ObjectStorageConfig | None = None
-) -> _TokenSource:
+) -> _MappedTokens | _FileTokens | _RemoteFile:
     """Return the source of the tokens of a .bin file, which is mapped, open, or remote."""
     if _is_remote(path):
         return _RemoteFile(path, dtype, 0 if config is None else config.bin_chunk_nbytes)
@@ -5480,14 +5420,57 @@ _COPIED_BYTES = 64 << 20  # that are asked for at once
 
 
 # -- is a pair what its format says? ---------------------------------------------------------------
+#
+# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
+#
+#   what              when                              against
+#   header and sizes  at every open, in O(1)            the table of section 1, the size of the .bin
+#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
+#   entries                                             sequence ends where the .bin ends
+#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
+#                     and before section 4 orders the   of the lengths before it, in bytes, and
+#                     sequences, in O(n)                documents never go back
+#   one place         at every access                   the bounds of the sequence and of the .bin
+
+_CHUNK = 1 << 14  # entries that are checked at a time: temporary arrays stay in the CPU's cache
 
 
-def _read_header(path, content, multimodal):
-    """The dtype code, n and m of an .idx, which has exactly the bytes that its header implies."""
+def _open_index(pair):
+    """The bytes of the .idx file of a pair, mapped; its header and its size are right."""
+    path = get_idx_path(pair.path_prefix)
+    if not _is_remote(path) and not os.path.exists(path):
+        raise FileNotFoundError(_describe_missing_pair(pair.path_prefix))
+    pair._idx_stamp = _file_stamp(path)
+    pair._idx_content = _map_file(_fetch_index(path, pair._idx_stamp, pair.object_storage_config))
+    pair._verified = False
+    pair._identity = None  # _identity_of_index() fills it
+    pair._digest = None  # _digest_of_contents() fills it
+    _check_header(path, pair._idx_content, pair.multimodal)
+    return pair._idx_content
+
+
+def _open_bin(pair):
+    """The tokens of the .bin file of a pair, and their number; it is the one of the .idx."""
+    idx_path = get_idx_path(pair.path_prefix)
+    bin_path = get_bin_path(pair.path_prefix)
+    pair._bin_stamp = _file_stamp(bin_path)
+    bin_size = pair._bin_stamp["size"]
+    _check_ends(pair, bin_size)
+    tokens = _open_tokens(bin_path, pair.dtype, pair.mmap, pair.object_storage_config)
+    # Another process may replace the pair meanwhile.  It does so in this order: the old .idx goes,
+    # the new .bin comes, the new .idx comes (section 11).  So if the .idx is the same before and
+    # after the .bin was opened, they belong together.
+    if _file_stamp(idx_path) != pair._idx_stamp:
+        raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
+    return tokens, bin_size // pair._token_bytes
+
+
+def _check_header(path, content, multimodal):
+    """An .idx has a header, and exactly the bytes that its header implies."""
     found = len(content)
     if found < _HEADER.size:
         raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
-    magic, version, code, n, m = _HEADER.unpack(content[: _HEADER.size].tobytes())
+    magic, version, code, n, m = _HEADER.unpack_from(content)
     if magic != _MAGIC or version != _VERSION:
         raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
     if not 1 <= code <= 8:
@@ -5499,7 +5482,6 @@ def _read_header(path, content, multimodal):
     if found not in (without_modes, with_modes):
         wanted = f"{with_modes} bytes with modes or {without_modes} without"
         raise _format_error(path, "file size", wanted, found)
-    return code, n, m
 
 
 def _check_ends(pair, bin_size):
@@ -5523,6 +5505,30 @@ def _check_ends(pair, bin_size):
             f"{end} bytes, as {path} says",
             f"{bin_size}: the file is truncated, or belongs to another .idx",
         )
+
+
+def _error_of_span(pair, i, offset, length):
+    """The error for a part of sequence i that is not in the sequence, or not in the .bin file."""
+    pointer = int(pair.sequence_pointers[i])
+    size = int(pair.sequence_lengths[i])
+    start, rest = divmod(pointer, pair._token_bytes)
+    if rest or start < 0 or size < 0 or start + size > pair.num_tokens:
+        # only an .idx that was not checked as a whole can be wrong in this way
+        path = get_idx_path(pair.path_prefix)
+        found = f"byte {pointer}, {size} tokens"
+        return _format_error(path, f"sequence {i}", "a place in .bin", found)
+    field = f"tokens of sequence {i}"
+    wanted = f"{offset} to {offset + length}"
+    return _format_error(pair.path_prefix, field, wanted, size, IndexError)
+
+
+def _verify_pair(pair):
+    """What IndexedDataset.verify() does."""
+    if pair._verified:
+        return
+    _verify_sequences(pair)
+    _verify_documents(pair)
+    pair._verified = True
 
 
 def _verify_sequences(pair):
@@ -5554,6 +5560,57 @@ def _verify_documents(pair):
             at = wrong[0]
             field = f"document_indices[{low + at + 1}]"
             raise _format_error(path, field, f">= {found[at]}", found[at + 1])
+
+
+# -- is a pair the one that it was? -------------------------------------------------------------
+
+
+def _identity_of_index(pair):
+    """The size of an .idx, the time of its last change, and a digest of its first and last page."""
+    if pair._identity is None:
+        first = pair._idx_content[:_PAGE].tobytes()
+        last = pair._idx_content[-_PAGE:].tobytes()
+        pair._identity = {
+            "idx_size": pair._idx_stamp["size"],
+            "idx_mtime_ns": pair._idx_stamp["changed"],
+            "idx_ends": _md5(first + last),
+        }
+    return pair._identity.copy()
+
+
+def _digest_of_contents(pair):
+    """An md5 of the sizes of both files of a pair and of some of their pages.
+
+    8 pages of 4 KiB of the .idx and 24 of the .bin, the first, the last, and evenly between: so a
+    copy at another path has the same digest, and a corpus with other tokens, even of the same
+    lengths, has another.  It is kept as long as the files are the same.  Object storage is not
+    asked again whether they are: that would be two requests each time.
+    """
+    stamps = [pair._idx_stamp, pair._bin_stamp]
+    if not _is_remote(pair.path_prefix):
+        with contextlib.suppress(FileNotFoundError):  # files that are open outlive their names
+            stamps = [
+                _file_stamp(get_idx_path(pair.path_prefix)),
+                _file_stamp(get_bin_path(pair.path_prefix)),
+            ]
+    if pair._digest is None or stamps != pair._digest_stamps:
+        pair._digest = _digest_of_pages(pair)
+        pair._digest_stamps = stamps
+    return pair._digest
+
+
+def _pickle_pair(pair):
+    """What pickle calls to open a pair again: a class, its arguments, and what the files were."""
+    arguments = pair.path_prefix, pair.multimodal, pair.mmap, pair.object_storage_config, pair.check
+    return type(pair), arguments, [pair._idx_stamp, pair._bin_stamp]
+
+
+def _check_stamps(pair, stamps):
+    """DatasetFormatError if the files that were opened are not those of the pickle."""
+    found = [pair._idx_stamp, pair._bin_stamp]
+    if found != stamps:
+        reason = "the pair was replaced after the dataset was pickled: build it again"
+        raise _format_error(pair.path_prefix, "files", stamps, f"{found}: {reason}")
 
 
 def _digest_of_pages(pair):
@@ -6429,9 +6486,9 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # ==============================================================================
 # Question answered here: where is each loop made fast, and how is C switched on and off?
 #
-#   definition, in part I               adapter, below                 loop, in _helpers.c
+#   definition, above                   adapter, below                 loop, in _helpers.c
 #   _encode_tokens                      _c_encode_tokens               encode_tokens
-#   IndexedDataset.verify               _c_verify                      verify_index
+#   _verify_pair                        _c_verify_pair                 verify_index
 #   build_sample_idx                    _c_build_sample_idx            build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
 #   build_blending_indices              _c_build_blending_indices      build_blending_indices
@@ -6475,12 +6532,12 @@ def _c_encode_tokens(values, dtype):
         return _c_encode_tokens.__wrapped__(values, dtype)
 
 
-@functools.wraps(IndexedDataset.verify)
-def _c_verify(self):
-    if not self._verified:
-        arrays = self.sequence_lengths, self.sequence_pointers, self.document_indices
-        self._verified = _megatron_min.verify_index(*arrays, self._token_bytes)
-    _c_verify.__wrapped__(self)  # it does nothing more, or raises the error
+@functools.wraps(_verify_pair)
+def _c_verify_pair(pair):
+    if not pair._verified:
+        arrays = pair.sequence_lengths, pair.sequence_pointers, pair.document_indices
+        pair._verified = _megatron_min.verify_index(*arrays, pair._token_bytes)
+    _c_verify_pair.__wrapped__(pair)  # it does nothing more, or raises the error
 
 
 _DOCUMENTS_OF_A_THREAD = 1 << 22  # fewer documents are not worth a thread of their own
@@ -6629,7 +6686,11 @@ _NO_EOD = -(2**63)  # an id that no token has
 def _c_fill(self, columns, rows, indices):
     is_filled = False
     corpus = self.dataset
-    if type(corpus) is IndexedDataset and corpus.is_mapped and not self._has_own_tokens():
+    if (
+        type(corpus) is IndexedDataset
+        and type(corpus._tokens) is _MappedTokens
+        and not self._has_own_tokens()
+    ):
         is_filled = _c_read_samples(self, columns, rows, indices)
     if not is_filled:
         _c_fill.__wrapped__(self, columns, rows, indices)
@@ -6682,7 +6743,7 @@ def _c_read_samples(dataset, columns, rows, indices):
 
 if IMPLEMENTATION == "c":
     _encode_tokens = _c_encode_tokens
-    IndexedDataset.verify = _c_verify
+    _verify_pair = _c_verify_pair
     build_sample_idx = _c_build_sample_idx
     shuffle = _c_shuffle
     build_blending_indices = _c_build_blending_indices
@@ -7164,7 +7225,8 @@ def _write_pairs(parts, encoder, prefixes, workers, description, verbose):
         stack.enter_context(contextlib.closing(encoded_blocks))
         for encoded in encoded_blocks:
             for key, column in encoded.columns.items():
-                builders[key]._append(column.tokens, column.lengths, ends=column.ends)
+                content = column.tokens.view(np.uint8)
+                builders[key]._append(content, column.lengths, ends=column.ends)
             progress.update(encoded)
         for builder in builders.values():
             builder.sync()  # a full disk shows here, before the first pair has its name
