@@ -50,7 +50,7 @@ Part II, the workshop
     12. The index cache           when may arrays made earlier be used again?
     13. Token sources             how are tokens read from a mapping, a file, or object storage?
     14. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
-    15. One error for every rank  what do the others do when one rank fails?
+    15. Checks and errors         what is refused, and what do the others do when one rank fails?
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
 Part III, the tools
     17. Tokenizers                which tokenizers can a command use?
@@ -646,11 +646,13 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   {"text": ""}           ->     (no tokens)    ->                          0 1 1
 #   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
 #
-# A line is a document, and a document becomes one sequence; or, if the text is a list of sentences,
-# one sequence for each sentence that has tokens.  A blank line is no document.  The end-of-document
-# token, eod, tells a model where one text stops and an unrelated one begins.  A document without
-# tokens becomes no sequence and gets no eod: the number of sequences is repeated in
-# document_indices, so that document d is still line d.  Upstream does the same.
+# A line is a document; only blank lines do not count.  A document becomes one sequence, or, if the
+# text is a list of sentences, one sequence for each sentence that has tokens.  The end-of-document
+# token, eod, tells a model where one text stops and an unrelated one begins.
+#
+# A document without tokens becomes no sequence and gets no eod.  But it has its entry in
+# document_indices, where the number of sequences is repeated: so no document loses its number.
+# Upstream does the same.
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
@@ -781,9 +783,7 @@ def encode_jsonl(
 # A split cuts one corpus into parts that have no sequence in common.  A blend mixes corpora.  A
 # config holds both, with everything else that decides what a sample looks like.
 #
-# What is split here, and ordered in section 4, are the sequences of the .idx file.  Upstream calls
-# them documents there, as nearly always a document is one sequence, and so do the names below.  The
-# array document_indices of the .idx file is not used for training.
+# From here on a document is a sequence of the .idx file (see "document" at the top of this file).
 
 
 class Split(enum.Enum):
@@ -807,31 +807,18 @@ def normalize(weights: typing.Sequence[float]) -> list[float]:
 def parse_and_normalize_split(split: str) -> list[float]:
     """Read the shares of train, valid and test from a string, and normalize them.
 
-    The shares stand between commas, semicolons, slashes or spaces, with or without brackets around
-    all of them.  Wanted are one to three numbers, none negative, not all 0; missing shares are 0.
-    Anything else is a ValueError (upstream drops signs, exponents and empty fields).  Upstream:
-    parse_and_normalize_split.
+    One to three numbers stand between commas, semicolons, slashes or spaces, with or without
+    brackets around all of them; missing shares are 0.  Anything else is a ValueError (upstream
+    drops signs, exponents and empty fields).  Upstream: parse_and_normalize_split.
 
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
     fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
     shares = [_number(field) for field in fields]
-    is_numbers = None not in shares and len(shares) <= len(Split)
-    if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
-        raise ValueError(
-            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
-        )
+    _check_shares(shares, split)  # section 15
     missing = len(Split) - len(shares)
     return normalize(shares + [0.0] * missing)
-
-
-def _number(text):
-    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
-    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
-        return None
-    number = float(text)
-    return number if math.isfinite(number) else None
 
 
 def convert_split_vector_to_split_matrix(
@@ -840,8 +827,8 @@ def convert_split_vector_to_split_matrix(
     """Turn shares into the (begin, end) of each split, as fractions of a corpus; None where empty.
 
     With two vectors, both cut the same corpus, and each entry is what the two cuts of that split
-    have in common: from the later begin to the earlier end.  Upstream has this; the builder of
-    section 7 does not use it.  ValueError if the vectors differ in length.
+    have in common: from the later begin to the earlier end.  Only upstream uses this.  ValueError
+    if the vectors differ in length.  Upstream: the same name.
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
@@ -861,7 +848,9 @@ def convert_split_vector_to_split_matrix(
 
 
 def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
-    """Turn fractions of a corpus into (first sequence, end); halves are rounded to even numbers.
+    """Turn fractions of a corpus into (first sequence, end), where end is no part of the split.
+
+    Both are rounded to the nearest whole number, and a half to the even one of its neighbours.
 
     >>> split_range((0, 0.75), 3), split_range((0.75, 1.0), 3)
     ((0, 2), (2, 3))
@@ -870,136 +859,46 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
     return round(begin * float(num_sequences)), round(end * float(num_sequences))
 
 
-def get_blend_from_list(
-    blend: typing.Sequence[str] | None,
-) -> tuple[list[str], list[float] | None] | None:
-    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
-
-    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
-    looks like a number would be taken for a weight: write ./2023 for a folder 2023.  Upstream:
-    get_blend_from_list.
-
-    >>> get_blend_from_list(["30", "p1", "70", "p2"])
-    (['p1', 'p2'], [30.0, 70.0])
-    >>> get_blend_from_list(["2023_01", "wiki"])
-    (['2023_01', 'wiki'], None)
-    """
-    if blend is None:
-        return None
-    if isinstance(blend, str) or not isinstance(blend, collections.abc.Iterable):
-        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
-    entries = [str(entry).strip() for entry in blend]
-    is_number = [_number(entry) is not None for entry in entries]
-    if entries and not any(is_number):
-        return entries, None
-    pairs = len(entries) // 2
-    if not entries or is_number != [True, False] * pairs:
-        raise ValueError(
-            f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
-            "(write a prefix that is a number with its folder: ./2023)"
-        )
-    return entries[1::2], [float(weight) for weight in entries[0::2]]
-
-
-def _read_weights(weights, names):
-    """The weights as a list of Python's numbers; ValueError that says which weight is wrong.
-
-    Wanted is a finite number >= 0 for each name.  It may be a text, as in a file of JSON.
-    """
-    if isinstance(weights, str) or not hasattr(weights, "__len__"):
-        raise ValueError(f"wanted a list of weights, got {weights!r}")
-    if len(weights) != len(names):
-        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
-    numbers_read = []
-    for weight, name in zip(weights, names, strict=True):
-        number = weight
-        if isinstance(weight, str):
-            number = _number(weight.strip())
-        elif isinstance(weight, np.generic):
-            number = weight.item()
-        # float(number) would fail for a very large integer: compare with the largest float instead
-        if not isinstance(number, numbers.Real) or not 0 <= number <= sys.float_info.max:
-            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
-        numbers_read.append(number)
-    total = sum(float(number) for number in numbers_read)
-    if not 0 < total < math.inf:
-        raise ValueError(f"weights {numbers_read}: wanted a finite sum > 0")
-    return numbers_read
-
-
-def _drop_zero_weights(datasets, weights, names, is_noted=True):
-    """The datasets whose weights are not 0, and these weights; a note names the dropped ones."""
-    kept = []
-    dropped = []
-    for dataset, weight, name in zip(datasets, weights, names, strict=True):
-        if weight:
-            kept.append((dataset, weight))
-        else:
-            dropped.append(str(name))
-    if dropped and is_noted:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-    return [dataset for dataset, _ in kept], [weight for _, weight in kept]
-
-
-def _as_phases(phases, names):
-    """Phases as [(samples, normalized weights), ...]; ValueError that says which is no phase."""
-    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
-    checked = []
-    for number, phase in enumerate(phases):
-        if not isinstance(phase, (list, tuple)) or len(phase) != 2:
-            raise ValueError(f"phase {number}: wanted (samples, weights), got {phase!r}")
-        samples, weights = phase
-        if not isinstance(samples, numbers.Integral) or samples < 1:
-            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples!r}")
-        try:
-            weights = _read_weights(weights, names)
-        except ValueError as error:
-            raise ValueError(f"phase {number}: {error}") from None
-        checked.append((int(samples), _normalize_used(weights)))
-    return checked
-
-
-def _normalize_used(weights):
-    """normalize() of the weights that are not 0: a 0 must not change the rounding of the sum."""
-    weights = np.array(weights, np.float64)
-    is_used = weights > 0
-    weights[is_used] = normalize(weights[is_used])
-    return weights.tolist()
-
-
 @dataclasses.dataclass
 class BlendedMegatronDatasetConfig:
-    """What to build.  Field names and defaults are upstream's; ValueError for bad combinations.
+    """What to build.  Upstream: the same name, and the same names and defaults of fields.
+
+    With blend and split, each corpus of one blend is cut into train, valid and test.  With
+    blend_per_split, each of the three has a blend of whole corpora of its own.  Without both the
+    data are mock data, see MockGPTDataset.
 
     random_seed                 seed of every shuffle of documents and samples
     sequence_length             S, in tokens
-    blend                       ([prefix, ...], [weight, ...] or None); each corpus is cut by split
-    blend_per_split             a list of three: for each split a blend of whole corpora, or None
+    blend                       ([prefix, ...], [weight, ...] or None)
+    blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
                                 of its corpora, where it has several
     full_validation             with multiple_validation_sets: each validation dataset is one epoch,
                                 so the builder must be given None as the size of valid; alone it
                                 changes nothing here
     split                       shares of train, valid, test, such as "98,1,1"
+    split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
     path_to_cache               folder of the index files of section 12; None: those of a corpus lie
                                 in the folder <prefix>/cache, and those of a blend are not kept
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
+    mock                        made from the blends: are there none?
     tokenizer                   an object as in section 2: its eod and its pad are used
     mid_level_dataset_surplus   the share of extra samples that each corpus of a blend with weights
-                                is built for: 0.005 is half a percent
+                                is built for: 0.005 is half a percent (section 7)
     allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
                                 token has the same id; if False, padding is -1 in this case
     fast_cache_load             trust a cache that exists, without any check
-    defer_npy_index_mmap        open the index files at the first access
+    defer_npy_index_mmap        accepted as upstream's: index files are always opened at the first
+                                access
     blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
-                                blend that follow each other, instead of its weights (section 6);
-                                use stable_order with it, so that phases that are added later leave
-                                the order of the corpora as it is.  A corpus that is new in a later
-                                phase goes to the end of blend, with weight 0 in the phases before
+                                blend that follow each other, instead of its weights (section 6)
 
-    Without blend and blend_per_split the data are mock data, see MockGPTDataset.
+    ValueError for a field that is wrong, and for fields that do not go together.
+
+    >>> config = BlendedMegatronDatasetConfig(1234, 4, blend=(["p1", "p2"], [30, 70]), split="3,1")
+    >>> config.split_matrix, config.mock
+    ([(0, 0.75), (0.75, 1.0), None], False)
     """
 
     random_seed: int
@@ -1022,94 +921,21 @@ class BlendedMegatronDatasetConfig:
     blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        self._check_whole_number("random_seed", 0)
-        self._check_whole_number("sequence_length", 1)
-        self._check_whole_number("num_dataset_builder_threads", 1)
-        surplus = self.mid_level_dataset_surplus
-        if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
-            raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-        self.blend_per_split = self._read_blend_per_split()
-        if self.blend_per_split is None:
-            self._set_split()
-            self.blend = self._read_blend(self.blend)
-        if self.blend_phases is not None:
-            self._check_phases()
-
-    def _check_whole_number(self, name, lowest):
-        """The field is a whole number from lowest to 2**32 - 1; numpy's become int, for JSON."""
-        value = getattr(self, name)
-        if not hasattr(value, "__index__") or not lowest <= value < 2**32:
-            raise ValueError(
-                f"{name} must be a whole number from {lowest} to 2**32 - 1, got {value!r}"
-            )
-        setattr(self, name, int(value))
-
-    def _read_blend_per_split(self):
-        """The blend of each split, checked; None if no split has one of its own."""
-        if not isinstance(self.blend_per_split, (list, tuple, types.NoneType)):
-            raise ValueError(f"blend_per_split wants a list, got {self.blend_per_split!r}")
-        if not self.blend_per_split or not any(self.blend_per_split):
-            return None
-        if self.blend is not None or self.split is not None:  # there is nothing to cut
-            raise ValueError(
-                "blend_per_split wants blend and split to be None, "
-                f"got {self.blend} and {self.split}"
-            )
-        if len(self.blend_per_split) != len(Split):
-            raise ValueError(
-                f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
-            )
-        return [self._read_blend(blend) for blend in self.blend_per_split]
-
-    def _set_split(self):
-        """Derive mock, split and split_matrix from the blend and the split."""
+        _check_config(self)  # section 15
+        if self.blend_per_split is not None:
+            return
         self.mock = self.blend is None
         if self.mock:
             self.split = "1,1,1"
-        if self.split is None:
-            raise ValueError('a blend needs a split, such as "98,1,1"')
-        if self.multiple_validation_sets:
-            raise ValueError("multiple_validation_sets needs blend_per_split")
         shares = parse_and_normalize_split(self.split)
         self.split_matrix = convert_split_vector_to_split_matrix(shares)
-
-    def _read_blend(self, blend):
-        """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
-        if blend is None:
-            return None
-        is_pair = isinstance(blend, (list, tuple)) and len(blend) == 2
-        if not is_pair or not _are_paths(blend[0]):
-            raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
-        prefixes, weights = blend
-        if weights is not None:
-            weights = _read_weights(weights, prefixes)
-        return prefixes, weights
-
-    def _check_phases(self):
-        """blend_phases mixes the corpora of the training blend."""
-        blend = self.blend
-        if self.blend_per_split is not None:
-            blend = self.blend_per_split[Split.train.value]
-        if blend is None:
-            raise ValueError(
-                "blend_phases needs a blend for train: it says which corpora are mixed"
-            )
-        if self.split_matrix is not None and self.split_matrix[Split.train.value] is None:
-            raise ValueError(f"blend_phases mixes train, but split {self.split!r} has no train")
-        prefixes, _ = blend
-        _as_phases(self.blend_phases, prefixes)
-
-
-def _are_paths(prefixes):
-    """Is this a list of at least one path, and of nothing else?"""
-    if isinstance(prefixes, str) or not hasattr(prefixes, "__len__") or len(prefixes) == 0:
-        return False
-    return all(isinstance(path, (str, os.PathLike)) for path in prefixes)
 
 
 @dataclasses.dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """The config of GPTDataset.  These fields come on top of those of the base class:
+    """The config of GPTDataset.  Upstream: GPTDatasetConfig.
+
+    These fields come on top of those of the base class, and a tokenizer is needed:
 
     reset_position_ids       positions restart after every eod token (None is False)
     reset_attention_mask     no token attends across an eod token
@@ -1117,21 +943,22 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     create_attention_mask    return the dense (1, S, S) mask, which says what may attend to what
     drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
     add_extra_token_to_sequence             x = 1: the last input token has a label too
-    object_storage_cache_path               local folder for copies of .idx files: section 13
+    object_storage_cache_path               local folder for copies of .idx files (section 13)
     data_parallel_size, sequence_parallel_size, sequences_per_dataset, context_parallel_size
-                             accepted as upstream's; nothing here depends on them
+                             accepted as upstream's; nothing in part I depends on them
     hybrid_context_parallel  of upstream; True is refused
+    token_dtype_code         of upstream; always None
     inter_document_masking   instead of a mask, return where the documents of a sample start, as
-                             attention kernels for packed sequences want it: cu_seqlens has these
-                             places and then S in all entries that are left, max_seqlen is the
-                             length of the longest; positions restart at each start (keyword only,
-                             since the config of upstream 0.16.1 does not have it)
+                             attention kernels for packed sequences want it; positions restart at
+                             each start.  With S = 4 and documents that start at 0 and 3, cu_seqlens
+                             is 0 3 4 4 4 (always S + 1 entries), and max_seqlen, the length of the
+                             longest, is 3.  Keyword only: upstream 0.16.1 does not have it
     stable_order             not of upstream: shuffle each epoch by itself, so that a longer dataset
                              begins with the shorter one (section 4)
 
-    >>> GPTDatasetConfig(1234, 4, blend=(["p1", "p2"], [1, -1]), split="98,1,1")
-    Traceback (most recent call last):
-    ValueError: weight of p2: wanted a finite number >= 0, got -1
+    >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())     # of mock data
+    >>> config.has_dense_mask, config.add_extra_token_to_sequence
+    (True, True)
     """
 
     reset_position_ids: bool | None = None
@@ -1150,21 +977,6 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     inter_document_masking: bool = dataclasses.field(default=False, kw_only=True)
     stable_order: bool = dataclasses.field(default=False, kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tokenizer is None:
-            raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
-        if self.hybrid_context_parallel:
-            raise ValueError(
-                "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
-                "batches with get_batch_on_this_cp_rank()"
-            )
-        if self.reset_attention_mask and not self.has_dense_mask:
-            raise ValueError(
-                "reset_attention_mask has no effect without a dense mask: set "
-                "create_attention_mask, or use inter_document_masking alone"
-            )
-
     @property
     def has_dense_mask(self) -> bool:
         """Does a sample hold a (1, S, S) attention mask?"""
@@ -1176,8 +988,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # ==============================================================================
 # Question answered here: in which order do documents and samples come, and where does each start?
 #
-# (1) document_index: the documents of the split (sequences of the pair, see section 3), once for
-#     each epoch, shuffled.  Laid end to end in this order they are the stream.
+# (1) document_index: the documents of the split, once for each epoch, shuffled.  Laid end to end in
+#     this order they are the stream.
 # (2) sample_index: the stream is cut into samples of S tokens; row j says where sample j starts.
 # (3) shuffle_index: the samples are shuffled too: sample k of the dataset is sample
 #     shuffle_index[k] of the stream.
@@ -1185,7 +997,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # The cut (2), for a stream of the documents as they are, unshuffled; its rows (d, offset) are
 # (0, 0) (1, 0) (2, 1) (2, 5), of which the last says where sample 3 would start:
 #
-#   position  0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
+#   place     0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
 #   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    inputs b b b c   labels b b c c
 #                                          sample 2 = c c c c c    inputs c c c c   labels c c c c
 #
@@ -1317,7 +1129,7 @@ def build_document_index(
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
     """
-    document_index = _repeat_documents(documents, num_epochs)
+    document_index = np.tile(_as_int32(documents), num_epochs)
     if not separate_final_epoch:
         shuffle(document_index, random_state)
         return document_index
@@ -1325,14 +1137,6 @@ def build_document_index(
     shuffle(document_index[:edge], random_state)
     shuffle(document_index[edge:], random_state)
     return document_index
-
-
-def _repeat_documents(documents, num_epochs):
-    """The documents once for each epoch, int32; ValueError for a number that does not fit."""
-    documents = np.asarray(documents)
-    if len(documents) and documents.max() >= 2**31:
-        raise ValueError(f"document {documents.max()}: document_index is int32, below 2**31")
-    return np.tile(np.asarray(documents, np.int32), num_epochs)
 
 
 def build_sample_idx(
@@ -1349,26 +1153,22 @@ def build_sample_idx(
     Sample k is the tokens [k*S, k*S + S + x) of the stream.  With x = 1 its last token is a label
     only, and the first input of sample k+1.
 
-    sizes             int32 (sequences of the file,)  tokens in each
-    document_indices  int32 (E*D,)                    document_index, under upstream's name here;
-                                                      not the document_indices of the .idx file.
-                                                      Entry d is the sequence of the file that
-                                                      comes d-th in the stream
-    sequence_length   int >= 1                        S, without the extra token
-    tokens_per_epoch  int                             the stream has num_epochs times as many
-    drop_last_partial_sequence                        False: the stream ends in a short sample if
-                                                      its tokens fill no whole one
+    sizes             int32 (sequences of the file,): tokens in each, which upstream calls sizes
+    document_indices  int32 (E*D,): the document_index of this section, under upstream's name here.
+                      Entry d is the sequence of the file that comes d-th in the stream
+    sequence_length   S, 1 or more, without the extra token
+    num_epochs, tokens_per_epoch   the stream has so many tokens: their product
+    drop_last_partial_sequence     False: the stream ends in a short sample if its tokens fill no
+                                   whole one
+    add_extra_token_to_sequence    x
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row k is (d, offset): sample k
-                      starts at place offset of the d-th document.  Row N is where sample N
-                      would start.
-    Raises            ValueError                      S < 1, or a stream too short for its samples
-                      IndexError                      an entry of document_indices is no sequence
-                      TypeError                       an array of another dtype
+                      starts at token offset of the d-th document.  Row N is where sample N would
+                      start.
+    Raises            TypeError for an array of another dtype, ValueError for S < 1 and for a stream
+                      too short for its samples, IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  One thing differs: where a last, short sample is
-                      kept, upstream computes N in float32.  One thing is kept: with x = 0, a sample
-                      k > 0 that starts at the first token of a document gets the row (d, length of
-                      d), where d is the first document that ends there.
+                      kept, upstream computes N in float32.
 
     >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
     >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
@@ -1376,74 +1176,33 @@ def build_sample_idx(
     """
     S = sequence_length
     x = int(add_extra_token_to_sequence)
-    num_samples, tokens_needed = _measure_stream(
-        sizes, document_indices, S, num_epochs, tokens_per_epoch, drop_last_partial_sequence, x
-    )
-    lengths = _lengths_of_documents(sizes, document_indices)
-    ends = np.cumsum(lengths, dtype=np.int64)  # tokens up to the end of each document
-    starts = ends - lengths
-    if len(ends) and ends[-1] < tokens_needed:
-        raise ValueError(f"the samples need {tokens_needed} tokens, the documents hold {ends[-1]}")
+    tokens = int(num_epochs) * int(tokens_per_epoch)
+    _check_stream(sizes, document_indices, S, tokens)  # section 15
+    num_samples = count_samples(tokens, S, drop_last_partial_sequence, x)
 
-    # Row 0 is (0, 0).  Row k > 0 comes from the end of sample k - 1: when that sample is complete,
-    # tokens_read[k - 1] tokens of the stream have been read, and the last of them is in document d.
-    tokens_read = np.arange(1, num_samples + 1) * S + x
-    if num_samples:
-        tokens_read[-1] = tokens_needed  # the last sample may be short
+    # Row 0 is (0, 0).  Row k is found from where sample k - 1 ends: k*S + x tokens into the stream,
+    # or, if the last sample is short, at the end of the stream.
+    tokens_read = np.minimum(np.arange(1, num_samples + 1) * S + x, tokens)
+    lengths = sizes[document_indices]
+    _check_lengths(lengths, tokens_read)  # section 15
+    ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
+    starts = ends - lengths
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
     rows = np.zeros((num_samples + 1, 2), _sample_index_dtype(len(document_indices)))
     rows[1:, 0] = d
-    # Sample k begins x tokens before that point: with x = 1 at the last token of sample k - 1, with
-    # x = 0 right behind it, and that may be the place behind the last token of document d.
+    # Sample k begins x tokens before that.  With x = 0 a sample that starts with a document is
+    # written as the end of the document before it: (d, length of d).
     rows[1:, 1] = tokens_read - x - starts[d]
-    if tokens_needed < num_samples * S and not x:  # x = 0, and the last sample is short
-        # rows[-1] is the first document that ends there; upstream has the last one, if it is empty
-        rows[-1] = _end_of_stream(sizes, document_indices)
+    if tokens < num_samples * S and x == 0:
+        # The last sample is short.  If empty documents end the stream, upstream names the last of
+        # them here.
+        rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
-
-
-def _measure_stream(sizes, documents, S, num_epochs, tokens_per_epoch, drop_last, x):
-    """N, and how many tokens of the stream N samples need; errors for wrong arguments."""
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(documents, "document_indices", np.int32)
-    if not 1 <= operator.index(S) < 2**32:
-        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
-    tokens = int(num_epochs) * int(tokens_per_epoch)
-    if num_epochs < 0 or not 0 <= tokens <= len(documents) * 2**31:
-        raise ValueError(f"{len(documents)} documents cannot hold {tokens} tokens")
-    num_samples = count_samples(tokens, S, drop_last, x)
-    return num_samples, min(tokens, num_samples * S + x)
-
-
-def _check_array(values, name, dtype):
-    """A 1-D array of this dtype; TypeError or ValueError."""
-    found = getattr(values, "dtype", type(values).__name__)
-    if found != dtype:
-        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
-    if values.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
-
-
-def _lengths_of_documents(sizes, documents):
-    """sizes[documents]; IndexError for an entry that is no sequence: numpy would take a -1."""
-    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
-    if len(wrong):
-        d = wrong[0]
-        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
-    lengths = sizes[documents]
-    if len(lengths) and lengths.min() < 0:
-        raise ValueError("a size is negative: no sequence has less than 0 tokens")
-    return lengths
 
 
 def _sample_index_dtype(num_documents):
     """int32, or int64 where d does not fit.  Sizes are int32, so the offsets always fit."""
     return np.int32 if num_documents < 2**31 else np.int64
-
-
-def _end_of_stream(sizes, documents):
-    """The place behind the last token, as a row: (the last document, its length)."""
-    return len(documents) - 1, sizes[documents[-1]]
 
 
 def build_shuffle_index(
@@ -1492,7 +1251,7 @@ def build_stable_orders(
     """
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
-    document_index = _repeat_documents(documents, num_epochs)
+    document_index = np.tile(_as_int32(documents), num_epochs)
     num_samples = sample_edges[-1]
     shuffle_index = np.arange(num_samples, dtype=_shuffle_index_dtype(num_samples))
     random_state = np.random.RandomState(random_seed)
@@ -1513,9 +1272,8 @@ def _count_samples_of_epochs(
 ) -> list[int]:
     """Count the samples that end before epoch 0, 1, ..., E begins: E + 1 numbers, the last is N.
 
-    A last, short sample ends in the last epoch.  In a longer dataset a whole sample stands in its
-    place and ends in the next epoch, so where short samples are kept, the last epoch of the shorter
-    dataset is another one in the longer dataset; all epochs before it are equal.
+    If a short last sample is kept, adding epochs changes the epoch that was last: its short sample
+    becomes a whole one that ends in the next epoch.  All epochs before are equal.
 
     >>> _count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4)     # 13, 26, 39 tokens
     [0, 3, 6, 9]
@@ -2628,14 +2386,14 @@ def _count_datasets(dataset_index, num_datasets):
 
 
 class _BlendOfSplit(typing.NamedTuple):
-    """What a dataset is built from: corpora, and how they are mixed; see _read_blends()."""
+    """What one dataset of a config is made from; see _read_blends()."""
 
     split: Split
     prefixes: list  # of the corpora; [None] for mock data
-    weights: list | None  # of the corpora, their sum is 1; None: each corpus is taken once
-    phases: list | None  # [(samples, weights), ...] instead of weights
-    size: int | None  # samples that are wanted; None: one epoch
+    weights: list | None  # one for each corpus, their sum is 1; None: each corpus is taken once
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
+    size: int | None  # samples that are wanted; None: one epoch
+    phases: list | None  # [(samples, weights), ...] instead of weights
 
     @property
     def is_one_corpus(self) -> bool:
@@ -2669,63 +2427,40 @@ def _read_blends(
     >>> config = GPTDatasetConfig(1234, 4, blend=(["a", "b"], [1, 3]), split="9,1,0",
     ...                           tokenizer=ByteTokenizer())
     >>> for blend in _read_blends(config, [8, 4, 0]):
-    ...     print(blend.split.name, blend.prefixes, blend.weights, blend.size, blend.bounds)
-    train ['a', 'b'] [0.25, 0.75] 8 (0, 0.9)
-    valid ['a', 'b'] [0.25, 0.75] 4 (0.9, 1.0)
+    ...     print(blend.split.name, blend.prefixes, blend.weights, blend.bounds, blend.size)
+    train ['a', 'b'] [0.25, 0.75] (0, 0.9) 8
+    valid ['a', 'b'] [0.25, 0.75] (0.9, 1.0) 4
     """
-    if len(sizes) != len(Split):
-        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
-    if config.multiple_validation_sets and config.full_validation:
-        if sizes[Split.valid.value] is not None:
-            raise ValueError("full_validation: the size of valid must be None")
+    _check_sizes(config, sizes)  # section 15
     blends = []
     for split, size in zip(Split, sizes, strict=True):
-        is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
-        if size is not None and not is_number:
-            raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
-        if config.blend_per_split is None:
-            bounds = config.split_matrix[split.value]
-            prefixes, weights = ([None], None) if config.mock else config.blend
-        elif config.blend_per_split[split.value] is None:
-            bounds = None
-        else:
+        if config.blend_per_split is not None:
             bounds = (0.0, 1.0)
-            prefixes, weights = config.blend_per_split[split.value]
-            is_kept_apart = split is Split.valid and bool(config.multiple_validation_sets)
-            if is_kept_apart:
-                for prefix in prefixes:
-                    blends.append(_BlendOfSplit(split, [prefix], None, None, size, bounds))
-                continue
-            if len(prefixes) == 1:
-                weights = None
-        if bounds is not None:
-            # the splits of one blend have the same corpora of weight 0, which are noted once
+            corpora = config.blend_per_split[split.value]
+        else:
+            bounds = config.split_matrix[split.value]
+            corpora = ([None], None) if config.mock else config.blend
+        if bounds is None or corpora is None:
+            continue  # nothing is built for this split
+        prefixes, weights = corpora
+        phases = None
+        if split is Split.train and config.blend_phases is not None:
+            weights = None
+            phases = _as_phases(config.blend_phases, prefixes)
+        elif split is Split.valid and config.multiple_validation_sets:
+            for prefix in prefixes:
+                blends.append(_BlendOfSplit(split, [prefix], None, bounds, size, None))
+            continue
+        elif config.blend_per_split is not None and len(prefixes) == 1:
+            weights = None  # a single corpus
+        elif weights is not None:
+            # all splits of one blend have the same corpora of weight 0: these are noted once
             is_noted = config.blend_per_split is not None or len(blends) == 0
-            weighted = prefixes, weights, is_noted
-            blends.append(_read_blend_of_split(config, split, weighted, size, bounds))
+            prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes, is_noted)
+            weights = normalize(weights)
+        blends.append(_BlendOfSplit(split, list(prefixes), weights, bounds, size, phases))
+        _check_size_of_blend(blends[-1])  # section 15
     return blends
-
-
-def _read_blend_of_split(config, split, weighted, size, bounds):
-    """One split, whose corpora are mixed in phases, or by weights, or are taken once."""
-    prefixes, weights, is_noted = weighted
-    if split is Split.train and config.blend_phases is not None:
-        phases = _as_phases(config.blend_phases, prefixes)
-        total = sum(samples for samples, _ in phases)
-        if size is not None and size > total:
-            raise ValueError(
-                f"blend_phases has {total} samples, but {size} are wanted of train: "
-                f"add a phase of {size - total}, or make the last one longer"
-            )
-        return _BlendOfSplit(split, list(prefixes), None, phases, size, bounds)
-    if weights is None:
-        return _BlendOfSplit(split, list(prefixes), None, None, size, bounds)
-    if size is None:
-        raise ValueError(
-            f"{split.name} is a blend with weights, which needs a size (--sizes), got None"
-        )
-    prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes, is_noted)
-    return _BlendOfSplit(split, prefixes, normalize(weights), None, size, bounds)
 
 
 class BlendedMegatronDatasetBuilder:
@@ -2779,19 +2514,21 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_splits(self):
         """All splits, on this rank."""
+        # _in_threads() calls a function for each item, several at a time (section 15)
+        threads = self.config.num_dataset_builder_threads
         prefixes = []
         for blend in self._blends:
             prefixes += blend.prefixes
         prefixes = list(dict.fromkeys(prefixes))  # a corpus of several splits is opened once
         _allow_open_files(self._blends, prefixes)  # section 12
-        opened = dict(zip(prefixes, self._in_threads(self._open, prefixes), strict=True))
+        opened = dict(zip(prefixes, _in_threads(threads, self._open, prefixes), strict=True))
         found = {split: [] for split in Split}
         for blend in self._blends:
             sizes = blend.sizes(self.config.mid_level_dataset_surplus)
             corpora = []
             for prefix, size in zip(blend.prefixes, sizes, strict=True):
                 corpora.append((blend, prefix, opened[prefix], size))
-            parts = self._in_threads(self._build_part, corpora)
+            parts = _in_threads(threads, self._build_part, corpora)
             dataset = parts[0] if blend.is_one_corpus else self._mix(blend, parts)
             found[blend.split].append(dataset)
         datasets = []
@@ -2804,77 +2541,40 @@ class BlendedMegatronDatasetBuilder:
                 datasets.append(of_split)
         return datasets
 
-    def _in_threads(self, function, items):
-        """[function(item) for each item], several at a time if the config asks for threads."""
-        num_threads = self.config.num_dataset_builder_threads
-        if num_threads == 1 or len(items) == 1:
-            return [function(item) for item in items]
-        pool = concurrent.futures.ThreadPoolExecutor(num_threads)
-        try:
-            futures = [pool.submit(function, item) for item in items]
-            # After an error no further corpus is begun: there may be hundreds, of hours each.
-            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(cancel_futures=True)
-
     def _open(self, prefix):
-        """Open a corpus, whose elements int32 must be able to number."""
+        """Open a corpus."""
         opened = self.cls.build_low_level_dataset(prefix, self.config)
-        n = self.cls.numel_low_level_dataset(opened)
-        if n >= 2**31:
-            raise ValueError(
-                f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
-            )
+        _check_num_sequences(prefix, self.cls.numel_low_level_dataset(opened))  # section 15
         return opened
 
     def _build_part(self, corpus):
         """The dataset of a corpus, of the part of it that belongs to the split."""
         blend, prefix, opened, size = corpus
         first, end = split_range(blend.bounds, self.cls.numel_low_level_dataset(opened))
-        documents = range(first, end)  # of hundreds of corpora: no array before it is needed
-        if self.cls is not GPTDataset:
-            documents = _as_documents(documents)  # a class of the user's gets what upstream gives
+        documents = range(first, end)
+        if self.cls is not GPTDataset:  # a class of the user's gets an array, as from upstream
+            documents = _as_documents(documents)
         return self.cls(opened, prefix, documents, size, blend.split, self.config)
 
     def _mix(self, blend, parts):
         """The blend of these datasets; None if nothing is wanted, and nothing is there."""
         if blend.phases is not None:
-            return self._mix_exactly(parts, None, None, blend.phases)
+            return self._blend_of(parts, None, None, blend.phases)
         if blend.weights is not None:
             size = sum(math.ceil(blend.size * weight) for weight in blend.weights)
-            return self._mix_exactly(parts, blend.weights, size)
-        return self._mix_epochs(blend, parts)
-
-    def _mix_epochs(self, blend, parts):
-        """The blend of one epoch of each corpus, or of as many samples of it as are wanted."""
-        split = blend.split.name
-        size = blend.size
+            return self._blend_of(parts, blend.weights, size)
+        # One epoch of each corpus, or as many samples of these as are wanted.
+        _check_epochs(blend, parts)  # section 15: a warning if they are too few
+        parts = [part for part in parts if len(part) > 0]
+        if len(parts) == 0:
+            return None
         lengths = [len(part) for part in parts]
-        if sum(lengths) == 0:
-            if size == 0:
-                return None
-            wanted = "one epoch" if size is None else f"{size} samples"
-            raise ValueError(f"{split}: wanted {wanted}, but no corpus has a sample in it")
-        if size is not None and size > sum(lengths):
-            warnings.warn(
-                f"{split}: an epoch has {sum(lengths):,} samples, not {size:,}: the run "
-                "will end early; give weights, to repeat corpora",
-                stacklevel=2,
-            )
-            size = sum(lengths)
-        kept = []
-        for part in parts:
-            if len(part) > 0:
-                kept.append(part)
-            else:
-                warnings.warn(
-                    f"{split} of {_name(part)} holds no whole sample: left out of the blend",
-                    stacklevel=2,
-                )
-        return self._mix_exactly(kept, [len(part) for part in kept], size)
+        size = blend.size
+        if size is not None:
+            size = min(size, sum(lengths))
+        return self._blend_of(parts, lengths, size)
 
-    def _mix_exactly(self, parts, weights, size, phases=None):
+    def _blend_of(self, parts, weights, size, phases=None):
         """The blend of these parts; one that would not last is built again, larger."""
         try:
             return BlendedDataset(parts, weights, size, self.config, phases)
@@ -6330,12 +6030,16 @@ class NumMicroBatches:
 
 
 # ==============================================================================
-# 15. One error for every rank
+# 15. Checks and errors
 # ==============================================================================
-# Question answered here: what do the other ranks do when one rank fails?
+# Question answered here: what is refused, and what do the other ranks do when one rank fails?
 #
-#   Without this section the others would wait for the failed rank in the next collective, until a
-#   timeout ends them, and none of their logs would say why.
+# What users can get wrong is checked once, where it enters: a config when it is made, sizes when a
+# builder is made, arrays where a public function of section 4 gets them.  The error is a ValueError
+# (TypeError, IndexError), and its sentence says what was wanted, and what was found.
+#
+#   Without the end of this section the other ranks would wait for a failed one in the next
+#   collective, until a timeout ends them, and none of their logs would say why.
 #
 #            step()             smallest of all     rank 2 broadcasts    every rank raises
 #   rank 0   works     -> 4 --+                   +-- class and sentence --> "rank 2: no such file"
@@ -6346,6 +6050,314 @@ class NumMicroBatches:
 # A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
 # the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
 # nothing: its launcher (torchrun) stops the others and names it.
+
+# -- what a user may get wrong: splits, weights, phases, configs -----------------------------------
+
+
+def _number(text):
+    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
+    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
+        return None
+    number = float(text)
+    return number if math.isfinite(number) else None
+
+
+def _check_shares(shares, split):
+    """One to three numbers, none negative, not all 0."""
+    is_numbers = None not in shares and len(shares) <= len(Split)
+    if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
+        raise ValueError(
+            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
+        )
+
+
+def _read_weights(weights, names):
+    """The weights as a list of Python's numbers; ValueError that says which weight is wrong.
+
+    Wanted is a finite number >= 0 for each name.  It may be a text, as in a file of JSON.
+    """
+    if isinstance(weights, str) or not hasattr(weights, "__len__"):
+        raise ValueError(f"wanted a list of weights, got {weights!r}")
+    if len(weights) != len(names):
+        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
+    numbers_read = []
+    for weight, name in zip(weights, names, strict=True):
+        number = weight
+        if isinstance(weight, str):
+            number = _number(weight.strip())
+        elif isinstance(weight, np.generic):
+            number = weight.item()
+        # float(number) would fail for a very large integer: compare with the largest float instead
+        if not isinstance(number, numbers.Real) or not 0 <= number <= sys.float_info.max:
+            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
+        numbers_read.append(number)
+    total = sum(float(number) for number in numbers_read)
+    if not 0 < total < math.inf:
+        raise ValueError(f"weights {numbers_read}: wanted a finite sum > 0")
+    return numbers_read
+
+
+def _drop_zero_weights(datasets, weights, names, is_noted=True):
+    """The datasets whose weights are not 0, and these weights; a note names the dropped ones."""
+    kept = []
+    dropped = []
+    for dataset, weight, name in zip(datasets, weights, names, strict=True):
+        if weight:
+            kept.append((dataset, weight))
+        else:
+            dropped.append(str(name))
+    if dropped and is_noted:
+        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
+    return [dataset for dataset, _ in kept], [weight for _, weight in kept]
+
+
+def _as_phases(phases, names):
+    """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none."""
+    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    checked = []
+    for number, phase in enumerate(phases):
+        if not isinstance(phase, (list, tuple)) or len(phase) != 2:
+            raise ValueError(f"phase {number}: wanted (samples, weights), got {phase!r}")
+        samples, weights = phase
+        if not isinstance(samples, numbers.Integral) or samples < 1:
+            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples!r}")
+        try:
+            weights = _read_weights(weights, names)
+        except ValueError as error:
+            raise ValueError(f"phase {number}: {error}") from None
+        checked.append((int(samples), _normalize_used(weights)))
+    return checked
+
+
+def _normalize_used(weights):
+    """normalize() of the weights that are not 0.
+
+    np.sum() adds in groups: zeros in between would group the others otherwise, and so change the
+    rounding of the sum.
+    """
+    weights = np.array(weights, np.float64)
+    is_used = weights > 0
+    weights[is_used] = normalize(weights[is_used])
+    return weights.tolist()
+
+
+def _check_config(config):
+    """Check all fields of a config, and bring them into one form; ValueError says which is wrong.
+
+    Whole numbers become int, weights become numbers, and a blend_per_split of three None is None.
+    """
+    _check_whole_number(config, "random_seed", 0)
+    _check_whole_number(config, "sequence_length", 1)
+    _check_whole_number(config, "num_dataset_builder_threads", 1)
+    surplus = config.mid_level_dataset_surplus
+    if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
+        raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
+    config.blend_per_split = _read_blend_per_split(config)
+    if config.blend_per_split is None:
+        if config.blend is not None and config.split is None:
+            raise ValueError('a blend needs a split, such as "98,1,1"')
+        if config.multiple_validation_sets:
+            raise ValueError("multiple_validation_sets needs blend_per_split")
+        config.blend = _read_blend(config.blend)
+    if config.blend_phases is not None:
+        _check_phases(config)
+    if isinstance(config, GPTDatasetConfig):
+        _check_gpt_config(config)
+
+
+def _check_whole_number(config, name, lowest):
+    """The field is a whole number from lowest to 2**32 - 1; numpy's become int, for JSON."""
+    value = getattr(config, name)
+    if not hasattr(value, "__index__") or not lowest <= value < 2**32:
+        raise ValueError(f"{name} must be a whole number from {lowest} to 2**32 - 1, got {value!r}")
+    setattr(config, name, int(value))
+
+
+def _read_blend_per_split(config):
+    """The blend of each split, checked; None if no split has one of its own."""
+    blends = config.blend_per_split
+    if not isinstance(blends, (list, tuple, types.NoneType)):
+        raise ValueError(f"blend_per_split wants a list, got {blends!r}")
+    if not blends or not any(blends):
+        return None
+    if config.blend is not None or config.split is not None:  # there is nothing to cut
+        raise ValueError(
+            "blend_per_split wants blend and split to be None, "
+            f"got {config.blend} and {config.split}"
+        )
+    if len(blends) != len(Split):
+        raise ValueError(f"blend_per_split wants {len(Split)} entries, got {len(blends)}")
+    return [_read_blend(blend) for blend in blends]
+
+
+def _read_blend(blend):
+    """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
+    if blend is None:
+        return None
+    is_pair = isinstance(blend, (list, tuple)) and len(blend) == 2
+    if not is_pair or not _are_paths(blend[0]):
+        raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
+    prefixes, weights = blend
+    if weights is not None:
+        weights = _read_weights(weights, prefixes)
+    return prefixes, weights
+
+
+def _are_paths(prefixes):
+    """Is this a list of at least one path, and of nothing else?"""
+    if isinstance(prefixes, str) or not hasattr(prefixes, "__len__") or len(prefixes) == 0:
+        return False
+    return all(isinstance(path, (str, os.PathLike)) for path in prefixes)
+
+
+def _check_phases(config):
+    """blend_phases mixes the corpora of the training blend."""
+    blend = config.blend
+    if config.blend_per_split is not None:
+        blend = config.blend_per_split[Split.train.value]
+    elif blend is not None and not parse_and_normalize_split(config.split)[Split.train.value]:
+        raise ValueError(f"blend_phases mixes train, but split {config.split!r} has no train")
+    if blend is None:
+        raise ValueError("blend_phases needs a blend for train: it says which corpora are mixed")
+    prefixes, _ = blend
+    _as_phases(config.blend_phases, prefixes)
+
+
+def _check_gpt_config(config):
+    """The fields that GPTDatasetConfig has on top of those of its base class."""
+    if config.tokenizer is None:
+        raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
+    if config.hybrid_context_parallel:
+        raise ValueError(
+            "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
+            "batches with get_batch_on_this_cp_rank()"
+        )
+    if config.reset_attention_mask and not config.has_dense_mask:
+        raise ValueError(
+            "reset_attention_mask has no effect without a dense mask: set "
+            "create_attention_mask, or use inter_document_masking alone"
+        )
+
+
+# -- what a user may get wrong: sizes, and corpora that are too small or too large -----------------
+
+
+def _check_sizes(config, sizes):
+    """The samples that are wanted of train, valid and test: each a number, or None."""
+    if len(sizes) != len(Split):
+        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
+    if config.multiple_validation_sets and config.full_validation:
+        if sizes[Split.valid.value] is not None:
+            raise ValueError("full_validation: the size of valid must be None")
+    for split, size in zip(Split, sizes, strict=True):
+        is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
+        if size is not None and not is_number:
+            raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
+
+
+def _check_size_of_blend(blend):
+    """A blend with weights has a size, and phases have as many samples as are wanted."""
+    if blend.weights is not None and blend.size is None:
+        raise ValueError(
+            f"{blend.split.name} is a blend with weights, which needs a size (--sizes), got None"
+        )
+    if blend.phases is not None and blend.size is not None:
+        total = sum(samples for samples, _ in blend.phases)
+        if blend.size > total:
+            raise ValueError(
+                f"blend_phases has {total} samples, but {blend.size} are wanted of train: "
+                f"add a phase of {blend.size - total}, or make the last one longer"
+            )
+
+
+def _check_num_sequences(prefix, n):
+    """int32 can number the sequences of a corpus."""
+    if n >= 2**31:
+        raise ValueError(
+            f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
+        )
+
+
+def _check_epochs(blend, parts):
+    """Warnings where one epoch of each corpus gives too few samples; ValueError where none."""
+    split = blend.split.name
+    total = sum(len(part) for part in parts)
+    if total == 0 and blend.size != 0:
+        wanted = "one epoch" if blend.size is None else f"{blend.size} samples"
+        raise ValueError(f"{split}: wanted {wanted}, but no corpus has a sample in it")
+    if blend.size is not None and blend.size > total:
+        warnings.warn(
+            f"{split}: an epoch has {total:,} samples, not {blend.size:,}: the run will end early; "
+            "give weights, to repeat corpora",
+            stacklevel=2,
+        )
+    for part in parts:
+        if len(part) == 0 and total > 0:
+            warnings.warn(
+                f"{split} of {_name(part)} holds no whole sample: left out of the blend",
+                stacklevel=2,
+            )
+
+
+# -- what a user may get wrong: the arrays of section 4 --------------------------------------------
+
+
+def _as_int32(documents):
+    """Numbers of documents as an int32 array; ValueError for one that does not fit."""
+    documents = np.asarray(documents)
+    if len(documents) and documents.max() >= 2**31:
+        raise ValueError(f"document {documents.max()}: document_index is int32, below 2**31")
+    return np.asarray(documents, np.int32)
+
+
+def _check_array(values, name, dtype):
+    """A 1-D array of this dtype; TypeError or ValueError."""
+    found = getattr(values, "dtype", type(values).__name__)
+    if found != dtype:
+        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
+
+
+def _check_stream(sizes, documents, S, tokens):
+    """Check the arguments of build_sample_idx(): the documents exist, and may hold the tokens."""
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(documents, "document_indices", np.int32)
+    if not 1 <= operator.index(S) < 2**32:
+        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
+    if not 0 <= tokens <= len(documents) * 2**31:  # what follows makes an array of this order
+        raise ValueError(f"{len(documents)} documents cannot hold {tokens} tokens")
+    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
+    if len(wrong):
+        d = wrong[0]  # numpy would take a -1
+        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
+
+
+def _check_lengths(lengths, tokens_read):
+    """Documents of these lengths hold all tokens that the samples read."""
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError("a size is negative: no sequence has less than 0 tokens")
+    held = lengths.sum(dtype=np.int64)
+    if len(tokens_read) and tokens_read[-1] > held:
+        raise ValueError(f"the samples need {tokens_read[-1]} tokens, the documents hold {held}")
+
+
+def _in_threads(num_threads, function, items):
+    """[function(item) for each item], so many at a time; after an error no further one is begun."""
+    if num_threads == 1 or len(items) == 1:
+        return [function(item) for item in items]
+    pool = concurrent.futures.ThreadPoolExecutor(num_threads)
+    try:
+        futures = [pool.submit(function, item) for item in items]
+        # There may be hundreds of corpora, of hours each.
+        concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# -- one error for every rank ------------------------------------------------------------------
 
 _MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes its characters take
 _MESSAGE_CHARACTERS = 600
@@ -6553,21 +6565,23 @@ def _c_build_sample_idx(
     drop_last_partial_sequence=True,
     add_extra_token_to_sequence=True,
 ):
-    arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
-    flags = drop_last_partial_sequence, int(add_extra_token_to_sequence)
-    num_samples, tokens_needed = _measure_stream(*arguments, *flags)
-    S = operator.index(sequence_length)
     x = int(add_extra_token_to_sequence)
-    sizes = np.ascontiguousarray(sizes)
-    documents = np.ascontiguousarray(document_indices)
-    rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
+    flags = drop_last_partial_sequence, x
     try:
-        _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed)
-    except (IndexError, ValueError):
+        S = operator.index(sequence_length)
+        lengths = np.ascontiguousarray(sizes)
+        documents = np.ascontiguousarray(document_indices)
+        tokens = int(num_epochs) * int(tokens_per_epoch)
+        num_samples = count_samples(tokens, S, *flags)
+        rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
+        tokens_needed = min(tokens, num_samples * S + x)
+        _c_fill_sample_index(rows, lengths, documents, S, x, tokens_needed)
+        if tokens_needed < num_samples * S and x == 0:
+            rows[-1] = len(documents) - 1, lengths[documents[-1]]
+        return rows
+    except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError):
+        arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
         return _c_build_sample_idx.__wrapped__(*arguments, *flags)
-    if tokens_needed < num_samples * S and not x:
-        rows[-1] = _end_of_stream(sizes, documents)
-    return rows
 
 
 def _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed):
@@ -9720,6 +9734,38 @@ def _run_verify(options):
 
 
 # -- The options of a run, for build, plan, trace and find ------------------------------------
+
+
+def get_blend_from_list(
+    blend: typing.Sequence[str] | None,
+) -> tuple[list[str], list[float] | None] | None:
+    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
+
+    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
+    looks like a number would be taken for a weight: write ./2023 for a folder 2023.  Upstream:
+    get_blend_from_list.
+
+    >>> get_blend_from_list(["30", "p1", "70", "p2"])
+    (['p1', 'p2'], [30.0, 70.0])
+    >>> get_blend_from_list(["2023_01", "wiki"])
+    (['2023_01', 'wiki'], None)
+    """
+    if blend is None:
+        return None
+    if isinstance(blend, str) or not isinstance(blend, collections.abc.Iterable):
+        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
+    entries = [str(entry).strip() for entry in blend]
+    is_number = [_number(entry) is not None for entry in entries]
+    if entries and not any(is_number):
+        return entries, None
+    pairs = len(entries) // 2
+    if not entries or is_number != [True, False] * pairs:
+        raise ValueError(
+            f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
+            "(write a prefix that is a number with its folder: ./2023)"
+        )
+    return entries[1::2], [float(weight) for weight in entries[0::2]]
+
 
 # The arguments of explain() that a file may hold, with a value of each: of a number the least one.
 _LAYOUT = {
