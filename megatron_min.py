@@ -16,16 +16,30 @@ makes the loops of part I faster.  Part III is what people run from a shell.  Th
 but numpy and torch; _helpers.c is an optional accelerator with identical results.
 
 Words       token        an integer that stands for a piece of text
-            document     one text of the corpus, such as one line of JSON
+            document     one text of the corpus; but see the box
             sequence     a run of tokens that the .idx file lists as one entry.  A document is
                          stored as one sequence, or as several, one for each of its sentences.
             corpus       a pair of files, .bin and .idx, that holds many sequences
             split        the part of a corpus that is for training, validation or testing
             epoch        one pass over all sequences of a split
             sample       S tokens that the model reads in one row, with labels and masks
+            stream       the sequences of all epochs, laid end to end; samples are cut from it
             micro-batch  the samples that one rank reads at once
             blend        several corpora mixed by weights
+            weight       of a corpus in a blend: its share of the samples
+            sizes        upstream's name for two things: for build_sample_idx() the lengths of
+                         sequences, for the builder the numbers of samples that are wanted
             rank         one process of a training job; usually each rank has one GPU
+
+  +-- "document" --------------------------------------------------------------------------------+
+  | In sections 1 and 2, and in the tools of part III, a document is a text.  document_indices,  |
+  | an array of the .idx file, says which sequences a text is.  Training does not use it.        |
+  |                                                                                              |
+  | From section 3 on, a document is a sequence of the .idx file.  Upstream calls sequences so   |
+  | there, as nearly always a text is one sequence.  document_index, an array of section 4, is   |
+  | the order in which sequences are read.  It has nothing to do with document_indices.          |
+  +----------------------------------------------------------------------------------------------+
+
 Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             T  tokens in one epoch of a split           E  epochs over the split
             N  samples in a dataset                     x  1 if a sample has one token more, so that
@@ -469,14 +483,6 @@ class IndexedDataset(torch.utils.data.Dataset):
         _check_stamps(self, stamps)
 
 
-def _position(idx, n, name):
-    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
-    i = operator.index(idx)
-    if not -n <= i < n:
-        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
-    return i % n
-
-
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     """Write a .bin/.idx pair.  Upstream: IndexedDatasetBuilder; the files are equal byte for byte.
 
@@ -783,7 +789,7 @@ def encode_jsonl(
 # A split cuts one corpus into parts that have no sequence in common.  A blend mixes corpora.  A
 # config holds both, with everything else that decides what a sample looks like.
 #
-# From here on a document is a sequence of the .idx file (see "document" at the top of this file).
+# From here on a document is a sequence of the .idx file: see the box at the top of this file.
 
 
 class Split(enum.Enum):
@@ -6051,7 +6057,15 @@ class NumMicroBatches:
 # the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
 # nothing: its launcher (torchrun) stops the others and names it.
 
-# -- what a user may get wrong: splits, weights, phases, configs -----------------------------------
+# -- what a user may get wrong: indices, splits, weights, phases, configs --------------------------
+
+
+def _position(idx, n, name):
+    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
+    i = operator.index(idx)
+    if not -n <= i < n:
+        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
+    return i % n
 
 
 def _number(text):
@@ -6159,7 +6173,7 @@ def _check_config(config):
             raise ValueError('a blend needs a split, such as "98,1,1"')
         if config.multiple_validation_sets:
             raise ValueError("multiple_validation_sets needs blend_per_split")
-        config.blend = _read_blend(config.blend)
+        config.blend = _read_one_blend(config.blend)
     if config.blend_phases is not None:
         _check_phases(config)
     if isinstance(config, GPTDatasetConfig):
@@ -6188,10 +6202,10 @@ def _read_blend_per_split(config):
         )
     if len(blends) != len(Split):
         raise ValueError(f"blend_per_split wants {len(Split)} entries, got {len(blends)}")
-    return [_read_blend(blend) for blend in blends]
+    return [_read_one_blend(blend) for blend in blends]
 
 
-def _read_blend(blend):
+def _read_one_blend(blend):
     """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
     if blend is None:
         return None
