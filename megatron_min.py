@@ -413,7 +413,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         The result is a 1-D array of the dtype of the file; with modes it is (tokens, mode).
         IndexError for a place outside of the sequence.  Upstream: the same name.
         """
-        i = _position(idx, len(self), self.path_prefix)
+        i = _position(idx, len(self), self.path_prefix)  # -1 is the last sequence; section 15
         first, count = self._span(i, offset, length)
         tokens = self._tokens.read(first, count)
         if self.multimodal:
@@ -657,8 +657,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 # token, eod, tells a model where one text stops and an unrelated one begins.
 #
 # A document without tokens becomes no sequence and gets no eod.  But it has its entry in
-# document_indices, where the number of sequences is repeated: so no document loses its number.
-# Upstream does the same.
+# document_indices, where the number of sequences is repeated.  So document d of the pair is line d
+# of the file, if blank lines are not counted.  Upstream does the same.
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
@@ -820,9 +820,7 @@ def parse_and_normalize_split(split: str) -> list[float]:
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
-    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
-    shares = [_number(field) for field in fields]
-    _check_shares(shares, split)  # section 15
+    shares = _read_shares(split)  # section 15: one to three numbers
     missing = len(Split) - len(shares)
     return normalize(shares + [0.0] * missing)
 
@@ -833,8 +831,8 @@ def convert_split_vector_to_split_matrix(
     """Turn shares into the (begin, end) of each split, as fractions of a corpus; None where empty.
 
     With two vectors, both cut the same corpus, and each entry is what the two cuts of that split
-    have in common: from the later begin to the earlier end.  Only upstream uses this.  ValueError
-    if the vectors differ in length.  Upstream: the same name.
+    have in common: from the later begin to the earlier end.  A second vector is upstream's; here
+    nothing uses one.  ValueError if the vectors differ in length.  Upstream: the same name.
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
@@ -1068,8 +1066,8 @@ def plan_epochs(
     The number of epochs E is the least from 1 on with E*T >= num_samples*S + x.
 
     A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
-    together with the others, its samples would take the places of samples of earlier epochs, which
-    the run then would not read at all.  So where fewer than 80 % of the samples of the last epoch
+    together with the others, the run would read some of its samples, and leave out as many samples
+    of earlier epochs.  So where fewer than 80 % of the samples of the last epoch
     are wanted (80 % rounded down to whole samples, as upstream has it), that epoch is shuffled by
     itself and comes last.
 
@@ -1082,10 +1080,7 @@ def plan_epochs(
     """
     S = sequence_length
     x = int(add_extra_token_to_sequence)
-    if num_samples is not None and num_samples < 0:
-        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
-    if num_samples and not tokens_per_epoch:
-        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+    _check_num_samples(num_samples, tokens_per_epoch)  # section 15
     num_epochs = 1
     if num_samples:
         num_epochs = _ceil_div(num_samples * S + x, tokens_per_epoch)
@@ -1108,9 +1103,8 @@ def _ceil_div(a, b):
 def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
     """Shuffle a 1-D array in place, as numpy does.
 
-    This is a function of its own so that section 16 can put a faster one with the same result in
-    its place.  For i = n-1 down to 1, items i and j change places, where j is uniform in 0 .. i.
-    Cost: O(n); no copy of the array is made.
+    For i = n-1 down to 1, items i and j are exchanged, where j is drawn uniformly from 0 .. i.
+    This is a function of its own so that section 16 can put a faster one with the same result here.
 
     >>> items = np.arange(6, dtype=np.int32)
     >>> shuffle(items, np.random.RandomState(1234)); items.tolist()
@@ -1135,7 +1129,8 @@ def build_document_index(
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
     """
-    document_index = np.tile(_as_int32(documents), num_epochs)
+    _check_documents(documents)  # section 15
+    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
     if not separate_final_epoch:
         shuffle(document_index, random_state)
         return document_index
@@ -1200,8 +1195,8 @@ def build_sample_idx(
     # written as the end of the document before it: (d, length of d).
     rows[1:, 1] = tokens_read - x - starts[d]
     if tokens < num_samples * S and x == 0:
-        # The last sample is short.  If empty documents end the stream, upstream names the last of
-        # them here.
+        # The last sample is short, and ends with the stream.  If empty documents end the stream,
+        # upstream names the last of them here.
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
 
@@ -1214,9 +1209,13 @@ def _sample_index_dtype(num_documents):
 def build_shuffle_index(
     num_samples: int, total_size: int, random_state: np.random.RandomState
 ) -> np.ndarray:
-    """Return 0 .. total_size - 1, the first num_samples of these shuffled, then the rest shuffled.
+    """Return 0 .. N - 1 in two piles: the first num_samples of these shuffled, then the rest.
 
-    uint32, or int64 from total_size = 2**32 - 2 on.  Upstream: _build_shuffle_index.
+    num_samples   upstream's name for the samples of the first pile: all, or those that end before
+                  a last epoch that is shuffled by itself
+    total_size    N
+    Returns       uint32 (N,); int64 from N = 2**32 - 2 on
+    Upstream      _build_shuffle_index
 
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
@@ -1246,7 +1245,6 @@ def build_stable_orders(
                                the stream, see _count_samples_of_epochs()
     random_seed   int          0 to 2**32 - 1
     Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
-    Cost          that of the shuffles, and less than 1 ms for each epoch
 
     >>> for sample_edges in [0, 3], [0, 3, 6], [0, 3, 6, 9]:          # 1, 2 and 3 epochs
     ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 1234)
@@ -1255,9 +1253,10 @@ def build_stable_orders(
     [0, 1, 2, 1, 0, 2] [1, 2, 0, 4, 3, 5]
     [0, 1, 2, 1, 0, 2, 1, 2, 0] [1, 2, 0, 4, 3, 5, 6, 8, 7]
     """
+    _check_documents(documents)  # section 15
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
-    document_index = np.tile(_as_int32(documents), num_epochs)
+    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
     num_samples = sample_edges[-1]
     shuffle_index = np.arange(num_samples, dtype=_shuffle_index_dtype(num_samples))
     random_state = np.random.RandomState(random_seed)
@@ -2367,8 +2366,9 @@ def _count_datasets(dataset_index, num_datasets):
 #           blend_per_split         each split is a blend of whole corpora of its own
 #           neither                 mock data
 #
-# The config is read once, into a list: for each split its corpora, their weights, the number of
-# samples that are wanted (size), and the part of each corpus that belongs to the split.
+# The config is read once, into a list.  An entry has the corpora of a split, their weights, the
+# part of each corpus that belongs to the split (bounds), and the number of samples that are wanted
+# (size).  With multiple_validation_sets each corpus of valid is an entry of its own.
 #
 # A single corpus is not blended if it has no weight, or if blend_per_split is used.  It is built
 # for size samples (None: one epoch).  Else, with w the weight of a corpus divided by the sum of all
@@ -2558,7 +2558,7 @@ class BlendedMegatronDatasetBuilder:
         blend, prefix, opened, size = corpus
         first, end = split_range(blend.bounds, self.cls.numel_low_level_dataset(opened))
         documents = range(first, end)
-        if self.cls is not GPTDataset:  # a class of the user's gets an array, as from upstream
+        if self.cls is not GPTDataset:  # another class gets what upstream gives, an array
             documents = _as_documents(documents)
         return self.cls(opened, prefix, documents, size, blend.split, self.config)
 
@@ -6076,13 +6076,16 @@ def _number(text):
     return number if math.isfinite(number) else None
 
 
-def _check_shares(shares, split):
-    """One to three numbers, none negative, not all 0."""
+def _read_shares(split):
+    """The numbers of a split such as "98,1,1": one to three, none negative, not all 0."""
+    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
+    shares = [_number(field) for field in fields]
     is_numbers = None not in shares and len(shares) <= len(Split)
     if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
         raise ValueError(
             f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
         )
+    return shares
 
 
 def _read_weights(weights, names):
@@ -6317,12 +6320,18 @@ def _check_epochs(blend, parts):
 # -- what a user may get wrong: the arrays of section 4 --------------------------------------------
 
 
-def _as_int32(documents):
-    """Numbers of documents as an int32 array; ValueError for one that does not fit."""
-    documents = np.asarray(documents)
-    if len(documents) and documents.max() >= 2**31:
-        raise ValueError(f"document {documents.max()}: document_index is int32, below 2**31")
-    return np.asarray(documents, np.int32)
+def _check_num_samples(num_samples, tokens_per_epoch):
+    """Samples are wanted of a split that has tokens."""
+    if num_samples is not None and num_samples < 0:
+        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
+    if num_samples and not tokens_per_epoch:
+        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+
+
+def _check_documents(documents):
+    """int32 can hold the numbers of the documents."""
+    if len(documents) and np.max(documents) >= 2**31:
+        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
 
 
 def _check_array(values, name, dtype):
