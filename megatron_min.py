@@ -561,6 +561,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         try:
             self._bin.file.write(content)
         except BaseException:
+            _check_open(self)  # section 11: no more can be written to a closed file
             self._bin.discard()
             raise
 
@@ -4105,12 +4106,11 @@ def _check_open(builder):
     """ValueError once the pair is finished, or a write has failed."""
     if builder._bin.file.closed:
         path = builder._bin.path
-        raise ValueError(f"{path} is finalized, or has failed: nothing can be added")
+        raise ValueError(f"{path} is finalized, or has failed: nothing can be added") from None
 
 
 def _check_sequences(builder, content, lengths, modes):
     """Lengths and modes of new sequences, as array.arrays; ValueError if they do not fit."""
-    _check_open(builder)
     lengths = _as_compact_array(lengths, "i", "lengths of sequences")
     num_tokens = len(content) // builder._token_dtype.itemsize
     if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
