@@ -47,6 +47,28 @@ Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             "list -> tuple" in a docstring: the function takes a list and returns a tuple
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
 
+Borrowed from the workshop: part I calls these, and a reader may take them at their word.  What
+begins with _check_ raises an error for wrong input.
+    _NewFile, _commit_pair           files that have temporary names until they are whole
+    _encode_tokens                   token ids -> the bytes that a .bin file has for them
+    _open_index, _open_bin           the bytes of an .idx, the tokens of its .bin; both are checked
+    _map_file                        a file, mapped into memory as an array of bytes
+    _position, _error_of_span        an index, counted from the end if it is negative; its error
+    _read_pieces                     the tokens of several (sequence, offset, length)
+    _open_indices, _map_indices      the arrays of a dataset: found in its cache, or built
+    _set_identifiers                 what tells a dataset from others, and names its cache files
+    _count_datasets                  how often each dataset occurs in dataset_index
+    _pad_token_id, _attribute        the id that fills short samples; what a tokenizer may not have
+    _name                            what a dataset is called in a message
+    _read_shares, _read_blend, _as_phases, _as_counts, _drop_zero_weights
+                                     splits, weights and phases as numbers, after checks
+    _BlendTooLarge                   the error of a blend that takes more samples than there are
+    _in_threads, _allow_open_files   a function called for several items at a time; many open files
+    _is_distributed, _rank, _device_of_group, _on_every_rank, _raise_error_of
+                                     this rank among others, and one error for all of them
+    _GradientHook, _reduce_scatter, _note_nan, _raise_if_nan
+                                     what torch calls when a gradient is ready; sums; a look for nan
+
 Contents
 Part I, the path of a token
     1. The file pair              where on disk are the tokens of sequence i?
