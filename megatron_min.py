@@ -52,7 +52,6 @@ begins with _check_ raises an error for wrong input.
     _NewFile, _commit_pair           files that have temporary names until they are whole
     _encode_tokens                   token ids -> the bytes that a .bin file has for them
     _open_index, _open_bin           the bytes of an .idx, the tokens of its .bin; both are checked
-    _map_file                        a file, mapped into memory as an array of bytes
     _position, _error_of_span        an index, counted from the end if it is negative; its error
     _read_pieces                     the tokens of several (sequence, offset, length)
     _open_indices, _map_indices      the arrays of a dataset: found in its cache, or built
