@@ -918,7 +918,9 @@ class BlendedMegatronDatasetConfig:
     defer_npy_index_mmap        accepted as upstream's: index files are always opened at the first
                                 access
     blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
-                                blend that follow each other, instead of its weights (section 6)
+                                blend that follow each other, instead of its weights (section 6).
+                                Use stable_order with it, and put a corpus that a later phase brings
+                                at the end of blend, with weight 0 in the phases before
 
     ValueError for a field that is wrong, and for fields that do not go together.
 
@@ -2600,7 +2602,7 @@ class BlendedMegatronDatasetBuilder:
         size = blend.size
         if size is not None:
             size = min(size, sum(lengths))
-        return self._blend_of(parts, lengths, size)
+        return self._blend_of(parts, lengths, size)  # if size is None, all samples of each
 
     def _blend_of(self, parts, weights, size, phases=None):
         """The blend of these parts; one that would not last is built again, larger."""
@@ -4787,7 +4789,8 @@ def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
 # ==============================================================================
 # Question answered here: how are tokens read from a mapping, a file, or object storage?
 #
-#   IndexedDataset  --read(first token, count)-->  _MappedTokens   a view of the mapped .bin file
+#   IndexedDataset  --read(first token, count)-->  _MappedTokens   a view of the mapped .bin file,
+#                                                                  see section 1
 #                                                  _FileTokens     a new array, read from the file
 #                                                  _RemoteFile     a range of a remote object
 #
@@ -6368,14 +6371,19 @@ def _check_stream(sizes, documents, S, tokens):
     """Check the arguments of build_sample_idx(): the documents exist, and may hold the tokens."""
     _check_array(sizes, "sizes", np.int32)
     _check_array(documents, "document_indices", np.int32)
-    if not 1 <= operator.index(S) < 2**32:
-        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
-    if not 0 <= tokens <= len(documents) * 2**31:  # what follows makes an array of this order
-        raise ValueError(f"{len(documents)} documents cannot hold {tokens} tokens")
+    _check_length_of_stream(len(documents), S, tokens)
     wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
     if len(wrong):
         d = wrong[0]  # numpy would take a -1
         raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
+
+
+def _check_length_of_stream(num_documents, S, tokens):
+    """So many documents may hold so many tokens; what follows makes an array of this order."""
+    if not 1 <= operator.index(S) < 2**32:
+        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
+    if not 0 <= tokens <= num_documents * 2**31:
+        raise ValueError(f"{num_documents} documents cannot hold {tokens} tokens")
 
 
 def _check_lengths(lengths, tokens_read):
@@ -6613,9 +6621,10 @@ def _c_build_sample_idx(
     flags = drop_last_partial_sequence, x
     try:
         S = operator.index(sequence_length)
+        tokens = int(num_epochs) * int(tokens_per_epoch)
         lengths = np.ascontiguousarray(sizes)
         documents = np.ascontiguousarray(document_indices)
-        tokens = int(num_epochs) * int(tokens_per_epoch)
+        _check_length_of_stream(len(documents), S, tokens)
         num_samples = count_samples(tokens, S, *flags)
         rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
         tokens_needed = min(tokens, num_samples * S + x)
@@ -6623,7 +6632,7 @@ def _c_build_sample_idx(
         if tokens_needed < num_samples * S and x == 0:
             rows[-1] = len(documents) - 1, lengths[documents[-1]]
         return rows
-    except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError):
+    except (IndexError, TypeError, ValueError):
         arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
         return _c_build_sample_idx.__wrapped__(*arguments, *flags)
 
