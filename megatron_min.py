@@ -582,7 +582,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         try:
             self._bin.file.write(content)
         except BaseException:
-            _check_open(self)  # section 11: no more can be written to a closed file
+            _check_open(self)  # section 11: says so if the pair was finished before
             self._bin.discard()
             raise
 
@@ -1057,7 +1057,7 @@ def count_samples(
 
     sequence_length              S, inputs of a sample
     drop_last_partial_sequence   False: tokens that fill no whole sample make a short one
-    add_extra_token_to_sequence  True: a sample needs one token more than S, which it shares
+    add_extra_token_to_sequence  x: a sample is one token more than S, and the next begins with it
 
     >>> count_samples(13, 4), count_samples(14, 4, drop_last_partial_sequence=False)
     (3, 4)
@@ -1302,7 +1302,7 @@ def _count_samples_of_epochs(
     """Count the samples that end before epoch 0, 1, ..., E begins: E + 1 numbers, the last is N.
 
     If a short last sample is kept, adding epochs changes the epoch that was last: its short sample
-    becomes a whole one that ends in the next epoch.  All epochs before are equal.
+    becomes a whole one that ends in the next epoch.  All epochs before it stay as they are.
 
     >>> _count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4)     # 13, 26, 39 tokens
     [0, 3, 6, 9]
