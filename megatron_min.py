@@ -2475,16 +2475,16 @@ def _read_blends(
         prefixes, weights = corpora
         phases = None
         if split is Split.train and config.blend_phases is not None:
-            weights = None
+            weights = None  # phases have weights of their own
             phases = _as_phases(config.blend_phases, prefixes)
         elif split is Split.valid and config.multiple_validation_sets:
-            for prefix in prefixes:
+            for prefix in prefixes:  # each is a dataset of its own
                 blends.append(_BlendOfSplit(split, [prefix], None, bounds, size, None))
             continue
         elif config.blend_per_split is not None and len(prefixes) == 1:
-            weights = None  # a single corpus
+            weights = None  # a single corpus is not blended
         elif weights is not None:
-            # all splits of one blend have the same corpora of weight 0: these are noted once
+            # The splits of one blend have the same corpora of weight 0: the note comes once.
             is_noted = config.blend_per_split is not None or len(blends) == 0
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes, is_noted)
             weights = normalize(weights)
