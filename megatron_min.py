@@ -5187,7 +5187,7 @@ def _open_index(pair):
 
 
 def _open_bin(pair):
-    """The tokens of the .bin file of a pair, and their number; it is the one of the .idx."""
+    """The tokens of the .bin file of a pair, and how many there are; it belongs to the .idx."""
     idx_path = get_idx_path(pair.path_prefix)
     bin_path = get_bin_path(pair.path_prefix)
     pair._bin_stamp = _file_stamp(bin_path)
