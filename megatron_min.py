@@ -2379,7 +2379,7 @@ class BlendedMegatronDatasetBuilder:
         for blend in self._blends:
             prefixes += blend.prefixes
         prefixes = list(dict.fromkeys(prefixes))  # a corpus of several splits is opened once
-        _allow_open_files(self._blends, prefixes)  # section 12
+        _allow_open_files(self._blends, prefixes)  # section 13
         opened = dict(zip(prefixes, _in_threads(threads, self._open, prefixes), strict=True))
         found = {split: [] for split in Split}
         for blend in self._blends:
@@ -6238,158 +6238,7 @@ def _in_threads(num_threads, function, items):
         pool.shutdown(cancel_futures=True)
 
 
-# -- one error for every rank ------------------------------------------------------------------
-
-_MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes its characters take
-_MESSAGE_CHARACTERS = 600
-
-
-class _BlendTooLarge(ValueError):
-    """A blend takes more samples of a dataset than that one has.
-
-    needed is {dataset: samples that the blend takes of it}.
-    """
-
-    def __init__(
-        self, message: str, needed: dict[torch.utils.data.Dataset, int] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.needed = {} if needed is None else needed
-
-
-# The classes that reach other ranks as themselves; an error of any other class becomes a
-# RuntimeError whose sentence has the name of that class behind "rank R: ".
-_SHARED_ERRORS = {
-    kind.__name__: kind
-    for kind in (
-        DatasetFormatError,
-        _BlendTooLarge,
-        FileNotFoundError,
-        ImportError,
-        IndexError,
-        KeyError,
-        OSError,
-        PermissionError,
-        RuntimeError,
-        StopIteration,
-        TypeError,
-        ValueError,
-    )
-}
-
-
-def _is_distributed() -> bool:
-    """Whether this process is a rank of a torch.distributed job."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _rank(group=None) -> int:
-    """This process's rank in the group, by default of the whole job; 0 without a job."""
-    if not _is_distributed():
-        return 0
-    return torch.distributed.get_rank(group)
-
-
-def _device_of_group(group=None) -> torch.device:
-    """The device on which a tensor must be so that the group can send it."""
-    # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
-    if _is_distributed() and "nccl" in torch.distributed.get_backend_config(group):
-        return torch.device("cuda")
-    return torch.device("cpu")
-
-
-def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = None) -> typing.Any:
-    """Call step() on every rank of a group; if it fails on one rank, it fails on every rank.
-
-    step     is called without arguments; it may use collectives only if all ranks reach them
-    group    a torch.distributed process group; None: all ranks
-    Returns  what step() returns on this rank
-    Raises   where step() failed on several ranks, the error of the lowest of them, on every rank.
-             Its sentence begins with "rank R: ", R being the rank in the whole job, and is cut to
-             600 characters; its class is the original one if that is a common one, else
-             RuntimeError.  A rank that failed itself has its own error as the cause.  Without
-             other ranks the error of step() is passed on as it is.
-    Cost     one all_reduce of 8 bytes; another 8 KiB where a rank failed
-
-    >>> _on_every_rank(os.getpid) == os.getpid()
-    True
-    """
-    if not _is_distributed() or torch.distributed.get_world_size(group) == 1:
-        return step()
-    result = None
-    error = None
-    try:
-        result = step()
-    except Exception as caught:
-        error = caught
-    world = torch.distributed.get_world_size(group)
-    mine = world
-    if error is not None:
-        mine = _rank(group)
-    first_failed = torch.tensor(mine, device=_device_of_group(group))
-    torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
-    if first_failed < world:
-        _raise_error_of(int(first_failed), error, group)
-    return result
-
-
-def _raise_error_of(source, error, group):
-    """Raise the error of the group's rank number `source` on every rank of the group.
-
-    Every rank must call this function with its own error, or with None if it has none.
-    """
-    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    if _rank(group) == source:
-        message = _encode_error(error)
-    message = message.to(_device_of_group(group))
-    torch.distributed.broadcast(message, group=group, group_src=source)
-    name, sentence = json.loads(bytes(message.tolist()))
-    shared = _SHARED_ERRORS[name](sentence)
-    shared.names_its_rank = True
-    raise shared from error
-
-
-def _encode_error(error):
-    """The class name and the sentence of an error, as JSON in a uint8 tensor of fixed size."""
-    sentence = str(error)
-    if isinstance(error, KeyError) and error.args:
-        sentence = str(error.args[0])  # str(error) puts quotes around the sentence
-    name = type(error).__name__
-    if _SHARED_ERRORS.get(name) is not type(error):
-        sentence = f"{name}: {sentence}"
-        name = "RuntimeError"
-    if not hasattr(error, "names_its_rank"):  # it may have come through _on_every_rank() before
-        sentence = f"rank {_rank()}: {sentence}"
-    # JSON in ASCII: a character takes at most 12 bytes, so 600 of them always fit.  No pickle:
-    # unpickling would run whatever code the message asks for.
-    text = json.dumps([name, sentence[:_MESSAGE_CHARACTERS]])
-    padded = text.encode("ascii").ljust(_MESSAGE_BYTES)
-    return torch.tensor(list(padded), dtype=torch.uint8)
-
-
-def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
-    """Check that all ranks of a group go on from the same number of consumed samples.
-
-    consumed_samples  of this rank, in samples; typically from a checkpoint
-    group             a torch.distributed process group; None: all ranks
-    Raises            ValueError, on every rank, where the ranks disagree
-    Cost              two all_reduce of 8 bytes; nothing without torch.distributed
-    """
-    if not _is_distributed():
-        return
-    least = torch.tensor(int(consumed_samples), device=_device_of_group(group))
-    most = least.clone()
-    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
-    if least != most:
-        raise ValueError(
-            f"consumed_samples differs between ranks, from {int(least)} to {int(most)} (rank "
-            f"{_rank()} has {int(consumed_samples)}): load the same checkpoint on every rank"
-        )
-
-
-# -- what the sections of part I refuse ------------------------------------------------------------
-# Each check is one call there.  A sentence says what was wanted, what was found, and what to do.
+# -- what a user may get wrong: samples, blends, samplers, layouts, batches ------------------------
 
 
 def _check_rows(dataset: GPTDataset, k: int, j: int, rows: list) -> None:
@@ -6679,6 +6528,156 @@ def _check_step(models, num_microbatches):
         raise ValueError(f"without pipelining there is one model, got a list of {len(models)}")
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+
+
+# -- one error for every rank ------------------------------------------------------------------
+
+_MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes its characters take
+_MESSAGE_CHARACTERS = 600
+
+
+class _BlendTooLarge(ValueError):
+    """A blend takes more samples of a dataset than that one has.
+
+    needed is {dataset: samples that the blend takes of it}.
+    """
+
+    def __init__(
+        self, message: str, needed: dict[torch.utils.data.Dataset, int] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.needed = {} if needed is None else needed
+
+
+# The classes that reach other ranks as themselves; an error of any other class becomes a
+# RuntimeError whose sentence has the name of that class behind "rank R: ".
+_SHARED_ERRORS = {
+    kind.__name__: kind
+    for kind in (
+        DatasetFormatError,
+        _BlendTooLarge,
+        FileNotFoundError,
+        ImportError,
+        IndexError,
+        KeyError,
+        OSError,
+        PermissionError,
+        RuntimeError,
+        StopIteration,
+        TypeError,
+        ValueError,
+    )
+}
+
+
+def _is_distributed() -> bool:
+    """Whether this process is a rank of a torch.distributed job."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank(group=None) -> int:
+    """This process's rank in the group, by default of the whole job; 0 without a job."""
+    if not _is_distributed():
+        return 0
+    return torch.distributed.get_rank(group)
+
+
+def _device_of_group(group=None) -> torch.device:
+    """The device on which a tensor must be so that the group can send it."""
+    # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
+    if _is_distributed() and "nccl" in torch.distributed.get_backend_config(group):
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
+def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = None) -> typing.Any:
+    """Call step() on every rank of a group; if it fails on one rank, it fails on every rank.
+
+    step     is called without arguments; it may use collectives only if all ranks reach them
+    group    a torch.distributed process group; None: all ranks
+    Returns  what step() returns on this rank
+    Raises   where step() failed on several ranks, the error of the lowest of them, on every rank.
+             Its sentence begins with "rank R: ", R being the rank in the whole job, and is cut to
+             600 characters; its class is the original one if that is a common one, else
+             RuntimeError.  A rank that failed itself has its own error as the cause.  Without
+             other ranks the error of step() is passed on as it is.
+    Cost     one all_reduce of 8 bytes; another 8 KiB where a rank failed
+
+    >>> _on_every_rank(os.getpid) == os.getpid()
+    True
+    """
+    if not _is_distributed() or torch.distributed.get_world_size(group) == 1:
+        return step()
+    result = None
+    error = None
+    try:
+        result = step()
+    except Exception as caught:
+        error = caught
+    world = torch.distributed.get_world_size(group)
+    mine = world
+    if error is not None:
+        mine = _rank(group)
+    first_failed = torch.tensor(mine, device=_device_of_group(group))
+    torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
+    if first_failed < world:
+        _raise_error_of(int(first_failed), error, group)
+    return result
+
+
+def _raise_error_of(source, error, group):
+    """Raise the error of the group's rank number `source` on every rank of the group.
+
+    Every rank must call this function with its own error, or with None if it has none.
+    """
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    if _rank(group) == source:
+        message = _encode_error(error)
+    message = message.to(_device_of_group(group))
+    torch.distributed.broadcast(message, group=group, group_src=source)
+    name, sentence = json.loads(bytes(message.tolist()))
+    shared = _SHARED_ERRORS[name](sentence)
+    shared.names_its_rank = True
+    raise shared from error
+
+
+def _encode_error(error):
+    """The class name and the sentence of an error, as JSON in a uint8 tensor of fixed size."""
+    sentence = str(error)
+    if isinstance(error, KeyError) and error.args:
+        sentence = str(error.args[0])  # str(error) puts quotes around the sentence
+    name = type(error).__name__
+    if _SHARED_ERRORS.get(name) is not type(error):
+        sentence = f"{name}: {sentence}"
+        name = "RuntimeError"
+    if not hasattr(error, "names_its_rank"):  # it may have come through _on_every_rank() before
+        sentence = f"rank {_rank()}: {sentence}"
+    # JSON in ASCII: a character takes at most 12 bytes, so 600 of them always fit.  No pickle:
+    # unpickling would run whatever code the message asks for.
+    text = json.dumps([name, sentence[:_MESSAGE_CHARACTERS]])
+    padded = text.encode("ascii").ljust(_MESSAGE_BYTES)
+    return torch.tensor(list(padded), dtype=torch.uint8)
+
+
+def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
+    """Check that all ranks of a group go on from the same number of consumed samples.
+
+    consumed_samples  of this rank, in samples; typically from a checkpoint
+    group             a torch.distributed process group; None: all ranks
+    Raises            ValueError, on every rank, where the ranks disagree
+    Cost              two all_reduce of 8 bytes; nothing without torch.distributed
+    """
+    if not _is_distributed():
+        return
+    least = torch.tensor(int(consumed_samples), device=_device_of_group(group))
+    most = least.clone()
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
+    if least != most:
+        raise ValueError(
+            f"consumed_samples differs between ranks, from {int(least)} to {int(most)} (rank "
+            f"{_rank()} has {int(consumed_samples)}): load the same checkpoint on every rank"
+        )
 
 
 # ==============================================================================
