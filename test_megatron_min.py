@@ -467,6 +467,32 @@ def test_contents_match_banners(source, one):
     assert len(banners) - sections == 3
 
 
+def names_in(node):
+    """The names that a piece of code reads, but for functions of one line: these hand over."""
+    if isinstance(node, ast.FunctionDef):
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        if len(body) == 1:
+            return set()
+    found = {node.id} if isinstance(node, ast.Name) else set()
+    return found.union(*map(names_in, ast.iter_child_nodes(node)))
+
+
+def test_part_1_says_what_it_borrows(source, tree, one):
+    """The docstring lists what part I uses of the workshop, but for the checks."""
+    workshop = source[: source.index("# PART II: ")].count("\n")
+    defined = {True: set(), False: set()}
+    used = set()
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            defined[node.lineno > workshop].add(node.name)
+        if node.lineno < workshop:
+            used |= names_in(node)
+    borrowed = {name for name in used & defined[True] if name.startswith("_")}
+    listed = re.search(r"\nBorrowed from the workshop.+?\n\n", one.__doc__, re.S)[0]
+    listed = set(re.findall(r"\b_\w+", listed)) - {"_check_"}
+    assert listed == {name for name in borrowed if not name.startswith("_check_")}
+
+
 def test_the_switch_reaches_every_loop(mm, toy, tmp_path, request, monkeypatch):
     """With C every function of _helpers.c runs, in each way to read samples; without C none."""
     implementation = request.node.callspec.params["mm"]
@@ -6391,7 +6417,7 @@ def test_fewer_workers_than_none(mm, tmp_path):
 
 
 # ==============================================================================
-# 15. One error for every rank
+# 15. Checks and errors
 # ==============================================================================
 
 
