@@ -4549,7 +4549,8 @@ class _IndexCache:
         if folder and _is_remote(folder):
             raise ValueError(f"path_to_cache must be a local folder, which is mapped, got {folder}")
         self.folder = folder if folder else None
-        self.stem = stem
+        if folder:
+            self._name = os.path.join(folder, stem)  # what the paths of all files begin with
         self.names = names
         self.description = description
         # The format is a number to raise when the same made_from comes to mean other arrays.
@@ -4562,7 +4563,7 @@ class _IndexCache:
 
     def path(self, file: str) -> str:
         """Return the path of one of the files: an array's, the description's or the manifest's."""
-        return os.path.join(self.folder, f"{self.stem}-{file}")
+        return f"{self._name}-{file}"
 
     def load_or_build(self, build: typing.Callable[[], tuple], trust: bool = False) -> typing.Any:
         """Find the arrays, or build and save them; return the facts that build() returned.
@@ -4590,7 +4591,7 @@ class _IndexCache:
                 self._noted = self._save(facts)
             except OSError as error:
                 warnings.warn(
-                    f"the index cache {os.path.join(self.folder, self.stem)} cannot be written "
+                    f"the index cache {self._name} cannot be written "
                     f"({error}): the indices stay in memory; set path_to_cache to a folder that "
                     "can be",
                     stacklevel=2,
@@ -4624,11 +4625,10 @@ class _IndexCache:
         except _FAULTS as error:
             _raise_if_out_of_files(error)
             if os.path.exists(path) and not trust:
-                name = os.path.join(self.folder, self.stem)
                 fault = str(error)
                 if not isinstance(error, DatasetFormatError):
                     fault = f"{type(error).__name__}: {error}"
-                warnings.warn(f"the cache {name} is rebuilt: {fault}", stacklevel=2)
+                warnings.warn(f"the cache {self._name} is rebuilt: {fault}", stacklevel=2)
             return None
 
     def _compare(self, manifest):
@@ -5432,7 +5432,8 @@ def _is_remote(path: str | os.PathLike) -> bool:
     >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
     (True, False)
     """
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
+    path = os.fspath(path)
+    return "://" in path and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
 
 
 def _file_stamp(path: str | os.PathLike) -> dict:
@@ -6581,8 +6582,9 @@ def _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed):
 def _cut_documents(documents):
     """Parts of the documents, one for each core if they are many: [(begin, end), ...]."""
     most = 2**31 - 1  # documents that one call can number
-    cores = _num_cores()
-    count = max(1, min(cores, len(documents) // _DOCUMENTS_OF_A_THREAD))
+    count = max(1, len(documents) // _DOCUMENTS_OF_A_THREAD)
+    if count > 1:
+        count = min(count, _num_cores())  # which reads a file
     count = max(count, _ceil_div(len(documents), most))
     edges = [len(documents) * part // count for part in range(count + 1)]
     return list(zip(edges[:-1], edges[1:], strict=True))
