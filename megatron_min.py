@@ -7058,6 +7058,7 @@ def _tokenizer_of_module(name):
 # memory, and the error of a worker that has died waits for the workers before it.
 _BLOCK_BYTES = 1 << 19
 _BLOCK_ROWS = 128  # the same for Parquet, which tells no bytes
+_READ_AHEAD_BYTES = 1 << 15  # how much of a local file is read at a time, and so behind a shard
 _PROGRESS_SECONDS = 10.0  # the least time between two lines of progress
 _SAMPLED_PLACES = 32  # of the inputs, where texts are taken to compare two tokenizers
 _TEXTS_OF_A_PLACE = 4
@@ -7595,7 +7596,7 @@ def _files_of_pattern(pattern):
 def _open_input(path):
     """Open a file or an object, to read bytes."""
     if not _is_remote(path):
-        return open(path, "rb", 1 << 20)
+        return open(path, "rb", _READ_AHEAD_BYTES)
     import fsspec
 
     file_system, name = fsspec.core.url_to_fs(path)
