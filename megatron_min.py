@@ -16,22 +16,57 @@ makes the loops of part I faster.  Part III is what people run from a shell.  Th
 but numpy and torch; _helpers.c is an optional accelerator with identical results.
 
 Words       token        an integer that stands for a piece of text
-            document     one text of the corpus, such as one line of JSON
+            document     one text of the corpus; but see the box
             sequence     a run of tokens that the .idx file lists as one entry.  A document is
                          stored as one sequence, or as several, one for each of its sentences.
             corpus       a pair of files, .bin and .idx, that holds many sequences
             split        the part of a corpus that is for training, validation or testing
             epoch        one pass over all sequences of a split
             sample       S tokens that the model reads in one row, with labels and masks
+            stream       the sequences of all epochs, laid end to end; samples are cut from it
             micro-batch  the samples that one rank reads at once
             blend        several corpora mixed by weights
+            weight       of a corpus in a blend: its share of the samples
+            sizes        upstream's name for two things: for build_sample_idx() the lengths of
+                         sequences, for the builder the numbers of samples that are wanted
             rank         one process of a training job; usually each rank has one GPU
+
+  +-- "document" --------------------------------------------------------------------------------+
+  | In sections 1 and 2, and in the tools of part III, a document is a text.  document_indices,  |
+  | an array of the .idx file, says which sequences a text is.  Training does not use it.        |
+  |                                                                                              |
+  | From section 3 on, a document is a sequence of the .idx file.  Upstream calls sequences so   |
+  | there, as nearly always a text is one sequence.  document_index, an array of section 4, is   |
+  | the order in which sequences are read.  It has nothing to do with document_indices.          |
+  +----------------------------------------------------------------------------------------------+
+
 Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             T  tokens in one epoch of a split           E  epochs over the split
             N  samples in a dataset                     x  1 if a sample has one token more, so that
                                                            its last input has a label, else 0
             "list -> tuple" in a docstring: the function takes a list and returns a tuple
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
+
+Borrowed from the workshop: part I calls these, and a reader may take them at their word.  What
+begins with _check_ raises an error for wrong input.
+    _NewFile, _commit_pair           files that have temporary names until they are whole
+    _encode_tokens                   token ids -> the bytes that a .bin file has for them
+    _open_index, _open_bin           the bytes of an .idx, the tokens of its .bin; both are checked
+    _position, _error_of_span        an index, counted from the end if it is negative; its error
+    _read_pieces                     the tokens of several (sequence, offset, length)
+    _open_indices, _map_indices      the arrays of a dataset: found in its cache, or built
+    _set_identifiers                 what tells a dataset from others, and names its cache files
+    _count_datasets                  how often each dataset occurs in dataset_index
+    _pad_token_id, _attribute        the id that fills short samples; what a tokenizer may not have
+    _name                            what a dataset is called in a message
+    _read_shares, _read_blend, _as_phases, _as_counts, _drop_zero_weights
+                                     splits, weights and phases as numbers, after checks
+    _BlendTooLarge                   the error of a blend that takes more samples than there are
+    _in_threads, _allow_open_files   a function called for several items at a time; many open files
+    _is_distributed, _rank, _device_of_group, _on_every_rank, _raise_error_of
+                                     this rank among others, and one error for all of them
+    _GradientHook, _reduce_scatter, _note_nan, _raise_if_nan
+                                     what torch calls when a gradient is ready; sums; a look for nan
 
 Contents
 Part I, the path of a token
@@ -50,7 +85,7 @@ Part II, the workshop
     12. The index cache           when may arrays made earlier be used again?
     13. Token sources             how are tokens read from a mapping, a file, or object storage?
     14. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
-    15. One error for every rank  what do the others do when one rank fails?
+    15. Checks and errors         what is refused, and what do the others do when one rank fails?
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
 Part III, the tools
     17. Tokenizers                which tokenizers can a command use?
@@ -227,6 +262,12 @@ class DatasetFormatError(ValueError):
 #                0       1     2           3    document_indices: document d is the sequences
 #                                               document_indices[d] .. document_indices[d + 1] - 1
 #
+# To read, both files are mapped into memory.  The tokens of sequence i are a slice of the .bin:
+#
+#   first = sequence_pointers[i] // (bytes of a token)       i = 1:  first = 4, count = 3
+#   count = sequence_lengths[i]
+#   tokens[first : first + count]                                    b b b
+#
 # The .idx file describes n sequences.  Its document_indices have m entries: one for each document,
 # and one more.  All integers are little-endian.
 #
@@ -243,22 +284,10 @@ class DatasetFormatError(ValueError):
 #
 # A mode is a small number that says what kind of data a sequence holds, such as text or image.
 # This module stores modes and gives them back.
-#
-# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
-#
-#   what              when                              against
-#   header and sizes  at every open, in O(1)            the table above, and the size of the .bin
-#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
-#   entries                                             sequence ends where the .bin ends
-#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
-#                     and before section 4 orders the   of the lengths before it, in bytes, and
-#                     sequences, in O(n)                documents never go back
-#   one place         at every access                   the bounds of the sequence and of the .bin
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, n, m: the first 34 bytes
-_CHUNK = 1 << 14  # entries that are checked at a time: temporary arrays stay in the CPU's cache
 
 
 class DType(enum.Enum):
@@ -317,6 +346,25 @@ def get_bin_path(path_prefix: str | os.PathLike) -> str:
     return f"{os.fspath(path_prefix)}.bin"
 
 
+class _MappedTokens:
+    """The tokens of a .bin file that is mapped into memory.
+
+    A read is a view: nothing is copied, and the view keeps the mapping alive.  Section 13 has the
+    same two methods for an open file, and for object storage.
+    """
+
+    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
+        self.tokens = _map_file(path).view(dtype)
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return count tokens from token first on."""
+        return self.tokens[first : first + count]
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (first, count)."""
+        return [self.read(first, count) for first, count in spans]
+
+
 class IndexedDataset(torch.utils.data.Dataset):
     """Read a .bin/.idx pair.  Upstream: IndexedDataset.
 
@@ -330,8 +378,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     ds[i] is sequence i, a 1-D array of ds.dtype, and ds[a:b] a list of such arrays.  Opening costs
     O(1), whatever the size, or O(n) with the whole check.  A file that is not what its format says
-    is a DatasetFormatError (a ValueError); a place outside of the dataset is an IndexError.  A
-    pickle holds the path, and what tells the files from later ones.
+    is a DatasetFormatError (a ValueError); a place outside of the dataset is an IndexError.
 
     >>> ds = IndexedDataset(toy_corpus())
     >>> len(ds), ds.sequence_lengths.tolist(), ds.sequence_pointers.tolist()
@@ -353,41 +400,19 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.mmap = mmap
         self.object_storage_config = object_storage_config
         self.check = check
-        self._verified = False
-        self._identity = None  # identity() fills it
-        self._digest = None  # digest_of_contents() fills both
-        self._digest_stamps = None
-        self._open()
-        if check:
-            self.verify()
-
-    def _open(self):
-        """Map the .idx file, find its arrays, and open the .bin file; section 13 has the checks."""
-        idx_path = get_idx_path(self.path_prefix)
-        bin_path = get_bin_path(self.path_prefix)
-        if not _is_remote(idx_path) and not os.path.exists(idx_path):
-            raise FileNotFoundError(_describe_missing_pair(self.path_prefix))
-        self._idx_stamp = _file_stamp(idx_path)
-        content = _map_file(_fetch_index(idx_path, self._idx_stamp, self.object_storage_config))
-        code, n, m = _read_header(idx_path, content, self.multimodal)
-        self._idx_content = content
+        content = _open_index(self)  # section 13: the bytes of the .idx, after a look at its header
+        _, _, code, n, m = _HEADER.unpack_from(content)
         self.dtype = DType.dtype_from_code(code)
-        self._token_bytes = DType.size(self.dtype)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
         self.document_indices = np.frombuffer(content, np.int64, m, 34 + 12 * n)
         self.sequence_modes = None
-        if self.multimodal:
+        if multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
-        self._bin_stamp = _file_stamp(bin_path)
-        _check_ends(self, self._bin_stamp["size"])
-        self.num_tokens = self._bin_stamp["size"] // self._token_bytes
-        self._tokens = _open_tokens(bin_path, self.dtype, self.mmap, self.object_storage_config)
-        # Another process may replace the pair between the opening of the .idx and that of the .bin.
-        # _commit_pair() removes the old .idx before it touches the .bin: so if the .idx that was
-        # opened is still there now, the .bin that was opened belongs to it.
-        if _file_stamp(idx_path) != self._idx_stamp:
-            raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
+        self._token_bytes = DType.size(self.dtype)
+        self._tokens, self.num_tokens = _open_bin(self)  # section 13: usually _MappedTokens
+        if check:
+            self.verify()
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -406,11 +431,10 @@ class IndexedDataset(torch.utils.data.Dataset):
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> typing.Any:
         """Return length tokens of sequence idx from offset on (default: to its end).
 
-        Returns   a 1-D array of the dtype of the file; with modes (tokens, mode)
-        Raises    IndexError for a place outside of the sequence
-        Cost      O(1), or one read where the file is not mapped
+        The result is a 1-D array of the dtype of the file; with modes it is (tokens, mode).
+        IndexError for a place outside of the sequence.  Upstream: the same name.
         """
-        i = _position(idx, len(self), self.path_prefix)
+        i = _position(idx, len(self), self.path_prefix)  # -1 is the last sequence; section 15
         first, count = self._span(i, offset, length)
         tokens = self._tokens.read(first, count)
         if self.multimodal:
@@ -418,9 +442,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         return tokens
 
     def get_many(self, pieces: typing.Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
-        """Return the tokens of several (sequence, offset, length), without modes.
+        """Return what get() returns for each (sequence, offset, length), without modes.
 
-        The equal of get() for each piece; those of object storage are fetched at the same time.
+        Pieces of a pair on object storage are fetched at the same time.
         """
         spans = []
         for idx, offset, length in pieces:
@@ -428,81 +452,30 @@ class IndexedDataset(torch.utils.data.Dataset):
             spans.append(self._span(i, offset, length))
         return self._tokens.read_many(spans)
 
-    @property
-    def is_mapped(self) -> bool:
-        """Are the tokens read from a mapping, where a read costs next to nothing?"""
-        return type(self._tokens) is _MappedTokens
-
     def _span(self, i, offset, length):
         """Where a part of sequence i lies: (tokens of the .bin before the part, tokens of it)."""
-        pointer = int(self.sequence_pointers[i])
+        start, rest = divmod(int(self.sequence_pointers[i]), self._token_bytes)
         size = int(self.sequence_lengths[i])
-        start, rest = divmod(pointer, self._token_bytes)
-        if rest or start < 0 or size < 0 or start + size > self.num_tokens:
-            # only an .idx that was not checked as a whole can be wrong in this way
-            found = f"byte {pointer}, {size} tokens"
-            path = get_idx_path(self.path_prefix)
-            raise _format_error(path, f"sequence {i}", "a place in .bin", found)
         offset = operator.index(offset)
         length = size - offset if length is None else operator.index(length)
-        if offset < 0 or length < 0 or offset + length > size:
-            field = f"tokens of sequence {i}"
-            wanted = f"{offset} to {offset + length}"
-            raise _format_error(self.path_prefix, field, wanted, size, IndexError)
+        is_in_file = rest == 0 and start >= 0 and size >= 0 and start + size <= self.num_tokens
+        is_in_sequence = offset >= 0 and length >= 0 and offset + length <= size
+        if not (is_in_file and is_in_sequence):
+            raise _error_of_span(self, i, offset, length)  # section 13
         return start + offset, length
 
-    def blocks_of_tokens(self) -> typing.Iterator[np.ndarray]:
-        """Yield all tokens of the .bin file, in order, in arrays of at most 16 MiB."""
-        size = (16 << 20) // self._token_bytes
-        for start in range(0, self.num_tokens, size):
-            yield self._tokens.read(start, min(size, self.num_tokens - start))
-
     def verify(self) -> None:
-        """Check every entry of the .idx, once, in O(n).
+        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one.
 
         Lengths are >= 0, each pointer is the bytes of the sequences before it, and documents never
         go back.
         """
-        if self._verified:
-            return
-        _verify_sequences(self)
-        _verify_documents(self)
-        self._verified = True
+        _verify_pair(self)  # section 13
 
-    def identity(self) -> dict:
-        """Return what tells this .idx from one that was written later; it is computed once.
-
-        That is its size, the time of its last change, and a digest of its first and last page.
-        """
-        if self._identity is None:
-            first = self._idx_content[:_PAGE].tobytes()
-            last = self._idx_content[-_PAGE:].tobytes()
-            self._identity = {
-                "idx_size": self._idx_stamp["size"],
-                "idx_mtime_ns": self._idx_stamp["changed"],
-                "idx_ends": _md5(first + last),
-            }
-        return self._identity.copy()
-
-    def digest_of_contents(self) -> str:
-        """Return an md5 of the sizes of both files and of some of their pages.
-
-        8 pages of 4 KiB of the .idx and 24 of the .bin, the first, the last, and evenly between: so
-        a copy at another path has the same digest, and a corpus with other tokens, even of the same
-        lengths, has another.  It is kept as long as the files are the same.  Object storage is not
-        asked again whether they are: that would be two requests each time.
-        """
-        stamps = [self._idx_stamp, self._bin_stamp]
-        if not _is_remote(self.path_prefix):
-            with contextlib.suppress(FileNotFoundError):  # files that are open outlive their names
-                stamps = [
-                    _file_stamp(get_idx_path(self.path_prefix)),
-                    _file_stamp(get_bin_path(self.path_prefix)),
-                ]
-        if self._digest is None or stamps != self._digest_stamps:
-            self._digest = _digest_of_pages(self)
-            self._digest_stamps = stamps
-        return self._digest
+    @staticmethod
+    def exists(path_prefix: str | os.PathLike) -> bool:
+        """Return True if both files of the pair exist.  Upstream: the same name."""
+        return _file_exists(get_idx_path(path_prefix)) and _file_exists(get_bin_path(path_prefix))
 
     @property
     def index(self) -> "IndexedDataset":
@@ -513,31 +486,22 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices, under upstream's name."""
         return self.document_indices
 
+    # ---- which pair is it?  Section 13 has the answers
+
+    def identity(self) -> dict:
+        """Return what tells this .idx from one that is written later."""
+        return _identity_of_index(self)
+
+    def digest_of_contents(self) -> str:
+        """Return an md5 of the sizes of both files and of some of their pages."""
+        return _digest_of_contents(self)
+
     def __reduce__(self):
-        """Pickle the path, and what the files were: who unpickles it opens them again."""
-        arguments = self.path_prefix, self.multimodal, self.mmap
-        stamps = [self._idx_stamp, self._bin_stamp]
-        return type(self), (*arguments, self.object_storage_config, self.check), stamps
+        """Pickle the path: who unpickles it opens the pair again."""
+        return _pickle_pair(self)
 
     def __setstate__(self, stamps):
-        """DatasetFormatError if the files that were opened are not those of the pickle."""
-        found = [self._idx_stamp, self._bin_stamp]
-        if found != stamps:
-            reason = "the pair was replaced after the dataset was pickled: build it again"
-            raise _format_error(self.path_prefix, "files", stamps, f"{found}: {reason}")
-
-    @staticmethod
-    def exists(path_prefix: str | os.PathLike) -> bool:
-        """Return True if both files of the pair exist.  Upstream: the same name."""
-        return _file_exists(get_idx_path(path_prefix)) and _file_exists(get_bin_path(path_prefix))
-
-
-def _position(idx, n, name):
-    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
-    i = operator.index(idx)
-    if not -n <= i < n:
-        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
-    return i % n
+        _check_stamps(self, stamps)
 
 
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
@@ -550,9 +514,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
     if an exception ends it, without any file.  Without a with block, call finalize() yourself.
     Wrong input is a ValueError, or a TypeError where a number is no integer, before anything of it
-    is written.  After a write that failed, as on a full disk, nothing more can be added.  Memory: 4
-    bytes for each sequence and 8 for each document, and a copy of the tokens of one call;
-    finalize() takes 16 bytes more for each sequence.
+    is written.  After a write that failed, as on a full disk, nothing more can be added.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -580,8 +542,82 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
         Sequences that add_item() added since the last end belong to the document too.
         """
-        self._append(_encode_tokens(tensor, self._token_dtype), lengths, modes)
+        content = _encode_tokens(tensor, self._token_dtype)  # bytes, as the .bin file has them
+        self._append(content, lengths, modes)
         self.document_indices.append(len(self.sequence_lengths))
+
+    def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
+        """Append one sequence of token ids (tensor, array or list; it is flattened).
+
+        The sequence belongs to the document that the next end_document() ends.
+        """
+        content = _encode_tokens(tensor, self._token_dtype)
+        num_tokens = len(content) // self._token_dtype.itemsize
+        self._append(content, [num_tokens], [mode])
+
+    def end_document(self) -> None:
+        """End the document of the sequences that were added since the last end."""
+        _check_open(self)
+        self.document_indices.append(len(self.sequence_lengths))
+
+    def _append(self, content, lengths, modes=None, ends=()):
+        """Append sequences.  All is checked before it is written.
+
+        content  the bytes of the sequences, as the .bin file has them
+        ends     one number for each document that ends here: how many sequences of this call come
+                 before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no
+                 sequence ends first, then one of two sequences, then one of one.
+        """
+        lengths, modes = _check_sequences(self, content, lengths, modes)  # section 11
+        self._write(content)
+        first = len(self.sequence_lengths)
+        self.sequence_lengths.extend(lengths)
+        if self.multimodal:
+            self.sequence_modes.extend(modes)
+        for end in ends:
+            self.document_indices.append(first + int(end))
+
+    def _write(self, content):
+        """Write to the .bin file.  A write that fails may have written a part: that is the end."""
+        try:
+            self._bin.file.write(content)
+        except BaseException:
+            _check_open(self)  # section 11: says so if the pair was finished before
+            self._bin.discard()
+            raise
+
+    def finalize(self, idx_path: str | os.PathLike) -> None:
+        """Write the .idx file and give both files their names.
+
+        ValueError if sequences were added after the last document ended.  Memory: 16 bytes for each
+        sequence.
+        """
+        _check_finished(self)  # section 11
+        n = len(self.sequence_lengths)
+        m = len(self.document_indices)
+        code = DType.code_from_dtype(self.dtype)
+        token_bytes = np.int64(self._token_dtype.itemsize)
+        lengths = np.frombuffer(self.sequence_lengths, np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64) * token_bytes
+        index = _NewFile(idx_path)
+        try:
+            index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
+            index.file.write(lengths)
+            index.file.write(ends - lengths * token_bytes)  # sequence_pointers
+            index.file.write(self.document_indices)
+            index.file.write(self.sequence_modes)
+            _commit_pair(self._bin, index)
+        finally:
+            index.discard()  # does nothing once the file has its name
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if kind is None and not self._bin.file.closed:
+                self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
+        finally:
+            self._bin.discard()  # does nothing once the file has its name
+
+    # ---- many documents at once; section 11 has what these do
 
     def add_documents(
         self, documents: typing.Any, modes: typing.Any = None, eod_token: int | None = None
@@ -592,126 +628,19 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         modes       one int8 for each document; None: all 0
         eod_token   put this id after each document that has tokens
         """
-        eod = _as_tokens([] if eod_token is None else [eod_token], self._token_dtype)
-        pieces = [_as_tokens([], self._token_dtype)]  # so that there is something to concatenate
-        lengths = []
-        for tokens in _as_arrays(documents, self._token_dtype):
-            pieces.append(tokens)
-            lengths.append(len(tokens))
-            if len(tokens) > 0:
-                pieces.append(eod)
-                lengths[-1] += len(eod)
-        first = len(self.sequence_lengths)
-        self._append(np.concatenate(pieces), lengths, modes)
-        self.document_indices.extend(range(first + 1, first + len(lengths) + 1))
-
-    def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
-        """Append one sequence of token ids (tensor, array or list; it is flattened).
-
-        The sequence belongs to the document that the next end_document() ends.
-        """
-        tokens = _encode_tokens(tensor, self._token_dtype)
-        self._append(tokens, [len(tokens) // self._token_dtype.itemsize], [mode])
-
-    def end_document(self) -> None:
-        """End the document of the sequences that were added since the last end."""
-        self._check_open()
-        self.document_indices.append(len(self.sequence_lengths))
-
-    def finalize(self, idx_path: str | os.PathLike) -> None:
-        """Write the .idx file and give both files their names.
-
-        ValueError if sequences were added after the last document ended.
-        """
-        self._check_open()
-        if len(self.sequence_lengths) != self.document_indices[-1]:
-            raise ValueError(
-                f"{self._bin.path}: no document ends after sequence "
-                f"{self.document_indices[-1]}: call end_document() before finalize()"
-            )
-        lengths = np.frombuffer(self.sequence_lengths, np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64) * self._token_dtype.itemsize
-        _check_size(self._bin, int(ends[-1]) if len(ends) else 0)
-        code = DType.code_from_dtype(self.dtype)
-        index = _NewFile(idx_path)
-        try:
-            n = len(self.sequence_lengths)
-            m = len(self.document_indices)
-            index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
-            index.file.write(lengths)
-            index.file.write(ends - lengths * np.int64(self._token_dtype.itemsize))
-            index.file.write(self.document_indices)
-            index.file.write(self.sequence_modes)
-            _commit_pair(self._bin, index)
-        finally:
-            index.discard()  # does nothing once the file has its name
+        _append_documents(self, documents, modes, eod_token)
 
     def add_index(self, path_prefix: str | os.PathLike) -> None:
         """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
 
         ValueError if the pair has another dtype, or modes that would be lost, or is the one that is
-        being written.
+        being written.  Upstream: the same name.
         """
-        self._check_open()
         _append_pair(self, path_prefix)
 
     def sync(self) -> None:
         """Have the disk hold all tokens so far; OSError if it is full."""
         self._bin.sync()
-
-    def _append(self, tokens, lengths, modes=None, ends=()):
-        """Append sequences: bytes, or an array of dtype.  All is checked before it is written.
-
-        ends   one number for each document that ends here: how many sequences of this call come
-               before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no sequence
-               ends first, then one of two sequences, then one of one.
-        """
-        self._check_open()
-        lengths = _as_compact_array(lengths, "i", "lengths of sequences")
-        num_tokens = len(tokens)
-        if isinstance(tokens, bytes):
-            num_tokens //= self._token_dtype.itemsize
-        if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
-            raise ValueError(
-                f"{self._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
-                f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
-            )
-        if modes is None and self.multimodal:
-            modes = bytes(len(lengths))
-        if modes is not None:
-            modes = _as_compact_array(modes, "b", "modes of sequences")
-            if len(modes) != len(lengths):
-                raise ValueError(
-                    f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
-                    f"got {len(modes)} modes"
-                )
-        self._write(tokens)
-        first = len(self.sequence_lengths)
-        self.sequence_lengths.extend(lengths)
-        if len(ends) > 0:
-            self.document_indices.extend([first + int(end) for end in ends])
-        if self.multimodal:
-            self.sequence_modes.extend(modes)
-
-    def _write(self, tokens):
-        """Write tokens to the .bin file.  What failed once may have written a part: it is over."""
-        try:
-            self._bin.file.write(tokens)
-        except BaseException:
-            self._bin.discard()
-            raise
-
-    def _check_open(self):
-        """ValueError once the pair is finished, or a write has failed."""
-        if self._bin.file.closed:
-            raise ValueError(f"{self._bin.path} is finalized, or has failed: nothing can be added")
-
-    def __exit__(self, kind, error, traceback):
-        try:
-            if kind is None and not self._bin.file.closed:
-                self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
-        finally:
-            self._bin.discard()  # does nothing once the file has its name
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
@@ -745,11 +674,13 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   {"text": ""}           ->     (no tokens)    ->                          0 1 1
 #   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
 #
-# A line is a document, and a document becomes one sequence; or, if the text is a list of sentences,
-# one sequence for each sentence that has tokens.  A blank line is no document.  The end-of-document
-# token, eod, tells a model where one text stops and an unrelated one begins.  A document without
-# tokens becomes no sequence and gets no eod: the number of sequences is repeated in
-# document_indices, so that document d is still line d.  Upstream does the same.
+# A line is a document; only blank lines do not count.  A document becomes one sequence, or, if the
+# text is a list of sentences, one sequence for each sentence that has tokens.  The end-of-document
+# token, eod, tells a model where one text stops and an unrelated one begins.
+#
+# A document without tokens becomes no sequence and gets no eod.  But it has its entry in
+# document_indices, where the number of sequences is repeated.  So document d of the pair is line d
+# of the file, if blank lines are not counted.  Upstream does the same.
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
@@ -880,9 +811,7 @@ def encode_jsonl(
 # A split cuts one corpus into parts that have no sequence in common.  A blend mixes corpora.  A
 # config holds both, with everything else that decides what a sample looks like.
 #
-# What is split here, and ordered in section 4, are the sequences of the .idx file.  Upstream calls
-# them documents there, as nearly always a document is one sequence, and so do the names below.  The
-# array document_indices of the .idx file is not used for training.
+# From here on a document is a sequence of the .idx file: see the box at the top of this file.
 
 
 class Split(enum.Enum):
@@ -906,31 +835,16 @@ def normalize(weights: typing.Sequence[float]) -> list[float]:
 def parse_and_normalize_split(split: str) -> list[float]:
     """Read the shares of train, valid and test from a string, and normalize them.
 
-    The shares stand between commas, semicolons, slashes or spaces, with or without brackets around
-    all of them.  Wanted are one to three numbers, none negative, not all 0; missing shares are 0.
-    Anything else is a ValueError (upstream drops signs, exponents and empty fields).  Upstream:
-    parse_and_normalize_split.
+    One to three numbers stand between commas, semicolons, slashes or spaces, with or without
+    brackets around all of them; missing shares are 0.  Anything else is a ValueError (upstream
+    drops signs, exponents and empty fields).  Upstream: parse_and_normalize_split.
 
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
-    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
-    shares = [_number(field) for field in fields]
-    is_numbers = None not in shares and len(shares) <= len(Split)
-    if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
-        raise ValueError(
-            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
-        )
+    shares = _read_shares(split)  # section 15: one to three numbers
     missing = len(Split) - len(shares)
     return normalize(shares + [0.0] * missing)
-
-
-def _number(text):
-    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
-    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
-        return None
-    number = float(text)
-    return number if math.isfinite(number) else None
 
 
 def convert_split_vector_to_split_matrix(
@@ -939,8 +853,8 @@ def convert_split_vector_to_split_matrix(
     """Turn shares into the (begin, end) of each split, as fractions of a corpus; None where empty.
 
     With two vectors, both cut the same corpus, and each entry is what the two cuts of that split
-    have in common: from the later begin to the earlier end.  Upstream has this; the builder of
-    section 7 does not use it.  ValueError if the vectors differ in length.
+    have in common: from the later begin to the earlier end.  A second vector is upstream's; here
+    nothing uses one.  ValueError if the vectors differ in length.  Upstream: the same name.
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
@@ -960,7 +874,9 @@ def convert_split_vector_to_split_matrix(
 
 
 def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
-    """Turn fractions of a corpus into (first sequence, end); halves are rounded to even numbers.
+    """Turn fractions of a corpus into (first sequence, end), where end is no part of the split.
+
+    Both are rounded to the nearest whole number, and a half to the even one of its neighbours.
 
     >>> split_range((0, 0.75), 3), split_range((0.75, 1.0), 3)
     ((0, 2), (2, 3))
@@ -969,136 +885,48 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
     return round(begin * float(num_sequences)), round(end * float(num_sequences))
 
 
-def get_blend_from_list(
-    blend: typing.Sequence[str] | None,
-) -> tuple[list[str], list[float] | None] | None:
-    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
-
-    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
-    looks like a number would be taken for a weight: write ./2023 for a folder 2023.  Upstream:
-    get_blend_from_list.
-
-    >>> get_blend_from_list(["30", "p1", "70", "p2"])
-    (['p1', 'p2'], [30.0, 70.0])
-    >>> get_blend_from_list(["2023_01", "wiki"])
-    (['2023_01', 'wiki'], None)
-    """
-    if blend is None:
-        return None
-    if isinstance(blend, str) or not isinstance(blend, collections.abc.Iterable):
-        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
-    entries = [str(entry).strip() for entry in blend]
-    is_number = [_number(entry) is not None for entry in entries]
-    if entries and not any(is_number):
-        return entries, None
-    pairs = len(entries) // 2
-    if not entries or is_number != [True, False] * pairs:
-        raise ValueError(
-            f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
-            "(write a prefix that is a number with its folder: ./2023)"
-        )
-    return entries[1::2], [float(weight) for weight in entries[0::2]]
-
-
-def _read_weights(weights, names):
-    """The weights as a list of Python's numbers; ValueError that says which weight is wrong.
-
-    Wanted is a finite number >= 0 for each name.  It may be a text, as in a file of JSON.
-    """
-    if isinstance(weights, str) or not hasattr(weights, "__len__"):
-        raise ValueError(f"wanted a list of weights, got {weights!r}")
-    if len(weights) != len(names):
-        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
-    numbers_read = []
-    for weight, name in zip(weights, names, strict=True):
-        number = weight
-        if isinstance(weight, str):
-            number = _number(weight.strip())
-        elif isinstance(weight, np.generic):
-            number = weight.item()
-        # float(number) would fail for a very large integer: compare with the largest float instead
-        if not isinstance(number, numbers.Real) or not 0 <= number <= sys.float_info.max:
-            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
-        numbers_read.append(number)
-    total = sum(float(number) for number in numbers_read)
-    if not 0 < total < math.inf:
-        raise ValueError(f"weights {numbers_read}: wanted a finite sum > 0")
-    return numbers_read
-
-
-def _drop_zero_weights(datasets, weights, names, is_noted=True):
-    """The datasets whose weights are not 0, and these weights; a note names the dropped ones."""
-    kept = []
-    dropped = []
-    for dataset, weight, name in zip(datasets, weights, names, strict=True):
-        if weight:
-            kept.append((dataset, weight))
-        else:
-            dropped.append(str(name))
-    if dropped and is_noted:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-    return [dataset for dataset, _ in kept], [weight for _, weight in kept]
-
-
-def _as_phases(phases, names):
-    """Phases as [(samples, normalized weights), ...]; ValueError that says which is no phase."""
-    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
-    checked = []
-    for number, phase in enumerate(phases):
-        if not isinstance(phase, (list, tuple)) or len(phase) != 2:
-            raise ValueError(f"phase {number}: wanted (samples, weights), got {phase!r}")
-        samples, weights = phase
-        if not isinstance(samples, numbers.Integral) or samples < 1:
-            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples!r}")
-        try:
-            weights = _read_weights(weights, names)
-        except ValueError as error:
-            raise ValueError(f"phase {number}: {error}") from None
-        checked.append((int(samples), _normalize_used(weights)))
-    return checked
-
-
-def _normalize_used(weights):
-    """normalize() of the weights that are not 0: a 0 must not change the rounding of the sum."""
-    weights = np.array(weights, np.float64)
-    is_used = weights > 0
-    weights[is_used] = normalize(weights[is_used])
-    return weights.tolist()
-
-
 @dataclasses.dataclass
 class BlendedMegatronDatasetConfig:
-    """What to build.  Field names and defaults are upstream's; ValueError for bad combinations.
+    """What to build.  Upstream: the same name, and the same names and defaults of fields.
+
+    With blend and split, each corpus of one blend is cut into train, valid and test.  With
+    blend_per_split, each of the three has a blend of whole corpora of its own.  Without both the
+    data are mock data, see MockGPTDataset.
 
     random_seed                 seed of every shuffle of documents and samples
     sequence_length             S, in tokens
-    blend                       ([prefix, ...], [weight, ...] or None); each corpus is cut by split
-    blend_per_split             a list of three: for each split a blend of whole corpora, or None
+    blend                       ([prefix, ...], [weight, ...] or None)
+    blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
                                 of its corpora, where it has several
     full_validation             with multiple_validation_sets: each validation dataset is one epoch,
                                 so the builder must be given None as the size of valid; alone it
                                 changes nothing here
     split                       shares of train, valid, test, such as "98,1,1"
+    split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
     path_to_cache               folder of the index files of section 12; None: those of a corpus lie
                                 in the folder <prefix>/cache, and those of a blend are not kept
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
+    mock                        made from the blends: are there none?
     tokenizer                   an object as in section 2: its eod and its pad are used
     mid_level_dataset_surplus   the share of extra samples that each corpus of a blend with weights
-                                is built for: 0.005 is half a percent
+                                is built for: 0.005 is half a percent (section 7)
     allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
                                 token has the same id; if False, padding is -1 in this case
     fast_cache_load             trust a cache that exists, without any check
-    defer_npy_index_mmap        open the index files at the first access
+    defer_npy_index_mmap        accepted as upstream's: index files are always opened at the first
+                                access
     blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
-                                blend that follow each other, instead of its weights (section 6);
-                                use stable_order with it, so that phases that are added later leave
-                                the order of the corpora as it is.  A corpus that is new in a later
-                                phase goes to the end of blend, with weight 0 in the phases before
+                                blend that follow each other, instead of its weights (section 6).
+                                Use stable_order with it, and put a corpus that a later phase brings
+                                at the end of blend, with weight 0 in the phases before
 
-    Without blend and blend_per_split the data are mock data, see MockGPTDataset.
+    ValueError for a field that is wrong, and for fields that do not go together.
+
+    >>> config = BlendedMegatronDatasetConfig(1234, 4, blend=(["p1", "p2"], [30, 70]), split="3,1")
+    >>> config.split_matrix, config.mock
+    ([(0, 0.75), (0.75, 1.0), None], False)
     """
 
     random_seed: int
@@ -1121,94 +949,21 @@ class BlendedMegatronDatasetConfig:
     blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        self._check_whole_number("random_seed", 0)
-        self._check_whole_number("sequence_length", 1)
-        self._check_whole_number("num_dataset_builder_threads", 1)
-        surplus = self.mid_level_dataset_surplus
-        if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
-            raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-        self.blend_per_split = self._read_blend_per_split()
-        if self.blend_per_split is None:
-            self._set_split()
-            self.blend = self._read_blend(self.blend)
-        if self.blend_phases is not None:
-            self._check_phases()
-
-    def _check_whole_number(self, name, lowest):
-        """The field is a whole number from lowest to 2**32 - 1; numpy's become int, for JSON."""
-        value = getattr(self, name)
-        if not hasattr(value, "__index__") or not lowest <= value < 2**32:
-            raise ValueError(
-                f"{name} must be a whole number from {lowest} to 2**32 - 1, got {value!r}"
-            )
-        setattr(self, name, int(value))
-
-    def _read_blend_per_split(self):
-        """The blend of each split, checked; None if no split has one of its own."""
-        if not isinstance(self.blend_per_split, (list, tuple, types.NoneType)):
-            raise ValueError(f"blend_per_split wants a list, got {self.blend_per_split!r}")
-        if not self.blend_per_split or not any(self.blend_per_split):
-            return None
-        if self.blend is not None or self.split is not None:  # there is nothing to cut
-            raise ValueError(
-                "blend_per_split wants blend and split to be None, "
-                f"got {self.blend} and {self.split}"
-            )
-        if len(self.blend_per_split) != len(Split):
-            raise ValueError(
-                f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
-            )
-        return [self._read_blend(blend) for blend in self.blend_per_split]
-
-    def _set_split(self):
-        """Derive mock, split and split_matrix from the blend and the split."""
+        _check_config(self)  # section 15
+        if self.blend_per_split is not None:
+            return
         self.mock = self.blend is None
         if self.mock:
             self.split = "1,1,1"
-        if self.split is None:
-            raise ValueError('a blend needs a split, such as "98,1,1"')
-        if self.multiple_validation_sets:
-            raise ValueError("multiple_validation_sets needs blend_per_split")
         shares = parse_and_normalize_split(self.split)
         self.split_matrix = convert_split_vector_to_split_matrix(shares)
-
-    def _read_blend(self, blend):
-        """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
-        if blend is None:
-            return None
-        is_pair = isinstance(blend, (list, tuple)) and len(blend) == 2
-        if not is_pair or not _are_paths(blend[0]):
-            raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
-        prefixes, weights = blend
-        if weights is not None:
-            weights = _read_weights(weights, prefixes)
-        return prefixes, weights
-
-    def _check_phases(self):
-        """blend_phases mixes the corpora of the training blend."""
-        blend = self.blend
-        if self.blend_per_split is not None:
-            blend = self.blend_per_split[Split.train.value]
-        if blend is None:
-            raise ValueError(
-                "blend_phases needs a blend for train: it says which corpora are mixed"
-            )
-        if self.split_matrix is not None and self.split_matrix[Split.train.value] is None:
-            raise ValueError(f"blend_phases mixes train, but split {self.split!r} has no train")
-        prefixes, _ = blend
-        _as_phases(self.blend_phases, prefixes)
-
-
-def _are_paths(prefixes):
-    """Is this a list of at least one path, and of nothing else?"""
-    if isinstance(prefixes, str) or not hasattr(prefixes, "__len__") or len(prefixes) == 0:
-        return False
-    return all(isinstance(path, (str, os.PathLike)) for path in prefixes)
 
 
 @dataclasses.dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """The config of GPTDataset.  These fields come on top of those of the base class:
+    """The config of GPTDataset.  Upstream: GPTDatasetConfig.
+
+    These fields come on top of those of the base class, and a tokenizer is needed:
 
     reset_position_ids       positions restart after every eod token (None is False)
     reset_attention_mask     no token attends across an eod token
@@ -1216,21 +971,22 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     create_attention_mask    return the dense (1, S, S) mask, which says what may attend to what
     drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
     add_extra_token_to_sequence             x = 1: the last input token has a label too
-    object_storage_cache_path               local folder for copies of .idx files: section 13
+    object_storage_cache_path               local folder for copies of .idx files (section 13)
     data_parallel_size, sequence_parallel_size, sequences_per_dataset, context_parallel_size
-                             accepted as upstream's; nothing here depends on them
+                             accepted as upstream's; nothing in part I depends on them
     hybrid_context_parallel  of upstream; True is refused
+    token_dtype_code         of upstream; always None
     inter_document_masking   instead of a mask, return where the documents of a sample start, as
-                             attention kernels for packed sequences want it: cu_seqlens has these
-                             places and then S in all entries that are left, max_seqlen is the
-                             length of the longest; positions restart at each start (keyword only,
-                             since the config of upstream 0.16.1 does not have it)
+                             attention kernels for packed sequences want it; positions restart at
+                             each start.  With S = 4 and documents that start at 0 and 3, cu_seqlens
+                             is 0 3 4 4 4 (always S + 1 entries), and max_seqlen, the length of the
+                             longest, is 3.  Keyword only: upstream 0.16.1 does not have it
     stable_order             not of upstream: shuffle each epoch by itself, so that a longer dataset
                              begins with the shorter one (section 4)
 
-    >>> GPTDatasetConfig(1234, 4, blend=(["p1", "p2"], [1, -1]), split="98,1,1")
-    Traceback (most recent call last):
-    ValueError: weight of p2: wanted a finite number >= 0, got -1
+    >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())     # of mock data
+    >>> config.has_dense_mask, config.add_extra_token_to_sequence
+    (True, True)
     """
 
     reset_position_ids: bool | None = None
@@ -1249,21 +1005,6 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     inter_document_masking: bool = dataclasses.field(default=False, kw_only=True)
     stable_order: bool = dataclasses.field(default=False, kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tokenizer is None:
-            raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
-        if self.hybrid_context_parallel:
-            raise ValueError(
-                "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
-                "batches with get_batch_on_this_cp_rank()"
-            )
-        if self.reset_attention_mask and not self.has_dense_mask:
-            raise ValueError(
-                "reset_attention_mask has no effect without a dense mask: set "
-                "create_attention_mask, or use inter_document_masking alone"
-            )
-
     @property
     def has_dense_mask(self) -> bool:
         """Does a sample hold a (1, S, S) attention mask?"""
@@ -1275,8 +1016,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # ==============================================================================
 # Question answered here: in which order do documents and samples come, and where does each start?
 #
-# (1) document_index: the documents of the split (sequences of the pair, see section 3), once for
-#     each epoch, shuffled.  Laid end to end in this order they are the stream.
+# (1) document_index: the documents of the split, once for each epoch, shuffled.  Laid end to end in
+#     this order they are the stream.
 # (2) sample_index: the stream is cut into samples of S tokens; row j says where sample j starts.
 # (3) shuffle_index: the samples are shuffled too: sample k of the dataset is sample
 #     shuffle_index[k] of the stream.
@@ -1284,7 +1025,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # The cut (2), for a stream of the documents as they are, unshuffled; its rows (d, offset) are
 # (0, 0) (1, 0) (2, 1) (2, 5), of which the last says where sample 3 would start:
 #
-#   position  0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
+#   place     0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
 #   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    inputs b b b c   labels b b c c
 #                                          sample 2 = c c c c c    inputs c c c c   labels c c c c
 #
@@ -1316,7 +1057,7 @@ def count_samples(
 
     sequence_length              S, inputs of a sample
     drop_last_partial_sequence   False: tokens that fill no whole sample make a short one
-    add_extra_token_to_sequence  True: a sample needs one token more than S, which it shares
+    add_extra_token_to_sequence  x: a sample is one token more than S, and the next begins with it
 
     >>> count_samples(13, 4), count_samples(14, 4, drop_last_partial_sequence=False)
     (3, 4)
@@ -1349,8 +1090,8 @@ def plan_epochs(
     The number of epochs E is the least from 1 on with E*T >= num_samples*S + x.
 
     A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
-    together with the others, its samples would take the places of samples of earlier epochs, which
-    the run then would not read at all.  So where fewer than 80 % of the samples of the last epoch
+    together with the others, the run would read some of its samples, and leave out as many samples
+    of earlier epochs.  So where fewer than 80 % of the samples of the last epoch
     are wanted (80 % rounded down to whole samples, as upstream has it), that epoch is shuffled by
     itself and comes last.
 
@@ -1363,10 +1104,7 @@ def plan_epochs(
     """
     S = sequence_length
     x = int(add_extra_token_to_sequence)
-    if num_samples is not None and num_samples < 0:
-        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
-    if num_samples and not tokens_per_epoch:
-        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+    _check_num_samples(num_samples, tokens_per_epoch)  # section 15
     num_epochs = 1
     if num_samples:
         num_epochs = _ceil_div(num_samples * S + x, tokens_per_epoch)
@@ -1389,9 +1127,8 @@ def _ceil_div(a, b):
 def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
     """Shuffle a 1-D array in place, as numpy does.
 
-    This is a function of its own so that section 16 can put a faster one with the same result in
-    its place.  For i = n-1 down to 1, items i and j change places, where j is uniform in 0 .. i.
-    Cost: O(n); no copy of the array is made.
+    For i = n-1 down to 1, items i and j are exchanged, where j is drawn uniformly from 0 .. i.
+    This is a function of its own so that section 16 can put a faster one with the same result here.
 
     >>> items = np.arange(6, dtype=np.int32)
     >>> shuffle(items, np.random.RandomState(1234)); items.tolist()
@@ -1416,7 +1153,8 @@ def build_document_index(
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
     """
-    document_index = _repeat_documents(documents, num_epochs)
+    _check_documents(documents)  # section 15
+    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
     if not separate_final_epoch:
         shuffle(document_index, random_state)
         return document_index
@@ -1424,14 +1162,6 @@ def build_document_index(
     shuffle(document_index[:edge], random_state)
     shuffle(document_index[edge:], random_state)
     return document_index
-
-
-def _repeat_documents(documents, num_epochs):
-    """The documents once for each epoch, int32; ValueError for a number that does not fit."""
-    documents = np.asarray(documents)
-    if len(documents) and documents.max() >= 2**31:
-        raise ValueError(f"document {documents.max()}: document_index is int32, below 2**31")
-    return np.tile(np.asarray(documents, np.int32), num_epochs)
 
 
 def build_sample_idx(
@@ -1448,26 +1178,22 @@ def build_sample_idx(
     Sample k is the tokens [k*S, k*S + S + x) of the stream.  With x = 1 its last token is a label
     only, and the first input of sample k+1.
 
-    sizes             int32 (sequences of the file,)  tokens in each
-    document_indices  int32 (E*D,)                    document_index, under upstream's name here;
-                                                      not the document_indices of the .idx file.
-                                                      Entry d is the sequence of the file that
-                                                      comes d-th in the stream
-    sequence_length   int >= 1                        S, without the extra token
-    tokens_per_epoch  int                             the stream has num_epochs times as many
-    drop_last_partial_sequence                        False: the stream ends in a short sample if
-                                                      its tokens fill no whole one
+    sizes             int32 (sequences of the file,): tokens in each, which upstream calls sizes
+    document_indices  int32 (E*D,): the document_index of this section, under upstream's name here.
+                      Entry d is the sequence of the file that comes d-th in the stream
+    sequence_length   S, 1 or more, without the extra token
+    num_epochs, tokens_per_epoch   the stream has so many tokens: their product
+    drop_last_partial_sequence     False: the stream ends in a short sample if its tokens fill no
+                                   whole one
+    add_extra_token_to_sequence    x
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row k is (d, offset): sample k
-                      starts at place offset of the d-th document.  Row N is where sample N
-                      would start.
-    Raises            ValueError                      S < 1, or a stream too short for its samples
-                      IndexError                      an entry of document_indices is no sequence
-                      TypeError                       an array of another dtype
+                      starts at token offset of the d-th document.  Row N is where sample N would
+                      start.
+    Raises            TypeError for an array of another dtype, ValueError for S < 1 and for a stream
+                      too short for its samples, IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  One thing differs: where a last, short sample is
-                      kept, upstream computes N in float32.  One thing is kept: with x = 0, a sample
-                      k > 0 that starts at the first token of a document gets the row (d, length of
-                      d), where d is the first document that ends there.
+                      kept, upstream computes N in float32.
 
     >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
     >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
@@ -1475,64 +1201,28 @@ def build_sample_idx(
     """
     S = sequence_length
     x = int(add_extra_token_to_sequence)
-    num_samples, tokens_needed = _measure_stream(
-        sizes, document_indices, S, num_epochs, tokens_per_epoch, drop_last_partial_sequence, x
-    )
-    lengths = _lengths_of_documents(sizes, document_indices)
-    ends = np.cumsum(lengths, dtype=np.int64)  # tokens up to the end of each document
-    starts = ends - lengths
-    if len(ends) and ends[-1] < tokens_needed:
-        raise ValueError(f"the samples need {tokens_needed} tokens, the documents hold {ends[-1]}")
+    tokens = int(num_epochs) * int(tokens_per_epoch)
+    _check_stream(sizes, document_indices, S, tokens)  # section 15
+    num_samples = count_samples(tokens, S, drop_last_partial_sequence, x)
 
-    # Row 0 is (0, 0).  Row k > 0 comes from the end of sample k - 1: when that sample is complete,
-    # tokens_read[k - 1] tokens of the stream have been read, and the last of them is in document d.
-    tokens_read = np.arange(1, num_samples + 1) * S + x
-    if num_samples:
-        tokens_read[-1] = tokens_needed  # the last sample may be short
+    # Row 0 is (0, 0).  Row k is found from where sample k - 1 ends: k*S + x tokens into the stream,
+    # or, if the last sample is short, at the end of the stream.
+    tokens_read = np.minimum(np.arange(1, num_samples + 1) * S + x, tokens)
+    lengths = sizes[document_indices]
+    _check_lengths(lengths, tokens_read)  # section 15
+    ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
+    starts = ends - lengths
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
     rows = np.zeros((num_samples + 1, 2), _sample_index_dtype(len(document_indices)))
     rows[1:, 0] = d
-    # Sample k begins x tokens before that point: with x = 1 at the last token of sample k - 1, with
-    # x = 0 right behind it, and that may be the place behind the last token of document d.
+    # Sample k begins x tokens before that.  With x = 0 a sample that starts with a document is
+    # written as the end of the document before it: (d, length of d).
     rows[1:, 1] = tokens_read - x - starts[d]
-    if tokens_needed < num_samples * S and not x:  # x = 0, and the last sample is short
-        # rows[-1] is the first document that ends there; upstream has the last one, if it is empty
-        rows[-1] = _end_of_stream(sizes, document_indices)
+    if tokens < num_samples * S and x == 0:
+        # The last sample is short, and ends with the stream.  If empty documents end the stream,
+        # upstream names the last of them here.
+        rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
-
-
-def _measure_stream(sizes, documents, S, num_epochs, tokens_per_epoch, drop_last, x):
-    """N, and how many tokens of the stream N samples need; errors for wrong arguments."""
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(documents, "document_indices", np.int32)
-    if not 1 <= operator.index(S) < 2**32:
-        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
-    tokens = int(num_epochs) * int(tokens_per_epoch)
-    if num_epochs < 0 or not 0 <= tokens <= len(documents) * 2**31:
-        raise ValueError(f"{len(documents)} documents cannot hold {tokens} tokens")
-    num_samples = count_samples(tokens, S, drop_last, x)
-    return num_samples, min(tokens, num_samples * S + x)
-
-
-def _check_array(values, name, dtype):
-    """A 1-D array of this dtype; TypeError or ValueError."""
-    found = getattr(values, "dtype", type(values).__name__)
-    if found != dtype:
-        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
-    if values.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
-
-
-def _lengths_of_documents(sizes, documents):
-    """sizes[documents]; IndexError for an entry that is no sequence: numpy would take a -1."""
-    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
-    if len(wrong):
-        d = wrong[0]
-        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
-    lengths = sizes[documents]
-    if len(lengths) and lengths.min() < 0:
-        raise ValueError("a size is negative: no sequence has less than 0 tokens")
-    return lengths
 
 
 def _sample_index_dtype(num_documents):
@@ -1540,17 +1230,16 @@ def _sample_index_dtype(num_documents):
     return np.int32 if num_documents < 2**31 else np.int64
 
 
-def _end_of_stream(sizes, documents):
-    """The place behind the last token, as a row: (the last document, its length)."""
-    return len(documents) - 1, sizes[documents[-1]]
-
-
 def build_shuffle_index(
     num_samples: int, total_size: int, random_state: np.random.RandomState
 ) -> np.ndarray:
-    """Return 0 .. total_size - 1, the first num_samples of these shuffled, then the rest shuffled.
+    """Return 0 .. N - 1 in two piles: the first num_samples of these shuffled, then the rest.
 
-    uint32, or int64 from total_size = 2**32 - 2 on.  Upstream: _build_shuffle_index.
+    num_samples   upstream's name for the samples of the first pile: all, or those that end before
+                  a last epoch that is shuffled by itself
+    total_size    N
+    Returns       uint32 (N,); int64 from N = 2**32 - 2 on
+    Upstream      _build_shuffle_index
 
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
@@ -1580,7 +1269,6 @@ def build_stable_orders(
                                the stream, see _count_samples_of_epochs()
     random_seed   int          0 to 2**32 - 1
     Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
-    Cost          that of the shuffles, and less than 1 ms for each epoch
 
     >>> for sample_edges in [0, 3], [0, 3, 6], [0, 3, 6, 9]:          # 1, 2 and 3 epochs
     ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 1234)
@@ -1589,9 +1277,10 @@ def build_stable_orders(
     [0, 1, 2, 1, 0, 2] [1, 2, 0, 4, 3, 5]
     [0, 1, 2, 1, 0, 2, 1, 2, 0] [1, 2, 0, 4, 3, 5, 6, 8, 7]
     """
+    _check_documents(documents)  # section 15
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
-    document_index = _repeat_documents(documents, num_epochs)
+    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
     num_samples = sample_edges[-1]
     shuffle_index = np.arange(num_samples, dtype=_shuffle_index_dtype(num_samples))
     random_state = np.random.RandomState(random_seed)
@@ -1612,9 +1301,8 @@ def _count_samples_of_epochs(
 ) -> list[int]:
     """Count the samples that end before epoch 0, 1, ..., E begins: E + 1 numbers, the last is N.
 
-    A last, short sample ends in the last epoch.  In a longer dataset a whole sample stands in its
-    place and ends in the next epoch, so where short samples are kept, the last epoch of the shorter
-    dataset is another one in the longer dataset; all epochs before it are equal.
+    If a short last sample is kept, adding epochs changes the epoch that was last: its short sample
+    becomes a whole one that ends in the next epoch.  All epochs before it stay as they are.
 
     >>> _count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4)     # 13, 26, 39 tokens
     [0, 3, 6, 9]
@@ -2700,8 +2388,9 @@ def _count_datasets(dataset_index, num_datasets):
 #           blend_per_split         each split is a blend of whole corpora of its own
 #           neither                 mock data
 #
-# The config is read once, into a list: for each split its corpora, their weights, the number of
-# samples that are wanted (size), and the part of each corpus that belongs to the split.
+# The config is read once, into a list.  An entry has the corpora of a split, their weights, the
+# part of each corpus that belongs to the split (bounds), and the number of samples that are wanted
+# (size).  With multiple_validation_sets each corpus of valid is an entry of its own.
 #
 # A single corpus is not blended if it has no weight, or if blend_per_split is used.  It is built
 # for size samples (None: one epoch).  Else, with w the weight of a corpus divided by the sum of all
@@ -2725,14 +2414,14 @@ def _count_datasets(dataset_index, num_datasets):
 
 
 class _BlendOfSplit(typing.NamedTuple):
-    """What a dataset is built from: corpora, and how they are mixed; see _read_blends()."""
+    """What one dataset of a config is made from; see _read_blends()."""
 
     split: Split
     prefixes: list  # of the corpora; [None] for mock data
-    weights: list | None  # of the corpora, their sum is 1; None: each corpus is taken once
-    phases: list | None  # [(samples, weights), ...] instead of weights
-    size: int | None  # samples that are wanted; None: one epoch
+    weights: list | None  # one for each corpus, their sum is 1; None: each corpus is taken once
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
+    size: int | None  # samples that are wanted; None: one epoch
+    phases: list | None  # [(samples, weights), ...] instead of weights
 
     @property
     def is_one_corpus(self) -> bool:
@@ -2766,63 +2455,40 @@ def _read_blends(
     >>> config = GPTDatasetConfig(1234, 4, blend=(["a", "b"], [1, 3]), split="9,1,0",
     ...                           tokenizer=ByteTokenizer())
     >>> for blend in _read_blends(config, [8, 4, 0]):
-    ...     print(blend.split.name, blend.prefixes, blend.weights, blend.size, blend.bounds)
-    train ['a', 'b'] [0.25, 0.75] 8 (0, 0.9)
-    valid ['a', 'b'] [0.25, 0.75] 4 (0.9, 1.0)
+    ...     print(blend.split.name, blend.prefixes, blend.weights, blend.bounds, blend.size)
+    train ['a', 'b'] [0.25, 0.75] (0, 0.9) 8
+    valid ['a', 'b'] [0.25, 0.75] (0.9, 1.0) 4
     """
-    if len(sizes) != len(Split):
-        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
-    if config.multiple_validation_sets and config.full_validation:
-        if sizes[Split.valid.value] is not None:
-            raise ValueError("full_validation: the size of valid must be None")
+    _check_sizes(config, sizes)  # section 15
     blends = []
     for split, size in zip(Split, sizes, strict=True):
-        is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
-        if size is not None and not is_number:
-            raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
-        if config.blend_per_split is None:
-            bounds = config.split_matrix[split.value]
-            prefixes, weights = ([None], None) if config.mock else config.blend
-        elif config.blend_per_split[split.value] is None:
-            bounds = None
-        else:
+        if config.blend_per_split is not None:
             bounds = (0.0, 1.0)
-            prefixes, weights = config.blend_per_split[split.value]
-            is_kept_apart = split is Split.valid and bool(config.multiple_validation_sets)
-            if is_kept_apart:
-                for prefix in prefixes:
-                    blends.append(_BlendOfSplit(split, [prefix], None, None, size, bounds))
-                continue
-            if len(prefixes) == 1:
-                weights = None
-        if bounds is not None:
-            # the splits of one blend have the same corpora of weight 0, which are noted once
+            corpora = config.blend_per_split[split.value]
+        else:
+            bounds = config.split_matrix[split.value]
+            corpora = ([None], None) if config.mock else config.blend
+        if bounds is None or corpora is None:
+            continue  # nothing is built for this split
+        prefixes, weights = corpora
+        phases = None
+        if split is Split.train and config.blend_phases is not None:
+            weights = None  # phases have weights of their own
+            phases = _as_phases(config.blend_phases, prefixes)
+        elif split is Split.valid and config.multiple_validation_sets:
+            for prefix in prefixes:  # each is a dataset of its own
+                blends.append(_BlendOfSplit(split, [prefix], None, bounds, size, None))
+            continue
+        elif config.blend_per_split is not None and len(prefixes) == 1:
+            weights = None  # a single corpus is not blended
+        elif weights is not None:
+            # The splits of one blend have the same corpora of weight 0: the note comes once.
             is_noted = config.blend_per_split is not None or len(blends) == 0
-            weighted = prefixes, weights, is_noted
-            blends.append(_read_blend_of_split(config, split, weighted, size, bounds))
+            prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes, is_noted)
+            weights = normalize(weights)
+        blends.append(_BlendOfSplit(split, list(prefixes), weights, bounds, size, phases))
+        _check_size_of_blend(blends[-1])  # section 15
     return blends
-
-
-def _read_blend_of_split(config, split, weighted, size, bounds):
-    """One split, whose corpora are mixed in phases, or by weights, or are taken once."""
-    prefixes, weights, is_noted = weighted
-    if split is Split.train and config.blend_phases is not None:
-        phases = _as_phases(config.blend_phases, prefixes)
-        total = sum(samples for samples, _ in phases)
-        if size is not None and size > total:
-            raise ValueError(
-                f"blend_phases has {total} samples, but {size} are wanted of train: "
-                f"add a phase of {size - total}, or make the last one longer"
-            )
-        return _BlendOfSplit(split, list(prefixes), None, phases, size, bounds)
-    if weights is None:
-        return _BlendOfSplit(split, list(prefixes), None, None, size, bounds)
-    if size is None:
-        raise ValueError(
-            f"{split.name} is a blend with weights, which needs a size (--sizes), got None"
-        )
-    prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes, is_noted)
-    return _BlendOfSplit(split, prefixes, normalize(weights), None, size, bounds)
 
 
 class BlendedMegatronDatasetBuilder:
@@ -2876,19 +2542,21 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_splits(self):
         """All splits, on this rank."""
+        # _in_threads() calls a function for each item, several at a time (section 15)
+        threads = self.config.num_dataset_builder_threads
         prefixes = []
         for blend in self._blends:
             prefixes += blend.prefixes
         prefixes = list(dict.fromkeys(prefixes))  # a corpus of several splits is opened once
         _allow_open_files(self._blends, prefixes)  # section 12
-        opened = dict(zip(prefixes, self._in_threads(self._open, prefixes), strict=True))
+        opened = dict(zip(prefixes, _in_threads(threads, self._open, prefixes), strict=True))
         found = {split: [] for split in Split}
         for blend in self._blends:
             sizes = blend.sizes(self.config.mid_level_dataset_surplus)
             corpora = []
             for prefix, size in zip(blend.prefixes, sizes, strict=True):
                 corpora.append((blend, prefix, opened[prefix], size))
-            parts = self._in_threads(self._build_part, corpora)
+            parts = _in_threads(threads, self._build_part, corpora)
             dataset = parts[0] if blend.is_one_corpus else self._mix(blend, parts)
             found[blend.split].append(dataset)
         datasets = []
@@ -2901,77 +2569,40 @@ class BlendedMegatronDatasetBuilder:
                 datasets.append(of_split)
         return datasets
 
-    def _in_threads(self, function, items):
-        """[function(item) for each item], several at a time if the config asks for threads."""
-        num_threads = self.config.num_dataset_builder_threads
-        if num_threads == 1 or len(items) == 1:
-            return [function(item) for item in items]
-        pool = concurrent.futures.ThreadPoolExecutor(num_threads)
-        try:
-            futures = [pool.submit(function, item) for item in items]
-            # After an error no further corpus is begun: there may be hundreds, of hours each.
-            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(cancel_futures=True)
-
     def _open(self, prefix):
-        """Open a corpus, whose elements int32 must be able to number."""
+        """Open a corpus."""
         opened = self.cls.build_low_level_dataset(prefix, self.config)
-        n = self.cls.numel_low_level_dataset(opened)
-        if n >= 2**31:
-            raise ValueError(
-                f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
-            )
+        _check_num_sequences(prefix, self.cls.numel_low_level_dataset(opened))  # section 15
         return opened
 
     def _build_part(self, corpus):
         """The dataset of a corpus, of the part of it that belongs to the split."""
         blend, prefix, opened, size = corpus
         first, end = split_range(blend.bounds, self.cls.numel_low_level_dataset(opened))
-        documents = range(first, end)  # of hundreds of corpora: no array before it is needed
-        if self.cls is not GPTDataset:
-            documents = _as_documents(documents)  # a class of the user's gets what upstream gives
+        documents = range(first, end)
+        if self.cls is not GPTDataset:  # another class gets what upstream gives, an array
+            documents = _as_documents(documents)
         return self.cls(opened, prefix, documents, size, blend.split, self.config)
 
     def _mix(self, blend, parts):
         """The blend of these datasets; None if nothing is wanted, and nothing is there."""
         if blend.phases is not None:
-            return self._mix_exactly(parts, None, None, blend.phases)
+            return self._blend_of(parts, None, None, blend.phases)
         if blend.weights is not None:
             size = sum(math.ceil(blend.size * weight) for weight in blend.weights)
-            return self._mix_exactly(parts, blend.weights, size)
-        return self._mix_epochs(blend, parts)
-
-    def _mix_epochs(self, blend, parts):
-        """The blend of one epoch of each corpus, or of as many samples of it as are wanted."""
-        split = blend.split.name
-        size = blend.size
+            return self._blend_of(parts, blend.weights, size)
+        # One epoch of each corpus, or as many samples of these as are wanted.
+        _check_epochs(blend, parts)  # section 15: a warning if they are too few
+        parts = [part for part in parts if len(part) > 0]
+        if len(parts) == 0:
+            return None
         lengths = [len(part) for part in parts]
-        if sum(lengths) == 0:
-            if size == 0:
-                return None
-            wanted = "one epoch" if size is None else f"{size} samples"
-            raise ValueError(f"{split}: wanted {wanted}, but no corpus has a sample in it")
-        if size is not None and size > sum(lengths):
-            warnings.warn(
-                f"{split}: an epoch has {sum(lengths):,} samples, not {size:,}: the run "
-                "will end early; give weights, to repeat corpora",
-                stacklevel=2,
-            )
-            size = sum(lengths)
-        kept = []
-        for part in parts:
-            if len(part) > 0:
-                kept.append(part)
-            else:
-                warnings.warn(
-                    f"{split} of {_name(part)} holds no whole sample: left out of the blend",
-                    stacklevel=2,
-                )
-        return self._mix_exactly(kept, [len(part) for part in kept], size)
+        size = blend.size
+        if size is not None:
+            size = min(size, sum(lengths))
+        return self._blend_of(parts, lengths, size)  # if size is None, all samples of each
 
-    def _mix_exactly(self, parts, weights, size, phases=None):
+    def _blend_of(self, parts, weights, size, phases=None):
         """The blend of these parts; one that would not last is built again, larger."""
         try:
             return BlendedDataset(parts, weights, size, self.config, phases)
@@ -4348,16 +3979,23 @@ def _rename_without_old_index(tokens, index):
     if os.path.isdir(index.path):
         raise IsADirectoryError(f"{index.path} is a folder: wanted the place of a file")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(index.path, old_index)
-        tokens.commit()
-    finally:
-        # An error, or a signal, may come before or after the .bin has its name.
-        if os.path.exists(tokens.temporary):
+        try:
             with contextlib.suppress(FileNotFoundError):
-                os.replace(old_index, index.path)
+                os.replace(index.path, old_index)
+            tokens.commit()
+        finally:
+            _settle_old_index(tokens, index, old_index)
+    finally:
+        _settle_old_index(tokens, index, old_index)  # a signal may have ended the line above
+
+
+def _settle_old_index(tokens, index, old_index):
+    """Remove the old .idx, or, where the .bin has not got its name, put it back."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.exists(tokens.temporary):
+            os.replace(old_index, index.path)
         else:
-            pathlib.Path(old_index).unlink(missing_ok=True)
+            os.unlink(old_index)
 
 
 def _map_file(path: str | os.PathLike) -> np.ndarray:
@@ -4378,7 +4016,7 @@ def _map_file(path: str | os.PathLike) -> np.ndarray:
 
 
 def _encode_tokens(values, dtype):
-    """Tensor, array or list -> the bytes that a .bin file of this dtype has for these ids.
+    """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
 
     ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
     floating-point dtype, which the format knows too, are converted as numpy does.
@@ -4399,11 +4037,12 @@ def _encode_tokens(values, dtype):
 
 
 def _as_array(values, dtype):
-    """Tensor or list -> array; it is of dtype already if a list holds only integers that fit."""
+    """Tensor, list or tuple -> array, of any dtype."""
     if isinstance(values, torch.Tensor):
         return values.numpy(force=True)  # from any device
     if isinstance(values, list):
-        # numpy would find the least common dtype of the items first, and then convert once more.
+        # For integers that fit this is faster than np.asarray(), which looks for their least common
+        # dtype first.  A list of anything else falls through.
         with contextlib.suppress(TypeError, OverflowError):
             return np.frombuffer(array.array(dtype.char, values), dtype)
     return np.asarray(values)
@@ -4445,8 +4084,24 @@ def _as_arrays(documents, dtype):
     return [tokens[begin:end] for begin, end in itertools.pairwise(edges)]
 
 
+def _append_documents(builder, documents, modes, eod_token):
+    """What IndexedDatasetBuilder.add_documents() does."""
+    eod = _as_tokens([] if eod_token is None else [eod_token], builder._token_dtype)
+    pieces = [eod[:0]]  # so that there is something to concatenate
+    lengths = []
+    for tokens in _as_arrays(documents, builder._token_dtype):
+        pieces.append(tokens)
+        lengths.append(len(tokens))
+        if len(tokens) > 0:
+            pieces.append(eod)
+            lengths[-1] += len(eod)
+    ends = range(1, len(lengths) + 1)  # each document is one sequence
+    builder._append(np.concatenate(pieces).view(np.uint8), lengths, modes, ends)
+
+
 def _append_pair(builder, path_prefix):
     """What IndexedDatasetBuilder.add_index() does."""
+    _check_open(builder)
     source = get_bin_path(path_prefix)
     target = builder._bin.path
     if os.path.realpath(source) == os.path.realpath(target):
@@ -4464,20 +4119,60 @@ def _append_pair(builder, path_prefix):
             "multimodal=True"
         )
     before = len(builder.sequence_lengths)
-    for tokens in other.blocks_of_tokens():
-        builder._write(tokens)
+    at_a_time = (16 << 20) // builder._token_dtype.itemsize  # 16 MiB of tokens
+    for first in range(0, other.num_tokens, at_a_time):
+        builder._write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
     builder.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
     builder.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
     if builder.multimodal:
         builder.sequence_modes.frombytes(other.sequence_modes.tobytes())
 
 
-def _check_size(file, size):
-    """OSError unless a _NewFile holds so many bytes."""
-    file.file.flush()
-    found = os.path.getsize(file.temporary)
-    if found != size:
-        raise OSError(f"{file.path}: wanted {size} bytes, got {found}: a write has failed")
+def _check_open(builder):
+    """ValueError once the pair is finished, or a write has failed."""
+    if builder._bin.file.closed:
+        path = builder._bin.path
+        raise ValueError(f"{path} is finalized, or has failed: nothing can be added") from None
+
+
+def _check_sequences(builder, content, lengths, modes):
+    """Lengths and modes of new sequences, as array.arrays; ValueError if they do not fit."""
+    lengths = _as_compact_array(lengths, "i", "lengths of sequences")
+    num_tokens = len(content) // builder._token_dtype.itemsize
+    if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
+        raise ValueError(
+            f"{builder._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
+            f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
+        )
+    if modes is None and builder.multimodal:
+        modes = bytes(len(lengths))
+    if modes is not None:
+        modes = _as_compact_array(modes, "b", "modes of sequences")
+        if len(modes) != len(lengths):
+            raise ValueError(
+                f"{builder._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
+                f"got {len(modes)} modes"
+            )
+    return lengths, modes
+
+
+def _check_finished(builder):
+    """The last document has ended, and the .bin file has all tokens; ValueError, OSError."""
+    _check_open(builder)
+    last_end = builder.document_indices[-1]
+    if last_end != len(builder.sequence_lengths):
+        raise ValueError(
+            f"{builder._bin.path}: no document ends after sequence {last_end}: "
+            "call end_document() before finalize()"
+        )
+    builder._bin.file.flush()
+    num_tokens = np.frombuffer(builder.sequence_lengths, np.int32).sum(dtype=np.int64)
+    wanted = int(num_tokens) * builder._token_dtype.itemsize
+    found = os.path.getsize(builder._bin.temporary)
+    if found != wanted:
+        raise OSError(
+            f"{builder._bin.path}: wanted {wanted} bytes, got {found}: a write has failed"
+        )
 
 
 # ==============================================================================
@@ -5128,7 +4823,8 @@ def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
 # ==============================================================================
 # Question answered here: how are tokens read from a mapping, a file, or object storage?
 #
-#   IndexedDataset  --read(first token, count)-->  _MappedTokens   a view of the mapped .bin file
+#   IndexedDataset  --read(first token, count)-->  _MappedTokens   a view of the mapped .bin file,
+#                                                                  see section 1
 #                                                  _FileTokens     a new array, read from the file
 #                                                  _RemoteFile     a range of a remote object
 #
@@ -5174,31 +4870,8 @@ class ObjectStorageConfig:
         return os.path.join(caches, "megatron_min")
 
 
-class _TokenSource(abc.ABC):
-    """The tokens of a .bin file, counted from 0."""
-
-    @abc.abstractmethod
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return count tokens from token start on, 1-D; the caller has checked that they exist."""
-
-    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the tokens of several (start, count)."""
-        return [self.read(start, count) for start, count in spans]
-
-
-class _MappedTokens(_TokenSource):
-    """Views of the mapped file.  A view keeps the mapping alive, even when this object is gone."""
-
-    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.tokens = _map_file(path).view(dtype)
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return a view: nothing is copied."""
-        return self.tokens[start : start + count]
-
-
-class _FileTokens(_TokenSource):
-    """Reads from a file that stays open."""
+class _FileTokens:
+    """The tokens of a .bin file that stays open; the methods are those of _MappedTokens."""
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.path = os.fspath(path)
@@ -5214,6 +4887,10 @@ class _FileTokens(_TokenSource):
         if len(content) < size:
             raise _format_error(self.path, f"bytes at {begin}", size, len(content))
         return np.frombuffer(content, self.dtype)
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (start, count)."""
+        return [self.read(start, count) for start, count in spans]
 
 
 def _pread(file, size, begin):
@@ -5239,7 +4916,7 @@ def _read_once(file, size, begin):
         return file.read(size)
 
 
-class _RemoteFile(_TokenSource):
+class _RemoteFile:
     """An object on object storage, by its URL: read in ranges, written and removed as a whole.
 
     url           such as s3://bucket/corpus.bin
@@ -5420,7 +5097,7 @@ class _RemoteFile(_TokenSource):
 
 def _open_tokens(
     path: str, dtype: type, mmap: bool = True, config: ObjectStorageConfig | None = None
-) -> _TokenSource:
+) -> _MappedTokens | _FileTokens | _RemoteFile:
     """Return the source of the tokens of a .bin file, which is mapped, open, or remote."""
     if _is_remote(path):
         return _RemoteFile(path, dtype, 0 if config is None else config.bin_chunk_nbytes)
@@ -5508,14 +5185,57 @@ _COPIED_BYTES = 64 << 20  # that are asked for at once
 
 
 # -- is a pair what its format says? ---------------------------------------------------------------
+#
+# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
+#
+#   what              when                              against
+#   header and sizes  at every open, in O(1)            the table of section 1, the size of the .bin
+#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
+#   entries                                             sequence ends where the .bin ends
+#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
+#                     and before section 4 orders the   of the lengths before it, in bytes, and
+#                     sequences, in O(n)                documents never go back
+#   one place         at every access                   the bounds of the sequence and of the .bin
+
+_CHUNK = 1 << 14  # entries that are checked at a time: temporary arrays stay in the CPU's cache
 
 
-def _read_header(path, content, multimodal):
-    """The dtype code, n and m of an .idx, which has exactly the bytes that its header implies."""
+def _open_index(pair):
+    """The bytes of the .idx file of a pair, mapped; its header and its size are right."""
+    path = get_idx_path(pair.path_prefix)
+    if not _is_remote(path) and not os.path.exists(path):
+        raise FileNotFoundError(_describe_missing_pair(pair.path_prefix))
+    pair._idx_stamp = _file_stamp(path)
+    pair._idx_content = _map_file(_fetch_index(path, pair._idx_stamp, pair.object_storage_config))
+    pair._verified = False
+    pair._identity = None  # _identity_of_index() fills it
+    pair._digest = None  # _digest_of_contents() fills it
+    _check_header(path, pair._idx_content, pair.multimodal)
+    return pair._idx_content
+
+
+def _open_bin(pair):
+    """The tokens of the .bin file of a pair, and how many there are; it belongs to the .idx."""
+    idx_path = get_idx_path(pair.path_prefix)
+    bin_path = get_bin_path(pair.path_prefix)
+    pair._bin_stamp = _file_stamp(bin_path)
+    bin_size = pair._bin_stamp["size"]
+    _check_ends(pair, bin_size)
+    tokens = _open_tokens(bin_path, pair.dtype, pair.mmap, pair.object_storage_config)
+    # Another process may replace the pair meanwhile.  It does so in this order: the old .idx goes,
+    # the new .bin comes, the new .idx comes (section 11).  So if the .idx is the same before and
+    # after the .bin was opened, they belong together.
+    if _file_stamp(idx_path) != pair._idx_stamp:
+        raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
+    return tokens, bin_size // pair._token_bytes
+
+
+def _check_header(path, content, multimodal):
+    """An .idx has a header, and exactly the bytes that its header implies."""
     found = len(content)
     if found < _HEADER.size:
         raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
-    magic, version, code, n, m = _HEADER.unpack(content[: _HEADER.size].tobytes())
+    magic, version, code, n, m = _HEADER.unpack_from(content)
     if magic != _MAGIC or version != _VERSION:
         raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
     if not 1 <= code <= 8:
@@ -5527,7 +5247,6 @@ def _read_header(path, content, multimodal):
     if found not in (without_modes, with_modes):
         wanted = f"{with_modes} bytes with modes or {without_modes} without"
         raise _format_error(path, "file size", wanted, found)
-    return code, n, m
 
 
 def _check_ends(pair, bin_size):
@@ -5551,6 +5270,30 @@ def _check_ends(pair, bin_size):
             f"{end} bytes, as {path} says",
             f"{bin_size}: the file is truncated, or belongs to another .idx",
         )
+
+
+def _error_of_span(pair, i, offset, length):
+    """The error for a part of sequence i that is not in the sequence, or not in the .bin file."""
+    pointer = int(pair.sequence_pointers[i])
+    size = int(pair.sequence_lengths[i])
+    start, rest = divmod(pointer, pair._token_bytes)
+    if rest or start < 0 or size < 0 or start + size > pair.num_tokens:
+        # only an .idx that was not checked as a whole can be wrong in this way
+        path = get_idx_path(pair.path_prefix)
+        found = f"byte {pointer}, {size} tokens"
+        return _format_error(path, f"sequence {i}", "a place in .bin", found)
+    field = f"tokens of sequence {i}"
+    wanted = f"{offset} to {offset + length}"
+    return _format_error(pair.path_prefix, field, wanted, size, IndexError)
+
+
+def _verify_pair(pair):
+    """What IndexedDataset.verify() does."""
+    if pair._verified:
+        return
+    _verify_sequences(pair)
+    _verify_documents(pair)
+    pair._verified = True
 
 
 def _verify_sequences(pair):
@@ -5582,6 +5325,57 @@ def _verify_documents(pair):
             at = wrong[0]
             field = f"document_indices[{low + at + 1}]"
             raise _format_error(path, field, f">= {found[at]}", found[at + 1])
+
+
+# -- is a pair the one that it was? -------------------------------------------------------------
+
+
+def _identity_of_index(pair):
+    """The size of an .idx, the time of its last change, and a digest of its first and last page."""
+    if pair._identity is None:
+        first = pair._idx_content[:_PAGE].tobytes()
+        last = pair._idx_content[-_PAGE:].tobytes()
+        pair._identity = {
+            "idx_size": pair._idx_stamp["size"],
+            "idx_mtime_ns": pair._idx_stamp["changed"],
+            "idx_ends": _md5(first + last),
+        }
+    return pair._identity.copy()
+
+
+def _digest_of_contents(pair):
+    """An md5 of the sizes of both files of a pair and of some of their pages.
+
+    8 pages of 4 KiB of the .idx and 24 of the .bin, the first, the last, and evenly between: so a
+    copy at another path has the same digest, and a corpus with other tokens, even of the same
+    lengths, has another.  It is kept as long as the files are the same.  Object storage is not
+    asked again whether they are: that would be two requests each time.
+    """
+    stamps = [pair._idx_stamp, pair._bin_stamp]
+    if not _is_remote(pair.path_prefix):
+        with contextlib.suppress(FileNotFoundError):  # files that are open outlive their names
+            stamps = [
+                _file_stamp(get_idx_path(pair.path_prefix)),
+                _file_stamp(get_bin_path(pair.path_prefix)),
+            ]
+    if pair._digest is None or stamps != pair._digest_stamps:
+        pair._digest = _digest_of_pages(pair)
+        pair._digest_stamps = stamps
+    return pair._digest
+
+
+def _pickle_pair(pair):
+    """What pickle calls to open a pair again: a class, its arguments, and what the files were."""
+    arguments = pair.path_prefix, pair.multimodal, pair.mmap, pair.object_storage_config, pair.check
+    return type(pair), arguments, [pair._idx_stamp, pair._bin_stamp]
+
+
+def _check_stamps(pair, stamps):
+    """DatasetFormatError if the files that were opened are not those of the pickle."""
+    found = [pair._idx_stamp, pair._bin_stamp]
+    if found != stamps:
+        reason = "the pair was replaced after the dataset was pickled: build it again"
+        raise _format_error(pair.path_prefix, "files", stamps, f"{found}: {reason}")
 
 
 def _digest_of_pages(pair):
@@ -6301,12 +6095,16 @@ class NumMicroBatches:
 
 
 # ==============================================================================
-# 15. One error for every rank
+# 15. Checks and errors
 # ==============================================================================
-# Question answered here: what do the other ranks do when one rank fails?
+# Question answered here: what is refused, and what do the other ranks do when one rank fails?
 #
-#   Without this section the others would wait for the failed rank in the next collective, until a
-#   timeout ends them, and none of their logs would say why.
+# What users can get wrong is checked once, where it enters: a config when it is made, sizes when a
+# builder is made, arrays where a public function of section 4 gets them.  The error is a ValueError
+# (TypeError, IndexError), and its sentence says what was wanted, and what was found.
+#
+#   Without the end of this section the other ranks would wait for a failed one in the next
+#   collective, until a timeout ends them, and none of their logs would say why.
 #
 #            step()             smallest of all     rank 2 broadcasts    every rank raises
 #   rank 0   works     -> 4 --+                   +-- class and sentence --> "rank 2: no such file"
@@ -6317,6 +6115,336 @@ class NumMicroBatches:
 # A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
 # the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
 # nothing: its launcher (torchrun) stops the others and names it.
+
+# -- what a user may get wrong: indices, splits, weights, phases, configs --------------------------
+
+
+def _position(idx, n, name):
+    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
+    i = operator.index(idx)
+    if not -n <= i < n:
+        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
+    return i % n
+
+
+def _number(text):
+    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
+    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
+        return None
+    number = float(text)
+    return number if math.isfinite(number) else None
+
+
+def _read_shares(split):
+    """The numbers of a split such as "98,1,1": one to three, none negative, not all 0."""
+    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
+    shares = [_number(field) for field in fields]
+    is_numbers = None not in shares and len(shares) <= len(Split)
+    if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
+        raise ValueError(
+            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
+        )
+    return shares
+
+
+def _read_weights(weights, names):
+    """The weights as a list of Python's numbers; ValueError that says which weight is wrong.
+
+    Wanted is a finite number >= 0 for each name.  It may be a text, as in a file of JSON.
+    """
+    if isinstance(weights, str) or not hasattr(weights, "__len__"):
+        raise ValueError(f"wanted a list of weights, got {weights!r}")
+    if len(weights) != len(names):
+        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
+    numbers_read = []
+    for weight, name in zip(weights, names, strict=True):
+        number = weight
+        if isinstance(weight, str):
+            number = _number(weight.strip())
+        elif isinstance(weight, np.generic):
+            number = weight.item()
+        # float(number) would fail for a very large integer: compare with the largest float instead
+        if not isinstance(number, numbers.Real) or not 0 <= number <= sys.float_info.max:
+            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
+        numbers_read.append(number)
+    total = sum(float(number) for number in numbers_read)
+    if not 0 < total < math.inf:
+        raise ValueError(f"weights {numbers_read}: wanted a finite sum > 0")
+    return numbers_read
+
+
+def _drop_zero_weights(datasets, weights, names, is_noted=True):
+    """The datasets whose weights are not 0, and these weights; a note names the dropped ones."""
+    kept = []
+    dropped = []
+    for dataset, weight, name in zip(datasets, weights, names, strict=True):
+        if weight:
+            kept.append((dataset, weight))
+        else:
+            dropped.append(str(name))
+    if dropped and is_noted:
+        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
+    return [dataset for dataset, _ in kept], [weight for _, weight in kept]
+
+
+def _as_phases(phases, names):
+    """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none."""
+    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    checked = []
+    for number, phase in enumerate(phases):
+        if not isinstance(phase, (list, tuple)) or len(phase) != 2:
+            raise ValueError(f"phase {number}: wanted (samples, weights), got {phase!r}")
+        samples, weights = phase
+        if not isinstance(samples, numbers.Integral) or samples < 1:
+            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples!r}")
+        try:
+            weights = _read_weights(weights, names)
+        except ValueError as error:
+            raise ValueError(f"phase {number}: {error}") from None
+        checked.append((int(samples), _normalize_used(weights)))
+    return checked
+
+
+def _normalize_used(weights):
+    """normalize() of the weights that are not 0.
+
+    np.sum() adds in groups: zeros in between would group the others otherwise, and so change the
+    rounding of the sum.
+    """
+    weights = np.array(weights, np.float64)
+    is_used = weights > 0
+    weights[is_used] = normalize(weights[is_used])
+    return weights.tolist()
+
+
+def _check_config(config):
+    """Check all fields of a config, and bring them into one form; ValueError says which is wrong.
+
+    Whole numbers become int, weights become numbers, and a blend_per_split of three None is None.
+    """
+    _check_whole_number(config, "random_seed", 0)
+    _check_whole_number(config, "sequence_length", 1)
+    _check_whole_number(config, "num_dataset_builder_threads", 1)
+    surplus = config.mid_level_dataset_surplus
+    if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
+        raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
+    config.blend_per_split = _read_blend_per_split(config)
+    if config.blend_per_split is None:
+        if config.blend is not None and config.split is None:
+            raise ValueError('a blend needs a split, such as "98,1,1"')
+        if config.multiple_validation_sets:
+            raise ValueError("multiple_validation_sets needs blend_per_split")
+        config.blend = _read_one_blend(config.blend)
+    if config.blend_phases is not None:
+        _check_phases(config)
+    if isinstance(config, GPTDatasetConfig):
+        _check_gpt_config(config)
+
+
+def _check_whole_number(config, name, lowest):
+    """The field is a whole number from lowest to 2**32 - 1; numpy's become int, for JSON."""
+    value = getattr(config, name)
+    if not hasattr(value, "__index__") or not lowest <= value < 2**32:
+        raise ValueError(f"{name} must be a whole number from {lowest} to 2**32 - 1, got {value!r}")
+    setattr(config, name, int(value))
+
+
+def _read_blend_per_split(config):
+    """The blend of each split, checked; None if no split has one of its own."""
+    blends = config.blend_per_split
+    if not isinstance(blends, (list, tuple, types.NoneType)):
+        raise ValueError(f"blend_per_split wants a list, got {blends!r}")
+    if not blends or not any(blends):
+        return None
+    if config.blend is not None or config.split is not None:  # there is nothing to cut
+        raise ValueError(
+            "blend_per_split wants blend and split to be None, "
+            f"got {config.blend} and {config.split}"
+        )
+    if len(blends) != len(Split):
+        raise ValueError(f"blend_per_split wants {len(Split)} entries, got {len(blends)}")
+    return [_read_one_blend(blend) for blend in blends]
+
+
+def _read_one_blend(blend):
+    """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
+    if blend is None:
+        return None
+    is_pair = isinstance(blend, (list, tuple)) and len(blend) == 2
+    if not is_pair or not _are_paths(blend[0]):
+        raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
+    prefixes, weights = blend
+    if weights is not None:
+        weights = _read_weights(weights, prefixes)
+    return prefixes, weights
+
+
+def _are_paths(prefixes):
+    """Is this a list of at least one path, and of nothing else?"""
+    if isinstance(prefixes, str) or not hasattr(prefixes, "__len__") or len(prefixes) == 0:
+        return False
+    return all(isinstance(path, (str, os.PathLike)) for path in prefixes)
+
+
+def _check_phases(config):
+    """blend_phases mixes the corpora of the training blend."""
+    blend = config.blend
+    if config.blend_per_split is not None:
+        blend = config.blend_per_split[Split.train.value]
+    elif blend is not None and not parse_and_normalize_split(config.split)[Split.train.value]:
+        raise ValueError(f"blend_phases mixes train, but split {config.split!r} has no train")
+    if blend is None:
+        raise ValueError("blend_phases needs a blend for train: it says which corpora are mixed")
+    prefixes, _ = blend
+    _as_phases(config.blend_phases, prefixes)
+
+
+def _check_gpt_config(config):
+    """The fields that GPTDatasetConfig has on top of those of its base class."""
+    if config.tokenizer is None:
+        raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
+    if config.hybrid_context_parallel:
+        raise ValueError(
+            "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
+            "batches with get_batch_on_this_cp_rank()"
+        )
+    if config.reset_attention_mask and not config.has_dense_mask:
+        raise ValueError(
+            "reset_attention_mask has no effect without a dense mask: set "
+            "create_attention_mask, or use inter_document_masking alone"
+        )
+
+
+# -- what a user may get wrong: sizes, and corpora that are too small or too large -----------------
+
+
+def _check_sizes(config, sizes):
+    """The samples that are wanted of train, valid and test: each a number, or None."""
+    if len(sizes) != len(Split):
+        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
+    if config.multiple_validation_sets and config.full_validation:
+        if sizes[Split.valid.value] is not None:
+            raise ValueError("full_validation: the size of valid must be None")
+    for split, size in zip(Split, sizes, strict=True):
+        is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
+        if size is not None and not is_number:
+            raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
+
+
+def _check_size_of_blend(blend):
+    """A blend with weights has a size, and phases have as many samples as are wanted."""
+    if blend.weights is not None and blend.size is None:
+        raise ValueError(
+            f"{blend.split.name} is a blend with weights, which needs a size (--sizes), got None"
+        )
+    if blend.phases is not None and blend.size is not None:
+        total = sum(samples for samples, _ in blend.phases)
+        if blend.size > total:
+            raise ValueError(
+                f"blend_phases has {total} samples, but {blend.size} are wanted of train: "
+                f"add a phase of {blend.size - total}, or make the last one longer"
+            )
+
+
+def _check_num_sequences(prefix, n):
+    """int32 can number the sequences of a corpus."""
+    if n >= 2**31:
+        raise ValueError(
+            f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
+        )
+
+
+def _check_epochs(blend, parts):
+    """Warnings where one epoch of each corpus gives too few samples; ValueError where none."""
+    split = blend.split.name
+    total = sum(len(part) for part in parts)
+    if total == 0 and blend.size != 0:
+        wanted = "one epoch" if blend.size is None else f"{blend.size} samples"
+        raise ValueError(f"{split}: wanted {wanted}, but no corpus has a sample in it")
+    if blend.size is not None and blend.size > total:
+        warnings.warn(
+            f"{split}: an epoch has {total:,} samples, not {blend.size:,}: the run will end early; "
+            "give weights, to repeat corpora",
+            stacklevel=2,
+        )
+    for part in parts:
+        if len(part) == 0 and total > 0:
+            warnings.warn(
+                f"{split} of {_name(part)} holds no whole sample: left out of the blend",
+                stacklevel=2,
+            )
+
+
+# -- what a user may get wrong: the arrays of section 4 --------------------------------------------
+
+
+def _check_num_samples(num_samples, tokens_per_epoch):
+    """Samples are wanted of a split that has tokens."""
+    if num_samples is not None and num_samples < 0:
+        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
+    if num_samples and not tokens_per_epoch:
+        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+
+
+def _check_documents(documents):
+    """int32 can hold the numbers of the documents."""
+    if len(documents) and np.max(documents) >= 2**31:
+        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
+
+
+def _check_array(values, name, dtype):
+    """A 1-D array of this dtype; TypeError or ValueError."""
+    found = getattr(values, "dtype", type(values).__name__)
+    if found != dtype:
+        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
+
+
+def _check_stream(sizes, documents, S, tokens):
+    """Check the arguments of build_sample_idx(): the documents exist, and may hold the tokens."""
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(documents, "document_indices", np.int32)
+    _check_length_of_stream(len(documents), S, tokens)
+    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
+    if len(wrong):
+        d = wrong[0]  # numpy would take a -1
+        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
+
+
+def _check_length_of_stream(num_documents, S, tokens):
+    """So many documents may hold so many tokens; what follows makes an array of this order."""
+    if not 1 <= operator.index(S) < 2**32:
+        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
+    if not 0 <= tokens <= num_documents * 2**31:
+        raise ValueError(f"{num_documents} documents cannot hold {tokens} tokens")
+
+
+def _check_lengths(lengths, tokens_read):
+    """Documents of these lengths hold all tokens that the samples read."""
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError("a size is negative: no sequence has less than 0 tokens")
+    held = lengths.sum(dtype=np.int64)
+    if len(tokens_read) and tokens_read[-1] > held:
+        raise ValueError(f"the samples need {tokens_read[-1]} tokens, the documents hold {held}")
+
+
+def _in_threads(num_threads, function, items):
+    """[function(item) for each item], so many at a time; after an error no further one is begun."""
+    if num_threads == 1 or len(items) == 1:
+        return [function(item) for item in items]
+    pool = concurrent.futures.ThreadPoolExecutor(num_threads)
+    try:
+        futures = [pool.submit(function, item) for item in items]
+        # There may be hundreds of corpora, of hours each.
+        concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# -- one error for every rank ------------------------------------------------------------------
 
 _MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes its characters take
 _MESSAGE_CHARACTERS = 600
@@ -6457,9 +6585,9 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # ==============================================================================
 # Question answered here: where is each loop made fast, and how is C switched on and off?
 #
-#   definition, in part I               adapter, below                 loop, in _helpers.c
+#   definition, above                   adapter, below                 loop, in _helpers.c
 #   _encode_tokens                      _c_encode_tokens               encode_tokens
-#   IndexedDataset.verify               _c_verify                      verify_index
+#   _verify_pair                        _c_verify_pair                 verify_index
 #   build_sample_idx                    _c_build_sample_idx            build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
 #   build_blending_indices              _c_build_blending_indices      build_blending_indices
@@ -6503,12 +6631,12 @@ def _c_encode_tokens(values, dtype):
         return _c_encode_tokens.__wrapped__(values, dtype)
 
 
-@functools.wraps(IndexedDataset.verify)
-def _c_verify(self):
-    if not self._verified:
-        arrays = self.sequence_lengths, self.sequence_pointers, self.document_indices
-        self._verified = _megatron_min.verify_index(*arrays, self._token_bytes)
-    _c_verify.__wrapped__(self)  # it does nothing more, or raises the error
+@functools.wraps(_verify_pair)
+def _c_verify_pair(pair):
+    if not pair._verified:
+        arrays = pair.sequence_lengths, pair.sequence_pointers, pair.document_indices
+        pair._verified = _megatron_min.verify_index(*arrays, pair._token_bytes)
+    _c_verify_pair.__wrapped__(pair)  # it does nothing more, or raises the error
 
 
 _DOCUMENTS_OF_A_THREAD = 1 << 22  # fewer documents are not worth a thread of their own
@@ -6524,21 +6652,24 @@ def _c_build_sample_idx(
     drop_last_partial_sequence=True,
     add_extra_token_to_sequence=True,
 ):
-    arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
-    flags = drop_last_partial_sequence, int(add_extra_token_to_sequence)
-    num_samples, tokens_needed = _measure_stream(*arguments, *flags)
-    S = operator.index(sequence_length)
     x = int(add_extra_token_to_sequence)
-    sizes = np.ascontiguousarray(sizes)
-    documents = np.ascontiguousarray(document_indices)
-    rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
+    flags = drop_last_partial_sequence, x
     try:
-        _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed)
-    except (IndexError, ValueError):
+        S = operator.index(sequence_length)
+        tokens = int(num_epochs) * int(tokens_per_epoch)
+        lengths = np.ascontiguousarray(sizes)
+        documents = np.ascontiguousarray(document_indices)
+        _check_length_of_stream(len(documents), S, tokens)
+        num_samples = count_samples(tokens, S, *flags)
+        rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
+        tokens_needed = min(tokens, num_samples * S + x)
+        _c_fill_sample_index(rows, lengths, documents, S, x, tokens_needed)
+        if tokens_needed < num_samples * S and x == 0:
+            rows[-1] = len(documents) - 1, lengths[documents[-1]]
+        return rows
+    except (IndexError, TypeError, ValueError):
+        arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
         return _c_build_sample_idx.__wrapped__(*arguments, *flags)
-    if tokens_needed < num_samples * S and not x:
-        rows[-1] = _end_of_stream(sizes, documents)
-    return rows
 
 
 def _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed):
@@ -6658,7 +6789,11 @@ _NO_EOD = -(2**63)  # an id that no token has
 def _c_fill(self, columns, rows, indices):
     is_filled = False
     corpus = self.dataset
-    if type(corpus) is IndexedDataset and corpus.is_mapped and not self._has_own_tokens():
+    if (
+        type(corpus) is IndexedDataset
+        and type(corpus._tokens) is _MappedTokens
+        and not self._has_own_tokens()
+    ):
         is_filled = _c_read_samples(self, columns, rows, indices)
     if not is_filled:
         _c_fill.__wrapped__(self, columns, rows, indices)
@@ -6711,7 +6846,7 @@ def _c_read_samples(dataset, columns, rows, indices):
 
 if IMPLEMENTATION == "c":
     _encode_tokens = _c_encode_tokens
-    IndexedDataset.verify = _c_verify
+    _verify_pair = _c_verify_pair
     build_sample_idx = _c_build_sample_idx
     shuffle = _c_shuffle
     build_blending_indices = _c_build_blending_indices
@@ -7194,7 +7329,8 @@ def _write_pairs(parts, encoder, prefixes, workers, description, verbose):
         stack.enter_context(contextlib.closing(encoded_blocks))
         for encoded in encoded_blocks:
             for key, column in encoded.columns.items():
-                builders[key]._append(column.tokens, column.lengths, ends=column.ends)
+                content = column.tokens.view(np.uint8)
+                builders[key]._append(content, column.lengths, ends=column.ends)
             progress.update(encoded)
         for builder in builders.values():
             builder.sync()  # a full disk shows here, before the first pair has its name
@@ -9693,6 +9829,38 @@ def _run_verify(options):
 
 
 # -- The options of a run, for build, plan, trace and find ------------------------------------
+
+
+def get_blend_from_list(
+    blend: typing.Sequence[str] | None,
+) -> tuple[list[str], list[float] | None] | None:
+    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
+
+    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
+    looks like a number would be taken for a weight: write ./2023 for a folder 2023.  Upstream:
+    get_blend_from_list.
+
+    >>> get_blend_from_list(["30", "p1", "70", "p2"])
+    (['p1', 'p2'], [30.0, 70.0])
+    >>> get_blend_from_list(["2023_01", "wiki"])
+    (['2023_01', 'wiki'], None)
+    """
+    if blend is None:
+        return None
+    if isinstance(blend, str) or not isinstance(blend, collections.abc.Iterable):
+        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
+    entries = [str(entry).strip() for entry in blend]
+    is_number = [_number(entry) is not None for entry in entries]
+    if entries and not any(is_number):
+        return entries, None
+    pairs = len(entries) // 2
+    if not entries or is_number != [True, False] * pairs:
+        raise ValueError(
+            f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
+            "(write a prefix that is a number with its folder: ./2023)"
+        )
+    return entries[1::2], [float(weight) for weight in entries[0::2]]
+
 
 # The arguments of explain() that a file may hold, with a value of each: of a number the least one.
 _LAYOUT = {
