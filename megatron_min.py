@@ -1322,14 +1322,17 @@ def _count_samples_of_epochs(
 #   k --shuffle_index--> j --sample_index[j], [j + 1]--> (d, offset) .. (d', offset')
 #     --document_index[d .. d']--> pieces of sequences in the file pair --joined--> S + x tokens
 #
-# With the toy corpus, its documents in file order, and sample_index (0, 0) (1, 0) (2, 1) (2, 5):
+# With the toy corpus, its documents in file order, sample_index (0, 0) (1, 0) (2, 1) (2, 5), and
+# shuffle_index 1 2 0:
 #
-#   positions              0 1 2 3 4 5 6 7 8 9 . . .       j = 1: rows (1, 0) and (2, 1)
-#   stream                 a a a a b b b c c c c c c
-#   pieces of j = 1                b b b c c               (sequence 1, offset 0, 3 tokens) and
+#   stream, counted        0 1 2 3 4 5 6 7 8 9 . . .       k = 0: j = 1, rows (1, 0) and (2, 1)
+#                          a a a a b b b c c c c c c
+#   pieces of k = 0                b b b c c               (sequence 1, offset 0, 3 tokens) and
 #                                                          (sequence 2, offset 0, 1 + x tokens)
 #   tokens                         b b b c                 all but the last of the five
 #   labels                           b b c c               all but the first
+#
+# The methods pieces(), _read_samples() and _write_sample() of GPTDataset say the same in code.
 #
 # Where a document ends inside of a sample, the config may ask for positions that count from 0
 # again, for a mask that keeps the documents apart, or for the places where documents start.
@@ -1337,8 +1340,8 @@ def _count_samples_of_epochs(
 # A batch is a table, and a sample is a row of it:
 #
 #   indices      tokens     labels     loss_mask   position_ids
-#   1            b b b c    b b c c    1 1 1 1     0 1 2 3         columns(2) makes the empty table,
-#   0            a a a a    a a a b    1 1 1 1     0 1 2 3         fill() writes samples into rows
+#   0            b b b c    b b c c    1 1 1 1     0 1 2 3         columns(2) makes the empty table,
+#   2            a a a a    a a a b    1 1 1 1     0 1 2 3         fill() writes samples into rows
 #
 # The three arrays depend on the lengths of the documents, the split, the number of samples, S, x,
 # the seed, whether a last short sample is kept, and stable_order, and on nothing else.  So they are
@@ -1350,28 +1353,9 @@ class _SampleTable(torch.utils.data.Dataset):
 
     columns(count)                 an empty table for so many samples: {key: array (count, ...)}
     fill(columns, rows, indices)   writes the samples of these indices into these rows
-    fills_rows                     does each sample come from fill()?  It does not where a subclass
-                                   says itself what a sample is, as the documentation of the class
-                                   allows: there a batch is these samples, collated
+    fills_rows                     does each sample come from fill()?  In a subclass with its own
+                                   __getitem__() it does not: there a batch is samples, collated
     """
-
-    @property
-    def fills_rows(self) -> bool:
-        """Does each sample come from fill(), so that a batch can be filled as a whole?"""
-        return type(self).__getitem__ is _SampleTable.__getitem__
-
-    def columns(self, count: int) -> dict[str, np.ndarray]:
-        """Return an empty table for so many samples: {key: array (count, ...)}."""
-        raise NotImplementedError(f"{type(self).__name__} wants columns() or its own __getitem__()")
-
-    def fill(
-        self,
-        columns: dict[str, np.ndarray],
-        rows: typing.Sequence[int],
-        indices: typing.Sequence[int | None],
-    ) -> None:
-        """Write the samples of these indices (None: padding, without loss) into these rows."""
-        raise NotImplementedError(f"{type(self).__name__} wants fill() or its own __getitem__()")
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         columns = self.columns(1)
@@ -1394,6 +1378,24 @@ class _SampleTable(torch.utils.data.Dataset):
         self.fill(columns, range(len(indices)), indices)
         return {key: torch.from_numpy(values) for key, values in columns.items()}
 
+    @property
+    def fills_rows(self) -> bool:
+        """Does each sample come from fill(), so that a batch can be filled as a whole?"""
+        return type(self).__getitem__ is _SampleTable.__getitem__
+
+    def columns(self, count: int) -> dict[str, np.ndarray]:
+        """Return an empty table for so many samples: {key: array (count, ...)}."""
+        raise NotImplementedError(f"{type(self).__name__} wants columns() or its own __getitem__()")
+
+    def fill(
+        self,
+        columns: dict[str, np.ndarray],
+        rows: typing.Sequence[int],
+        indices: typing.Sequence[int | None],
+    ) -> None:
+        """Write the samples of these indices (None: padding, without loss) into these rows."""
+        raise NotImplementedError(f"{type(self).__name__} wants fill() or its own __getitem__()")
+
 
 def _row_of(columns, row):
     """One sample of a table, as tensors.
@@ -1403,20 +1405,7 @@ def _row_of(columns, row):
     return {key: torch.from_numpy(values[row, ...]) for key, values in columns.items()}
 
 
-class _IndexArray:
-    """An attribute that is an index array: mapped from its file at the first access, or set."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, dataset: typing.Any, owner: type | None = None) -> np.ndarray:
-        if dataset is None:  # GPTDataset.document_index, of the class
-            return self
-        _map_indices(dataset)  # section 12: from now on the arrays are attributes of the dataset
-        return vars(dataset)[self.name]
-
-
-class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
+class MegatronDataset(abc.ABC, _SampleTable):
     """The base of datasets that the builder can build.  Upstream: MegatronDataset.
 
     dataset        what build_low_level_dataset() returned
@@ -1435,8 +1424,6 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
                                                       that no run goes on with other data
     """
 
-    fills_rows = False  # a batch is samples, collated; see _SampleTable
-
     def __init__(
         self,
         dataset: typing.Any,
@@ -1448,28 +1435,25 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        self._documents = _as_range(indices)
-        self._indices = None if isinstance(indices, range) else np.asarray(indices)
+        self._documents = _as_range(indices)  # if it can be one: then no array is made at a start
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
-        self._pad_token_id = _pad_token_id(config)
-        # what tells this dataset from others: its cache files are named after it (section 12)
-        self.unique_identifiers = _identifiers_of_dataset(self)
-        self.unique_description = _describe(self.unique_identifiers)
-        self.unique_description_hash = _md5(self.unique_description)
+        self._pad_token_id = _pad_token_id(config)  # section 13
+        _set_identifiers(self)  # section 12: the files of a cache are named after these
 
-    @property
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abc.abstractmethod
+    def __getitem__(self, idx: int | None) -> dict:
+        """Return sample idx; None stands for a sample that fills up a batch and has no loss."""
+
+    @functools.cached_property
     def indices(self) -> np.ndarray:
         """int32: which elements of dataset belong to this split; made when it is asked for."""
-        if self._indices is None:
-            self._indices = _as_documents(self._documents)
-        return self._indices
-
-    @staticmethod
-    def _key_config_attributes() -> list[str]:
-        """Return the fields of the config that change the samples; a subclass may add some."""
-        return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
+        return _as_documents(self._documents)
 
     @staticmethod
     def build_low_level_dataset(
@@ -1483,28 +1467,30 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         """Return how many elements the opened data have for the split to cut."""
         raise NotImplementedError("the builder wants a class with numel_low_level_dataset()")
 
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        """Return the fields of the config that change the samples; a subclass may add some."""
+        return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
+
     def made_from(self) -> dict:
         """Return what the samples are made from, in numbers and texts, for a state to compare."""
         return {}
 
-    @abc.abstractmethod
-    def __len__(self) -> int:
-        """Return the number of samples."""
 
-    @abc.abstractmethod
-    def __getitem__(self, idx: int | None) -> dict:
-        """Return sample idx; None stands for a sample that fills up a batch and has no loss."""
+class _IndexArray:
+    """An attribute that is an index array: mapped from its file at the first access, or set."""
 
-    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples; torch.utils.data.DataLoader calls this for each batch."""
-        return [self[idx] for idx in indices]
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
-    def batch(self, indices: typing.Sequence[int | None]) -> dict:
-        """Return several samples as one: {key: tensor (B, ...)}."""
-        return torch.utils.data.default_collate(self.__getitems__(indices))
+    def __get__(self, dataset: typing.Any, owner: type | None = None) -> np.ndarray:
+        if dataset is None:  # GPTDataset.document_index, of the class
+            return self
+        _map_indices(dataset)  # section 12: from now on the arrays are attributes of the dataset
+        return vars(dataset)[self.name]
 
 
-class GPTDataset(_SampleTable, MegatronDataset):
+class GPTDataset(MegatronDataset):
     """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
 
     indexed_dataset   IndexedDataset
@@ -1519,9 +1505,9 @@ class GPTDataset(_SampleTable, MegatronDataset):
       loss_mask                float32 (S,), 0 where a label does not count
       position_ids             int64 (S,)
       cu_seqlens, max_seqlen   int32 (S+1,) and (), only with inter_document_masking
-    ds[None] is sample 0 without any loss: it fills up a batch.  Cost: that of build_sample_idx() to
-    build; for a sample, one read for each document that it touches.  On object storage the reads of
-    a batch are made at the same time.
+    ds[None] is sample 0 without any loss: it fills up a batch.  A sample costs one read for each
+    document that it touches.  On object storage the reads of a batch are made at the same time.
+    IndexError for a sample that does not exist.
 
     The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
     or, for a pair on object storage, one beside the copy of its .idx.
@@ -1577,73 +1563,14 @@ class GPTDataset(_SampleTable, MegatronDataset):
         else:
             self._find_indices()
 
-    def _find_indices(self):
-        """Find the three arrays in the cache (section 12), or have them built."""
-        plan = _open_indices(self)
-        if plan is None:  # a cache of upstream that is trusted
-            plan = self._plan_epochs(_count_tokens(self.dataset.sequence_lengths, self._documents))
-        self.epoch_plan = EpochPlan(*plan)
-
-    def _build_indices(self):
-        """Return the plan of the epochs and the three arrays of section 4."""
-        _check_corpus(self)  # section 12
-        config = self.config
-        S = config.sequence_length
-        documents = _as_documents(self._documents)
-        lengths = self.dataset.sequence_lengths
-        tokens_per_epoch = _count_tokens(lengths, self._documents)
-        plan = self._plan_epochs(tokens_per_epoch)
-        if config.stable_order:
-            edges = _count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
-            document_index, shuffle_index = build_stable_orders(
-                documents, edges, config.random_seed
-            )
-        else:
-            random_state = _random_state(config.random_seed)  # draws documents, then samples
-            document_index = build_document_index(
-                documents, plan.num_epochs, random_state, plan.separate_final_epoch
-            )
-            first_part = plan.num_samples
-            if plan.separate_final_epoch:
-                first_part = plan.samples_before_final_epoch
-            shuffle_index = build_shuffle_index(first_part, plan.num_samples, random_state)
-        sample_index = build_sample_idx(
-            lengths,
-            document_index,
-            S,
-            plan.num_epochs,
-            tokens_per_epoch,
-            not self._keeps_short,
-            self._extra,
-        )
-        return plan, [document_index, sample_index, shuffle_index]
-
-    def _plan_epochs(self, tokens_per_epoch):
-        """How often this dataset goes over its documents, and how many samples that gives."""
-        if self.num_samples and not tokens_per_epoch:
-            raise ValueError(
-                f"{_name(self)}: {self.index_split.name} of split {self.config.split!r} holds no "
-                f"tokens for {self.num_samples} samples: enlarge it"
-            )
-        S = self.config.sequence_length
-        drop_last = not self._keeps_short
-        return plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
-
-    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return document_index, sample_index and shuffle_index, from the cache or newly built.
-
-        A subclass may override this method, which has upstream's name, to have other orders.  What
-        its method returns is kept in memory, and not in a cache.
-        """
-        self._find_indices()
-        return self.document_index, self.sample_index, self.shuffle_index
-
     def __len__(self) -> int:
         if "sample_index" in vars(self):  # it is mapped, or was set
             return len(self.sample_index) - 1
         return self.epoch_plan.num_samples
 
-    # ---- the tokens of a sample: pieces, joined and filled up
+    __getitem__ = _SampleTable.__getitem__  # a sample is a row of a table
+
+    # ---- from k to the tokens and labels of sample k
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
@@ -1652,12 +1579,13 @@ class GPTDataset(_SampleTable, MegatronDataset):
         """
         k = _position(k, len(self), f"the samples of {_name(self)}")
         j = int(self.shuffle_index[k])
-        (first_d, first_offset), (last_d, last_offset) = self._rows(k, j)
+        rows = self.sample_index[j : j + 2].tolist()
+        _check_rows(self, k, j, rows)  # section 15, as the next check
+        (first_d, first_offset), (last_d, last_offset) = rows
+        sequences = self.document_index[first_d : last_d + 1].tolist()
+        _check_places(self, k, first_d, sequences)
         pieces = []
-        for d in range(first_d, last_d + 1):
-            i = int(self.document_index[d])
-            if not 0 <= i < len(self.dataset):
-                raise self._damaged(k, f"document_index[{d}] is {i}")
+        for d, i in enumerate(sequences, first_d):
             begin = first_offset if d == first_d else 0
             if d < last_d:
                 end = int(self.dataset.sequence_lengths[i])
@@ -1666,115 +1594,25 @@ class GPTDataset(_SampleTable, MegatronDataset):
             pieces.append((i, begin, end - begin))
         return pieces
 
-    def _rows(self, k, j):
-        """Rows j and j + 1 of sample_index; IndexError where they are not the ends of a sample."""
-        most = len(self.sample_index) - 1  # a subclass may have a smaller len()
-        if not 0 <= j < most:
-            raise self._damaged(k, f"shuffle_index[{k}] is {j}, of {most} samples")
-        rows = self.sample_index[j : j + 2].tolist()
-        (first_d, first_offset), (last_d, last_offset) = rows
-        is_in_order = 0 <= first_d <= last_d < len(self.document_index)
-        if not is_in_order or first_offset < 0 or last_offset < 0:
-            found = f"rows {j} and {j + 1} of sample_index are {rows}"
-            raise self._damaged(k, f"{found}, of {len(self.document_index)} documents")
-        return rows
-
-    def _damaged(self, k, found):
-        """The error for indices that no builder has made."""
-        return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the cache")
-
-    def _read_texts(self, indices):
-        """The S + x tokens of each of these samples; of a whole batch in one call."""
+    def _read_samples(self, indices):
+        """The S + x tokens of each of these samples: its pieces, laid end to end and filled up."""
         pieces_of_samples = [self.pieces(k) for k in indices]
-        all_pieces = list(itertools.chain.from_iterable(pieces_of_samples))
-        if type(self.dataset) is IndexedDataset:
-            parts = self.dataset.get_many(all_pieces)
-        else:  # a reader of the user's own
-            parts = [self.dataset.get(*piece) for piece in all_pieces]
+        # section 13: self.dataset.get(*piece) of each piece, on object storage of all at once
+        parts_of_samples = _read_pieces(self.dataset, pieces_of_samples)
         texts = []
-        first = 0
-        for k, pieces in zip(indices, pieces_of_samples, strict=True):
-            end = first + len(pieces)
-            texts.append(self._join(k, pieces, parts[first:end]))
-            first = end
+        for k, pieces, parts in zip(indices, pieces_of_samples, parts_of_samples, strict=True):
+            text = np.concatenate(parts, dtype=np.int64)
+            _check_text(self, k, pieces, text)  # section 15
+            texts.append(self._pad(k, text))
         return texts
-
-    def _join(self, k, pieces, parts):
-        """The tokens of the pieces of sample k, laid end to end and filled up to S + x."""
-        text = np.concatenate(parts, dtype=np.int64)
-        wanted = sum(length for _, _, length in pieces)
-        if len(text) != wanted:  # a reader of the user's own may be wrong
-            raise ValueError(f"{_name(self)}: wanted {wanted} tokens of {pieces}, got {len(text)}")
-        if (text == self._pad_token_id).any():
-            _warn_of_real_pads(self)
-        return self._pad(k, text)
 
     def _pad(self, k, text):
         """The tokens of sample k, filled up to S + x."""
-        wanted = self.config.sequence_length + self._extra
-        missing = wanted - len(text)
-        if missing < 0:
-            raise self._damaged(k, f"wanted {wanted} tokens, got {len(text)}")
+        missing = self.config.sequence_length + self._extra - len(text)
         if missing == 0:
             return np.asarray(text, np.int64)
+        _check_room(self, k, missing)  # section 15
         return np.append(text, np.full(missing, self._pad_token_id, np.int64))
-
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
-
-        A subclass may override this method, which has upstream's name, to change the tokens.  If it
-        returns fewer than S + x of them, padding follows.  What it returns behind the tokens is not
-        looked at.
-        """
-        [text] = self._read_texts([idx])
-        documents = [i for i, _, _ in self.pieces(idx)]
-        return text, np.array(documents, np.int64)
-
-    # ---- a sample as a row: tokens and labels, masks and positions
-
-    @property
-    def fills_rows(self) -> bool:
-        """Does each sample come from fill(), and are its tokens those of the corpus?"""
-        return super().fills_rows and not self._has_own_tokens()
-
-    def _has_own_tokens(self):
-        """Does a subclass say which tokens a sample has?"""
-        return _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
-
-    def columns(self, count: int) -> dict[str, np.ndarray]:
-        """Return an empty table for so many samples; its keys are in upstream's order."""
-        config = self.config
-        S = config.sequence_length
-        columns = {}
-        columns["tokens"] = np.empty((count, S), np.int64)
-        columns["labels"] = np.empty((count, S), np.int64)
-        if config.has_dense_mask:
-            columns["attention_mask"] = np.empty((count, 1, S, S), bool)
-        columns["loss_mask"] = np.empty((count, S), np.float32)
-        columns["position_ids"] = np.empty((count, S), np.int64)
-        if config.inter_document_masking:
-            columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
-            columns["max_seqlen"] = np.empty(count, np.int32)
-        return columns
-
-    def fill(
-        self,
-        columns: dict[str, np.ndarray],
-        rows: typing.Sequence[int],
-        indices: typing.Sequence[int | None],
-    ) -> None:
-        """Write the samples of these indices (None: padding, without loss) into these rows."""
-        samples = [0 if k is None else k for k in indices]
-        if self._has_own_tokens():
-            texts = []
-            for k in samples:
-                text = self._query_document_sample_shuffle_indices(k)[0]
-                texts.append(self._pad(k, text))
-        else:
-            texts = self._read_texts(samples)
-        for row, k, text in zip(rows, samples, texts, strict=True):
-            self._write_sample(columns, row, k, text)
-        _take_loss_of_padding(columns, rows, indices)
 
     def _write_sample(self, columns, row, k, text):
         """Write sample k, which has the S + x tokens of text, into a row of the columns."""
@@ -1807,7 +1645,7 @@ class GPTDataset(_SampleTable, MegatronDataset):
             mask_starts = after_eod if config.reset_attention_mask else [0]
             columns["attention_mask"][row] = causal_mask(mask_starts, S)
         if config.inter_document_masking:
-            columns["cu_seqlens"][row] = S  # in all places behind the starts
+            columns["cu_seqlens"][row] = S  # in all entries behind the starts
             columns["cu_seqlens"][row, : len(starts)] = starts
             columns["max_seqlen"][row] = np.diff([*starts, S]).max()
 
@@ -1827,6 +1665,120 @@ class GPTDataset(_SampleTable, MegatronDataset):
                 starts.append(size)
             size += length
         return starts
+
+    # ---- samples as rows of a table
+
+    def columns(self, count: int) -> dict[str, np.ndarray]:
+        """Return an empty table for so many samples; its keys are in upstream's order."""
+        config = self.config
+        S = config.sequence_length
+        columns = {}
+        columns["tokens"] = np.empty((count, S), np.int64)
+        columns["labels"] = np.empty((count, S), np.int64)
+        if config.has_dense_mask:
+            columns["attention_mask"] = np.empty((count, 1, S, S), bool)
+        columns["loss_mask"] = np.empty((count, S), np.float32)
+        columns["position_ids"] = np.empty((count, S), np.int64)
+        if config.inter_document_masking:
+            columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
+            columns["max_seqlen"] = np.empty(count, np.int32)
+        return columns
+
+    def fill(
+        self,
+        columns: dict[str, np.ndarray],
+        rows: typing.Sequence[int],
+        indices: typing.Sequence[int | None],
+    ) -> None:
+        """Write the samples of these indices (None: padding, without loss) into these rows."""
+        samples = [0 if k is None else k for k in indices]
+        if self._has_own_tokens():
+            texts = []
+            for k in samples:
+                text = self._query_document_sample_shuffle_indices(k)[0]
+                texts.append(self._pad(k, text))  # a subclass may return fewer tokens
+        else:
+            texts = self._read_samples(samples)
+        for row, k, text in zip(rows, samples, texts, strict=True):
+            self._write_sample(columns, row, k, text)
+        _take_loss_of_padding(columns, rows, indices)
+
+    @property
+    def fills_rows(self) -> bool:
+        """Does each sample come from fill(), and are its tokens those of the corpus?"""
+        return super().fills_rows and not self._has_own_tokens()
+
+    def _has_own_tokens(self):
+        """Does a subclass say which tokens a sample has?"""
+        return _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
+
+        A subclass may override this method, which has upstream's name, to change the tokens.  If it
+        returns fewer than S + x of them, padding follows.  What it returns behind the tokens is not
+        looked at.
+        """
+        [text] = self._read_samples([idx])
+        documents = [i for i, _, _ in self.pieces(idx)]
+        return text, np.array(documents, np.int64)
+
+    # ---- the three arrays
+
+    def _build_indices(self):
+        """Build the arrays of section 4: return the plan of the epochs, and the three of them."""
+        _check_corpus(self)  # section 13
+        config = self.config
+        S = config.sequence_length
+        lengths = self.dataset.sequence_lengths
+        documents = _as_documents(self._documents)
+        tokens_per_epoch = _count_tokens(lengths, self._documents)
+        plan = self._plan_epochs(tokens_per_epoch)
+        if config.stable_order:
+            edges = _count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
+            document_index, shuffle_index = build_stable_orders(
+                documents, edges, config.random_seed
+            )
+        else:
+            # one generator draws the order of the documents first, then that of the samples
+            random_state = _random_state(config.random_seed)
+            document_index = build_document_index(
+                documents, plan.num_epochs, random_state, plan.separate_final_epoch
+            )
+            first_part = plan.num_samples
+            if plan.separate_final_epoch:
+                first_part = plan.samples_before_final_epoch
+            shuffle_index = build_shuffle_index(first_part, plan.num_samples, random_state)
+        sample_index = build_sample_idx(
+            lengths,
+            document_index,
+            S,
+            plan.num_epochs,
+            tokens_per_epoch,
+            not self._keeps_short,
+            self._extra,
+        )
+        return plan, [document_index, sample_index, shuffle_index]
+
+    def _plan_epochs(self, tokens_per_epoch):
+        """How often this dataset goes over its documents, and how many samples that gives."""
+        _check_split_has_tokens(self, tokens_per_epoch)  # section 13
+        S = self.config.sequence_length
+        drop_last = not self._keeps_short
+        return plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
+
+    def _find_indices(self):
+        """Find the three arrays in the cache, or have them built (section 12)."""
+        self.epoch_plan = EpochPlan(*_open_indices(self))
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return document_index, sample_index and shuffle_index, from the cache or newly built.
+
+        A subclass may override this method, which has upstream's name, to have other orders.  What
+        its method returns is kept in memory, and not in a cache.
+        """
+        self._find_indices()
+        return self.document_index, self.sample_index, self.shuffle_index
 
     # ---- what the builder and the cache ask
 
@@ -1859,35 +1811,6 @@ def _take_loss_of_padding(columns, rows, indices):
     for row, k in zip(rows, indices, strict=True):
         if k is None:
             columns["loss_mask"][row] = 0
-
-
-def _as_range(documents):
-    """Numbers of documents as a range, if they follow each other, else as an array."""
-    if isinstance(documents, range) and documents.step == 1:
-        return documents
-    documents = np.asarray(documents)
-    if len(documents) and np.array_equal(documents, documents[0] + np.arange(len(documents))):
-        return range(int(documents[0]), int(documents[-1]) + 1)
-    return documents
-
-
-def _as_documents(documents):
-    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
-    if isinstance(documents, range):
-        return np.arange(documents.start, documents.stop, dtype=np.int32)
-    return documents
-
-
-def _count_tokens(lengths, documents):
-    """T: how many tokens these documents have."""
-    if isinstance(documents, range):
-        documents = slice(documents.start, documents.stop)
-    return int(lengths[documents].sum(dtype=np.int64))
-
-
-def _overrides(dataset, cls, method):
-    """Does the class of this dataset have another method of this name than cls has?"""
-    return getattr(type(dataset), method) is not getattr(cls, method)
 
 
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -1926,47 +1849,33 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
     return positions
 
 
-def _name(dataset):
-    """What to call a dataset in a message: its path, or its class."""
-    path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else _hide_credentials(str(path))
+def _overrides(dataset, cls, method):
+    """Does the class of this dataset have another method of this name than cls has?"""
+    return getattr(type(dataset), method) is not getattr(cls, method)
 
 
-def _attribute(tokenizer, name):
-    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
-    try:
-        return getattr(tokenizer, name, None)
-    except NotImplementedError:
-        return None
+def _as_range(documents):
+    """Numbers of documents as a range, if they follow each other, else as an array."""
+    if isinstance(documents, range) and documents.step == 1:
+        return documents
+    documents = np.asarray(documents)
+    if len(documents) and np.array_equal(documents, documents[0] + np.arange(len(documents))):
+        return range(int(documents[0]), int(documents[-1]) + 1)
+    return documents
 
 
-def _pad_token_id(config):
-    """The id that fills short samples: the tokenizer's pad, or -1.
+def _as_documents(documents):
+    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
+    if isinstance(documents, range):
+        return np.arange(documents.start, documents.stop, dtype=np.int32)
+    return documents
 
-    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
-    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
-    have no loss either.  The special tokens are those of the tokenizer's special_tokens_dict; if it
-    has none, they are eos and eod.
-    """
-    tokenizer = config.tokenizer
-    pad = _attribute(tokenizer, "pad")
-    if pad is None:
-        return -1
-    special = _attribute(tokenizer, "special_tokens_dict")
-    if special is None:
-        special = {}
-    special = {name: token for name, token in special.items() if name != "pad_token"}
-    if not special:
-        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if same and not config.allow_ambiguous_pad_tokens:
-        warnings.warn(
-            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
-            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
-            stacklevel=2,
-        )
-        return -1
-    return int(pad)
+
+def _count_tokens(lengths, documents):
+    """T: how many tokens these documents have."""
+    if isinstance(documents, range):
+        documents = slice(documents.start, documents.stop)
+    return int(lengths[documents].sum(dtype=np.int64))
 
 
 class MockGPTLowLevelDataset:
@@ -2056,7 +1965,7 @@ def build_blending_indices(
     size: int,
     verbose: bool = False,
 ) -> None:
-    """Fill in, for each sample of a blend, its dataset and its place in that dataset.
+    """Fill in, for each sample of a blend, its dataset and its number in that dataset.
 
     Sample i comes from the dataset with the largest lag, weights[d] * max(i, 1) - taken[d], in IEEE
     doubles; taken[d] is how many of the samples 0 .. i-1 come from dataset d.  Of equals the lowest
@@ -2067,7 +1976,6 @@ def build_blending_indices(
     weights               float64 (num_datasets,)   shares, whose sum is 1
     verbose               accepted as upstream's; nothing is printed
     Raises                ValueError, TypeError     for arrays and weights that do not fit
-    Cost                  O(size * num_datasets); less in C
     Upstream              helpers.build_blending_indices
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
@@ -2098,6 +2006,7 @@ def build_exhaustive_blending_indices(
 
     dataset_index, dataset_sample_index   int16 and int64, (sum(sizes),): filled in
     sizes                                 int64 (num_datasets,)
+    Raises                                ValueError, TypeError for arrays that do not fit
     Upstream                              helpers.build_exhaustive_blending_indices
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
@@ -2117,33 +2026,6 @@ def build_exhaustive_blending_indices(
         taken[d] += 1
 
 
-def _as_counts(sizes, num_datasets):
-    """Numbers of samples -> int64 array; ValueError if one is not a whole number."""
-    counts = np.array(sizes[:num_datasets], np.int64)
-    if not np.array_equal(counts, sizes[:num_datasets]):
-        raise ValueError(f"sizes must be whole numbers, got {sizes}")
-    return counts
-
-
-def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size):
-    """TypeError or ValueError for arguments that the loops above would misread."""
-    _check_array(dataset_index, "dataset_index", np.int16)
-    _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
-    room = min(len(dataset_index), len(dataset_sample_index))
-    if not 0 <= size <= room:
-        raise ValueError(f"the outputs have {room} places for {size} samples")
-    if np.may_share_memory(dataset_index, dataset_sample_index):
-        raise ValueError("dataset_index and dataset_sample_index overlap in memory")
-    if not 0 < num_datasets < 2**15 - 1 or len(weights) != num_datasets:
-        raise ValueError(
-            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
-            f"{len(weights)} weights"
-        )
-    for d, weight in enumerate(weights.tolist()):
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weight of dataset {d}: wanted a finite number >= 0, got {weight}")
-
-
 def build_phase_indices(
     dataset_index: np.ndarray,
     dataset_sample_index: np.ndarray,
@@ -2156,8 +2038,8 @@ def build_phase_indices(
 
     dataset_index, dataset_sample_index   int16 and int64, (samples of all phases,): filled in
     phases                                [(samples, weights), ...]; the sum of the weights of a
-                                          phase is 1, and each dataset has one
-    Cost                                  that of build_blending_indices(), and O(samples)
+                                          phase is 1, and each dataset has one; ValueError if there
+                                          is no phase
 
     >>> which, sample = np.zeros(8, np.int16), np.zeros(8, np.int64)
     >>> build_phase_indices(which, sample, [(4, [0.25, 0.75]), (4, [0.5, 0.5])])
@@ -2181,19 +2063,6 @@ def build_phase_indices(
         begin = end
 
 
-class _BlendTooLarge(ValueError):
-    """A blend asks a dataset for more samples than it has.
-
-    needed is {dataset: samples that the blend takes of it}.
-    """
-
-    def __init__(
-        self, message: str, needed: dict[torch.utils.data.Dataset, int] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.needed = {} if needed is None else needed
-
-
 class BlendedDataset(_SampleTable):
     """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
 
@@ -2205,17 +2074,16 @@ class BlendedDataset(_SampleTable):
                dataset keeps its number, also one whose weights are all 0: a phase that is added
                later may use it.  One phase without a weight of 0 is the plain blend.
 
-    After that there are three kinds of blend:
+    So there are three kinds of blend, and their attributes are:
 
       made with           size      weights      phases                    rule
       weights and size    size      normalized   [(size, weights)]         build_blending_indices
       weights alone       None      counts       None                      build_exhaustive_...
       phases              the sum   None         with normalized weights   build_phase_indices
 
-    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.  Cost:
-    10 bytes for each sample, and the time of build_blending_indices() where no cache has the
-    arrays.  _BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a
-    run.
+    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.
+    ValueError for weights, a size or phases that cannot be; also where a dataset has fewer samples
+    than the blend takes of it, which in upstream is an IndexError in the middle of a run.
 
     >>> config = GPTDatasetConfig(1234, 4, split="1", tokenizer=ByteTokenizer())
     >>> corpus = IndexedDataset(toy_corpus())
@@ -2238,95 +2106,40 @@ class BlendedDataset(_SampleTable):
         config: BlendedMegatronDatasetConfig,
         phases: list | None = None,
     ) -> None:
-        if phases is None:
-            self._set_weights(datasets, weights, size)
-        elif weights is None and size is None:
-            self._set_phases(datasets, phases)
-        else:
-            raise ValueError("phases stand for weights and size: these must be None")
-        self.config = config
-        self.split = self.datasets[0].index_split
-        # May the rows of one table be filled by all datasets?
-        self._shares_columns = all(self._has_same_columns(dataset) for dataset in self.datasets)
-        self.unique_identifiers = _identifiers_of_blend(self)
-        self.unique_description = _describe(self.unique_identifiers)
-        self.unique_description_hash = _md5(self.unique_description)
-        # How many samples the blend takes of each dataset.  The arrays are found in the cache
-        # (section 12), or built; a cache of upstream that is trusted does not say how many.
-        self._taken = _open_indices(self)
-        if self._taken is not None:
-            self._check_counts(self._taken)
-
-    def _set_weights(self, datasets, weights, size):
-        """A blend of one phase, or one whose weights are counts."""
-        names = [_name(dataset) for dataset in datasets]
-        weights = _read_weights(weights, names)
-        if size is None and any(weight != int(weight) for weight in weights):
-            raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
-        if size is not None and (size < 0 or size % 1):
-            raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
-        self.datasets, weights = _drop_zero_weights(datasets, weights, names)
-        if size is None:
+        # section 15: what cannot be is refused, weight 0 dropped, the weights of phases normalized
+        self.datasets, weights, phases = _read_blend(datasets, weights, size, phases)
+        if phases is not None:
+            self.size = sum(samples for samples, _ in phases)
+            _, first_weights = phases[0]
+            is_plain = len(phases) == 1 and all(first_weights)  # then it shares the plain cache
+            self.weights = first_weights if is_plain else None
+            self.phases = phases
+        elif size is None:
             self.size = None
-            self.weights = [int(weight) for weight in weights]
+            self.weights = [int(count) for count in weights]
             self.phases = None
         else:
             self.size = int(size)
             self.weights = normalize(weights)
             self.phases = [(self.size, self.weights)]
-
-    def _set_phases(self, datasets, phases):
-        """A blend of several phases; one phase that uses all datasets is a plain blend."""
-        self.datasets = list(datasets)
-        self.phases = _as_phases(phases, [_name(dataset) for dataset in datasets])
-        self.size = sum(samples for samples, _ in self.phases)
-        _, weights = self.phases[0]
-        is_plain = len(self.phases) == 1 and all(weights)
-        self.weights = weights if is_plain else None
-
-    def _has_same_columns(self, dataset):
-        """Does this dataset fill rows, of the table that the config of the blend asks for?"""
-        fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
-        return fills_rows and dataset.config is self.config
-
-    def _build_indices(self):
-        """Return how many samples each dataset gives, and the two arrays."""
-        dataset_index = np.zeros(len(self), np.int16)
-        dataset_sample_index = np.zeros(len(self), np.int64)
-        arrays = [dataset_index, dataset_sample_index]
-        if self.size is None:
-            build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
-        elif self.weights is None:
-            build_phase_indices(*arrays, self.phases)
-        else:
-            build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
-        taken = _count_datasets(dataset_index, len(self.datasets)).tolist()
-        # Before the blend is saved: fast_cache_load does not check a saved one again.
-        self._check_counts(taken)
-        return taken, arrays
-
-    def _check_counts(self, taken):
-        """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
-        needed = {}
-        sentences = []
-        for count, dataset in zip(taken, self.datasets, strict=True):
-            if count > len(dataset):
-                needed[dataset] = count
-                sentences.append(
-                    f"the blend takes {count:,} samples of {_name(dataset)}, "
-                    f"which has {len(dataset):,}"
-                )
-        if needed:
-            raise _BlendTooLarge("; ".join(sentences), needed)
-
-    def samples_taken(self) -> np.ndarray:
-        """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
-        if self._taken is None:  # the cache of upstream does not say
-            self._taken = _count_datasets(self.dataset_index, len(self.datasets)).tolist()
-        return np.array(self._taken, np.int64)
+        self.config = config
+        self.split = self.datasets[0].index_split
+        # May the rows of one table be filled by all datasets?
+        self._shares_columns = all(self._has_same_columns(dataset) for dataset in self.datasets)
+        _set_identifiers(self)  # section 12: the files of a cache are named after these
+        # How many samples the blend takes of each dataset.  The arrays are found in the cache
+        # (section 12), or built; a cache of upstream that is trusted does not say how many.
+        self._taken = _open_indices(self)
+        if self._taken is not None:
+            _check_taken(self, self._taken)
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
+
+    def __getitem__(self, idx: int | None) -> dict:
+        d, k = self._place(idx)
+        dataset_id = torch.from_numpy(np.array(d, np.int64))
+        return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
     def _place(self, idx):
         """Sample idx is sample k of dataset d: return (d, k).  None is padding, of dataset 0."""
@@ -2335,15 +2148,7 @@ class BlendedDataset(_SampleTable):
         i = _position(idx, len(self), "the samples of a blend")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
-    def __getitem__(self, idx: int | None) -> dict:
-        d, k = self._place(idx)
-        dataset_id = torch.from_numpy(np.array(d, np.int64))
-        return {"dataset_id": dataset_id, **self.datasets[d][k]}
-
-    @property
-    def fills_rows(self) -> bool:
-        """Can a batch be filled as a whole, because all datasets fill rows of the same table?"""
-        return self._shares_columns and not _overrides(self, BlendedDataset, "__getitem__")
+    # ---- samples as rows of a table
 
     def columns(self, count: int) -> dict[str, np.ndarray]:
         """Return an empty table for so many samples."""
@@ -2366,17 +2171,43 @@ class BlendedDataset(_SampleTable):
         for d, (rows_of_dataset, samples) in rows_of_datasets.items():
             self.datasets[d].fill(columns, rows_of_dataset, samples)
 
+    @property
+    def fills_rows(self) -> bool:
+        """Can a batch be filled as a whole, because all datasets fill rows of the same table?"""
+        return self._shares_columns and not _overrides(self, BlendedDataset, "__getitem__")
+
+    def _has_same_columns(self, dataset):
+        """Does this dataset fill rows, of the table that the config of the blend asks for?"""
+        fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
+        return fills_rows and dataset.config is self.config
+
+    # ---- the two arrays
+
+    def _build_indices(self):
+        """Build the arrays: return how many samples each dataset gives, and the two of them."""
+        dataset_index = np.zeros(len(self), np.int16)
+        dataset_sample_index = np.zeros(len(self), np.int64)
+        arrays = [dataset_index, dataset_sample_index]
+        if self.size is None:
+            build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
+        elif self.weights is None:
+            build_phase_indices(*arrays, self.phases)
+        else:
+            build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
+        taken = _count_datasets(dataset_index, len(self.datasets))
+        # Check before saving: with fast_cache_load a saved blend is never checked again.
+        _check_taken(self, taken)
+        return taken, arrays
+
+    def samples_taken(self) -> np.ndarray:
+        """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
+        if self._taken is None:  # the cache of upstream does not say
+            self._taken = _count_datasets(self.dataset_index, len(self.datasets))
+        return np.array(self._taken, np.int64)
+
     def __getstate__(self):
         """Leave out of a pickle the arrays that another process can map, or make."""
         return _without_mapped_arrays(self)
-
-
-def _count_datasets(dataset_index, num_datasets):
-    """How often each dataset is in dataset_index; part by part, as bincount() makes it int64."""
-    taken = np.zeros(num_datasets, np.int64)
-    for low in range(0, len(dataset_index), _CHUNK):
-        taken += np.bincount(dataset_index[low : low + _CHUNK], minlength=num_datasets)
-    return taken
 
 
 # ==============================================================================
@@ -2548,7 +2379,7 @@ class BlendedMegatronDatasetBuilder:
         for blend in self._blends:
             prefixes += blend.prefixes
         prefixes = list(dict.fromkeys(prefixes))  # a corpus of several splits is opened once
-        _allow_open_files(self._blends, prefixes)  # section 12
+        _allow_open_files(self._blends, prefixes)  # section 13
         opened = dict(zip(prefixes, _in_threads(threads, self._open, prefixes), strict=True))
         found = {split: [] for split in Split}
         for blend in self._blends:
@@ -2626,14 +2457,10 @@ def _do_nothing():
 # ==============================================================================
 # Question answered here: which samples does rank r get at step t, and after a stop?
 #
-# A sampler runs on each data-parallel rank and yields the samples of that rank's micro-batches.
-# The micro-batches that all ranks read at the same time are called a round here.  A training step,
-# which changes the weights once, takes one round or several (see NumMicroBatches).
-#
-# In this section an epoch is once through all samples of the dataset (which may hold several epochs
-# of its sequences, see section 4).  One iteration over a sampler is called a pass.  A pass starts
-# at consumed_samples and ends at the end of the epoch, so the first pass after a stop may be only
-# the rest of an epoch.
+# A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
+# micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
+# time are called a round here.  A training step, which changes the model once, takes one round or
+# several.
 #
 # All ranks have one order of samples, and it is dealt to them round by round.  The sampler "single"
 # deals it in runs, the sampler "cyclic" sample by sample.  With micro_batch_size 2 and
@@ -2643,41 +2470,44 @@ def _do_nothing():
 #   order of "single"      0  1  2  3     4  5  6  7     8 ...
 #   rank                   0  0  1  1     0  0  1  1     0
 #
-#   order of "cyclic"      4  0  7  3     2  5  1  6                each epoch in a new order; the
+#   order of "cyclic"      4  0  7  3     2  5  1  6                each turn in a new order; the
 #   rank                   0  1  0  1     0  1  0  1                samples of whole rounds only
 #
-# With data_sharding each rank shuffles a part of its own, so that it always reads the same samples:
-# rank 0 those of 0 .. 3, rank 1 those of 4 .. 7.
+# A turn is once through all samples of the dataset.  (An epoch, of section 4, is once through its
+# documents, and a dataset may hold several.)  With data_sharding each rank shuffles a part of its
+# own, so that it always reads the same samples: rank 0 those of 0 .. 3, rank 1 those of 4 .. 7.
 #
-# A batch is then the samples of these indices, stacked; see batches_of().  One number,
-# consumed_samples, says how many samples all ranks together have used.  A checkpoint keeps this
-# number and what the samples so far depend on (section 14).  A job that goes on may have other
-# ranks, micro-batches or workers, wherever the order does not depend on them:
+# One iteration over a sampler is called a pass.  It starts at consumed_samples and ends at the end
+# of the turn, so the first pass after a stop may be only the rest of a turn.
+#
+# One number, consumed_samples, says how many samples all ranks together have used.  A checkpoint
+# keeps this number and what the samples so far depend on (section 14).  A job that goes on may have
+# other ranks, micro-batches or workers, wherever the order does not depend on them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
 #   full_validation
-#   cyclic, unsharded   in each epoch all ranks draw the   workers; ranks and micro-batch size, if
+#   cyclic, unsharded   in each turn all ranks draw the    workers; ranks and micro-batch size, if
 #                       same shuffled order                (a), (b) and (c) hold
-#   cyclic, sharded     in each epoch each rank shuffles   workers; micro-batch size, if (a) and (b)
+#   cyclic, sharded     in each turn each rank shuffles    workers; micro-batch size, if (a) and (b)
 #                       a part of its own                  hold
 #
 #   (a) consumed_samples is a whole number of the new rounds
 #   (b) the new sizes shuffle the same number of samples (the rest at the end, less than a
 #       micro-batch or, sharded, less than a round, is left out)
-#   (c) the number of the epoch and the place in it come out the same
+#   (c) the number of the turn, and the samples used in it, come out the same
 
 
 class _Sampler:
-    """What the samplers share: their sizes, and the check of where a pass can start.
+    """What the samplers share.
 
     kind                  the sampler's name in a saved state
     consumed_samples      where the next pass starts
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
-    len() counts the batches of a whole pass, wherever the next one starts (upstream: samples).
-    check_start(consumed_samples) raises a ValueError unless a pass can start there.
+    len() counts the batches of a whole turn, wherever the next pass starts (upstream: samples).
+    ValueError for sizes that cannot be, and for a place where no pass can start.
     """
 
     kind: str
@@ -2691,19 +2521,8 @@ class _Sampler:
         data_parallel_size: int,
         drop_last: bool = True,
     ) -> None:
-        sizes = {
-            "total_samples": total_samples,
-            "micro_batch_size": micro_batch_size,
-            "data_parallel_size": data_parallel_size,
-        }
-        for name, size in sizes.items():
-            if size < 1 or size % 1:
-                raise ValueError(f"{name} must be >= 1 and whole, got {size}")
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(
-                f"data_parallel_rank must be 0 to {data_parallel_size - 1}, "
-                f"got {data_parallel_rank}"
-            )
+        sizes = total_samples, micro_batch_size, data_parallel_size
+        _check_sampler(*sizes, data_parallel_rank)  # section 15
         self.total_samples = int(total_samples)
         self.consumed_samples = int(consumed_samples)
         self.micro_batch_size = int(micro_batch_size)
@@ -2712,7 +2531,7 @@ class _Sampler:
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        self.check_start(self.consumed_samples)
+        _check_start(self, self.consumed_samples)  # section 15
 
     def __len__(self) -> int:
         if self.drop_last:
@@ -2737,9 +2556,9 @@ class _Sampler:
 class MegatronPretrainingSampler(_Sampler):
     """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
 
-    Yields lists of micro_batch_size indices; rank r gets the r-th part of each round.
-    drop_last=False: the samples of the last, short round are shared out, and None (padding) stands
-    in the missing places, so that every rank yields the same number of batches.  A second pass
+    Yields lists of micro_batch_size indices; rank r gets the r-th part of each round.  With
+    drop_last=False the samples of the last, short round are shared out, and None (padding) stands
+    for those that are missing, so that every rank yields the same number of batches.  A second pass
     starts at 0.
 
     >>> list(MegatronPretrainingSampler(6, 0, 1, data_parallel_rank=1, data_parallel_size=2))
@@ -2762,14 +2581,6 @@ class MegatronPretrainingSampler(_Sampler):
             own_end = first + _ceil_div((rank + 1) * count, ranks)
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
             yield [*range(own_first, own_end), *padding]
-
-    def check_start(self, consumed_samples: int) -> None:
-        """ValueError unless a pass can start there; at the very end an empty pass can."""
-        if not 0 <= consumed_samples <= self.total_samples:
-            raise ValueError(
-                f"consumed_samples must be 0 to total_samples ({self.total_samples}), "
-                f"got {consumed_samples}"
-            )
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
@@ -2797,14 +2608,14 @@ class MegatronFullValidationSampler(MegatronPretrainingSampler):
 
 
 class MegatronPretrainingRandomSampler(_Sampler):
-    """Samples in a new random order every epoch.  Upstream: MegatronPretrainingRandomSampler.
+    """Samples in a new random order every turn.  Upstream: MegatronPretrainingRandomSampler.
 
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
-    seed           the order of epoch e is drawn with seed + e (upstream: with e)
+    seed           the order of turn t is drawn with seed + t (upstream: with t)
 
     The samples that fill no whole round at the end of an order are left out, so that all ranks stay
-    in the same epoch (upstream, unsharded, keeps some of them, and ranks get into different
-    epochs).  A pass goes on at consumed_samples, which every batch advances.
+    in the same turn (upstream, unsharded, keeps some of them, and ranks get into different turns).
+    A pass goes on at consumed_samples, which every batch advances.
 
     >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
     [[4], [0], [7], [3], [2], [5], [1], [6]]
@@ -2835,17 +2646,17 @@ class MegatronPretrainingRandomSampler(_Sampler):
         )
 
     def __iter__(self) -> typing.Iterator[list[int]]:
-        epoch, done = divmod(self.consumed_samples, self.active_total_samples)
-        order = self._order_of_rank(epoch)
+        turn, done = divmod(self.consumed_samples, self.active_total_samples)
+        order = self._order_of_rank(turn)
         for batch in order[done // self.data_parallel_size :].split(self.micro_batch_size):
             self.consumed_samples += self.samples_per_round
             yield batch.tolist()
 
-    def _order_of_rank(self, epoch):
-        """The samples that this rank reads in an epoch, in order."""
+    def _order_of_rank(self, turn):
+        """The samples that this rank reads in a turn, in order."""
         rank = self.data_parallel_rank
         ranks = self.data_parallel_size
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        generator = torch.Generator().manual_seed(self.seed + turn)
         order = torch.randperm(self.samples_shuffled(), generator=generator)
         if self.data_sharding:
             return rank * len(order) + order
@@ -2860,25 +2671,12 @@ class MegatronPretrainingRandomSampler(_Sampler):
             return self.active_total_samples // self.data_parallel_size
         return self.total_samples - self.total_samples % self.micro_batch_size
 
-    def check_start(self, consumed_samples: int) -> None:
-        """ValueError unless a pass can start there: after a whole number of rounds."""
-        if not self.active_total_samples:
-            raise ValueError(
-                f"total_samples ({self.total_samples}) must fill a round of "
-                f"{self.samples_per_round} samples"
-            )
-        if not 0 <= consumed_samples < 2**63 or consumed_samples % self.samples_per_round:
-            raise ValueError(
-                f"consumed_samples must be a multiple of the round of {self.samples_per_round} "
-                f"samples, got {consumed_samples}"
-            )
-
 
 def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
     """Yield the micro-batches of this rank: for the indices of the sampler, the samples stacked.
 
     This is the definition of a loader.  PretrainingDataLoader (section 14) yields the same batches;
-    it can make them ahead, and its position can be saved.
+    it can make them ahead, and its state can be saved.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -2910,6 +2708,9 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #   pp  pipeline parallel   each rank (stage) holds some of the layers: the first stage needs the
 #                           tokens, the last stage the labels
 #
+# Section 8 makes the batches of a data-parallel rank.  All ranks with the same place along dp share
+# them: a few of these ranks read, the others receive.
+#
 # With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
 #
 #   global batch         --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
@@ -2934,7 +2735,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _PACKING_KEYS = ("cu_seqlens", "max_seqlen")
 
-_PLAIN = 0
+_PLAIN = 0  # these three are the status of a batch
 _PACKED = 1
 _FAILED = 2
 
@@ -2943,12 +2744,11 @@ class ParallelGroups:
     """The layout of a job: which ranks work together, and in which groups.
 
     tensor, context, pipeline   ranks along these axes; the data axis is what is left of the world
-    Raises                      ValueError where the world cannot be cut so, or is not initialized
-    Cost                        every rank makes the process groups of all ranks, once
 
     A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
     group differ in their places along these axes and in nothing else.  Every rank must make its
     ParallelGroups at the same point.  Without torch.distributed the layout is one process.
+    ValueError where the world cannot be cut so, or is not initialized.
 
     Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp (ep, for experts,
     is 1 here).
@@ -2966,52 +2766,27 @@ class ParallelGroups:
     def rank_lists(
         kind: str, *, tensor: int = 1, context: int = 1, data: int = 1, pipeline: int = 1
     ) -> list[list[int]]:
-        """All groups of a kind in a job of tensor * context * data * pipeline ranks.
+        """Return all groups of a kind in a job of tensor * context * data * pipeline ranks.
 
-        Returns  the ranks of each group; each rank is in exactly one group
-        Raises   ValueError for an unknown axis, or a size below 1
-        Cost     about a microsecond a rank
+        Each rank is in one of these lists.  ValueError for an unknown axis, or a size below 1.
         """
         axes = kind.split("-")
-        if not set(axes) <= {"tp", "cp", "dp", "pp"}:
-            raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
-        if min(tensor, context, data, pipeline) < 1:
-            raise ValueError(
-                "sizes must be at least 1, got "
-                f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
-            )
+        _check_axes(axes, tensor, context, data, pipeline)  # section 15
         groups = {}
         for rank in range(tensor * context * data * pipeline):
             rest, tp = divmod(rank, tensor)
             rest, cp = divmod(rest, context)
             pp, dp = divmod(rest, data)
-            place = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-            others = tuple(at for axis, at in place.items() if axis not in axes)
+            places = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+            others = tuple(place for axis, place in places.items() if axis not in axes)
             groups.setdefault(others, []).append(rank)
         return list(groups.values())
 
     def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
-        world = 1
-        if _is_distributed():
-            world = torch.distributed.get_world_size()
-        elif os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
-                "initialized, so every rank would read the same samples: call "
-                "torch.distributed.init_process_group() first"
-            )
-        model = tensor * context * pipeline
-        if min(tensor, context, pipeline) < 1 or world % model != 0:
-            raise ValueError(
-                f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
-                f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
-            )
-        self.sizes = {
-            "tensor": tensor,
-            "context": context,
-            "data": world // model,
-            "pipeline": pipeline,
-        }
+        world = torch.distributed.get_world_size() if _is_distributed() else 1
+        _check_layout(world, tensor, context, pipeline)  # section 15
+        data = world // (tensor * context * pipeline)
+        self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
         self._ranks = {}  # {kind: the ranks of this rank's group}
         self._groups = {}  # {kind: the process group of this rank}
         for kind in self._KINDS:
@@ -3029,10 +2804,8 @@ class ParallelGroups:
     @staticmethod
     def _own_list(lists):
         """The list that has this rank."""
-        for ranks in lists:
-            if _rank() in ranks:
-                return ranks
-        raise AssertionError("every rank is in one group of each kind")
+        [mine] = [ranks for ranks in lists if _rank() in ranks]
+        return mine
 
     @staticmethod
     def _new_group(lists, backend=None):
@@ -3081,13 +2854,13 @@ def get_batch(
     use_per_sequence_balancing: bool = False,
     **options: typing.Any,
 ) -> dict[str, typing.Any]:
-    """The next micro-batch of this rank: get_batch_on_this_tp_rank(), then the cut for its cp rank.
-
-    Upstream: get_batch, in pretrain_gpt.py.
+    """Return the next micro-batch of this rank: that of its tp rank, cut for its cp rank.
 
     options  those of get_batch_on_this_tp_rank(); use_per_sequence_balancing is that of
-             get_batch_on_this_cp_rank().  A batch that cannot be cut is an error on every tp rank,
-             because they all cut the same batch.
+             get_batch_on_this_cp_rank().  A batch that cannot be cut is a ValueError on every tp
+             rank, because they all cut the same batch.
+
+    Upstream: get_batch, in pretrain_gpt.py.
 
     >>> text = torch.tensor([list(b"aaaab")])
     >>> batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": torch.ones(1, 4)}
@@ -3115,7 +2888,7 @@ def get_batch_on_this_tp_rank(
     mtp: bool = False,
     device: torch.device | str | None = None,
 ) -> dict[str, torch.Tensor | None]:
-    """The next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
+    """Return the next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
 
     data_iterator          iterator over a loader's batches; only tp rank 0 of the first and of the
                            last pipeline stage uses it, and it may be None on all other ranks
@@ -3134,10 +2907,9 @@ def get_batch_on_this_tp_rank(
                            has them.
     Raises                 what the reader met, on every rank of its tp group: StopIteration at the
                            end of the data, ValueError where a tensor has another shape
-    Cost                   one broadcast of the tensors, 16 bytes a token on a first stage, 12 on a
-                           last one, 28 on a stage that is both, and S more with a mask; a second
-                           one for cu_seqlens.  The tensors of a batch are views of one buffer.
-    Upstream               get_batch_on_this_tp_rank, which broadcasts one tensor at a time
+
+    The tensors of a batch are views of one buffer, which is broadcast at once.  Upstream:
+    get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
     needed = _keys_of_stage(groups, create_attention_mask, mtp)
@@ -3187,18 +2959,16 @@ def _batch_layout(keys, micro_batch_size, sequence_length):
 
 def _read_batch(data_iterator, layout, packing):
     """Read the next batch: the tensors of layout, and those of packing where the batch has them."""
-    if data_iterator is None:
-        raise ValueError("this rank reads for its group: give a data_iterator, not None")
+    _check_iterator(data_iterator)  # section 15
     batch = next(data_iterator)
-    if not isinstance(batch, dict):
-        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
+    _check_is_dict(batch)
     wanted = dict(layout)
-    if any(batch.get(key) is not None for key in packing):
+    if _has_any(batch, packing):
         wanted.update(packing)
-    makes_mask = "attention_mask" in layout and batch.get("attention_mask") is None
+    makes_mask = "attention_mask" in layout and not _has_any(batch, ["attention_mask"])
     if makes_mask:
         del wanted["attention_mask"]
-    _check_batch(batch, wanted)
+    _check_batch(batch, wanted)  # section 15
     tensors = {}
     for key, (_, dtype) in wanted.items():
         tensors[key] = batch[key].to("cpu", dtype)
@@ -3208,19 +2978,9 @@ def _read_batch(data_iterator, layout, packing):
     return tensors
 
 
-def _check_batch(batch, layout):
-    """Raise ValueError unless the batch has the tensors of a layout, in its shapes."""
-    for key, (shape, dtype) in layout.items():
-        found = None
-        if isinstance(batch.get(key), torch.Tensor):
-            found = tuple(batch[key].shape)
-        if found == shape and batch[key].is_floating_point() and not dtype.is_floating_point:
-            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
-        if found != shape:
-            raise ValueError(
-                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
-                "get_batch the same micro_batch_size and sequence_length"
-            )
+def _has_any(batch, keys):
+    """Has the batch a tensor under one of these keys?"""
+    return any(batch.get(key) is not None for key in keys)
 
 
 def _causal_masks(shape, cu_seqlens):
@@ -3293,18 +3053,17 @@ def get_batch_on_this_cp_rank(
     *,
     use_per_sequence_balancing: bool = False,
 ) -> dict[str, typing.Any]:
-    """This context-parallel rank's part of a batch: two of 2 * cp_size chunks.
+    """Return this context-parallel rank's part of a batch: two of 2 * cp_size chunks.
 
     Rank r of cp ranks gets chunk r and chunk 2*cp-1-r, in that order.
 
-    batch      dict; a tensor with the sequence axis (dim 1, of attention_mask dim 2) is cut; with
-               cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
+    batch      dict; a tensor with the axis of the tokens (dim 1, of attention_mask dim 2) is cut.
+               With cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
                cu_seqlens, max_seqlen) is passed on.
     use_per_sequence_balancing
-               with cu_seqlens too, cut the whole sequence and not every document
-    Returns    a new dict, with sequences of S / cp_size; the batch is not changed
+               with cu_seqlens too, cut the whole row and not every document
+    Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size
-    Cost       a copy of the part; cu_seqlens on a GPU is read, which waits for the GPU
     Upstream   get_batch_on_this_cp_rank, which changes the batch
 
     >>> batch = {"tokens": torch.arange(8)[None]}
@@ -3314,20 +3073,19 @@ def get_batch_on_this_cp_rank(
     >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
     [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
     """
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"wanted cp_size >= 1 and cp_rank below it, got {cp_size} and {cp_rank}")
+    _check_cp_rank(cp_rank, cp_size)  # section 15
     part = dict(batch)
     sequences = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
     if cp_size == 1 or not sequences:
         return part
     length = sequences[0].shape[-1]
-    cu_seqlens = batch.get("cu_seqlens")
-    if cu_seqlens is None or use_per_sequence_balancing:
-        chunks_of_rows = [_chunks_of_sequence(length, cp_rank, cp_size)]
-    else:
-        chunks_of_rows = []
-        for row, starts in enumerate(cu_seqlens.tolist()):
-            chunks_of_rows.append(_chunks_of_documents(starts, length, cp_rank, cp_size, row))
+    cuts_documents = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
+    bounds_of_rows = [[0, length]]  # where what is cut begins and ends, the same in all rows
+    if cuts_documents:
+        # cu_seqlens repeats the length in its unused entries
+        bounds_of_rows = [sorted({0, *starts, length}) for starts in batch["cu_seqlens"].tolist()]
+    _check_bounds(bounds_of_rows, cuts_documents, cp_size)  # section 15
+    chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
         if key not in ("dataset_id", *_PACKING_KEYS) and _has_axis(value, dim, length):
@@ -3335,37 +3093,19 @@ def get_batch_on_this_cp_rank(
     return part
 
 
-def _chunks_of_sequence(length, cp_rank, cp_size):
-    """What a cp rank keeps of a sequence that is cut as a whole: [(begin, length), ...]."""
-    if length % (2 * cp_size) != 0:
-        raise ValueError(
-            f"a sequence of {length} tokens cannot be cut for cp_size {cp_size}: "
-            f"its length must be a multiple of {2 * cp_size}"
-        )
-    return _chunks_between(0, length, cp_rank, cp_size)
+def _chunks_of_row(bounds, cp_rank, cp_size):
+    """What a cp rank keeps of a row: [(begin, length), ...].
 
-
-def _chunks_of_documents(starts, length, cp_rank, cp_size, row):
-    """What a cp rank keeps of a row, each of whose documents is cut by itself."""
-    bounds = sorted({0, *starts, length})  # cu_seqlens repeats the length in its unused entries
+    Of each document, cut into 2 * cp_size chunks, these are number cp_rank from the front and
+    number cp_rank from the back.
+    """
     chunks = []
-    for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        if (end - begin) % (2 * cp_size) != 0:
-            raise ValueError(
-                f"document {document} of row {row} has {end - begin} tokens ({begin} to {end}): "
-                f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
-                "use_per_sequence_balancing=True cuts the whole sequence instead"
-            )
-        chunks += _chunks_between(begin, end, cp_rank, cp_size)
+    for begin, end in itertools.pairwise(bounds):
+        size = (end - begin) // (2 * cp_size)
+        front = begin + cp_rank * size
+        back = end - (cp_rank + 1) * size
+        chunks += [(front, size), (back, size)]
     return chunks
-
-
-def _chunks_between(begin, end, cp_rank, cp_size):
-    """Chunk cp_rank from the front and chunk cp_rank from the back, of 2 * cp_size chunks."""
-    size = (end - begin) // (2 * cp_size)
-    front = begin + cp_rank * size
-    back = end - (cp_rank + 1) * size
-    return [(front, size), (back, size)]
 
 
 def _has_axis(value, dim, length):
@@ -3398,7 +3138,7 @@ def _take_chunks(value, dim, chunks_of_rows):
 #   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
 #                    its own shard: enough for an optimizer that shares its work in the same way
 #
-#   parameters, as the module lists them embed  w1  w2  w3  head
+#   parameters, as the module has them   embed  w1  w2  w3  head
 #   buffer, one for each dtype: in       | head     | w3  w2   | w1  embed |   p.grad is a view
 #   reverse, as backward makes them      | bucket 0 | bucket 1 | bucket 2  |
 #   backward: head's gradient arrives      sent -->
@@ -3409,14 +3149,14 @@ def _take_chunks(value, dim, chunks_of_rows):
 # A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
 # send in the same order, whatever parameters their batches use.  A parameter without a gradient
 # counts as zero; its bucket, and those behind it, are sent at the end.  A tied parameter, which the
-# model has in two places, is one parameter, where named_parameters() lists it first.
+# model has under two names, is one parameter; it stands where the first of the names does.
 #
 # A training step, with all that part I has made:
 #
 #   model.zero_grad_buffer()
 #   forward_backward_no_pipelining(...)   for each micro-batch: get_batch(), forward, backward; then
 #                                         finalize_model_grads() waits for the averages
-#   optimizer.step()
+#   optimizer.step()                      on each rank, with the same gradients
 #   loader.state_dict()                   for a checkpoint: which samples were used (section 14)
 
 
@@ -3457,8 +3197,8 @@ class DistributedDataParallel(torch.nn.Module):
     grad_buffers   list of tensors: the buffer of each dtype and device
     grad_shards    list of tensors: this rank's slice of each bucket
 
-    A step is zero_grad_buffer(); forward and backward of each micro-batch, all but the last under
-    no_sync(); finish_grad_sync(); the optimizer.
+    In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
+    last under no_sync(); then finish_grad_sync(), and the optimizer.
 
     >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
     >>> model.zero_grad_buffer()
@@ -3480,8 +3220,7 @@ class DistributedDataParallel(torch.nn.Module):
         check_for_nan_in_grad: bool = False,
     ) -> None:
         super().__init__()
-        if bucket_size < 1:
-            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
+        _check_bucket_size(bucket_size)  # section 15
         self.module = module
         self.group = group
         self.size = 1
@@ -3501,12 +3240,15 @@ class DistributedDataParallel(torch.nn.Module):
         self._bucket_of = {}  # {parameter: number of its bucket}
         self._num_sent = 0  # buckets that were sent in this step
         self._in_sync = True  # False under no_sync()
-        # False from finish_grad_sync() until a gradient comes or zero_grad_buffer() begins a step
+        # False from finish_grad_sync() until a gradient comes or zero_grad_buffer() begins a step.
+        # A loop may call finish_grad_sync() and then finalize_model_grads(), which calls it again:
+        # the second call must not send what is an average already.
         self._must_send = True
-        self._nan_names = []  # parameters with nan in what was sent in this step
+        self._nan_names = []  # parameters with nan in what was sent in this step; see section 15
         for runs in self._runs_of_parameters(bucket_size):
             self._add_buffer(runs)
         for param in self._bucket_of:
+            # section 15: when backward has added to param.grad, _on_gradient(param) is called
             param.register_post_accumulate_grad_hook(_GradientHook(self))
         self.zero_grad_buffer()
 
@@ -3524,7 +3266,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _add_buffer(self, runs):
         """Make the buffer of one dtype, its buckets, and the view of each parameter."""
-        # A bucket is padded with zeros, so that it can be cut into one shard a rank.
+        # A bucket is padded with zeros, so that it can be cut into one shard for each rank.
         sizes = []
         for run in runs:
             shard = _ceil_div(_num_elements(run), self.size)
@@ -3561,11 +3303,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _on_gradient(self, param):
         """Note that backward has added to param.grad; send the buckets that are complete now."""
         number = self._bucket_of[param]
-        if number < self._num_sent:
-            raise RuntimeError(
-                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
-                "but the last under no_sync()"
-            )
+        _check_not_sent(self, param)  # section 15
         if param.grad is not param.main_grad:
             # Somebody has set param.grad to None, which means zero, and backward made a new tensor.
             param.main_grad.copy_(param.grad)
@@ -3587,8 +3325,8 @@ class DistributedDataParallel(torch.nn.Module):
             if param.grad is None:
                 param.main_grad.zero_()
                 param.grad = param.main_grad
-            if self.check_for_nan_in_grad and param.main_grad.isnan().any():
-                self._nan_names.append(self._names[param])
+        if self.check_for_nan_in_grad:
+            _note_nan(self, bucket)  # section 15
         if self.size == 1:
             return
         operation = torch.distributed.ReduceOp.AVG
@@ -3622,7 +3360,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._wait_and_reset()
         self._must_send = False
         if self.check_for_nan_in_grad:
-            _on_every_rank(self._check_for_nan, self.group)
+            _raise_if_nan(self)  # section 15
 
     def _wait_and_reset(self):
         """Wait for what was sent; from now on every gradient is expected again."""
@@ -3632,13 +3370,6 @@ class DistributedDataParallel(torch.nn.Module):
                 bucket.handle = None
             bucket.waiting = set(bucket.params)
         self._num_sent = 0
-
-    def _check_for_nan(self):
-        """Raise ValueError if this rank has sent nan."""
-        names = self._nan_names
-        self._nan_names = []
-        if names:
-            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: every gradient is 0, and every param.grad a view of the buffers again.
@@ -3665,33 +3396,9 @@ class DistributedDataParallel(torch.nn.Module):
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
 
 
-class _GradientHook:
-    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
-
-    A parameter keeps its hooks.  With a weak reference a wrapper that was dropped is freed, and its
-    module can be used without it or be wrapped again.
-    """
-
-    def __init__(self, wrapper):
-        self.wrapper = weakref.ref(wrapper)
-
-    def __call__(self, param):
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper._on_gradient(param)
-
-
 def _num_elements(params):
     """The number of elements of all these parameters together."""
     return sum(param.numel() for param in params)
-
-
-def _reduce_scatter(output, data, operation, group, async_op):
-    """torch.distributed.reduce_scatter_single, which older versions of torch name otherwise."""
-    function = getattr(torch.distributed, "reduce_scatter_single", None)
-    if function is None:
-        function = torch.distributed.reduce_scatter_tensor
-    return function(output, data, operation, group, async_op)
 
 
 def finalize_model_grads(
@@ -3702,14 +3409,13 @@ def finalize_model_grads(
     """Finish the gradients of a step.  Upstream: finalize_model_grads.
 
     model       the parts of the model on this rank
-    num_tokens  tokens of this rank that count, int or tensor; all ranks must give the same type.
-                The loss was a sum over tokens then.  The gradients, which are an average over the
-                ranks, are multiplied by ranks / tokens of all ranks, and so become the gradients of
-                the mean loss of a token.  None: the gradients stay as they are.
+    num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
+                tokens, and this is how many tokens of this rank count; an int on all ranks, or a
+                tensor on all.  The average is (sum of all ranks) / ranks; times ranks / tokens of
+                all ranks, that is the gradient of the mean loss of a token.
     groups      count the tokens of the dp-cp ranks of this layout; None: those of each part's group
-    Cost        finish_grad_sync() of each part, and an all_reduce of one number
 
-    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a weight for each token
+    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
     >>> finalize_model_grads([model], num_tokens=4)
     >>> model.module.weight.grad[97:99, 0].tolist()                    # a share of the four tokens
@@ -3750,7 +3456,7 @@ def forward_backward_no_pipelining(
     model              a DistributedDataParallel, a plain module, or a list of one of these
     num_microbatches   how many to run, at least 1
     forward_only       no backward, and nothing is sent; call it under torch.no_grad()
-    Returns            the reports, one a micro-batch
+    Returns            the reports, one for each micro-batch
 
     >>> def sum_of_tokens(output):
     ...     return output.sum(), output.shape[0], "sum and tokens"
@@ -3763,14 +3469,10 @@ def forward_backward_no_pipelining(
     >>> model.module.weight.grad.item()                                   # (1 + 1 + 1 + 0) / 4
     0.75
     """
-    parts = [model]
-    if isinstance(model, (list, tuple)):
-        parts = list(model)
-    if len(parts) != 1:
-        raise ValueError(f"without pipelining there is one model, got a list of {len(parts)}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
-    model = parts[0]
+    if not isinstance(model, (list, tuple)):
+        model = [model]
+    _check_step(model, num_microbatches)  # section 15
+    [model] = model
     reports = []
     token_counts = []
     for number in range(num_microbatches):
@@ -4420,15 +4122,6 @@ class _IndexCache:
 _FAULTS = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
-def _raise_if_out_of_files(error):
-    """A process that may open no more files says nothing of the cache."""
-    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-        raise OSError(
-            f"{error}: each corpus keeps 2 files open, and 3 for each split: raise the limit of "
-            "open files (ulimit -n)"
-        ) from None
-
-
 def _crc32_of_json(value):
     """The CRC-32 of the text that JSON has for a value."""
     return zlib.crc32(json.dumps(value).encode())
@@ -4512,6 +4205,21 @@ def _map_npy(path: str | os.PathLike, noted: dict | None = None) -> np.ndarray:
         raise DatasetFormatError(f"{path}: no whole .npy file: {error}") from error
 
 
+_generators = threading.local()  # one of each thread that builds
+
+
+def _random_state(seed: int) -> np.random.RandomState:
+    """Return np.random.RandomState(seed), which is good until the next call in this thread.
+
+    To make one takes numpy 0.1 ms, as long as the rest of a small corpus: it draws a seed of its
+    own first.  So one is made, and seeded anew for each dataset.
+    """
+    if not hasattr(_generators, "random_state"):
+        _generators.random_state = np.random.RandomState()
+    _generators.random_state.seed(seed)
+    return _generators.random_state
+
+
 def verify_cache(folder: str | os.PathLike) -> dict[str, dict[str, int]]:
     """Read all bytes of all index caches of a folder, and compare them with their manifests.
 
@@ -4552,7 +4260,11 @@ def _open_indices(dataset: typing.Any) -> typing.Any:
     dataset._cache = _IndexCache(
         _folder_of_cache(dataset), name, dataset.index_names, dataset.unique_description, made_from
     )
-    return dataset._cache.load_or_build(dataset._build_indices, dataset.config.fast_cache_load)
+    facts = dataset._cache.load_or_build(dataset._build_indices, dataset.config.fast_cache_load)
+    if facts is None and isinstance(dataset, GPTDataset):  # a cache of upstream that is trusted
+        tokens = _count_tokens(dataset.dataset.sequence_lengths, dataset._documents)
+        facts = dataset._plan_epochs(tokens)
+    return facts
 
 
 def _split_of(dataset):
@@ -4579,27 +4291,40 @@ def _map_indices(dataset: typing.Any) -> None:
         vars(dataset).setdefault(name, values)
 
 
-def _has_own_arrays(dataset: typing.Any) -> bool:
-    """Return True if a subclass has made an array of this dataset, or somebody has set one."""
-    made = {}
-    if dataset._cache is not None:
-        made = dataset._cache._arrays
-    for name in dataset.index_names:
-        if name in vars(dataset) and vars(dataset)[name] is not made.get(name):
-            return True
-    return False
-
-
 def _without_mapped_arrays(dataset: typing.Any) -> dict:
     """Return the state of a dataset for a pickle, without arrays that another process can map."""
     state = vars(dataset).copy()
     if isinstance(state.get("_documents"), range):
-        state["_indices"] = None  # made anew when they are asked for
+        state.pop("indices", None)  # made anew when they are asked for
     mapped = {} if dataset._cache is None else dataset._cache.mapped_arrays()
     for name, values in mapped.items():
         if state.get(name) is values:
             del state[name]
     return state
+
+
+def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
+    """Count how often each dataset is in dataset_index; in parts, as bincount() copies to int64."""
+    taken = np.zeros(num_datasets, np.int64)
+    for low in range(0, len(dataset_index), _CHUNK):
+        taken += np.bincount(dataset_index[low : low + _CHUNK], minlength=num_datasets)
+    return taken.tolist()
+
+
+# -- what the files are named after, and what the arrays are made from -----------------------------
+
+
+def _set_identifiers(dataset: typing.Any) -> None:
+    """Set what tells a dataset or blend from others: a dict, its text, and the md5 of this text.
+
+    The files of the cache are named after the last.  The names of all three are upstream's.
+    """
+    if isinstance(dataset, BlendedDataset):
+        dataset.unique_identifiers = _identifiers_of_blend(dataset)
+    else:
+        dataset.unique_identifiers = _identifiers_of_dataset(dataset)
+    dataset.unique_description = _describe(dataset.unique_identifiers)
+    dataset.unique_description_hash = _md5(dataset.unique_description)
 
 
 def _describe(identifiers: dict) -> str:
@@ -4715,109 +4440,6 @@ def _arrays_made_from(dataset: GPTDataset) -> dict:
     return found
 
 
-# -- what is looked at before arrays are built, or mapped ------------------------------------------
-
-
-def _check_corpus(dataset: GPTDataset) -> None:
-    """Check what a new order is made of; a warning where resets would find nothing.
-
-    Each document exists, document_index can name it, its tokens are integers, and the whole .idx is
-    right.
-    """
-    corpus = dataset.dataset
-    documents = dataset._documents
-    if len(documents):
-        lowest = documents[0]
-        highest = documents[-1]
-        if not isinstance(documents, range):
-            lowest = documents.min()
-            highest = documents.max()
-        n = len(corpus)
-        if lowest < 0 or highest >= n or n >= 2**31:
-            raise IndexError(
-                f"{_name(dataset)}: documents {lowest} .. {highest} of {n}, and document_index, "
-                f"int32, can name {2**31 - 1}"
-            )
-    dtype = np.dtype(getattr(corpus, "dtype", np.int64))
-    if dtype.kind not in "iu":
-        raise ValueError(f"{_name(dataset)} holds {dtype}: token ids must be integers")
-    if isinstance(corpus, IndexedDataset):
-        corpus.verify()
-        _warn_of_other_tokenizer(corpus.path_prefix, dataset.config.tokenizer)  # section 18
-    if dataset._eod_token_id is not None:
-        _warn_if_no_eod(dataset)
-
-
-def _warn_if_no_eod(dataset):
-    """Resets find nothing in a corpus that was tokenized without --append-eod."""
-    last_tokens = []
-    for i in dataset._documents[:16]:
-        length = int(dataset.dataset.sequence_lengths[i])
-        if length > 0:
-            last_tokens.append(dataset.dataset.get(i, length - 1, 1)[0])
-    if last_tokens and dataset._eod_token_id not in last_tokens:
-        warnings.warn(
-            f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
-            "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
-            stacklevel=2,
-        )
-
-
-def _warn_of_real_pads(dataset: GPTDataset) -> None:
-    """Upstream is silent; Python shows equal warnings once."""
-    warnings.warn(
-        f"{_name(dataset)}: real tokens equal the pad id {dataset._pad_token_id}: they become 0 "
-        "without loss, as in Megatron-LM",
-        stacklevel=2,
-    )
-
-
-_generators = threading.local()  # one of each thread that builds
-
-
-def _random_state(seed: int) -> np.random.RandomState:
-    """Return np.random.RandomState(seed), which is good until the next call in this thread.
-
-    To make one takes numpy 0.1 ms, as long as the rest of a small corpus: it draws a seed of its
-    own first.  So one is made, and seeded anew for each dataset.
-    """
-    if not hasattr(_generators, "random_state"):
-        _generators.random_state = np.random.RandomState()
-    _generators.random_state.seed(seed)
-    return _generators.random_state
-
-
-_SPARE_FILES = 100  # of the program itself, such as logs, sockets and libraries
-
-
-def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
-    """Let this process open the files that these corpora need, while they are mapped.
-
-    These are two for each pair and one for each index array.  The soft limit is raised, up to the
-    hard one; OSError where that is too low.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    wanted = _SPARE_FILES + 2 * len(prefixes)
-    for blend in blends:
-        wanted += len(GPTDataset.index_names) * len(blend.prefixes)
-        wanted += len(BlendedDataset.index_names)
-    if os.path.isdir("/proc/self/fd"):
-        wanted += len(os.listdir("/proc/self/fd"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
-        return
-    if hard != resource.RLIM_INFINITY and wanted > hard:
-        raise OSError(
-            f"{len(prefixes)} corpora need {wanted} open files, and this process may open {hard}: "
-            f"raise the hard limit (ulimit -Hn {wanted}, then ulimit -n {wanted})"
-        )
-    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 # ==============================================================================
 # 13. Token sources
 # ==============================================================================
@@ -4837,6 +4459,9 @@ def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
 #
 # Blocks serve where neighbours are read soon after, as when a corpus is copied; shuffled samples
 # have no such neighbours.
+#
+# The last parts of this section look at a corpus before orders are made of it, and at the number of
+# files that may be open.
 
 
 @dataclasses.dataclass
@@ -5436,6 +5061,176 @@ def _hide_credentials(text: str | os.PathLike) -> str:
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", without_users)
 
 
+# -- what is looked at before arrays are built, and while samples are read -------------------------
+
+
+def _check_corpus(dataset: GPTDataset) -> None:
+    """Check what a new order is made of; a warning where resets would find nothing.
+
+    Each document exists, document_index can name it, its tokens are integers, and the whole .idx is
+    right.
+    """
+    corpus = dataset.dataset
+    documents = dataset._documents
+    if len(documents):
+        lowest = documents[0]
+        highest = documents[-1]
+        if not isinstance(documents, range):
+            lowest = documents.min()
+            highest = documents.max()
+        n = len(corpus)
+        if lowest < 0 or highest >= n or n >= 2**31:
+            raise IndexError(
+                f"{_name(dataset)}: documents {lowest} .. {highest} of {n}, and document_index, "
+                f"int32, can name {2**31 - 1}"
+            )
+    dtype = np.dtype(getattr(corpus, "dtype", np.int64))
+    if dtype.kind not in "iu":
+        raise ValueError(f"{_name(dataset)} holds {dtype}: token ids must be integers")
+    if isinstance(corpus, IndexedDataset):
+        corpus.verify()
+        _warn_of_other_tokenizer(corpus.path_prefix, dataset.config.tokenizer)  # section 18
+    if dataset._eod_token_id is not None:
+        _warn_if_no_eod(dataset)
+
+
+def _warn_if_no_eod(dataset):
+    """Resets find nothing in a corpus that was tokenized without --append-eod."""
+    last_tokens = []
+    for i in dataset._documents[:16]:
+        length = int(dataset.dataset.sequence_lengths[i])
+        if length > 0:
+            last_tokens.append(dataset.dataset.get(i, length - 1, 1)[0])
+    if last_tokens and dataset._eod_token_id not in last_tokens:
+        warnings.warn(
+            f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
+            "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
+            stacklevel=2,
+        )
+
+
+def _check_split_has_tokens(dataset: GPTDataset, tokens_per_epoch: int) -> None:
+    """ValueError where samples are wanted of a part of the corpus that has no tokens."""
+    if dataset.num_samples and not tokens_per_epoch:
+        raise ValueError(
+            f"{_name(dataset)}: {dataset.index_split.name} of split {dataset.config.split!r} holds "
+            f"no tokens for {dataset.num_samples} samples: enlarge it"
+        )
+
+
+def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list[np.ndarray]]:
+    """Return the tokens of the pieces of several samples; on object storage they are read at once.
+
+    reader   an IndexedDataset, or a reader of the user's own, which has get()
+    """
+    all_pieces = list(itertools.chain.from_iterable(pieces_of_samples))
+    if type(reader) is IndexedDataset:
+        all_parts = reader.get_many(all_pieces)
+    else:
+        all_parts = [reader.get(*piece) for piece in all_pieces]
+    parts_of_samples = []
+    first = 0
+    for pieces in pieces_of_samples:
+        end = first + len(pieces)
+        parts_of_samples.append(all_parts[first:end])
+        first = end
+    return parts_of_samples
+
+
+def _name(dataset):
+    """What to call a dataset in a message: its path, or its class."""
+    path = getattr(dataset, "dataset_path", None)
+    return type(dataset).__name__ if path is None else _hide_credentials(str(path))
+
+
+def _attribute(tokenizer, name):
+    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:
+        return None
+
+
+def _pad_token_id(config):
+    """The id that fills short samples: the tokenizer's pad, or -1.
+
+    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
+    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
+    have no loss either.  The special tokens are those of the tokenizer's special_tokens_dict; if it
+    has none, they are eos and eod.
+    """
+    tokenizer = config.tokenizer
+    pad = _attribute(tokenizer, "pad")
+    if pad is None:
+        return -1
+    special = _attribute(tokenizer, "special_tokens_dict")
+    if special is None:
+        special = {}
+    special = {name: token for name, token in special.items() if name != "pad_token"}
+    if not special:
+        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        warnings.warn(
+            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
+            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
+            stacklevel=2,
+        )
+        return -1
+    return int(pad)
+
+
+def _warn_of_real_pads(dataset: GPTDataset) -> None:
+    """Upstream is silent; Python shows equal warnings once."""
+    warnings.warn(
+        f"{_name(dataset)}: real tokens equal the pad id {dataset._pad_token_id}: they become 0 "
+        "without loss, as in Megatron-LM",
+        stacklevel=2,
+    )
+
+
+# -- how many files may be open ----------------------------------------------------------------
+
+_SPARE_FILES = 100  # of the program itself, such as logs, sockets and libraries
+
+
+def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
+    """Let this process open the files that these corpora need, while they are mapped.
+
+    These are two for each pair and one for each index array.  The soft limit is raised, up to the
+    hard one; OSError where that is too low.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    wanted = _SPARE_FILES + 2 * len(prefixes)
+    for blend in blends:
+        wanted += len(GPTDataset.index_names) * len(blend.prefixes)
+        wanted += len(BlendedDataset.index_names)
+    if os.path.isdir("/proc/self/fd"):
+        wanted += len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise OSError(
+            f"{len(prefixes)} corpora need {wanted} open files, and this process may open {hard}: "
+            f"raise the hard limit (ulimit -Hn {wanted}, then ulimit -n {wanted})"
+        )
+    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _raise_if_out_of_files(error):
+    """A process that may open no more files says nothing of the file that it did not open."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        raise OSError(
+            f"{error}: each corpus keeps 2 files open, and 3 for each split: raise the limit of "
+            "open files (ulimit -n)"
+        ) from None
+
+
 # ==============================================================================
 # 14. The loader and its state
 # ==============================================================================
@@ -5523,7 +5318,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             # This sampler advances its own number as it runs ahead of the loop: set it back to the
             # last batch that the loop was given.  The others start each further pass at 0.
             sampler.consumed_samples = self.consumed_samples
-            limit = math.inf  # it counts on over all epochs
+            limit = math.inf  # it counts on over all turns
         consumed = sampler.consumed_samples
         num_loads = self._num_loads
         self._num_iterators += 1
@@ -5633,7 +5428,7 @@ def build_pretraining_data_loader(
     A micro-batch is a dict of tensors (micro_batch_size, ...).  Upstream:
     build_pretraining_data_loader.
 
-    dataloader_type   "single": in order; "cyclic": shuffled anew each epoch; "external": dataset
+    dataloader_type   "single": in order; "cyclic": shuffled anew each turn; "external": dataset
                       is a loader already, and is returned as it is
     data_sharding     of cyclic: each rank shuffles a part of its own
     num_workers       as of PretrainingDataLoader
@@ -5649,27 +5444,43 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    layout = {
-        "total_samples": len(dataset),
-        "consumed_samples": consumed_samples,
-        "micro_batch_size": micro_batch_size,
-        "data_parallel_rank": data_parallel_rank,
-        "data_parallel_size": data_parallel_size,
-    }
-    if full_validation:
-        sampler = MegatronFullValidationSampler(**layout)
-    elif dataloader_type == "single":
-        sampler = MegatronPretrainingSampler(**layout, drop_last=drop_last)
-    elif dataloader_type == "cyclic":
-        sampler = MegatronPretrainingRandomSampler(
-            dataset, **layout, data_sharding=data_sharding, seed=seed
-        )
-    else:
-        raise ValueError(
-            f"dataloader_type must be single, cyclic or external, got {dataloader_type!r}"
-        )
+    place = consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
+    order = dataloader_type, data_sharding, full_validation, drop_last, seed
+    sampler = _make_sampler(dataset, *place, *order)
     return PretrainingDataLoader(
         dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
+    )
+
+
+def _make_sampler(
+    dataset,
+    consumed_samples,
+    micro_batch_size,
+    data_parallel_rank,
+    data_parallel_size,
+    dataloader_type,
+    data_sharding,
+    full_validation,
+    drop_last,
+    seed,
+):
+    """The sampler of a rank; the arguments are those of build_pretraining_data_loader()."""
+    layout = [
+        len(dataset),
+        consumed_samples,
+        micro_batch_size,
+        data_parallel_rank,
+        data_parallel_size,
+    ]
+    if full_validation:
+        return MegatronFullValidationSampler(*layout)
+    if dataloader_type == "single":
+        return MegatronPretrainingSampler(*layout, drop_last)
+    if dataloader_type == "cyclic":
+        return MegatronPretrainingRandomSampler(dataset, *layout, data_sharding, seed)
+    raise ValueError(
+        "dataloader_type: wanted single or cyclic (or external, for a loader of your own), "
+        f"got {dataloader_type!r}"
     )
 
 
@@ -5710,7 +5521,7 @@ def _check_position(
         saved = dict(json.loads(state["past"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
-    sampler.check_start(consumed_samples)
+    _check_start(sampler, consumed_samples)
     here = json.loads(_save_position(dataset, sampler, consumed_samples)["past"])
     here["version of the state"] = _STATE_VERSION
     saved["version of the state"] = version
@@ -5841,6 +5652,19 @@ def _digest_of_sequences(reader):
     return digest.hexdigest()
 
 
+def _has_own_arrays(dataset: typing.Any) -> bool:
+    """Return True if a subclass has made an array of this dataset, or somebody has set another."""
+    if dataset._cache is None:
+        return True
+    for name in dataset.index_names:
+        if name in vars(dataset):  # it is mapped, or was set
+            made = dataset._cache.arrays(dataset._build_indices)[name]
+            own = vars(dataset)[name]
+            if own is not made and not np.array_equal(own, made):
+                return True
+    return False
+
+
 def _digest_of_arrays(dataset):
     """A digest of all index arrays of a dataset, for orders that no config describes."""
     digest = hashlib.md5(usedforsecurity=False)
@@ -5893,7 +5717,7 @@ def _name_of_corpus(key, dataset):
 def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
     """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
 
-    One pass may be empty, as in a run that is resumed at the end of an epoch.  Two empty passes in
+    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
     a row are a ValueError instead of a loop without end.
 
     >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
@@ -6444,10 +6268,316 @@ def _in_threads(num_threads, function, items):
         pool.shutdown(cancel_futures=True)
 
 
+# -- what a user may get wrong: samples, blends, samplers, layouts, batches ------------------------
+
+
+def _check_rows(dataset: GPTDataset, k: int, j: int, rows: list) -> None:
+    """IndexError unless rows j and j + 1 of sample_index are where a sample starts and ends.
+
+    Arrays can be wrong where somebody has set them, or where fast_cache_load trusts their files.
+    """
+    most = len(dataset.sample_index) - 1  # a subclass may have a smaller len()
+    if not 0 <= j < most:
+        raise _damaged(dataset, k, f"shuffle_index[{k}] is {j}, of {most} samples")
+    (first_d, first_offset), (last_d, last_offset) = rows
+    is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
+    if not is_in_order or first_offset < 0 or last_offset < 0:
+        found = f"rows {j} and {j + 1} of sample_index are {rows}"
+        raise _damaged(dataset, k, f"{found}, of {len(dataset.document_index)} documents")
+
+
+def _check_places(dataset: GPTDataset, k: int, first_d: int, sequences: list[int]) -> None:
+    """IndexError unless the corpus has these sequences, which document_index names from first_d."""
+    for d, i in enumerate(sequences, first_d):
+        if not 0 <= i < len(dataset.dataset):
+            raise _damaged(dataset, k, f"document_index[{d}] is {i}")
+
+
+def _check_text(dataset: GPTDataset, k: int, pieces: list, text: np.ndarray) -> None:
+    """Check what was read for sample k; a warning where real tokens equal the pad id."""
+    wanted = sum(length for _, _, length in pieces)
+    if len(text) != wanted:  # a reader of the user's own may be wrong
+        raise ValueError(f"{_name(dataset)}: wanted {wanted} tokens of {pieces}, got {len(text)}")
+    if (text == dataset._pad_token_id).any():
+        _warn_of_real_pads(dataset)
+
+
+def _check_room(dataset: GPTDataset, k: int, missing: int) -> None:
+    """IndexError where sample k has more than S + x tokens, and so less than none are missing."""
+    if missing < 0:
+        wanted = dataset.config.sequence_length + dataset._extra
+        raise _damaged(dataset, k, f"wanted {wanted} tokens, got {wanted - missing}")
+
+
+def _damaged(dataset, k, found):
+    """The error for indices that no builder has made."""
+    return IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the cache")
+
+
+def _read_blend(datasets, weights, size, phases):
+    """The (datasets, weights, phases) of a blend, without those of weight 0; ValueError.
+
+    weights and size, or phases, are those of BlendedDataset; what is not given is None.
+    """
+    names = [_name(dataset) for dataset in datasets]
+    if phases is not None:
+        if weights is not None or size is not None:
+            raise ValueError("phases stand for weights and size: these must be None")
+        return list(datasets), None, _as_phases(phases, names)
+    weights = _read_weights(weights, names)
+    if size is None and any(weight != int(weight) for weight in weights):
+        raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
+    if size is not None and (size < 0 or size % 1):
+        raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
+    datasets, weights = _drop_zero_weights(datasets, weights, names)
+    return datasets, weights, None
+
+
+def _as_counts(sizes, num_datasets):
+    """Numbers of samples -> int64 array; ValueError if one is not a whole number."""
+    counts = np.array(sizes[:num_datasets], np.int64)
+    if not np.array_equal(counts, sizes[:num_datasets]):
+        raise ValueError(f"sizes must be whole numbers, got {sizes}")
+    return counts
+
+
+def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size):
+    """TypeError or ValueError for arguments that the loops of section 6 would misread."""
+    _check_array(dataset_index, "dataset_index", np.int16)
+    _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
+    room = min(len(dataset_index), len(dataset_sample_index))
+    if not 0 <= size <= room:
+        raise ValueError(f"the outputs have room for {room} samples, not for {size}")
+    if np.may_share_memory(dataset_index, dataset_sample_index):
+        raise ValueError("dataset_index and dataset_sample_index overlap in memory")
+    if not 0 < num_datasets < 2**15 - 1 or len(weights) != num_datasets:
+        raise ValueError(
+            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
+            f"{len(weights)} weights"
+        )
+    for d, weight in enumerate(weights.tolist()):
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight of dataset {d}: wanted a finite number >= 0, got {weight}")
+
+
+def _check_taken(blend: BlendedDataset, taken: list[int]) -> None:
+    """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
+    needed = {}
+    sentences = []
+    for count, dataset in zip(taken, blend.datasets, strict=True):
+        if count > len(dataset):
+            needed[dataset] = count
+            sentences.append(
+                f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
+            )
+    if needed:
+        raise _BlendTooLarge("; ".join(sentences), needed)
+
+
+def _check_sampler(total_samples, micro_batch_size, data_parallel_size, data_parallel_rank):
+    """ValueError unless a sampler can have these sizes, and this rank."""
+    sizes = {
+        "total_samples": total_samples,
+        "micro_batch_size": micro_batch_size,
+        "data_parallel_size": data_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size < 1 or size % 1:
+            raise ValueError(f"{name} must be >= 1 and whole, got {size}")
+    if not 0 <= data_parallel_rank < data_parallel_size:
+        raise ValueError(
+            f"data_parallel_rank must be 0 to {data_parallel_size - 1}, got {data_parallel_rank}"
+        )
+
+
+def _check_start(sampler: _Sampler, consumed_samples: int) -> None:
+    """ValueError unless a pass of the sampler can start there.
+
+    In a plain order a pass can start anywhere; at the very end it is empty.  A shuffled order wants
+    a whole number of rounds.
+    """
+    total = sampler.total_samples
+    per_round = sampler.samples_per_round
+    if sampler.kind != "cyclic":
+        if not 0 <= consumed_samples <= total:
+            raise ValueError(
+                f"consumed_samples must be 0 to total_samples ({total}), got {consumed_samples}"
+            )
+        return
+    if not sampler.active_total_samples:
+        raise ValueError(f"total_samples ({total}) must fill a round of {per_round} samples")
+    if not 0 <= consumed_samples < 2**63 or consumed_samples % per_round:
+        raise ValueError(
+            f"consumed_samples must be a multiple of the round of {per_round} samples, "
+            f"got {consumed_samples}"
+        )
+
+
+def _check_axes(axes, tensor, context, data, pipeline):
+    """ValueError unless these are axes of a layout, and its sizes are at least 1."""
+    if not set(axes) <= {"tp", "cp", "dp", "pp"}:
+        kind = "-".join(axes)
+        raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
+    if min(tensor, context, data, pipeline) < 1:
+        raise ValueError(
+            "sizes must be at least 1, got "
+            f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
+        )
+
+
+def _check_layout(world, tensor, context, pipeline):
+    """ValueError unless the ranks of the job can be cut so, and know one another."""
+    if not _is_distributed() and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
+            "initialized, so every rank would read the same samples: call "
+            "torch.distributed.init_process_group() first"
+        )
+    if min(tensor, context, pipeline) < 1 or world % (tensor * context * pipeline) != 0:
+        raise ValueError(
+            f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
+            f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
+        )
+
+
+def _check_iterator(data_iterator):
+    """ValueError where a rank that reads for its group has nothing to read from."""
+    if data_iterator is None:
+        raise ValueError("this rank reads for its group: give a data_iterator, not None")
+
+
+def _check_is_dict(batch):
+    """ValueError for what a loader of this module does not yield."""
+    if not isinstance(batch, dict):
+        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
+
+
+def _check_batch(batch, layout):
+    """ValueError unless the batch has the tensors of a layout, in its shapes."""
+    for key, (shape, dtype) in layout.items():
+        found = None
+        if isinstance(batch.get(key), torch.Tensor):
+            found = tuple(batch[key].shape)
+        if found == shape and batch[key].is_floating_point() and not dtype.is_floating_point:
+            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
+        if found != shape:
+            raise ValueError(
+                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
+                "get_batch the same micro_batch_size and sequence_length"
+            )
+
+
+def _check_cp_rank(cp_rank, cp_size):
+    """ValueError unless there is such a context-parallel rank."""
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"wanted cp_size >= 1 and cp_rank below it, got {cp_size} and {cp_rank}")
+
+
+def _check_bounds(bounds_of_rows, cuts_documents, cp_size):
+    """ValueError unless all that is to be cut has 2 * cp_size chunks of equal size."""
+    for row, bounds in enumerate(bounds_of_rows):
+        for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            if (end - begin) % (2 * cp_size) == 0:
+                continue
+            if not cuts_documents:
+                raise ValueError(
+                    f"a sequence of {end} tokens cannot be cut for cp_size {cp_size}: "
+                    f"its length must be a multiple of {2 * cp_size}"
+                )
+            raise ValueError(
+                f"document {document} of row {row} has {end - begin} tokens ({begin} to {end}): "
+                f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
+                "use_per_sequence_balancing=True cuts the whole sequence instead"
+            )
+
+
+# -- what section 10 leaves to the workshop --------------------------------------------------------
+
+
+class _GradientHook:
+    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
+
+    A parameter keeps its hooks.  With a weak reference a wrapper that was dropped is freed, and its
+    module can be used without it or be wrapped again.
+    """
+
+    def __init__(self, wrapper):
+        self.wrapper = weakref.ref(wrapper)
+
+    def __call__(self, param):
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper._on_gradient(param)
+
+
+def _reduce_scatter(output, data, operation, group, async_op):
+    """torch.distributed.reduce_scatter_single, which older versions of torch name otherwise."""
+    function = getattr(torch.distributed, "reduce_scatter_single", None)
+    if function is None:
+        function = torch.distributed.reduce_scatter_tensor
+    return function(output, data, operation, group, async_op)
+
+
+def _check_bucket_size(bucket_size):
+    """ValueError for a bucket of no element."""
+    if bucket_size < 1:
+        raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
+
+
+def _check_not_sent(wrapper: DistributedDataParallel, param: torch.nn.Parameter) -> None:
+    """RuntimeError where backward adds to a gradient that is on its way already."""
+    if wrapper._bucket_of[param] < wrapper._num_sent:
+        raise RuntimeError(
+            f"gradient of {wrapper._names[param]} after it was sent: put all backwards of a step "
+            "but the last under no_sync()"
+        )
+
+
+def _note_nan(wrapper: DistributedDataParallel, bucket: _Bucket) -> None:
+    """Note which parameters have nan in a bucket that is about to be sent."""
+    for param in bucket.params:
+        if param.main_grad.isnan().any():
+            wrapper._nan_names.append(wrapper._names[param])
+
+
+def _raise_if_nan(wrapper: DistributedDataParallel) -> None:
+    """ValueError, on every rank, if one of them has sent nan; it is told once."""
+    names = wrapper._nan_names
+    wrapper._nan_names = []
+
+    def check():
+        if names:
+            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
+
+    _on_every_rank(check, wrapper.group)
+
+
+def _check_step(models, num_microbatches):
+    """ValueError unless there is one model, and something to run it on."""
+    if len(models) != 1:
+        raise ValueError(f"without pipelining there is one model, got a list of {len(models)}")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+
+
 # -- one error for every rank ------------------------------------------------------------------
 
 _MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes its characters take
 _MESSAGE_CHARACTERS = 600
+
+
+class _BlendTooLarge(ValueError):
+    """A blend takes more samples of a dataset than that one has.
+
+    needed is {dataset: samples that the blend takes of it}.
+    """
+
+    def __init__(
+        self, message: str, needed: dict[torch.utils.data.Dataset, int] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.needed = {} if needed is None else needed
+
 
 # The classes that reach other ranks as themselves; an error of any other class becomes a
 # RuntimeError whose sentence has the name of that class behind "rank R: ".
@@ -9066,16 +9196,11 @@ def explain(
     records = {}
     explained = []
     for rank in range(data_parallel_size):
-        order = [len(dataset), begin, micro_batch_size, rank, data_parallel_size]
-        if full_validation:
-            batches = MegatronFullValidationSampler(*order)
-        elif dataloader_type == "single":
-            batches = MegatronPretrainingSampler(*order, drop_last=drop_last)
-        elif dataloader_type == "cyclic":
-            sampler = MegatronPretrainingRandomSampler(dataset, *order, data_sharding, seed)
-            batches = cyclic_iter(sampler)  # the step may go on in the next epoch
-        else:
-            raise ValueError(f"dataloader_type must be single or cyclic, got {dataloader_type!r}")
+        place = begin, micro_batch_size, rank, data_parallel_size
+        order = dataloader_type, data_sharding, full_validation, drop_last, seed
+        batches = _make_sampler(dataset, *place, *order)
+        if batches.kind == "cyclic":
+            batches = cyclic_iter(batches)  # the step may go on in the next turn
         for micro_batch, samples in enumerate(itertools.islice(batches, rounds)):
             for k in samples:
                 spans = []

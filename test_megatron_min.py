@@ -467,6 +467,32 @@ def test_contents_match_banners(source, one):
     assert len(banners) - sections == 3
 
 
+def names_in(node):
+    """The names that a piece of code reads, but for functions of one line: these hand over."""
+    if isinstance(node, ast.FunctionDef):
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        if len(body) == 1:
+            return set()
+    found = {node.id} if isinstance(node, ast.Name) else set()
+    return found.union(*map(names_in, ast.iter_child_nodes(node)))
+
+
+def test_part_1_says_what_it_borrows(source, tree, one):
+    """The docstring lists what part I uses of the workshop, but for the checks."""
+    workshop = source[: source.index("# PART II: ")].count("\n")
+    defined = {True: set(), False: set()}
+    used = set()
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            defined[node.lineno > workshop].add(node.name)
+        if node.lineno < workshop:
+            used |= names_in(node)
+    borrowed = {name for name in used & defined[True] if name.startswith("_")}
+    listed = re.search(r"\nBorrowed from the workshop.+?\n\n", one.__doc__, re.S)[0]
+    listed = set(re.findall(r"\b_\w+", listed)) - {"_check_"}
+    assert listed == {name for name in borrowed if not name.startswith("_check_")}
+
+
 def test_the_switch_reaches_every_loop(mm, toy, tmp_path, request, monkeypatch):
     """With C every function of _helpers.c runs, in each way to read samples; without C none."""
     implementation = request.node.callspec.params["mm"]
@@ -2127,7 +2153,9 @@ class NumbersMethods:
 
 def numbers_class(mm, missing=None):
     """A dataset of the user's own, without one of its methods."""
-    methods = {name: value for name, value in vars(NumbersMethods).items() if name != missing}
+    methods = dict(vars(NumbersMethods))
+    for name in ("__dict__", "__weakref__", missing):  # the first two are those of this class
+        methods.pop(name, None)
     return type("Numbers", (mm.MegatronDataset,), methods)
 
 
@@ -3186,6 +3214,18 @@ def test_a_state_of_other_data_is_refused(one, tmp_path, data, consumed, changes
 def test_a_corpus_may_have_another_name(one, tmp_path):
     before, after = [gpt(one, mk(one, tmp_path / name, [[1] * 9] * 9)) for name in "ab"]
     assert run_over(one, after, 0, run_over(one, before, 4))["consumed_samples"] == 4
+
+
+def test_an_array_that_is_set_by_hand_is_in_the_state_if_it_is_another(mm, tmp_path):
+    ds = data_of_a_run(mm, tmp_path)
+    blend = planned(mm, tmp_path, (40, [1, 2]), "ab")
+    for data, name in ((ds, "shuffle_index"), (blend, "dataset_sample_index")):
+        state = run_over(mm, data, 8)
+        setattr(data, name, np.array(getattr(data, name)))
+        assert run_over(mm, data, 0, state) == state
+        setattr(data, name, getattr(data, name)[::-1])
+        with pytest.raises(ValueError, match="orders of"):
+            run_over(mm, data, 0, state)
 
 
 SAME_PAST = [  # data of a run, its consumed samples, what is other in the next job
@@ -6244,7 +6284,7 @@ def test_types_of_loaders(one):
     data = [1, 2]
     assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
     assert loader_of(one, data, dataloader_type="external") is data
-    with pytest.raises(ValueError, match="single, cyclic or external, got 'odd'"):
+    with pytest.raises(ValueError, match="single or cyclic.*got 'odd'"):
         loader_of(one, data, dataloader_type="odd")
 
 
@@ -6377,7 +6417,7 @@ def test_fewer_workers_than_none(mm, tmp_path):
 
 
 # ==============================================================================
-# 15. One error for every rank
+# 15. Checks and errors
 # ==============================================================================
 
 
