@@ -1741,7 +1741,7 @@ class GPTDataset(MegatronDataset):
             )
         else:
             # one generator draws the order of the documents first, then that of the samples
-            random_state = np.random.RandomState(config.random_seed)
+            random_state = _random_state(config.random_seed)
             document_index = build_document_index(
                 documents, plan.num_epochs, random_state, plan.separate_final_epoch
             )
@@ -3566,17 +3566,18 @@ class _NewFile:
         self.path = os.fspath(path)
         self.synced = synced
         self.is_kept = False
-        unique_name = f"{self.path}.{secrets.token_hex(8)}.tmp"
-        if _is_remote(self.path):
+        self.is_remote = _is_remote(self.path)
+        self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
+        if self.is_remote:
             # A wrong URL, or a missing right, is an error now and not after hours of work.
             _file_exists(self.path)
-            self.temporary = os.path.join(tempfile.gettempdir(), os.path.basename(unique_name))
-        else:
-            folder = os.path.dirname(self.path)
-            if folder and not os.path.isdir(folder):
-                raise FileNotFoundError(f"{folder}: no such folder")
-            self.temporary = unique_name
-        self.file = io.BufferedWriter(_NamedFile(self.temporary, "x+b"), 1 << 20)
+            name = os.path.basename(self.temporary)
+            self.temporary = os.path.join(tempfile.gettempdir(), name)
+        try:
+            self.file = io.BufferedWriter(_NamedFile(self.temporary, "x+b"), 1 << 20)
+        except (FileNotFoundError, NotADirectoryError):
+            folder = os.path.dirname(self.temporary)
+            raise FileNotFoundError(f"{folder}: no such folder") from None
         # Readers of the old file keep their rights.  Some file systems, such as vfat, refuse to set
         # rights.
         if os.path.exists(self.path):
@@ -3586,8 +3587,11 @@ class _NewFile:
     def sync(self) -> None:
         """Have the disk hold all that was written; OSError if it is full."""
         self.file.flush()
-        with _errors_name(self.temporary):
+        try:
             os.fsync(self.file.fileno())
+        except OSError as error:
+            error.filename = self.temporary
+            raise
 
     def finish(self) -> None:
         """Close the whole file; it has its temporary name still."""
@@ -3599,7 +3603,7 @@ class _NewFile:
         """Give the file its name.  If it cannot be uploaded it is kept, and the error says so."""
         if not self.file.closed:
             self.finish()
-        if not _is_remote(self.path):
+        if not self.is_remote:
             os.replace(self.temporary, self.path)
             return
         try:
@@ -3636,18 +3640,11 @@ class _NamedFile(io.FileIO):
     """A file whose errors name it: Python's own say "[Errno 28] No space left on device" alone."""
 
     def write(self, content):
-        with _errors_name(self.name):
+        try:
             return super().write(content)
-
-
-@contextlib.contextmanager
-def _errors_name(path):
-    """Have an OSError of this block name a file."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = path
-        raise
+        except OSError as error:
+            error.filename = self.name
+            raise
 
 
 def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
@@ -3660,7 +3657,7 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
     tokens.sync()
     index.sync()
     record = f"{index.path.removesuffix('.idx')}.record.json"  # of the old pair: see section 18
-    if _is_remote(index.path):
+    if index.is_remote:
         try:
             _RemoteFile(record).remove()
             _RemoteFile(index.path).remove()
@@ -3787,9 +3784,10 @@ def _as_arrays(documents, dtype):
         return [_as_tokens(document, dtype) for document in documents]
     import awkward  # it is there: it has made the documents
 
-    tokens = _as_tokens(np.asarray(awkward.flatten(documents)), dtype)
-    ends = np.cumsum(np.asarray(awkward.num(documents))).tolist()
-    return [tokens[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+    layout = documents.layout.to_ListOffsetArray64(True)
+    edges = np.asarray(layout.offsets).tolist()  # where each document begins, and the end
+    tokens = _as_tokens(awkward.to_numpy(layout.content[: edges[-1]]), dtype)
+    return [tokens[begin:end] for begin, end in itertools.pairwise(edges)]
 
 
 def _append_documents(builder, documents, modes, eod_token):
@@ -3953,7 +3951,8 @@ class _IndexCache:
         if folder and _is_remote(folder):
             raise ValueError(f"path_to_cache must be a local folder, which is mapped, got {folder}")
         self.folder = folder if folder else None
-        self.stem = stem
+        if folder:
+            self._name = os.path.join(folder, stem)  # what the paths of all files begin with
         self.names = names
         self.description = description
         # The format is a number to raise when the same made_from comes to mean other arrays.
@@ -3966,7 +3965,7 @@ class _IndexCache:
 
     def path(self, file: str) -> str:
         """Return the path of one of the files: an array's, the description's or the manifest's."""
-        return os.path.join(self.folder, f"{self.stem}-{file}")
+        return f"{self._name}-{file}"
 
     def load_or_build(self, build: typing.Callable[[], tuple], trust: bool = False) -> typing.Any:
         """Find the arrays, or build and save them; return the facts that build() returned.
@@ -3994,7 +3993,7 @@ class _IndexCache:
                 self._noted = self._save(facts)
             except OSError as error:
                 warnings.warn(
-                    f"the index cache {os.path.join(self.folder, self.stem)} cannot be written "
+                    f"the index cache {self._name} cannot be written "
                     f"({error}): the indices stay in memory; set path_to_cache to a folder that "
                     "can be",
                     stacklevel=2,
@@ -4015,6 +4014,8 @@ class _IndexCache:
         A warning says what is wrong, unless another process is writing the cache anew.
         """
         path = self.path("manifest.json")
+        if not os.path.exists(path):
+            return None
         try:
             with open(path, encoding="utf-8") as file:
                 manifest = json.load(file)
@@ -4026,11 +4027,10 @@ class _IndexCache:
         except _FAULTS as error:
             _raise_if_out_of_files(error)
             if os.path.exists(path) and not trust:
-                name = os.path.join(self.folder, self.stem)
                 fault = str(error)
                 if not isinstance(error, DatasetFormatError):
                     fault = f"{type(error).__name__}: {error}"
-                warnings.warn(f"the cache {name} is rebuilt: {fault}", stacklevel=2)
+                warnings.warn(f"the cache {self._name} is rebuilt: {fault}", stacklevel=2)
             return None
 
     def _compare(self, manifest):
@@ -4085,35 +4085,34 @@ class _IndexCache:
         The old manifest is removed first, and the new one is the last to get its name: so a crash
         on the way leaves none beside files of which some are new.
         """
-        os.makedirs(self.folder, exist_ok=True)
+        if not os.path.isdir(self.folder):
+            os.makedirs(self.folder, exist_ok=True)
         noted = {}
-        with contextlib.ExitStack() as leftovers:
-            new_files = [self._write("description.txt", leftovers, self.description)]
+        new_files = []
+        try:
+            self._begin("description.txt", new_files).write(self.description.encode())
             for name, values in self._arrays.items():
-                new_file = self._write(f"{name}.npy", leftovers, values)
-                noted[name] = _describe_file(new_file.file)
-                noted[name] |= {"dtype": values.dtype.str, "shape": values.shape}
-                new_files.append(new_file)
+                noted[name] = _write_npy(self._begin(f"{name}.npy", new_files), values)
             manifest = {"made_from": self.made_from, "facts": facts, "files": noted}
-            text = json.dumps(manifest | {"crc32": _crc32_of_json(manifest)})
-            new_files.append(self._write("manifest.json", leftovers, text))
+            manifest["crc32"] = _crc32_of_json(manifest)
+            self._begin("manifest.json", new_files).write(json.dumps(manifest).encode())
+            for new_file in new_files:
+                new_file.finish()
             for file in ("manifest.json", "description.txt"):
-                pathlib.Path(self.path(file)).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.path(file))
             for new_file in new_files:
                 new_file.commit()
-            leftovers.pop_all()  # all files have their names
+        except BaseException:
+            for new_file in new_files:
+                new_file.discard()
+            raise
         return noted
 
-    def _write(self, file, leftovers, content):
-        """Write a text or an array; leftovers removes the file unless it gets its name."""
-        new_file = _NewFile(self.path(file), synced=False)
-        leftovers.callback(new_file.discard)
-        if isinstance(content, str):
-            new_file.file.write(content.encode())
-        else:
-            np.save(new_file.file, content, allow_pickle=False)
-        new_file.file.flush()
-        return new_file
+    def _begin(self, file, new_files):
+        """Begin a new file, which joins the others; return it, open."""
+        new_files.append(_NewFile(self.path(file), synced=False))
+        return new_files[-1].file
 
     def __getstate__(self):
         """Without arrays that the other process can map."""
@@ -4135,28 +4134,43 @@ def _crc32_of_json(value):
 _PAGE = 4096
 
 
-def _describe_file(file: typing.BinaryIO) -> dict:
-    """Return what a manifest says of an open file, which is not empty.
+def _write_npy(file: typing.BinaryIO, values: np.ndarray) -> dict:
+    """Write an array to a new file as np.save() does; return what a manifest says of the file.
 
-    >>> with open(get_bin_path(toy_corpus()), "rb") as file:
-    ...     _describe_file(file)["size"]
-    13
+    np.save() itself is slow for the many small arrays of a mixture.
     """
-    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with io.BytesIO() as header_file:
+        fields = np.lib.format.header_data_from_array_1_0(values)
+        np.lib.format.write_array_header_1_0(header_file, fields)
+        header = header_file.getvalue()
+    content = values.reshape(-1).view(np.uint8)
+    file.write(header)
+    file.write(content)
+    file.flush()
     return {
-        "size": len(content),
+        "size": len(header) + len(content),
         "mtime_ns": os.fstat(file.fileno()).st_mtime_ns,
-        "crc32": zlib.crc32(content),
-        "crc32_of_pages": _crc32_of_pages(content),
+        "crc32": zlib.crc32(content, zlib.crc32(header)),
+        "crc32_of_pages": _crc32_of_pages(header, content),
+        "dtype": values.dtype.str,
+        "shape": values.shape,
     }
 
 
-def _crc32_of_pages(content):
-    """The CRC-32 of four pages: the first, the last, and two in between."""
+def _crc32_of_pages(header, content):
+    """The CRC-32 of four pages of a file: the first, the last, and two in between.
+
+    header, content   all bytes of the file, in two parts
+
+    >>> _crc32_of_pages(b"aaaa", b"bbb") == _crc32_of_pages(b"", b"aaaabbb")
+    True
+    """
     crc32 = 0
-    last = max(0, len(content) - _PAGE)
+    last = max(0, len(header) + len(content) - _PAGE)
     for start in (0, last // 3, last * 2 // 3, last):
-        crc32 = zlib.crc32(content[start : start + _PAGE], crc32)
+        crc32 = zlib.crc32(header[start : start + _PAGE], crc32)
+        first = start - len(header)
+        crc32 = zlib.crc32(content[max(0, first) : max(0, first + _PAGE)], crc32)
     return crc32
 
 
@@ -4176,7 +4190,7 @@ def _map_npy(path: str | os.PathLike, noted: dict | None = None) -> np.ndarray:
     if noted is not None:
         is_noted = len(content) == noted["size"]
         if is_noted and changed == noted["mtime_ns"]:
-            is_noted = _crc32_of_pages(content) == noted["crc32_of_pages"]
+            is_noted = _crc32_of_pages(b"", content) == noted["crc32_of_pages"]
         elif is_noted:
             is_noted = zlib.crc32(content) == noted["crc32"]
         if not is_noted:
@@ -4193,6 +4207,21 @@ def _map_npy(path: str | os.PathLike, noted: dict | None = None) -> np.ndarray:
         return content[begin:].view(dtype).reshape(shape)
     except Exception as error:  # numpy's parser of headers raises errors of many kinds
         raise DatasetFormatError(f"{path}: no whole .npy file: {error}") from error
+
+
+_generators = threading.local()  # one of each thread that builds
+
+
+def _random_state(seed: int) -> np.random.RandomState:
+    """Return np.random.RandomState(seed), which is good until the next call in this thread.
+
+    To make one takes numpy 0.1 ms, as long as the rest of a small corpus: it draws a seed of its
+    own first.  So one is made, and seeded anew for each dataset.
+    """
+    if not hasattr(_generators, "random_state"):
+        _generators.random_state = np.random.RandomState()
+    _generators.random_state.seed(seed)
+    return _generators.random_state
 
 
 def verify_cache(folder: str | os.PathLike) -> dict[str, dict[str, int]]:
@@ -4710,7 +4739,8 @@ def _is_remote(path: str | os.PathLike) -> bool:
     >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
     (True, False)
     """
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
+    path = os.fspath(path)
+    return "://" in path and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
 
 
 def _file_stamp(path: str | os.PathLike) -> dict:
@@ -6818,8 +6848,9 @@ def _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed):
 def _cut_documents(documents):
     """Parts of the documents, one for each core if they are many: [(begin, end), ...]."""
     most = 2**31 - 1  # documents that one call can number
-    cores = _num_cores()
-    count = max(1, min(cores, len(documents) // _DOCUMENTS_OF_A_THREAD))
+    count = max(1, len(documents) // _DOCUMENTS_OF_A_THREAD)
+    if count > 1:
+        count = min(count, _num_cores())  # which reads a file
     count = max(count, _ceil_div(len(documents), most))
     edges = [len(documents) * part // count for part in range(count + 1)]
     return list(zip(edges[:-1], edges[1:], strict=True))
@@ -7296,6 +7327,7 @@ def _tokenizer_of_module(name):
 # memory, and the error of a worker that has died waits for the workers before it.
 _BLOCK_BYTES = 1 << 19
 _BLOCK_ROWS = 128  # the same for Parquet, which tells no bytes
+_READ_AHEAD_BYTES = 1 << 15  # how much of a local file is read at a time, and so behind a shard
 _PROGRESS_SECONDS = 10.0  # the least time between two lines of progress
 _SAMPLED_PLACES = 32  # of the inputs, where texts are taken to compare two tokenizers
 _TEXTS_OF_A_PLACE = 4
@@ -7833,10 +7865,10 @@ def _files_of_pattern(pattern):
 
 def _open_input(path):
     """Open a file or an object, to read bytes."""
+    if not _is_remote(path):
+        return open(path, "rb", _READ_AHEAD_BYTES)
     import fsspec
 
-    if not _is_remote(path):
-        return fsspec.filesystem("file").open(os.path.abspath(path), "rb")
     file_system, name = fsspec.core.url_to_fs(path)
     return io.BufferedReader(_PatientFile(path, file_system.open(name, "rb")), 1 << 20)
 
@@ -7890,10 +7922,12 @@ def _format_name(path):
 
 def _compression(name):
     """How a file of this name is compressed, as fsspec says it; None: it is not."""
-    import fsspec
-
     if name.endswith(".zst"):
         return "zstd"
+    if name.endswith(".jsonl"):  # the usual name: to import fsspec takes 0.1 s
+        return None
+    import fsspec
+
     return fsspec.utils.infer_compression(name)
 
 
@@ -7907,23 +7941,21 @@ class _Block:
     part: int  # which one of the parts of the job it is of
     path: str
     first: int  # the number of its first line or row, counted from 1
-    lines: bytes | list[dict]  # lines of JSON, up to the end of a line; or rows, parsed already
+    lines: list  # lines of JSON, as bytes; or rows, parsed already
     num_bytes: int  # what the lines take up in the input: compressed bytes, if it is compressed
     origin: str = ""  # for a part of an input: from which byte on the lines are counted, in words
 
     def documents(self):
         """Return (number, line or row) of all that are not blank."""
-        if isinstance(self.lines, list):
-            return list(enumerate(self.lines))
-        lines = []
-        for index, line in enumerate(self.lines.split(b"\n")):
-            if len(line) > 0 and not line.isspace():
-                lines.append((index, line))
-        return lines
+        documents = []
+        for index, line in enumerate(self.lines):
+            if isinstance(line, dict) or not line.isspace():
+                documents.append((index, line))
+        return documents
 
     def place(self, index):
         """Where a line is, in words."""
-        unit = "row" if isinstance(self.lines, list) else "line"
+        unit = "line" if isinstance(self.lines[index], bytes) else "row"
         return f"{self.path}: {unit} {self.first + index}{self.origin}"
 
 
@@ -7964,15 +7996,16 @@ def _read_lines(part, file):
     origin = _from_byte(position)
     first = 1
     while position < part.end:
-        lines = file.read(int(min(_BLOCK_BYTES, part.end - position)))
+        lines = file.readlines(int(min(_BLOCK_BYTES, part.end - position)))
         if len(lines) == 0:
             _check_end(part, position)
             return
-        if not lines.endswith(b"\n"):
-            lines += file.readline()
-        yield _Block(0, part.path, first, lines, len(lines), origin)
-        first += lines.count(b"\n")
-        position += len(lines)
+        size = sum(map(len, lines))
+        if position + size - len(lines[-1]) >= part.end:  # the next shard begins with this line
+            size -= len(lines.pop())
+        yield _Block(0, part.path, first, lines, size, origin)
+        first += len(lines)
+        position += size
 
 
 def _check_end(part, position):
@@ -8011,7 +8044,7 @@ def _read_compressed(part, file):
     text_file = _decompress(part.path, file)
     while True:
         try:
-            lines = text_file.read(_BLOCK_BYTES) + text_file.readline()
+            lines = text_file.readlines(_BLOCK_BYTES)
         except ConnectionError:  # the file may be whole
             raise
         except Exception as error:  # each format has errors of its own
@@ -8020,7 +8053,7 @@ def _read_compressed(part, file):
             _check_end(part, file.tell())
             return
         yield _Block(0, part.path, first, lines, file.tell() - position)
-        first += lines.count(b"\n")
+        first += len(lines)
         position = file.tell()
 
 
@@ -8030,8 +8063,10 @@ def _decompress(path, file):
 
     compression = _compression(_format_name(path))
     if compression == "zstd":
-        return io.BufferedReader(_ZstdText(path, file), 1 << 20)
-    return fsspec.compression.compr[compression](file, mode="r")
+        text_file = _ZstdText(path, file)
+    else:
+        text_file = fsspec.compression.compr[compression](file, mode="r")
+    return io.BufferedReader(text_file, 1 << 20)
 
 
 class _ZstdText(io.RawIOBase):
@@ -8236,9 +8271,11 @@ class _BlockEncoder:
 
     def _parse(self, line):
         """Return the row of a line; ValueError unless each key holds text."""
-        row = line
         if isinstance(line, bytes):
+            line = line.removesuffix(b"\n")
             row = json.loads(line)
+        else:
+            row = line
         for key in self.json_keys:
             if not isinstance(row, dict) or not _is_text(row.get(key)):
                 found = str(line)[:60]
