@@ -6219,8 +6219,10 @@ def test_types_of_loaders(one):
     data = [1, 2]
     assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
     assert loader_of(one, data, dataloader_type="external") is data
-    with pytest.raises(ValueError, match="single, cyclic or external, got 'odd'"):
+    with pytest.raises(ValueError, match="odd"):
         loader_of(one, data, dataloader_type="odd")
+    with pytest.raises(ValueError, match="num_workers"):
+        loader_of(one, data, num_workers=-1)
 
 
 # -- ahead of the training loop --------------------------------------------------------------------
@@ -6278,16 +6280,19 @@ def test_an_error_ahead_reaches_the_loop(mm, tmp_path, kind, num_workers):
     iterator = iter(loader)
     for _ in range(len(dataset) // 4):
         next(iterator)
-    with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}"):
+    with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}") as caught:
         next(iterator)
+    traceback.clear_frames(caught.tb)  # torch waits for ten seconds for workers in a cycle
     assert loader.state_dict()["consumed_samples"] == len(dataset) // 4 * 4
 
 
-def noted(items, begun):
-    """The items; each is noted when it is asked for."""
-    for item in items:
-        begun.append(item)
-        yield item
+def noted(numbers, begun):
+    """The numbers; each is noted when it is asked for; ZeroDivisionError at the first below 0."""
+    for number in numbers:
+        begun.append(number)
+        if number < 0:
+            raise ZeroDivisionError
+        yield number
 
 
 def divide(number):
@@ -6296,19 +6301,23 @@ def divide(number):
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_map_ahead(one, limit):
-    """In order, at most limit items ahead; an error comes at its place, and the pool ends."""
+    """In order, at most limit items ahead; an error comes at its place, and the pool ends.
+
+    The items of numbers below 0 cannot be made, and those of 7 have no result.
+    """
     before = threading.active_count()
-    begun = []
-    found = []
-    pool = concurrent.futures.ThreadPoolExecutor(2)
-    results = one._map_ahead(pool, limit, divide, noted(range(9), begun))
-    for _ in range(7):
-        found.append(next(results))
-        assert len(begun) <= len(found) + limit
-    with pytest.raises(ZeroDivisionError):
-        next(results)
-    assert found == [divide(number) for number in range(7)]
-    del pool, results
+    for numbers in (range(9), range(6, -3, -1)):
+        begun = []
+        found = []
+        pool = concurrent.futures.ThreadPoolExecutor(2)
+        results = one._map_ahead(pool, limit, divide, noted(numbers, begun))
+        for _ in range(7):
+            found.append(next(results))
+            assert len(begun) <= len(found) + limit
+        with pytest.raises(ZeroDivisionError):
+            next(results)
+        assert found == [divide(number) for number in numbers[:7]]
+        del pool, results
     wait_until_threads_end(before)
 
 
@@ -6333,22 +6342,6 @@ def test_loaders_in_cycles_are_collected(tmp_path):
         print("done")"""
     ran = python(code, tmp_path)
     assert ran.stdout == "done\n", ran.stderr
-
-
-def test_an_error_of_the_items_comes_after_the_results_before_it(one):
-    found = []
-    items = (60 // (2 - number) for number in range(9))
-    pool = concurrent.futures.ThreadPoolExecutor(2)
-    with pytest.raises(ZeroDivisionError):
-        for result in one._map_ahead(pool, 4, str, items):
-            found.append(result)
-    assert found == ["30", "60"]
-
-
-def test_fewer_workers_than_none(mm, tmp_path):
-    dataset = dataset_of(mm, tmp_path, "plain")
-    with pytest.raises(ValueError, match="num_workers must be >= 0, got -1"):
-        loader_of(mm, dataset, num_workers=-1)
 
 
 # ==============================================================================
@@ -6634,7 +6627,7 @@ def changed_entries(content):
                 yield changed
 
 
-def test_c_verifies_what_the_definition_verifies(c, one, tmp_path, monkeypatch):
+def test_c_verifies_what_the_definition_verifies(c, one, tmp_path):
     """The same sentence for each entry that is wrong, and for a length below 0 that adds up."""
     lengths, ends = [4, 0, 3, 6], [0, 2, 2, 4]
     mk(one, tmp_path / "p", [[7] * length for length in lengths], np.int32)
@@ -6648,9 +6641,7 @@ def test_c_verifies_what_the_definition_verifies(c, one, tmp_path, monkeypatch):
         assert sentence == wanted
         refused |= set(re.findall(r"sequence_lengths|sequence_pointers|document_indices", wanted))
     assert len(refused) == 3
-    path.write_bytes(whole)
-    monkeypatch.setattr(c, "_verify_sequences", None)  # C alone has to do it
-    assert len(c.IndexedDataset(tmp_path / "p", check=True)) == 4
+    assert call_c(c, "verify_index", toy_call("verify_index"))
 
 
 def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
@@ -6876,13 +6867,8 @@ HOSTILE = {  # {function: {argument: what it refuses}}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_arguments_raise(mm, one, monkeypatch, name):
-    """The same from both implementations: a part of a sample index names the place in the whole.
-
-    Upstream crashes.
-    """
-    monkeypatch.setattr(mm, "_DOCUMENTS_OF_A_THREAD", 1)
-    monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=3))
+def test_hostile_arguments_raise(mm, one, name):
+    """The same from both implementations.  Upstream crashes."""
     good = GOOD_OUTPUTS | GOOD_BLENDS[name] if name in BLENDS else GOOD_STREAM
     for argument, values in HOSTILE[name].items():
         for value in values:
@@ -7058,7 +7044,11 @@ def is_refused(c, name, call):
 
 @pytest.mark.parametrize("name", FILLED)
 def test_c_refuses_bad_calls(c, name):
-    """And gives back what it has borrowed: no reference and no memory is left."""
+    """And gives back what it has borrowed: no reference and no memory is left.
+
+    Memory is counted in blocks that were asked for in this file and are still there: fewer than
+    calls.  Other threads and Python itself keep some bytes of their own, however many the calls.
+    """
     calls = list(refused_calls(name))
     assert all(is_refused(c, name, call) for call in calls)
     calls.append(toy_call(name))
@@ -7067,15 +7057,14 @@ def test_c_refuses_bad_calls(c, name):
     for call in calls:
         arrays += [value for value in call.values() if isinstance(value, np.ndarray)]
     counts = [sys.getrefcount(values) for values in arrays]
-    memory = []
-    for repeats in (2, 2, 40):  # the first time there is left what Python keeps of a first call
-        tracemalloc.start()
-        for _ in range(repeats):
-            for call in calls:
-                is_refused(c, name, call)
-        memory.append(tracemalloc.get_traced_memory()[0])
-        tracemalloc.stop()
-    assert memory[2] - memory[1] < 40 * 8, "no object is so small"
+    repeats = 40
+    tracemalloc.start()
+    for _ in range(repeats):
+        for call in calls:
+            is_refused(c, name, call)
+    left = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, __file__)])
+    tracemalloc.stop()
+    assert sum(line.count for line in left.statistics("filename")) < repeats
     assert [sys.getrefcount(values) for values in arrays] == counts
 
 
