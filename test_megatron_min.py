@@ -44,6 +44,7 @@ import os
 import pathlib
 import pickle
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -7235,7 +7236,8 @@ def test_an_sdist_builds_and_passes_its_tests(sources, tmp_path):
 
 def test_null_tokenizer(one):
     tokenizer = one.build_tokenizer("null:100")
-    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+    assert tokenizer.vocab_size == 101
+    assert tokenizer.eod == 100
     assert tokenizer.tokenize("1 2 30") == [1, 2, 30]
     assert lists(tokenizer.tokenize_batch(["1 2 30", ""])) == [[1, 2, 30], []]
     assert tokenizer.detokenize(np.array([1, 2])) == "1 2"
@@ -7254,10 +7256,12 @@ WRONG_TOKENIZERS = {  # what --tokenizer says, and a word of the sentence
 
 
 @pytest.mark.parametrize("name", WRONG_TOKENIZERS)
-def test_wrong_tokenizer_is_one_sentence(one, tmp_path, capsys, name):
+def test_a_wrong_tokenizer_is_one_sentence(one, tmp_path, capsys, name):
     path = jsonl(tmp_path / "a.jsonl", ["a"])
     code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", "--tokenizer", name)
-    assert code == 1 and one_sentence(err) and WRONG_TOKENIZERS[name] in err
+    assert code == 1
+    assert one_sentence(err)
+    assert WRONG_TOKENIZERS[name] in err
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
@@ -7309,9 +7313,11 @@ def hf(tmp_path):
 )
 def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, flags, start, eod):
     """In Python and in the commands; its identifiers tell apart what makes other tokens."""
+    eod_text = {3: "<|endoftext|>", 4: "</s>"}[eod]
     plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
-    tokenizer = one.build_tokenizer(hf, "</s>" if eod == 4 else None, bool(start))
-    assert (tokenizer.vocab_size, tokenizer.eod) == (5, eod)
+    tokenizer = one.build_tokenizer(hf, eod_text, bool(start))
+    assert tokenizer.vocab_size == 5
+    assert tokenizer.eod == eod
     assert tokenizer.tokenize("nein ja") == [*start, 2, 1]
     batch = tokenizer.tokenize_batch(["nein", "", "was"])
     assert lists(batch) == [[*start, 2], start, [*start, 0]]
@@ -7322,11 +7328,10 @@ def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, flags, start, eod):
     arguments = ["--tokenizer", hf, "--append-eod", "--workers", 2, *flags]
     code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *arguments)
     assert code == 0, err
-    wanted = [[*start, 1, 2, 1, eod], [*start, 2, 0, eod]]
-    assert texts_of(one, tmp_path / "o_text_document") == wanted
-    code, out, _ = command(one, capsys, "inspect", tmp_path / "o_text_document", "--tokenizer", hf)
-    assert code == 0
-    assert f"ja nein ja {'</s>' if eod == 4 else '<|endoftext|>'}" in out
+    prefix = tmp_path / "o_text_document"
+    assert texts_of(one, prefix) == [[*start, 1, 2, 1, eod], [*start, 2, 0, eod]]
+    _, out, _ = command(one, capsys, "inspect", prefix, "--tokenizer", hf)
+    assert f"ja nein ja {eod_text}" in out
 
 
 def test_a_tokenizer_json_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
@@ -7420,51 +7425,12 @@ KINDS = {
     "lowercase": ({"normalizer": {"type": "Lowercase"}}, [], False),
     "another regex": ({"pre_tokenizer": split_by(r"\w+|\W+")}, [], False),
 }
-PIECES = [
-    "the",
-    " the",
-    "The",
-    "<s>",
-    "<é>",
-    "<｜x｜>",
-    "ing",
-    "a",
-    " ",
-    "  ",
-    "\n",
-    "\r\n",
-    "\t",
-    "1",
-]
-PIECES += ["12345", "'s", "'LL", "don't", "é", "e\u0301", "\u0301", "Å", "\u212b", "ﬁ", "ß", "İ"]
-PIECES += [
-    "日本",
-    "語",
-    "한",
-    "\u1112\u1161",
-    "🙂",
-    "👩\u200d🚀",
-    "\u200b",
-    "\xa0",
-    "\u2028",
-    "▁",
-    "_",
-]
-PIECES += [
-    "\x00",
-    "\x7f",
-    "\ufeff",
-    "\ufffd",
-    "\U0010ffff",
-    "{",
-    "}}",
-    "://",
-    "...",
-    "x",
-    "Z",
-    "٣",
-    "²",
-]
+PIECES = r"""
+the| the|The|<s>|<é>|<｜x｜>|ing|a| |  |\n|\r\n|\t|1|12345|'s|'LL|don't|é|e\u0301|\u0301|Å|\u212b
+|ﬁ|ß|İ|日本|語|한|\u1112\u1161|🙂|👩\u200d🚀|\u200b|\xa0|\u2028|▁|_|\x00|\x7f|\ufeff|\ufffd
+|\U0010ffff|{|}}|://|...|x|Z|٣|²
+"""
+PIECES = [ast.literal_eval(f'"{piece}"') for piece in PIECES.replace("\n", "").split("|")]
 
 
 def odd_texts(rng, count):
@@ -7521,7 +7487,7 @@ def write_kind(path, models, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, monkeypatch, trained_models, kind):
+def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, trained_models, kind):
     """Of all kinds of files that it is trusted with; the others it does not get."""
     pytest.importorskip("gigatoken")
     tokenizer = one.HuggingFaceTokenizer(write_kind(tmp_path / "t.json", trained_models, kind))
@@ -7532,9 +7498,18 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, monkeypatch, train
     *_, is_trusted = KINDS[kind]
     assert ("gigatoken works" in said) == is_trusted, said
     ids = [tokenizer.tokenize(text) for text in texts]
-    monkeypatch.setattr(tokenizer, "_GIGATOKEN_BYTES", 5000)  # made anew, many times
     for low in range(0, len(texts), 100):
         assert lists(tokenizer.tokenize_batch(texts[low : low + 100])) == ids[low : low + 100]
+
+
+class Backwards:
+    """What gigatoken makes, wrong where a text has two tokens."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def encode_batch(self, texts, parallel):
+        return self.tokenizer.encode_batch(texts, parallel=parallel)[:, ::-1]
 
 
 def test_when_gigatoken_works(one, tmp_path, monkeypatch, capsys, trained_models):
@@ -7543,26 +7518,27 @@ def test_when_gigatoken_works(one, tmp_path, monkeypatch, capsys, trained_models
     path = write_kind(tmp_path / "t.json", trained_models, "gpt2")
     text = jsonl(tmp_path / "a.jsonl", odd_texts(np.random.default_rng(1), 200))
     new = gigatoken.Tokenizer.from_json
-    cases_of = {
-        "gigatoken works": {},
-        "MEGATRON_MIN_GIGATOKEN is 0": {"MEGATRON_MIN_GIGATOKEN": "0"},
-        "gigatoken is not installed": {"gigatoken": None},
-        "other ids for texts of these": {"from_json": lambda content: Backwards(new(content))},
-        "does not take this file: no": {"from_json": mock.Mock(side_effect=ValueError("no"))},
-    }
     pairs = []
-    for number, (words, changes) in enumerate(cases_of.items()):
-        with monkeypatch.context() as patch:
-            for name, value in changes.items():
-                if name == "from_json":
-                    patch.setattr(gigatoken.Tokenizer, name, value)
-                elif value is None:
-                    patch.setitem(sys.modules, name, value)
-                else:
-                    patch.setenv(name, value)
-            made = one.preprocess(text, tmp_path / f"{number}", path, workers=2, verbose=True)
+
+    def preprocess_and_say(words):
+        prefix = tmp_path / f"{len(pairs)}"
+        made = one.preprocess(text, prefix, path, workers=2, verbose=True)
         assert words in capsys.readouterr().err
         pairs.append(bytes_of_pair(made["text"]))
+
+    preprocess_and_say("gigatoken works")
+    with monkeypatch.context() as patch:
+        patch.setenv("MEGATRON_MIN_GIGATOKEN", "0")
+        preprocess_and_say("MEGATRON_MIN_GIGATOKEN is 0")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gigatoken", None)
+        preprocess_and_say("gigatoken is not installed")
+    with monkeypatch.context() as patch:
+        patch.setattr(gigatoken.Tokenizer, "from_json", lambda content: Backwards(new(content)))
+        preprocess_and_say("other ids for texts of these")
+    with monkeypatch.context() as patch:
+        patch.setattr(gigatoken.Tokenizer, "from_json", mock.Mock(side_effect=ValueError("no")))
+        preprocess_and_say("does not take this file")
     assert all(pair == pairs[0] for pair in pairs)
     tokenizer = one.HuggingFaceTokenizer(path, add_special_tokens=True)
     assert "no special tokens" in tokenizer.choose_engine([])
@@ -7581,23 +7557,23 @@ def test_bad_lines_with_a_tokenizer_json(one, tmp_path, trained_models, workers)
         one.preprocess(tmp_path / "a.jsonl", tmp_path / "p", path, workers=workers)
 
 
-class Backwards:
-    """A tokenizer that is wrong where a text has two tokens."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    def encode_batch(self, texts, parallel):
-        return self.tokenizer.encode_batch(texts, parallel=parallel)[:, ::-1]
-
-
-def test_a_tokenizer_that_gigatoken_runs_can_be_pickled(one, tmp_path, trained_models):
-    """As for worker processes that are not forked."""
-    pytest.importorskip("gigatoken")
+def test_gigatoken_is_made_anew_in_another_process_and_after_much_text(
+    one, tmp_path, trained_models
+):
+    """It cannot be pickled, and keeps each word that it has seen."""
+    gigatoken = pytest.importorskip("gigatoken")
     tokenizer = one.HuggingFaceTokenizer(write_kind(tmp_path / "t.json", trained_models, "gpt2"))
     assert "gigatoken works" in tokenizer.choose_engine(["the thing"])
+    ids = tokenizer.tokenize("the thing")
     copied = pickle.loads(pickle.dumps(tokenizer))
-    assert lists(copied.tokenize_batch(["the thing"])) == [tokenizer.tokenize("the thing")]
+    new = mock.patch.object(
+        gigatoken.Tokenizer, "from_json", side_effect=gigatoken.Tokenizer.from_json
+    )
+    with new as made:
+        for count in (1, 1, 6 << 20, 1):
+            assert lists(copied.tokenize_batch(["the thing"] * 2)) == [ids] * 2
+            copied.tokenize_batch(["the thing " * count])
+    assert made.call_count == 2
 
 
 # ==============================================================================
@@ -7645,8 +7621,8 @@ def make_shards(one, inputs, folder, count, **arguments):
     for index in range(count):
         made = one.preprocess(inputs, folder / "s", shard=(index, count), **arguments)
         shards += made.values()
-    assert len(set(shards)) == count and shards == sorted(shards)
-    one._check_all_shards(shards)
+    assert len(set(shards)) == count
+    assert shards == sorted(shards)
     one.merge(shards, folder / "merged")
     return folder / "merged"
 
@@ -7716,6 +7692,12 @@ MADE_ANEW = {  # what happens to which file, arguments of the second job, is the
 }
 
 
+def files_as_made(prefix):
+    """What tells the files of a pair, which are there, from those that are made later."""
+    names = [f"{prefix}.bin", f"{prefix}.idx", f"{prefix}.record.json"]
+    return [os.stat(name).st_ino for name in names if os.path.exists(name)]
+
+
 @pytest.mark.parametrize("shard", [(0, 1), (1, 2)])
 @pytest.mark.parametrize("case", MADE_ANEW)
 def test_a_pair_is_made_once(one, tmp_path, monkeypatch, case, shard):
@@ -7725,14 +7707,15 @@ def test_a_pair_is_made_once(one, tmp_path, monkeypatch, case, shard):
     for name in ("a.jsonl", "b.jsonl"):
         pathlib.Path(name).write_bytes(b'{"text": "1", "other": "22"}\n' * 3)
     common = {"input": ["a.jsonl", "b.jsonl"], "output_prefix": "s", "shard": shard}
-    one.preprocess(**common)
+    prefix = one.preprocess(**common)["text"]
     if happens is not None:
         happens(changed.format("" if shard == (0, 1) else "_00001_of_00002"))
-    write = mock.Mock(wraps=one._write_pairs)
-    monkeypatch.setattr(one, "_write_pairs", write)
-    for number_of_calls in (is_anew, is_anew):  # the third job finds what the second has made
-        one.preprocess(**common | arguments)
-        assert write.call_count == number_of_calls
+    before = files_as_made(prefix)
+    one.preprocess(**common | arguments)
+    second = files_as_made(prefix)
+    assert (before != second) == is_anew
+    one.preprocess(**common | arguments)
+    assert files_as_made(prefix) == second
 
 
 def test_what_may_be_another_input_is_read_again(one, tmp_path, monkeypatch):
@@ -7783,35 +7766,43 @@ def test_the_launcher_says_which_shard(one, tmp_path, monkeypatch, capsys, varia
 
 def test_shards_by_commands(one, tmp_path, monkeypatch, capsys):
     """The last lines that a shard prints are the commands that merge all, one for each key."""
-    monkeypatch.chdir(tmp_path)
-    pathlib.Path("a.jsonl").write_bytes(b'{"x": "1", "y": "2"}\n' * 5)
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    path = folder / "a.jsonl"
+    path.write_bytes(b'{"x": "1", "y": "2"}\n' * 5)
     keys = ["--json-keys", "x", "y"]
-    preprocess_command(one, capsys, "a.jsonl", "whole", *keys)
+    preprocess_command(one, capsys, path, folder / "whole", *keys)
     for shard in ("0/2", "0/3", "1/3", "2/3"):  # the first is one of two: it is not merged
         flags = [*keys, "--shard", shard]
-        code, out, err = preprocess_command(one, capsys, "a.jsonl", "s", *flags)
+        code, out, err = preprocess_command(one, capsys, path, folder / "s", *flags)
         assert code == 0, err
     for line, key in zip(out.strip().split("\n")[-2:], "xy", strict=True):
-        _, *merge_shards, pattern, option, prefix = line.split()
+        _, *merge_shards, pattern, option, prefix = shlex.split(line)
         shards = sorted(glob.glob(pattern))
         assert command(one, capsys, *merge_shards, *shards, option, prefix)[0] == 0
-        assert bytes_of_pair(f"s_{key}_document") == bytes_of_pair(f"whole_{key}_document")
+        assert bytes_of_pair(prefix) == bytes_of_pair(folder / f"whole_{key}_document")
 
 
 @pytest.mark.parametrize(
-    "prefixes, words",
+    "prefixes, missing",
     [
-        (["a_00000_of_00002"], "wanted a_00001_of_00002"),
-        (["a_00001_of_00002", "a_00000_of_00002"], "wanted a_00000_of_00002"),
-        (["a_00000_of_00002", "b_00001_of_00002"], "wanted a_00001_of_00002"),
-        (["a_00000_of_00003", "a_00002_of_00003"], "wanted a_00001_of_00003"),
-        (["a_00000_of_00003", "b"], "wanted a_00001_of_00003"),
+        ("a_00000_of_00002", "a_00001_of_00002"),
+        ("a_00001_of_00002 a_00000_of_00002", "a_00000_of_00002"),
+        ("a_00000_of_00002 b_00001_of_00002", "a_00001_of_00002"),
+        ("a_00000_of_00003 a_00002_of_00003", "a_00001_of_00003"),
+        ("a_00000_of_00003 b", "a_00001_of_00003"),
+        ("a_00000_of_00002 a_00001_of_00002 b c_00000_of_00001", "b.idx: no such file"),
     ],
 )
-def test_all_shards_or_none(one, prefixes, words):
-    one._check_all_shards(["a_00000_of_00002", "a_00001_of_00002", "b", "c_00000_of_00001"])
-    with pytest.raises(ValueError, match=words):
-        one._check_all_shards(prefixes)
+def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch, capsys, prefixes, missing):
+    """In order; of several corpora, too."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a_00000_of_00002", "a_00001_of_00002"):
+        mk(one, tmp_path / name, [[1]])
+    argv = ["merge", "--input", *prefixes.split(), "--output-prefix", "o"]
+    code, _, err = command(one, capsys, *argv)
+    assert code == 1
+    assert missing in err
 
 
 @linux
@@ -7913,12 +7904,15 @@ def test_a_pair_without_a_record_is_an_input_of_its_own(one, tmp_path, monkeypat
 
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
-    made = one.preprocess(texts=["1"], output_prefix=tmp_path / "o", tokenizer=Tok(vocab_size=9))
-    one._warn_of_other_tokenizer(made["text"], Tok(vocab_size=9))
-    one._warn_of_other_tokenizer(mk(one, tmp_path / "p", [[1]]), Tok(eod=5))
+    """It is told when indices are built; nothing is known of a pair without a record."""
+    texts = ["1 2 3 4 5 6 7 8 9"] * 2
+    tokenizer = Tok(vocab_size=9)
+    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=tokenizer)["text"]
+    gpt(one, made, 2, tokenizer=Tok(vocab_size=9))
+    gpt(one, mk(one, tmp_path / "p", [[1] * 9]), 1, tokenizer=Tok(eod=5))
     assert len(recwarn) == 0
     with pytest.warns(UserWarning, match=r"o_text_document .*'eod': 0.*'eod': 5"):
-        one._warn_of_other_tokenizer(made["text"], Tok(eod=5))
+        gpt(one, made, 2, tokenizer=Tok(eod=5))
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -7979,7 +7973,7 @@ def test_a_damaged_file_is_named(one, tmp_path, extension, damage):
 def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     """URLs, patterns of URLs, and files, in any order.
 
-    Of shards, a compressed file is dealt as a whole, Parquet by its row groups.
+    Of shards, a compressed file and a Parquet file are dealt as wholes.
     """
     memory = fsspec.filesystem("memory")
     for name, content in (("b2", GOOD * 3), ("b1", LINES + b"\n"), ("b10", b'{"text": "x"}')):
@@ -7994,13 +7988,6 @@ def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     merged = make_shards(one, [*inputs, f"memory://{parquet}"], tmp_path, count)
     texts = ["1", "1", *"pqrst", "a", "bcdefg", "", "h", "x", "1", "1", "1", *"pqrst"]
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
-
-
-def test_a_row_group_belongs_to_one_shard(one, tmp_path):
-    """Also the one that begins where the first half of the file ends."""
-    path = write_parquet(tmp_path / "a.parquet", {"text": list("abcdef")}, row_group_size=1)
-    merged = make_shards(one, path, tmp_path, 2)
-    assert texts_of(one, merged) == [[ord(text)] for text in "abcdef"]
 
 
 NEEDED = [  # the package that is missing, the input, arguments, and the extra that has it
@@ -8027,14 +8014,11 @@ def test_a_missing_package_is_named(one, tmp_path, monkeypatch, package, path, a
 
 
 def test_a_package_that_lacks_another_is_not_called_missing(one, tmp_path, monkeypatch):
-    (tmp_path / "pyarrow.py").write_text("import what_it_needs")
+    (tmp_path / "nltk.py").write_text("import what_it_needs")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "pyarrow":
-            monkeypatch.delitem(sys.modules, name)
-    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.delitem(sys.modules, "nltk", raising=False)
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
-        one.preprocess(tmp_path / "a.parquet", tmp_path / "o")
+        one.preprocess(texts=["a"], output_prefix=tmp_path / "o", split_sentences=True)
 
 
 SENTENCES = [  # a line, and the texts of its sequences; $ is eod
@@ -8129,6 +8113,7 @@ def test_files_and_globs_in_order(one, tmp_path):
     """Arguments keep their order, and a glob is sorted.  Upstream: as the file system has them."""
     for name in ("b2", "b1", "b10", "a", "[ab]*"):
         jsonl(tmp_path / f"{name}.jsonl", [name])
+    (tmp_path / "b3.jsonl").mkdir()  # a pattern leaves out folders
     inputs = [tmp_path / "b*.jsonl", tmp_path / "[ab]*.jsonl", f"{tmp_path}/a.jsonl"]
     made = one.preprocess(inputs, tmp_path / "o")
     found = [bytes(document).decode() for document in texts_of(one, made["text"])]
@@ -8137,23 +8122,18 @@ def test_files_and_globs_in_order(one, tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_standard_input(one, tmp_path, monkeypatch, workers):
-    """Whole, and cut off within a line, as when the program that writes into the pipe is killed."""
+    """Closed, cut off within a line, as when the program before the pipe is killed, and whole."""
     text = b'{"text": "ab"}\n{"text": "c"}'
     path = jsonl(tmp_path / "a.jsonl", ["d"])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text[:-2])))
-    with pytest.raises(ValueError, match="^-: line 2: "):
-        one.preprocess(["-", path], tmp_path / "o", workers=workers)
-    assert os.listdir(tmp_path) == ["a.jsonl"]
+    cut = io.TextIOWrapper(io.BytesIO(text[:-2]))
+    for stdin, words in ((None, "closed"), (cut, "^-: line 2: ")):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(ValueError, match=words):
+            one.preprocess(["-", path], tmp_path / "o", workers=workers)
+        assert os.listdir(tmp_path) == ["a.jsonl"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     made = one.preprocess(["-", path], tmp_path / "o", workers=workers)
     assert texts_of(one, made["text"]) == [[97, 98], [99], [100]]
-
-
-def test_a_closed_standard_input(one, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(ValueError, match="-: standard input is closed"):
-        one.preprocess("-", tmp_path / "o")
-    assert os.listdir(tmp_path) == []
 
 
 def test_nothing_of_an_earlier_run_is_left(one, tmp_path):
@@ -8268,23 +8248,24 @@ class Truncating(Tok):
 def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, extension):
     """At the end of a line, or of a compressed part: what is left is a whole file."""
     path = tmp_path / f"a.jsonl{extension}"
-    parts = [
-        b'{"text": "%s"}\n' % np.random.default_rng(part).bytes(3 << 19).hex().encode()
-        for part in range(5)
-    ]
-    if extension:
-        parts = [compress(part, extension) for part in parts]
+    parts = []
+    for seed in range(6):
+        line = b'{"text": "%s"}\n' % np.random.default_rng(seed).bytes(1 << 18).hex().encode()
+        parts.append(line)
+        if extension == ".xz":
+            parts[-1] = lzma.compress(line, preset=0)
+        elif extension:
+            parts[-1] = compress(line, extension)
     path.write_bytes(b"".join(parts))
-    tokenizer = Truncating(path, sum(len(part) for part in parts[:3]))
+    tokenizer = Truncating(path, sum(len(part) for part in parts[:5]))
     with pytest.raises(ValueError, match=r"a\.jsonl\S*: it had .* cut off meanwhile"):
         one.preprocess(path, tmp_path / "o", tokenizer)
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_texts_in_the_place_of_files(one, tmp_path, monkeypatch):
-    """The same blocks, the same workers, the same files."""
-    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
-    rows = [{"x": "a" * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
+def test_texts_in_the_place_of_files(one, tmp_path):
+    """The same workers, the same files, of several blocks."""
+    rows = [{"x": "a" * 300 * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"json_keys": ["y", "x"], "append_eod": True}
     wanted = one.preprocess(tmp_path / "a.jsonl", tmp_path / "file", **keys)
@@ -8305,24 +8286,22 @@ def test_texts_in_the_place_of_files(one, tmp_path, monkeypatch):
 def test_uploads_that_fail_keep_the_pairs_of_all_keys(one, bucket, tmp_path, monkeypatch):
     """The work of days is not lost with the connection."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    put = mock.Mock(side_effect=TimeoutError("slow"))
-    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "put_file", put)
-    with pytest.raises(OSError, match="o_x_document.bin.* as .*o_x_document.bin, then "):
-        rows = [{"x": "a", "y": "b"}]
-        one.preprocess(texts=rows, output_prefix=f"{bucket.root}/o", json_keys=["x", "y"])
+    rows = [{"x": "a", "y": "b"}]
+    with failing_uploads(TimeoutError("slow")):
+        with pytest.raises(OSError, match="o_x_document.bin.* as .*o_x_document.bin, then "):
+            one.preprocess(texts=rows, output_prefix=f"{bucket.root}/o", json_keys=["x", "y"])
     kept = sorted(re.sub(r"\.\w{16}\.", ".", path.name) for path in tmp_path.glob("*.tmp"))
     assert kept == [f"o_{key}_document.{end}.tmp" for key in "xy" for end in ("bin", "idx")]
 
 
 def test_a_full_disk_is_found_before_the_first_pair_has_its_name(one, tmp_path, monkeypatch):
     """Else the pair of one key would be new, and that of the other one old."""
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a", "more": "c"}\n')
     full = mock.Mock(side_effect=[None, OSError(errno.ENOSPC, "no space left on device")])
-    monkeypatch.setattr(one._NewFile, "sync", full)
+    monkeypatch.setattr(os, "fsync", full)
+    rows = [{"x": "a", "y": "b"}]
     with pytest.raises(OSError, match="no space left"):
-        one.preprocess(path, tmp_path / "o", json_keys=["text", "more"])
-    assert os.listdir(tmp_path) == ["a.jsonl"]
+        one.preprocess(texts=rows, output_prefix=tmp_path / "o", json_keys=["x", "y"])
+    assert os.listdir(tmp_path) == []
 
 
 class Killer(Tok):
@@ -8381,9 +8360,15 @@ def test_workers_killed_at_any_moment(one, long_text, tmp_path, number, count):
 def test_progress_in_the_middle_of_the_work(
     one, long_text, tmp_path, monkeypatch, capsys, seconds_a_block, fewest
 ):
-    """A line at most every ten seconds while blocks are written, and one at the end."""
+    """A line at most every ten seconds while blocks are written, and one at the end.
+
+    And no word at all if nobody asks.
+    """
     clock = mock.Mock(side_effect=itertools.count(0, seconds_a_block))
     monkeypatch.setattr(time, "perf_counter", clock)
+    one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "quiet")
+    assert capsys.readouterr().err == ""
+    clock.reset_mock()
     one.preprocess(long_text / "twice.jsonl", tmp_path / "o", verbose=True)
     *middle, last = capsys.readouterr().err.strip().split("\n")
     assert fewest <= len(middle) <= clock.call_count * seconds_a_block / 10
@@ -8393,15 +8378,11 @@ def test_progress_in_the_middle_of_the_work(
 
 
 def test_progress_of_little_work(one, tmp_path, monkeypatch, capsys):
-    """And no word at all if nobody asks."""
-    clock = mock.Mock(side_effect=itertools.count(0, 0.25))
-    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(time, "perf_counter", mock.Mock(side_effect=itertools.count(0, 0.25)))
     path = jsonl(tmp_path / "a.jsonl.gz", ["a", "b"])
-    one.preprocess(path, tmp_path / "o")
-    one.preprocess(path, tmp_path / "p", verbose=True)
-    size = os.path.getsize(path)
-    wanted = f"2 documents, {size} bytes, 0.0 MB/s, 4 documents/s, done in 0:00:00\n"
-    assert capsys.readouterr().err == wanted
+    one.preprocess(path, tmp_path / "o", verbose=True)
+    wanted = "2 documents, {} bytes, 0.0 MB/s, 4 documents/s, done in 0:00:00\n"
+    assert capsys.readouterr().err == wanted.format(os.path.getsize(path))
 
 
 def test_memory_of_a_long_line(one, tmp_path):
@@ -8433,13 +8414,10 @@ def put_input(name, text):
     return f"memory:/{path}"
 
 
-@pytest.mark.parametrize("num_faults", [0, 3, 99])
-@pytest.mark.parametrize(
-    "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.JSONL.GZ", "a.parquet"]
-)
+@pytest.mark.parametrize("num_faults", [3, 99])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.JSONL.GZ", "a.parquet"])
 def test_remote_inputs_with_faults(one, bucket, tmp_path, monkeypatch, name, num_faults):
     """A fault that passes is tried again; one that stays is not called damage of the file."""
-    monkeypatch.setattr(one._PatientFile, "_PAUSES", (0, 0, 0, 0))
     url = put_input(name, "abc")
     memory_file = importlib.import_module("fsspec.implementations.memory").MemoryFile
     faults = [TimeoutError("slow")] * num_faults
@@ -8450,13 +8428,13 @@ def test_remote_inputs_with_faults(one, bucket, tmp_path, monkeypatch, name, num
         return io.BytesIO.read(self, *arguments)
 
     monkeypatch.setattr(memory_file, "read", faulty_read, raising=False)
-    if num_faults < 99:
-        made = one.preprocess(url, tmp_path / "o")
-        assert texts_of(one, made["text"]) == [list(b"abc")]
-        assert faults == []
+    if num_faults == 99:
+        with pytest.raises(ConnectionError, match=rf"memory://bucket/{name}.*: TimeoutError"):
+            one.preprocess(url, tmp_path / "o")
         return
-    with pytest.raises(ConnectionError, match=rf"memory://bucket/{name}.*: TimeoutError: slow$"):
-        one.preprocess(url, tmp_path / "o")
+    made = one.preprocess(url, tmp_path / "o")
+    assert texts_of(one, made["text"]) == [list(b"abc")]
+    assert faults == []
 
 
 @pytest.mark.parametrize(
@@ -8466,7 +8444,6 @@ def test_remote_inputs_with_faults(one, bucket, tmp_path, monkeypatch, name, num
         ("a.jsonl.gz", b"nothing", "damaged"),
         ("a.jsonl", b"", "no document came"),
         ("a.jsonl", b"oops", "line 1"),
-        ("a.zip", b"", "zip archive"),
         ("a.jsonl.ZIP", b"", "zip archive"),
     ],
 )
@@ -8478,7 +8455,8 @@ def test_what_is_said_of_an_input_shows_no_credential(
     path = f"/me:{SECRET}@b/{name}?sig={SECRET}"
     fsspec.filesystem("memory").pipe_file(path, content)
     _, _, err = preprocess_command(one, capsys, f"memory:/{path}", tmp_path / "o")
-    assert f"memory://b/{name}" in err and words in err
+    assert f"memory://b/{name}" in err
+    assert words in err
     assert SECRET not in err
 
 
@@ -8486,12 +8464,11 @@ def test_a_remote_output(one, bucket, tmp_path, monkeypatch, capsys):
     """Its shards are found again, and no folder of its name is made here."""
     monkeypatch.chdir(tmp_path)
     path = jsonl("a.jsonl", ["aaaa", "bb"])
-    write = mock.Mock(wraps=one._write_pairs)
-    monkeypatch.setattr(one, "_write_pairs", write)
     shards = []
-    for index in (0, 1, 0, 1):
-        shards += one.preprocess(path, "memory://out/sub/s", shard=(index, 2)).values()
-    assert write.call_count == 2
+    with on_memory("put_file") as put:
+        for index in (0, 1, 0, 1):
+            shards += one.preprocess(path, "memory://out/sub/s", shard=(index, 2)).values()
+    assert put.call_count == 2 * 3
     assert os.listdir() == ["a.jsonl"]
     whole = "memory://out/more/whole"
     command_line = ["merge", "--input", *shards[:2], "--output-prefix", whole]
@@ -8507,13 +8484,6 @@ def test_the_first_fault_is_raised(one, tmp_path, workers):
     (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match=r"a\.jsonl: line 1"):
         one.preprocess(tmp_path / "*", tmp_path / "o", workers=workers)
-
-
-def test_a_pattern_leaves_out_folders(one, tmp_path):
-    (tmp_path / "b.jsonl").mkdir()
-    jsonl(tmp_path / "a.jsonl", ["a"])
-    made = one.preprocess(tmp_path / "*.jsonl", tmp_path / "o")
-    assert texts_of(one, made["text"]) == [[97]]
 
 
 # ==============================================================================
@@ -9974,16 +9944,6 @@ def test_build_says_what_is_not_kept(one, run_folder, capsys):
     assert "not kept: give --path-to-cache" in command(one, capsys, *argv)[1]
     assert "not kept" not in command(one, capsys, *argv, "--path-to-cache", "c")[1]
     assert "not kept" not in command(one, capsys, "build", *SMALL.split(), "a")[1]
-
-
-def test_the_merge_command_of_a_shard_is_quoted(one, tmp_path, capsys):
-    folder = tmp_path / "a folder"
-    folder.mkdir()
-    path = jsonl(folder / "t.jsonl", ["a", "b"])
-    shard = ["--shard", "0/2"]
-    _, out, _ = preprocess_command(one, capsys, path, folder / "o", *shard)
-    whole = folder / "o_text_document"
-    assert f"--input '{whole}'_*_of_00002.idx --output-prefix '{whole}'" in out
 
 
 # ==============================================================================
