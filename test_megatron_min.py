@@ -5922,8 +5922,9 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
         one.IndexedDataset("s3://bucket/pair")
     with pytest.raises(ImportError, match="storage"):
         one._NewFile("s3://bucket/new.bin")
-    with pytest.raises(ValueError, match=r"nonsense://bucket/pair.idx"):
-        one.IndexedDataset("nonsense://bucket/pair")
+    for url in ("nonsense://bucket/pair", "file:///bucket/pair"):
+        with pytest.raises(ValueError, match=rf"{url}\.idx"):
+            one.IndexedDataset(url)
 
 
 # -- credentials -----------------------------------------------------------------------------------
@@ -6052,7 +6053,7 @@ def test_commands_on_object_storage(one, bucket, tmp_path, capsys):
         assert words in out + err
 
 
-# -- what else servers and URLs are like
+# -- what else servers are like --------------------------------------------------------------------
 
 
 def test_the_time_of_the_last_read_is_no_change(one, bucket, some_pair):
@@ -6075,19 +6076,6 @@ def test_blocks_of_a_batch_are_fetched_a_few_at_a_time(one, bucket, numbers):
         found = source.read_many([(k, 1) for k in range(20)])
     assert lists(found) == [[k] for k in range(100, 120)]
     assert [len(call.args[1]) for call in read.call_args_list] == [8, 8, 4]
-
-
-@pytest.mark.parametrize(
-    "url, error, words",
-    [
-        (f"memory://b/x?sig={SECRET}", FileNotFoundError, "memory://b/x: no such object"),
-        ("file:///tmp/x", ValueError, "without file://"),
-    ],
-)
-def test_what_a_url_cannot_be(one, bucket, url, error, words):
-    with pytest.raises(error, match=words) as caught:
-        one._RemoteFile(url).stamp()
-    assert SECRET not in str(caught.value)
 
 
 # ==============================================================================
@@ -6300,10 +6288,10 @@ def divide(number):
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_map_ahead(one, limit):
-    """In order, at most limit items ahead; an error comes at its place, and the pool ends.
+def test_results_made_ahead_come_in_order(one, limit):
+    """At most limit items ahead; an error comes at its place, and the pool ends.
 
-    The items of numbers below 0 cannot be made, and those of 7 have no result.
+    The items of numbers below 0 cannot be made, and 7 has no result.
     """
     before = threading.active_count()
     for numbers in (range(9), range(6, -3, -1)):
@@ -6779,7 +6767,8 @@ def damage(ds, seed):
     else:
         others = np.array([-1, 0, 1, 50, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)])
         values[at] = rng.choice(others).astype(values.dtype)
-    ds._cache = arrays
+    for name, array in arrays.items():
+        setattr(ds, name, array)
     vars(ds.dataset).update(entries)
 
 
@@ -7068,18 +7057,6 @@ def test_c_refuses_bad_calls(c, name):
     assert [sys.getrefcount(values) for values in arrays] == counts
 
 
-@pytest.mark.parametrize("dtype, pad", [("u1", 98), ("i4", -1)])
-def test_c_finds_real_tokens_that_equal_the_pad_id(c, dtype, pad):
-    """Four b in the samples aaaab, bbbcc and ccccc, where no setting asks to look at each token."""
-    text = int32(*b"aaaabbbcccccc")
-    items = np.where(text == 98, pad, text).astype(dtype)
-    call = toy_call("read_samples") | {"items": items, "pad": pad, "attention_mask": None}
-    call |= {"pointers": np.array([0, 4, 7]) * items.itemsize, "mask_loss": False}
-    assert call_c(c, "read_samples", call) == 4
-    call |= {"extra": 0, "sample_index": np.zeros((4, 2), np.int32)}
-    assert call_c(c, "read_samples", call) == 0, "padding is no real token"
-
-
 NO_PLACES = [  # (sample, array, values in it that lead that sample to no place)
     (1, "sample_index", [[0, 0], [-1, 2], [0, 2], [2, 5]]),  # begins before the first document
     (1, "sample_index", [[0, 0], [1, -1], [2, 0], [2, 5]]),  # begins before a document
@@ -7159,8 +7136,12 @@ def portable(c, sources, monkeypatch):
     if not built:
         pytest.skip("there is no C compiler")
     spec = importlib.util.spec_from_file_location("_megatron_min", built[0])
-    monkeypatch.setattr(c, "_megatron_min", importlib.util.module_from_spec(spec))
-    return c
+    kernels = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "_megatron_min", kernels)
+    monkeypatch.setitem(sys.modules, c.__name__, c)  # it is there again afterwards
+    made = copy_of_module.__wrapped__("c")
+    assert made._megatron_min is kernels
+    return made
 
 
 @pytest.mark.slow
@@ -7233,7 +7214,7 @@ def test_an_sdist_builds_and_passes_its_tests(sources, tmp_path):
 # ==============================================================================
 
 
-def test_null_tokenizer(one):
+def test_the_null_tokenizer_takes_numbers(one):
     tokenizer = one.build_tokenizer("null:100")
     assert tokenizer.vocab_size == 101
     assert tokenizer.eod == 100
@@ -7929,7 +7910,7 @@ def write_parquet(path, columns, **arguments):
 
 
 @pytest.mark.parametrize("extension", COMPRESSED)
-def test_compressed_inputs(one, long_text, tmp_path, extension):
+def test_compressed_inputs_are_read_as_they_are(one, long_text, tmp_path, extension):
     """A file may be two compressed files laid end to end; it may be empty; lines are counted."""
     content = (long_text / "a.jsonl").read_bytes()
     half = len(content) // 2
@@ -8113,7 +8094,7 @@ def test_files_and_globs_in_order(one, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_standard_input(one, tmp_path, monkeypatch, workers):
+def test_standard_input_is_read_or_refused_as_a_whole(one, tmp_path, monkeypatch, workers):
     """Closed, cut off within a line, as when the program before the pipe is killed, and whole."""
     text = b'{"text": "ab"}\n{"text": "c"}'
     path = jsonl(tmp_path / "a.jsonl", ["d"])
@@ -9198,7 +9179,7 @@ INSPECTED = {  # documents, and what inspect says of them
 
 
 @pytest.mark.parametrize("case", INSPECTED)
-def test_inspect(one, tmp_path, capsys, case):
+def test_inspect_tells_counts_and_the_first_tokens(one, tmp_path, capsys, case):
     docs, words = INSPECTED[case]
     code, out, _ = command(one, capsys, "inspect", mk(one, tmp_path / "p", docs))
     assert code == 0 and re.search(words, out), out
@@ -9645,7 +9626,7 @@ def test_a_command_in_a_thread(one, tmp_path, capsys):
     assert code == 0 and "1 document" in out
 
 
-def test_demo(mm, tmp_path, capsys, monkeypatch):
+def test_the_demo_resumes_and_leaves_nothing(mm, tmp_path, capsys, monkeypatch):
     """It ends with what to do next, in a copy of the module too, and leaves nothing."""
     monkeypatch.setattr(sys, "argv", ["./megatron_min.py"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -10537,7 +10518,7 @@ def read_pair(mm, rng):
 
 @linux
 @pytest.mark.parametrize("count", FEW_AND_MANY)
-def test_damaged_pairs(mm, tmp_path, monkeypatch, count):
+def test_damaged_pairs_are_refused_or_read_in_bounds(mm, tmp_path, monkeypatch, count):
     monkeypatch.chdir(tmp_path)
     for path, modes, dtype in (("plain", None, np.uint16), ("moded", [1, -2], np.int32)):
         with mm.IndexedDatasetBuilder(f"{path}.bin", dtype, modes is not None) as builder:
@@ -10580,7 +10561,7 @@ def read_cache(mm, rng):
 
 @linux
 @pytest.mark.parametrize("count", FEW_AND_MANY)
-def test_damaged_caches(mm, tmp_path, monkeypatch, count):
+def test_damaged_caches_are_never_seen(mm, tmp_path, monkeypatch, count):
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(5)
     mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)
