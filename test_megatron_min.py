@@ -5847,8 +5847,7 @@ def test_a_server_with_faults(one, web, some_pair, tmp_path, block_bytes):
     settings = one.ObjectStorageConfig(tmp_path / "idx", block_bytes)
     for k in range(15):
         ds = one.IndexedDataset(place, object_storage_config=settings)
-        found = ds.get_many([(i, 0, len(docs[i])) for i in range(k, k + 8)])
-        assert lists(found) == [docs[i].tolist() for i in range(k, k + 8)]
+        assert lists(ds[k : k + 8]) == [doc.tolist() for doc in docs[k : k + 8]]
 
 
 @pytest.mark.parametrize("fault", ["cut", "short", 408, 429, 500])
@@ -8266,10 +8265,11 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path, number, killed):
     for word in killed:
         texts += ["13" if word == "yes" else "1", "5 " * 300_000]  # a block of one of two workers
     path = jsonl(tmp_path / "a.jsonl", texts)
+    before = set(multiprocessing.active_children())
     with pytest.raises(ChildProcessError, match="use fewer workers"):
         one.preprocess(path, tmp_path / "o", Killer(number), workers=2)
     assert os.listdir(tmp_path) == ["a.jsonl"]
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (4, 2), (60, 7)])
@@ -9412,12 +9412,12 @@ def test_an_order_of_no_size_is_warned_of(one, run_folder, capsys):
         assert code == 0 and ("without --sizes" in err) == is_warned
 
 
-def test_mock_data_have_a_name(one, run_folder, capsys):
-    argv = ["--sequence-length", 1024, "--random-seed", 1, "--sizes", 9, 0, 0]
-    assert "mock data" in command(one, capsys, "plan", *argv)[1]
-    code, out, err = command(one, capsys, "find", "--sequence", 5, *argv)
-    assert code == 0 and "of mock data: tokens of it are in" in out, err
-    assert "corpus    sequence" not in command(one, capsys, "trace", "--sample", 0, *argv)[1]
+def test_mock_data_have_a_name(one, capsys):
+    argv = "--sequence-length 1024 --random-seed 1 --sizes 9 0 0".split()
+    for words in (["plan"], ["find", "--sequence", 5], ["trace", "--sample", 0]):
+        code, out, err = command(one, capsys, *words, *argv)
+        assert code == 0, err
+        assert "mock data" in out
 
 
 def test_build_says_what_is_not_kept(one, run_folder, capsys):
