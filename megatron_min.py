@@ -4353,16 +4353,23 @@ def _rename_without_old_index(tokens, index):
     if os.path.isdir(index.path):
         raise IsADirectoryError(f"{index.path} is a folder: wanted the place of a file")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(index.path, old_index)
-        tokens.commit()
-    finally:
-        # An error, or a signal, may come before or after the .bin has its name.
-        if os.path.exists(tokens.temporary):
+        try:
             with contextlib.suppress(FileNotFoundError):
-                os.replace(old_index, index.path)
+                os.replace(index.path, old_index)
+            tokens.commit()
+        finally:
+            _settle_old_index(tokens, index, old_index)
+    finally:
+        _settle_old_index(tokens, index, old_index)  # a signal may have ended the line above
+
+
+def _settle_old_index(tokens, index, old_index):
+    """Remove the old .idx, or, where the .bin has not got its name, put it back."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.exists(tokens.temporary):
+            os.replace(old_index, index.path)
         else:
-            pathlib.Path(old_index).unlink(missing_ok=True)
+            os.unlink(old_index)
 
 
 def _map_file(path: str | os.PathLike) -> np.ndarray:

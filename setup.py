@@ -1,6 +1,6 @@
 """Builds megatron-min: megatron_min.py and, where a C compiler is found, _helpers.c for speed.
 
-pip install .                          uses C if it compiles, else says so and goes without
+pip install .                          uses C if it compiles, else goes without (pip -v says why)
 MEGATRON_MIN_C=1 pip install .         a build without C is an error (CI, wheels)
 MEGATRON_MIN_C=0 pip install .         no compiler is called
 python setup.py build_ext --inplace    puts _megatron_min beside the sources
@@ -13,60 +13,19 @@ A wheel with C is for one platform and all Pythons from 3.11 on (cp311-abi3); on
 import os
 import re
 import shlex
-import sys
 import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.build_ext import build_ext
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.sdist import sdist
-
-try:
-    from setuptools.command.bdist_wheel import bdist_wheel
-except ImportError:  # setuptools before 70.1: a wheel's tag says what was tried
-    bdist_wheel = None
 
 HERE = Path(__file__).resolve().parent
 SOURCE = (HERE / "megatron_min.py").read_text(encoding="utf-8")
 README = HERE / "README.md"
 C_WANTED = os.environ.get("MEGATRON_MIN_C", "")  # "0" never, "1" or fail, else if it can be had
+FLAGS = shlex.split(os.environ.get("MEGATRON_MIN_CFLAGS", ""))
 LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")  # free threads: no limited API
-
-BANNER = f"""
-{"*" * 88}
-_megatron_min WAS NOT BUILT: {{}}
-
-megatron_min works without it, with equal results, but slower.  It needs a C compiler and
-Python's headers; MEGATRON_MIN_C=1 makes this an error, =0 leaves it out silently.
-{"*" * 88}
-"""
-
-
-class BuildIfPossible(build_ext):
-    """A build that fails is a loud note, not an error, unless MEGATRON_MIN_C=1 asks for it."""
-
-    def run(self):
-        self.force = True  # other flags make another file
-        try:
-            super().run()
-        except Exception as error:
-            if C_WANTED == "1":
-                raise
-            for ext in self.extensions:  # an older one's must not pass for this one's
-                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
-            self.extensions = []
-            self.distribution.ext_modules = []
-            print(BANNER.format(error), file=sys.stderr, flush=True)
-
-    def build_extension(self, ext):
-        """Blends are rounded as IEEE says: no fused multiply-add, whatever else is asked for."""
-        own = shlex.split(os.environ.get("MEGATRON_MIN_CFLAGS", ""))
-        if self.compiler.compiler_type == "msvc":
-            ext.extra_compile_args = ["/O2", *own, "/fp:precise"]
-        else:
-            ext.extra_compile_args = ["-O3", *own, "-ffp-contract=off"]
-        ext.extra_link_args = own
-        super().build_extension(ext)
 
 
 class CompleteSdist(sdist):
@@ -78,31 +37,35 @@ class CompleteSdist(sdist):
         super().make_distribution()
 
 
-commands = {"build_ext": BuildIfPossible, "sdist": CompleteSdist}
+class WheelAsBuilt(bdist_wheel):
+    """A wheel whose tag says whether C was built."""
 
-if bdist_wheel is not None:
-
-    class WheelAsBuilt(bdist_wheel):
-        """A wheel whose tag says whether C was built."""
-
-        def run(self):
+    def run(self):
+        if self.distribution.has_ext_modules():
+            build = self.get_finalized_command("build_ext")
+            [built] = map(Path, build.get_outputs())
+            built.unlink(missing_ok=True)  # an older one must not pass for this one
             self.run_command("build_ext")
-            self.root_is_pure = not self.distribution.has_ext_modules()
-            super().run()
+            if not built.exists():
+                self.distribution.ext_modules = []
+                self.root_is_pure = True
+        super().run()
 
-    commands["bdist_wheel"] = WheelAsBuilt
 
 ext_modules = []
 if C_WANTED != "0":
-    macros = []
-    if not LIMITED:
-        macros.append(("Py_GIL_DISABLED", "1"))  # what _helpers.c looks at on Windows
-    sources = ["_helpers.c"]
-    ext_modules.append(
-        Extension("_megatron_min", sources, py_limited_api=LIMITED, define_macros=macros)
+    extension = Extension(
+        "_megatron_min",
+        ["_helpers.c"],
+        # Blends are rounded as IEEE says: no fused multiply-add, whatever else is asked for.
+        extra_compile_args=["-O3", *FLAGS, "-ffp-contract=off"],
+        extra_link_args=FLAGS,
+        py_limited_api=LIMITED,
+        optional=C_WANTED != "1",
     )
+    ext_modules.append(extension)
 
-options = {}
+options = {"build_ext": {"force": True}}  # other flags make another file
 if LIMITED:
     options["bdist_wheel"] = {"py_limited_api": "cp311"}
 
@@ -146,5 +109,5 @@ setup(
     },
     ext_modules=ext_modules,
     options=options,
-    cmdclass=commands,
+    cmdclass={"bdist_wheel": WheelAsBuilt, "sdist": CompleteSdist},
 )
