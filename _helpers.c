@@ -285,7 +285,7 @@ exit:
     return result;
 }
 
-/* Definition: IndexedDataset.verify in megatron_min.py.  Upstream checks nothing.
+/* Definition: _verify_pair in megatron_min.py.  Upstream checks nothing.
  *
  *     lengths     4 3 6       none is below 0; here an item has 1 byte
  *     pointers    0 4 7       each is the end of the sequence before it, in bytes

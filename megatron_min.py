@@ -16,22 +16,57 @@ makes the loops of part I faster.  Part III is what people run from a shell.  Th
 but numpy and torch; _helpers.c is an optional accelerator with identical results.
 
 Words       token        an integer that stands for a piece of text
-            document     one text of the corpus, such as one line of JSON
+            document     one text of the corpus; but see the box
             sequence     a run of tokens that the .idx file lists as one entry.  A document is
                          stored as one sequence, or as several, one for each of its sentences.
             corpus       a pair of files, .bin and .idx, that holds many sequences
             split        the part of a corpus that is for training, validation or testing
             epoch        one pass over all sequences of a split
             sample       S tokens that the model reads in one row, with labels and masks
+            stream       the sequences of all epochs, laid end to end; samples are cut from it
             micro-batch  the samples that one rank reads at once
             blend        several corpora mixed by weights
+            weight       of a corpus in a blend: its share of the samples
+            sizes        upstream's name for two things: for build_sample_idx() the lengths of
+                         sequences, for the builder the numbers of samples that are wanted
             rank         one process of a training job; usually each rank has one GPU
+
+  +-- "document" --------------------------------------------------------------------------------+
+  | In sections 1 and 2, and in the tools of part III, a document is a text.  document_indices,  |
+  | an array of the .idx file, says which sequences a text is.  Training does not use it.        |
+  |                                                                                              |
+  | From section 3 on, a document is a sequence of the .idx file.  Upstream calls sequences so   |
+  | there, as nearly always a text is one sequence.  document_index, an array of section 4, is   |
+  | the order in which sequences are read.  It has nothing to do with document_indices.          |
+  +----------------------------------------------------------------------------------------------+
+
 Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             T  tokens in one epoch of a split           E  epochs over the split
             N  samples in a dataset                     x  1 if a sample has one token more, so that
                                                            its last input has a label, else 0
             "list -> tuple" in a docstring: the function takes a list and returns a tuple
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
+
+Borrowed from the workshop: part I calls these, and a reader may take them at their word.  What
+begins with _check_ raises an error for wrong input.
+    _NewFile, _commit_pair           files that have temporary names until they are whole
+    _encode_tokens                   token ids -> the bytes that a .bin file has for them
+    _open_index, _open_bin           the bytes of an .idx, the tokens of its .bin; both are checked
+    _position, _error_of_span        an index, counted from the end if it is negative; its error
+    _read_pieces                     the tokens of several (sequence, offset, length)
+    _open_indices, _map_indices      the arrays of a dataset: found in its cache, or built
+    _set_identifiers                 what tells a dataset from others, and names its cache files
+    _count_datasets                  how often each dataset occurs in dataset_index
+    _pad_token_id, _attribute        the id that fills short samples; what a tokenizer may not have
+    _name                            what a dataset is called in a message
+    _read_shares, _read_blend, _as_phases, _as_counts, _drop_zero_weights
+                                     splits, weights and phases as numbers, after checks
+    _BlendTooLarge                   the error of a blend that takes more samples than there are
+    _in_threads, _allow_open_files   a function called for several items at a time; many open files
+    _is_distributed, _rank, _device_of_group, _on_every_rank, _raise_error_of
+                                     this rank among others, and one error for all of them
+    _GradientHook, _reduce_scatter, _note_nan, _raise_if_nan
+                                     what torch calls when a gradient is ready; sums; a look for nan
 
 Contents
 Part I, the path of a token
@@ -50,7 +85,7 @@ Part II, the workshop
     12. The index cache           when may arrays made earlier be used again?
     13. Token sources             how are tokens read from a mapping, a file, or object storage?
     14. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
-    15. One error for every rank  what do the others do when one rank fails?
+    15. Checks and errors         what is refused, and what do the others do when one rank fails?
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
 Part III, the tools
     17. Tokenizers                which tokenizers can a command use?
@@ -227,6 +262,12 @@ class DatasetFormatError(ValueError):
 #                0       1     2           3    document_indices: document d is the sequences
 #                                               document_indices[d] .. document_indices[d + 1] - 1
 #
+# To read, both files are mapped into memory.  The tokens of sequence i are a slice of the .bin:
+#
+#   first = sequence_pointers[i] // (bytes of a token)       i = 1:  first = 4, count = 3
+#   count = sequence_lengths[i]
+#   tokens[first : first + count]                                    b b b
+#
 # The .idx file describes n sequences.  Its document_indices have m entries: one for each document,
 # and one more.  All integers are little-endian.
 #
@@ -243,22 +284,10 @@ class DatasetFormatError(ValueError):
 #
 # A mode is a small number that says what kind of data a sequence holds, such as text or image.
 # This module stores modes and gives them back.
-#
-# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
-#
-#   what              when                              against
-#   header and sizes  at every open, in O(1)            the table above, and the size of the .bin
-#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
-#   entries                                             sequence ends where the .bin ends
-#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
-#                     and before section 4 orders the   of the lengths before it, in bytes, and
-#                     sequences, in O(n)                documents never go back
-#   one place         at every access                   the bounds of the sequence and of the .bin
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, n, m: the first 34 bytes
-_CHUNK = 1 << 14  # entries that are checked at a time: temporary arrays stay in the CPU's cache
 
 
 class DType(enum.Enum):
@@ -317,6 +346,25 @@ def get_bin_path(path_prefix: str | os.PathLike) -> str:
     return f"{os.fspath(path_prefix)}.bin"
 
 
+class _MappedTokens:
+    """The tokens of a .bin file that is mapped into memory.
+
+    A read is a view: nothing is copied, and the view keeps the mapping alive.  Section 13 has the
+    same two methods for an open file, and for object storage.
+    """
+
+    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
+        self.tokens = _map_file(path).view(dtype)
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return count tokens from token first on."""
+        return self.tokens[first : first + count]
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (first, count)."""
+        return [self.read(first, count) for first, count in spans]
+
+
 class IndexedDataset(torch.utils.data.Dataset):
     """Read a .bin/.idx pair.  Upstream: IndexedDataset.
 
@@ -330,8 +378,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     ds[i] is sequence i, a 1-D array of ds.dtype, and ds[a:b] a list of such arrays.  Opening costs
     O(1), whatever the size, or O(n) with the whole check.  A file that is not what its format says
-    is a DatasetFormatError (a ValueError); a place outside of the dataset is an IndexError.  A
-    pickle holds the path, and what tells the files from later ones.
+    is a DatasetFormatError (a ValueError); a place outside of the dataset is an IndexError.
 
     >>> ds = IndexedDataset(toy_corpus())
     >>> len(ds), ds.sequence_lengths.tolist(), ds.sequence_pointers.tolist()
@@ -353,41 +400,19 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.mmap = mmap
         self.object_storage_config = object_storage_config
         self.check = check
-        self._verified = False
-        self._identity = None  # identity() fills it
-        self._digest = None  # digest_of_contents() fills both
-        self._digest_stamps = None
-        self._open()
-        if check:
-            self.verify()
-
-    def _open(self):
-        """Map the .idx file, find its arrays, and open the .bin file; section 13 has the checks."""
-        idx_path = get_idx_path(self.path_prefix)
-        bin_path = get_bin_path(self.path_prefix)
-        if not _is_remote(idx_path) and not os.path.exists(idx_path):
-            raise FileNotFoundError(_describe_missing_pair(self.path_prefix))
-        self._idx_stamp = _file_stamp(idx_path)
-        content = _map_file(_fetch_index(idx_path, self._idx_stamp, self.object_storage_config))
-        code, n, m = _read_header(idx_path, content, self.multimodal)
-        self._idx_content = content
+        content = _open_index(self)  # section 13: the bytes of the .idx, after a look at its header
+        _, _, code, n, m = _HEADER.unpack_from(content)
         self.dtype = DType.dtype_from_code(code)
-        self._token_bytes = DType.size(self.dtype)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
         self.document_indices = np.frombuffer(content, np.int64, m, 34 + 12 * n)
         self.sequence_modes = None
-        if self.multimodal:
+        if multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
-        self._bin_stamp = _file_stamp(bin_path)
-        _check_ends(self, self._bin_stamp["size"])
-        self.num_tokens = self._bin_stamp["size"] // self._token_bytes
-        self._tokens = _open_tokens(bin_path, self.dtype, self.mmap, self.object_storage_config)
-        # Another process may replace the pair between the opening of the .idx and that of the .bin.
-        # _commit_pair() removes the old .idx before it touches the .bin: so if the .idx that was
-        # opened is still there now, the .bin that was opened belongs to it.
-        if _file_stamp(idx_path) != self._idx_stamp:
-            raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
+        self._token_bytes = DType.size(self.dtype)
+        self._tokens, self.num_tokens = _open_bin(self)  # section 13: usually _MappedTokens
+        if check:
+            self.verify()
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -406,11 +431,10 @@ class IndexedDataset(torch.utils.data.Dataset):
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> typing.Any:
         """Return length tokens of sequence idx from offset on (default: to its end).
 
-        Returns   a 1-D array of the dtype of the file; with modes (tokens, mode)
-        Raises    IndexError for a place outside of the sequence
-        Cost      O(1), or one read where the file is not mapped
+        The result is a 1-D array of the dtype of the file; with modes it is (tokens, mode).
+        IndexError for a place outside of the sequence.  Upstream: the same name.
         """
-        i = _position(idx, len(self), self.path_prefix)
+        i = _position(idx, len(self), self.path_prefix)  # -1 is the last sequence; section 15
         first, count = self._span(i, offset, length)
         tokens = self._tokens.read(first, count)
         if self.multimodal:
@@ -418,9 +442,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         return tokens
 
     def get_many(self, pieces: typing.Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
-        """Return the tokens of several (sequence, offset, length), without modes.
+        """Return what get() returns for each (sequence, offset, length), without modes.
 
-        The equal of get() for each piece; those of object storage are fetched at the same time.
+        Pieces of a pair on object storage are fetched at the same time.
         """
         spans = []
         for idx, offset, length in pieces:
@@ -428,81 +452,30 @@ class IndexedDataset(torch.utils.data.Dataset):
             spans.append(self._span(i, offset, length))
         return self._tokens.read_many(spans)
 
-    @property
-    def is_mapped(self) -> bool:
-        """Are the tokens read from a mapping, where a read costs next to nothing?"""
-        return type(self._tokens) is _MappedTokens
-
     def _span(self, i, offset, length):
         """Where a part of sequence i lies: (tokens of the .bin before the part, tokens of it)."""
-        pointer = int(self.sequence_pointers[i])
+        start, rest = divmod(int(self.sequence_pointers[i]), self._token_bytes)
         size = int(self.sequence_lengths[i])
-        start, rest = divmod(pointer, self._token_bytes)
-        if rest or start < 0 or size < 0 or start + size > self.num_tokens:
-            # only an .idx that was not checked as a whole can be wrong in this way
-            found = f"byte {pointer}, {size} tokens"
-            path = get_idx_path(self.path_prefix)
-            raise _format_error(path, f"sequence {i}", "a place in .bin", found)
         offset = operator.index(offset)
         length = size - offset if length is None else operator.index(length)
-        if offset < 0 or length < 0 or offset + length > size:
-            field = f"tokens of sequence {i}"
-            wanted = f"{offset} to {offset + length}"
-            raise _format_error(self.path_prefix, field, wanted, size, IndexError)
+        is_in_file = rest == 0 and start >= 0 and size >= 0 and start + size <= self.num_tokens
+        is_in_sequence = offset >= 0 and length >= 0 and offset + length <= size
+        if not (is_in_file and is_in_sequence):
+            raise _error_of_span(self, i, offset, length)  # section 13
         return start + offset, length
 
-    def blocks_of_tokens(self) -> typing.Iterator[np.ndarray]:
-        """Yield all tokens of the .bin file, in order, in arrays of at most 16 MiB."""
-        size = (16 << 20) // self._token_bytes
-        for start in range(0, self.num_tokens, size):
-            yield self._tokens.read(start, min(size, self.num_tokens - start))
-
     def verify(self) -> None:
-        """Check every entry of the .idx, once, in O(n).
+        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one.
 
         Lengths are >= 0, each pointer is the bytes of the sequences before it, and documents never
         go back.
         """
-        if self._verified:
-            return
-        _verify_sequences(self)
-        _verify_documents(self)
-        self._verified = True
+        _verify_pair(self)  # section 13
 
-    def identity(self) -> dict:
-        """Return what tells this .idx from one that was written later; it is computed once.
-
-        That is its size, the time of its last change, and a digest of its first and last page.
-        """
-        if self._identity is None:
-            first = self._idx_content[:_PAGE].tobytes()
-            last = self._idx_content[-_PAGE:].tobytes()
-            self._identity = {
-                "idx_size": self._idx_stamp["size"],
-                "idx_mtime_ns": self._idx_stamp["changed"],
-                "idx_ends": _md5(first + last),
-            }
-        return self._identity.copy()
-
-    def digest_of_contents(self) -> str:
-        """Return an md5 of the sizes of both files and of some of their pages.
-
-        8 pages of 4 KiB of the .idx and 24 of the .bin, the first, the last, and evenly between: so
-        a copy at another path has the same digest, and a corpus with other tokens, even of the same
-        lengths, has another.  It is kept as long as the files are the same.  Object storage is not
-        asked again whether they are: that would be two requests each time.
-        """
-        stamps = [self._idx_stamp, self._bin_stamp]
-        if not _is_remote(self.path_prefix):
-            with contextlib.suppress(FileNotFoundError):  # files that are open outlive their names
-                stamps = [
-                    _file_stamp(get_idx_path(self.path_prefix)),
-                    _file_stamp(get_bin_path(self.path_prefix)),
-                ]
-        if self._digest is None or stamps != self._digest_stamps:
-            self._digest = _digest_of_pages(self)
-            self._digest_stamps = stamps
-        return self._digest
+    @staticmethod
+    def exists(path_prefix: str | os.PathLike) -> bool:
+        """Return True if both files of the pair exist.  Upstream: the same name."""
+        return _file_exists(get_idx_path(path_prefix)) and _file_exists(get_bin_path(path_prefix))
 
     @property
     def index(self) -> "IndexedDataset":
@@ -513,31 +486,22 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices, under upstream's name."""
         return self.document_indices
 
+    # ---- which pair is it?  Section 13 has the answers
+
+    def identity(self) -> dict:
+        """Return what tells this .idx from one that is written later."""
+        return _identity_of_index(self)
+
+    def digest_of_contents(self) -> str:
+        """Return an md5 of the sizes of both files and of some of their pages."""
+        return _digest_of_contents(self)
+
     def __reduce__(self):
-        """Pickle the path, and what the files were: who unpickles it opens them again."""
-        arguments = self.path_prefix, self.multimodal, self.mmap
-        stamps = [self._idx_stamp, self._bin_stamp]
-        return type(self), (*arguments, self.object_storage_config, self.check), stamps
+        """Pickle the path: who unpickles it opens the pair again."""
+        return _pickle_pair(self)
 
     def __setstate__(self, stamps):
-        """DatasetFormatError if the files that were opened are not those of the pickle."""
-        found = [self._idx_stamp, self._bin_stamp]
-        if found != stamps:
-            reason = "the pair was replaced after the dataset was pickled: build it again"
-            raise _format_error(self.path_prefix, "files", stamps, f"{found}: {reason}")
-
-    @staticmethod
-    def exists(path_prefix: str | os.PathLike) -> bool:
-        """Return True if both files of the pair exist.  Upstream: the same name."""
-        return _file_exists(get_idx_path(path_prefix)) and _file_exists(get_bin_path(path_prefix))
-
-
-def _position(idx, n, name):
-    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
-    i = operator.index(idx)
-    if not -n <= i < n:
-        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
-    return i % n
+        _check_stamps(self, stamps)
 
 
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
@@ -550,9 +514,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
     if an exception ends it, without any file.  Without a with block, call finalize() yourself.
     Wrong input is a ValueError, or a TypeError where a number is no integer, before anything of it
-    is written.  After a write that failed, as on a full disk, nothing more can be added.  Memory: 4
-    bytes for each sequence and 8 for each document, and a copy of the tokens of one call;
-    finalize() takes 16 bytes more for each sequence.
+    is written.  After a write that failed, as on a full disk, nothing more can be added.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -580,8 +542,82 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
         Sequences that add_item() added since the last end belong to the document too.
         """
-        self._append(_encode_tokens(tensor, self._token_dtype), lengths, modes)
+        content = _encode_tokens(tensor, self._token_dtype)  # bytes, as the .bin file has them
+        self._append(content, lengths, modes)
         self.document_indices.append(len(self.sequence_lengths))
+
+    def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
+        """Append one sequence of token ids (tensor, array or list; it is flattened).
+
+        The sequence belongs to the document that the next end_document() ends.
+        """
+        content = _encode_tokens(tensor, self._token_dtype)
+        num_tokens = len(content) // self._token_dtype.itemsize
+        self._append(content, [num_tokens], [mode])
+
+    def end_document(self) -> None:
+        """End the document of the sequences that were added since the last end."""
+        _check_open(self)
+        self.document_indices.append(len(self.sequence_lengths))
+
+    def _append(self, content, lengths, modes=None, ends=()):
+        """Append sequences.  All is checked before it is written.
+
+        content  the bytes of the sequences, as the .bin file has them
+        ends     one number for each document that ends here: how many sequences of this call come
+                 before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no
+                 sequence ends first, then one of two sequences, then one of one.
+        """
+        lengths, modes = _check_sequences(self, content, lengths, modes)  # section 11
+        self._write(content)
+        first = len(self.sequence_lengths)
+        self.sequence_lengths.extend(lengths)
+        if self.multimodal:
+            self.sequence_modes.extend(modes)
+        for end in ends:
+            self.document_indices.append(first + int(end))
+
+    def _write(self, content):
+        """Write to the .bin file.  A write that fails may have written a part: that is the end."""
+        try:
+            self._bin.file.write(content)
+        except BaseException:
+            _check_open(self)  # section 11: says so if the pair was finished before
+            self._bin.discard()
+            raise
+
+    def finalize(self, idx_path: str | os.PathLike) -> None:
+        """Write the .idx file and give both files their names.
+
+        ValueError if sequences were added after the last document ended.  Memory: 16 bytes for each
+        sequence.
+        """
+        _check_finished(self)  # section 11
+        n = len(self.sequence_lengths)
+        m = len(self.document_indices)
+        code = DType.code_from_dtype(self.dtype)
+        token_bytes = np.int64(self._token_dtype.itemsize)
+        lengths = np.frombuffer(self.sequence_lengths, np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64) * token_bytes
+        index = _NewFile(idx_path)
+        try:
+            index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
+            index.file.write(lengths)
+            index.file.write(ends - lengths * token_bytes)  # sequence_pointers
+            index.file.write(self.document_indices)
+            index.file.write(self.sequence_modes)
+            _commit_pair(self._bin, index)
+        finally:
+            index.discard()  # does nothing once the file has its name
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if kind is None and not self._bin.file.closed:
+                self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
+        finally:
+            self._bin.discard()  # does nothing once the file has its name
+
+    # ---- many documents at once; section 11 has what these do
 
     def add_documents(
         self, documents: typing.Any, modes: typing.Any = None, eod_token: int | None = None
@@ -592,126 +628,19 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         modes       one int8 for each document; None: all 0
         eod_token   put this id after each document that has tokens
         """
-        eod = _as_tokens([] if eod_token is None else [eod_token], self._token_dtype)
-        pieces = [_as_tokens([], self._token_dtype)]  # so that there is something to concatenate
-        lengths = []
-        for tokens in _as_arrays(documents, self._token_dtype):
-            pieces.append(tokens)
-            lengths.append(len(tokens))
-            if len(tokens) > 0:
-                pieces.append(eod)
-                lengths[-1] += len(eod)
-        first = len(self.sequence_lengths)
-        self._append(np.concatenate(pieces), lengths, modes)
-        self.document_indices.extend(range(first + 1, first + len(lengths) + 1))
-
-    def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
-        """Append one sequence of token ids (tensor, array or list; it is flattened).
-
-        The sequence belongs to the document that the next end_document() ends.
-        """
-        tokens = _encode_tokens(tensor, self._token_dtype)
-        self._append(tokens, [len(tokens) // self._token_dtype.itemsize], [mode])
-
-    def end_document(self) -> None:
-        """End the document of the sequences that were added since the last end."""
-        self._check_open()
-        self.document_indices.append(len(self.sequence_lengths))
-
-    def finalize(self, idx_path: str | os.PathLike) -> None:
-        """Write the .idx file and give both files their names.
-
-        ValueError if sequences were added after the last document ended.
-        """
-        self._check_open()
-        if len(self.sequence_lengths) != self.document_indices[-1]:
-            raise ValueError(
-                f"{self._bin.path}: no document ends after sequence "
-                f"{self.document_indices[-1]}: call end_document() before finalize()"
-            )
-        lengths = np.frombuffer(self.sequence_lengths, np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64) * self._token_dtype.itemsize
-        _check_size(self._bin, int(ends[-1]) if len(ends) else 0)
-        code = DType.code_from_dtype(self.dtype)
-        index = _NewFile(idx_path)
-        try:
-            n = len(self.sequence_lengths)
-            m = len(self.document_indices)
-            index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
-            index.file.write(lengths)
-            index.file.write(ends - lengths * np.int64(self._token_dtype.itemsize))
-            index.file.write(self.document_indices)
-            index.file.write(self.sequence_modes)
-            _commit_pair(self._bin, index)
-        finally:
-            index.discard()  # does nothing once the file has its name
+        _append_documents(self, documents, modes, eod_token)
 
     def add_index(self, path_prefix: str | os.PathLike) -> None:
         """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
 
         ValueError if the pair has another dtype, or modes that would be lost, or is the one that is
-        being written.
+        being written.  Upstream: the same name.
         """
-        self._check_open()
         _append_pair(self, path_prefix)
 
     def sync(self) -> None:
         """Have the disk hold all tokens so far; OSError if it is full."""
         self._bin.sync()
-
-    def _append(self, tokens, lengths, modes=None, ends=()):
-        """Append sequences: bytes, or an array of dtype.  All is checked before it is written.
-
-        ends   one number for each document that ends here: how many sequences of this call come
-               before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no sequence
-               ends first, then one of two sequences, then one of one.
-        """
-        self._check_open()
-        lengths = _as_compact_array(lengths, "i", "lengths of sequences")
-        num_tokens = len(tokens)
-        if isinstance(tokens, bytes):
-            num_tokens //= self._token_dtype.itemsize
-        if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
-            raise ValueError(
-                f"{self._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
-                f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
-            )
-        if modes is None and self.multimodal:
-            modes = bytes(len(lengths))
-        if modes is not None:
-            modes = _as_compact_array(modes, "b", "modes of sequences")
-            if len(modes) != len(lengths):
-                raise ValueError(
-                    f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
-                    f"got {len(modes)} modes"
-                )
-        self._write(tokens)
-        first = len(self.sequence_lengths)
-        self.sequence_lengths.extend(lengths)
-        if len(ends) > 0:
-            self.document_indices.extend([first + int(end) for end in ends])
-        if self.multimodal:
-            self.sequence_modes.extend(modes)
-
-    def _write(self, tokens):
-        """Write tokens to the .bin file.  What failed once may have written a part: it is over."""
-        try:
-            self._bin.file.write(tokens)
-        except BaseException:
-            self._bin.discard()
-            raise
-
-    def _check_open(self):
-        """ValueError once the pair is finished, or a write has failed."""
-        if self._bin.file.closed:
-            raise ValueError(f"{self._bin.path} is finalized, or has failed: nothing can be added")
-
-    def __exit__(self, kind, error, traceback):
-        try:
-            if kind is None and not self._bin.file.closed:
-                self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
-        finally:
-            self._bin.discard()  # does nothing once the file has its name
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
@@ -745,11 +674,13 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   {"text": ""}           ->     (no tokens)    ->                          0 1 1
 #   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
 #
-# A line is a document, and a document becomes one sequence; or, if the text is a list of sentences,
-# one sequence for each sentence that has tokens.  A blank line is no document.  The end-of-document
-# token, eod, tells a model where one text stops and an unrelated one begins.  A document without
-# tokens becomes no sequence and gets no eod: the number of sequences is repeated in
-# document_indices, so that document d is still line d.  Upstream does the same.
+# A line is a document; only blank lines do not count.  A document becomes one sequence, or, if the
+# text is a list of sentences, one sequence for each sentence that has tokens.  The end-of-document
+# token, eod, tells a model where one text stops and an unrelated one begins.
+#
+# A document without tokens becomes no sequence and gets no eod.  But it has its entry in
+# document_indices, where the number of sequences is repeated.  So document d of the pair is line d
+# of the file, if blank lines are not counted.  Upstream does the same.
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
@@ -880,9 +811,7 @@ def encode_jsonl(
 # A split cuts one corpus into parts that have no sequence in common.  A blend mixes corpora.  A
 # config holds both, with everything else that decides what a sample looks like.
 #
-# What is split here, and ordered in section 4, are the sequences of the .idx file.  Upstream calls
-# them documents there, as nearly always a document is one sequence, and so do the names below.  The
-# array document_indices of the .idx file is not used for training.
+# From here on a document is a sequence of the .idx file: see the box at the top of this file.
 
 
 class Split(enum.Enum):
@@ -906,31 +835,16 @@ def normalize(weights: typing.Sequence[float]) -> list[float]:
 def parse_and_normalize_split(split: str) -> list[float]:
     """Read the shares of train, valid and test from a string, and normalize them.
 
-    The shares stand between commas, semicolons, slashes or spaces, with or without brackets around
-    all of them.  Wanted are one to three numbers, none negative, not all 0; missing shares are 0.
-    Anything else is a ValueError (upstream drops signs, exponents and empty fields).  Upstream:
-    parse_and_normalize_split.
+    One to three numbers stand between commas, semicolons, slashes or spaces, with or without
+    brackets around all of them; missing shares are 0.  Anything else is a ValueError (upstream
+    drops signs, exponents and empty fields).  Upstream: parse_and_normalize_split.
 
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
-    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
-    shares = [_number(field) for field in fields]
-    is_numbers = None not in shares and len(shares) <= len(Split)
-    if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
-        raise ValueError(
-            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
-        )
+    shares = _read_shares(split)  # section 15: one to three numbers
     missing = len(Split) - len(shares)
     return normalize(shares + [0.0] * missing)
-
-
-def _number(text):
-    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
-    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
-        return None
-    number = float(text)
-    return number if math.isfinite(number) else None
 
 
 def convert_split_vector_to_split_matrix(
@@ -939,8 +853,8 @@ def convert_split_vector_to_split_matrix(
     """Turn shares into the (begin, end) of each split, as fractions of a corpus; None where empty.
 
     With two vectors, both cut the same corpus, and each entry is what the two cuts of that split
-    have in common: from the later begin to the earlier end.  Upstream has this; the builder of
-    section 7 does not use it.  ValueError if the vectors differ in length.
+    have in common: from the later begin to the earlier end.  A second vector is upstream's; here
+    nothing uses one.  ValueError if the vectors differ in length.  Upstream: the same name.
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
@@ -960,7 +874,9 @@ def convert_split_vector_to_split_matrix(
 
 
 def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
-    """Turn fractions of a corpus into (first sequence, end); halves are rounded to even numbers.
+    """Turn fractions of a corpus into (first sequence, end), where end is no part of the split.
+
+    Both are rounded to the nearest whole number, and a half to the even one of its neighbours.
 
     >>> split_range((0, 0.75), 3), split_range((0.75, 1.0), 3)
     ((0, 2), (2, 3))
@@ -969,136 +885,48 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
     return round(begin * float(num_sequences)), round(end * float(num_sequences))
 
 
-def get_blend_from_list(
-    blend: typing.Sequence[str] | None,
-) -> tuple[list[str], list[float] | None] | None:
-    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
-
-    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
-    looks like a number would be taken for a weight: write ./2023 for a folder 2023.  Upstream:
-    get_blend_from_list.
-
-    >>> get_blend_from_list(["30", "p1", "70", "p2"])
-    (['p1', 'p2'], [30.0, 70.0])
-    >>> get_blend_from_list(["2023_01", "wiki"])
-    (['2023_01', 'wiki'], None)
-    """
-    if blend is None:
-        return None
-    if isinstance(blend, str) or not isinstance(blend, collections.abc.Iterable):
-        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
-    entries = [str(entry).strip() for entry in blend]
-    is_number = [_number(entry) is not None for entry in entries]
-    if entries and not any(is_number):
-        return entries, None
-    pairs = len(entries) // 2
-    if not entries or is_number != [True, False] * pairs:
-        raise ValueError(
-            f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
-            "(write a prefix that is a number with its folder: ./2023)"
-        )
-    return entries[1::2], [float(weight) for weight in entries[0::2]]
-
-
-def _read_weights(weights, names):
-    """The weights as a list of Python's numbers; ValueError that says which weight is wrong.
-
-    Wanted is a finite number >= 0 for each name.  It may be a text, as in a file of JSON.
-    """
-    if isinstance(weights, str) or not hasattr(weights, "__len__"):
-        raise ValueError(f"wanted a list of weights, got {weights!r}")
-    if len(weights) != len(names):
-        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
-    numbers_read = []
-    for weight, name in zip(weights, names, strict=True):
-        number = weight
-        if isinstance(weight, str):
-            number = _number(weight.strip())
-        elif isinstance(weight, np.generic):
-            number = weight.item()
-        # float(number) would fail for a very large integer: compare with the largest float instead
-        if not isinstance(number, numbers.Real) or not 0 <= number <= sys.float_info.max:
-            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
-        numbers_read.append(number)
-    total = sum(float(number) for number in numbers_read)
-    if not 0 < total < math.inf:
-        raise ValueError(f"weights {numbers_read}: wanted a finite sum > 0")
-    return numbers_read
-
-
-def _drop_zero_weights(datasets, weights, names, is_noted=True):
-    """The datasets whose weights are not 0, and these weights; a note names the dropped ones."""
-    kept = []
-    dropped = []
-    for dataset, weight, name in zip(datasets, weights, names, strict=True):
-        if weight:
-            kept.append((dataset, weight))
-        else:
-            dropped.append(str(name))
-    if dropped and is_noted:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-    return [dataset for dataset, _ in kept], [weight for _, weight in kept]
-
-
-def _as_phases(phases, names):
-    """Phases as [(samples, normalized weights), ...]; ValueError that says which is no phase."""
-    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
-    checked = []
-    for number, phase in enumerate(phases):
-        if not isinstance(phase, (list, tuple)) or len(phase) != 2:
-            raise ValueError(f"phase {number}: wanted (samples, weights), got {phase!r}")
-        samples, weights = phase
-        if not isinstance(samples, numbers.Integral) or samples < 1:
-            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples!r}")
-        try:
-            weights = _read_weights(weights, names)
-        except ValueError as error:
-            raise ValueError(f"phase {number}: {error}") from None
-        checked.append((int(samples), _normalize_used(weights)))
-    return checked
-
-
-def _normalize_used(weights):
-    """normalize() of the weights that are not 0: a 0 must not change the rounding of the sum."""
-    weights = np.array(weights, np.float64)
-    is_used = weights > 0
-    weights[is_used] = normalize(weights[is_used])
-    return weights.tolist()
-
-
 @dataclasses.dataclass
 class BlendedMegatronDatasetConfig:
-    """What to build.  Field names and defaults are upstream's; ValueError for bad combinations.
+    """What to build.  Upstream: the same name, and the same names and defaults of fields.
+
+    With blend and split, each corpus of one blend is cut into train, valid and test.  With
+    blend_per_split, each of the three has a blend of whole corpora of its own.  Without both the
+    data are mock data, see MockGPTDataset.
 
     random_seed                 seed of every shuffle of documents and samples
     sequence_length             S, in tokens
-    blend                       ([prefix, ...], [weight, ...] or None); each corpus is cut by split
-    blend_per_split             a list of three: for each split a blend of whole corpora, or None
+    blend                       ([prefix, ...], [weight, ...] or None)
+    blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
                                 of its corpora, where it has several
     full_validation             with multiple_validation_sets: each validation dataset is one epoch,
                                 so the builder must be given None as the size of valid; alone it
                                 changes nothing here
     split                       shares of train, valid, test, such as "98,1,1"
+    split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
     path_to_cache               folder of the index files of section 12; None: those of a corpus lie
                                 in the folder <prefix>/cache, and those of a blend are not kept
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
+    mock                        made from the blends: are there none?
     tokenizer                   an object as in section 2: its eod and its pad are used
     mid_level_dataset_surplus   the share of extra samples that each corpus of a blend with weights
-                                is built for: 0.005 is half a percent
+                                is built for: 0.005 is half a percent (section 7)
     allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
                                 token has the same id; if False, padding is -1 in this case
     fast_cache_load             trust a cache that exists, without any check
-    defer_npy_index_mmap        open the index files at the first access
+    defer_npy_index_mmap        accepted as upstream's: index files are always opened at the first
+                                access
     blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
-                                blend that follow each other, instead of its weights (section 6);
-                                use stable_order with it, so that phases that are added later leave
-                                the order of the corpora as it is.  A corpus that is new in a later
-                                phase goes to the end of blend, with weight 0 in the phases before
+                                blend that follow each other, instead of its weights (section 6).
+                                Use stable_order with it, and put a corpus that a later phase brings
+                                at the end of blend, with weight 0 in the phases before
 
-    Without blend and blend_per_split the data are mock data, see MockGPTDataset.
+    ValueError for a field that is wrong, and for fields that do not go together.
+
+    >>> config = BlendedMegatronDatasetConfig(1234, 4, blend=(["p1", "p2"], [30, 70]), split="3,1")
+    >>> config.split_matrix, config.mock
+    ([(0, 0.75), (0.75, 1.0), None], False)
     """
 
     random_seed: int
@@ -1121,94 +949,21 @@ class BlendedMegatronDatasetConfig:
     blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        self._check_whole_number("random_seed", 0)
-        self._check_whole_number("sequence_length", 1)
-        self._check_whole_number("num_dataset_builder_threads", 1)
-        surplus = self.mid_level_dataset_surplus
-        if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
-            raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-        self.blend_per_split = self._read_blend_per_split()
-        if self.blend_per_split is None:
-            self._set_split()
-            self.blend = self._read_blend(self.blend)
-        if self.blend_phases is not None:
-            self._check_phases()
-
-    def _check_whole_number(self, name, lowest):
-        """The field is a whole number from lowest to 2**32 - 1; numpy's become int, for JSON."""
-        value = getattr(self, name)
-        if not hasattr(value, "__index__") or not lowest <= value < 2**32:
-            raise ValueError(
-                f"{name} must be a whole number from {lowest} to 2**32 - 1, got {value!r}"
-            )
-        setattr(self, name, int(value))
-
-    def _read_blend_per_split(self):
-        """The blend of each split, checked; None if no split has one of its own."""
-        if not isinstance(self.blend_per_split, (list, tuple, types.NoneType)):
-            raise ValueError(f"blend_per_split wants a list, got {self.blend_per_split!r}")
-        if not self.blend_per_split or not any(self.blend_per_split):
-            return None
-        if self.blend is not None or self.split is not None:  # there is nothing to cut
-            raise ValueError(
-                "blend_per_split wants blend and split to be None, "
-                f"got {self.blend} and {self.split}"
-            )
-        if len(self.blend_per_split) != len(Split):
-            raise ValueError(
-                f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
-            )
-        return [self._read_blend(blend) for blend in self.blend_per_split]
-
-    def _set_split(self):
-        """Derive mock, split and split_matrix from the blend and the split."""
+        _check_config(self)  # section 15
+        if self.blend_per_split is not None:
+            return
         self.mock = self.blend is None
         if self.mock:
             self.split = "1,1,1"
-        if self.split is None:
-            raise ValueError('a blend needs a split, such as "98,1,1"')
-        if self.multiple_validation_sets:
-            raise ValueError("multiple_validation_sets needs blend_per_split")
         shares = parse_and_normalize_split(self.split)
         self.split_matrix = convert_split_vector_to_split_matrix(shares)
-
-    def _read_blend(self, blend):
-        """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
-        if blend is None:
-            return None
-        is_pair = isinstance(blend, (list, tuple)) and len(blend) == 2
-        if not is_pair or not _are_paths(blend[0]):
-            raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
-        prefixes, weights = blend
-        if weights is not None:
-            weights = _read_weights(weights, prefixes)
-        return prefixes, weights
-
-    def _check_phases(self):
-        """blend_phases mixes the corpora of the training blend."""
-        blend = self.blend
-        if self.blend_per_split is not None:
-            blend = self.blend_per_split[Split.train.value]
-        if blend is None:
-            raise ValueError(
-                "blend_phases needs a blend for train: it says which corpora are mixed"
-            )
-        if self.split_matrix is not None and self.split_matrix[Split.train.value] is None:
-            raise ValueError(f"blend_phases mixes train, but split {self.split!r} has no train")
-        prefixes, _ = blend
-        _as_phases(self.blend_phases, prefixes)
-
-
-def _are_paths(prefixes):
-    """Is this a list of at least one path, and of nothing else?"""
-    if isinstance(prefixes, str) or not hasattr(prefixes, "__len__") or len(prefixes) == 0:
-        return False
-    return all(isinstance(path, (str, os.PathLike)) for path in prefixes)
 
 
 @dataclasses.dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """The config of GPTDataset.  These fields come on top of those of the base class:
+    """The config of GPTDataset.  Upstream: GPTDatasetConfig.
+
+    These fields come on top of those of the base class, and a tokenizer is needed:
 
     reset_position_ids       positions restart after every eod token (None is False)
     reset_attention_mask     no token attends across an eod token
@@ -1216,21 +971,22 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     create_attention_mask    return the dense (1, S, S) mask, which says what may attend to what
     drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
     add_extra_token_to_sequence             x = 1: the last input token has a label too
-    object_storage_cache_path               local folder for copies of .idx files: section 13
+    object_storage_cache_path               local folder for copies of .idx files (section 13)
     data_parallel_size, sequence_parallel_size, sequences_per_dataset, context_parallel_size
-                             accepted as upstream's; nothing here depends on them
+                             accepted as upstream's; nothing in part I depends on them
     hybrid_context_parallel  of upstream; True is refused
+    token_dtype_code         of upstream; always None
     inter_document_masking   instead of a mask, return where the documents of a sample start, as
-                             attention kernels for packed sequences want it: cu_seqlens has these
-                             places and then S in all entries that are left, max_seqlen is the
-                             length of the longest; positions restart at each start (keyword only,
-                             since the config of upstream 0.16.1 does not have it)
+                             attention kernels for packed sequences want it; positions restart at
+                             each start.  With S = 4 and documents that start at 0 and 3, cu_seqlens
+                             is 0 3 4 4 4 (always S + 1 entries), and max_seqlen, the length of the
+                             longest, is 3.  Keyword only: upstream 0.16.1 does not have it
     stable_order             not of upstream: shuffle each epoch by itself, so that a longer dataset
                              begins with the shorter one (section 4)
 
-    >>> GPTDatasetConfig(1234, 4, blend=(["p1", "p2"], [1, -1]), split="98,1,1")
-    Traceback (most recent call last):
-    ValueError: weight of p2: wanted a finite number >= 0, got -1
+    >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())     # of mock data
+    >>> config.has_dense_mask, config.add_extra_token_to_sequence
+    (True, True)
     """
 
     reset_position_ids: bool | None = None
@@ -1249,21 +1005,6 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     inter_document_masking: bool = dataclasses.field(default=False, kw_only=True)
     stable_order: bool = dataclasses.field(default=False, kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tokenizer is None:
-            raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
-        if self.hybrid_context_parallel:
-            raise ValueError(
-                "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
-                "batches with get_batch_on_this_cp_rank()"
-            )
-        if self.reset_attention_mask and not self.has_dense_mask:
-            raise ValueError(
-                "reset_attention_mask has no effect without a dense mask: set "
-                "create_attention_mask, or use inter_document_masking alone"
-            )
-
     @property
     def has_dense_mask(self) -> bool:
         """Does a sample hold a (1, S, S) attention mask?"""
@@ -1275,8 +1016,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # ==============================================================================
 # Question answered here: in which order do documents and samples come, and where does each start?
 #
-# (1) document_index: the documents of the split (sequences of the pair, see section 3), once for
-#     each epoch, shuffled.  Laid end to end in this order they are the stream.
+# (1) document_index: the documents of the split, once for each epoch, shuffled.  Laid end to end in
+#     this order they are the stream.
 # (2) sample_index: the stream is cut into samples of S tokens; row j says where sample j starts.
 # (3) shuffle_index: the samples are shuffled too: sample k of the dataset is sample
 #     shuffle_index[k] of the stream.
@@ -1284,7 +1025,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # The cut (2), for a stream of the documents as they are, unshuffled; its rows (d, offset) are
 # (0, 0) (1, 0) (2, 1) (2, 5), of which the last says where sample 3 would start:
 #
-#   position  0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
+#   place     0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
 #   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    inputs b b b c   labels b b c c
 #                                          sample 2 = c c c c c    inputs c c c c   labels c c c c
 #
@@ -1316,7 +1057,7 @@ def count_samples(
 
     sequence_length              S, inputs of a sample
     drop_last_partial_sequence   False: tokens that fill no whole sample make a short one
-    add_extra_token_to_sequence  True: a sample needs one token more than S, which it shares
+    add_extra_token_to_sequence  x: a sample is one token more than S, and the next begins with it
 
     >>> count_samples(13, 4), count_samples(14, 4, drop_last_partial_sequence=False)
     (3, 4)
@@ -1349,8 +1090,8 @@ def plan_epochs(
     The number of epochs E is the least from 1 on with E*T >= num_samples*S + x.
 
     A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
-    together with the others, its samples would take the places of samples of earlier epochs, which
-    the run then would not read at all.  So where fewer than 80 % of the samples of the last epoch
+    together with the others, the run would read some of its samples, and leave out as many samples
+    of earlier epochs.  So where fewer than 80 % of the samples of the last epoch
     are wanted (80 % rounded down to whole samples, as upstream has it), that epoch is shuffled by
     itself and comes last.
 
@@ -1363,10 +1104,7 @@ def plan_epochs(
     """
     S = sequence_length
     x = int(add_extra_token_to_sequence)
-    if num_samples is not None and num_samples < 0:
-        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
-    if num_samples and not tokens_per_epoch:
-        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+    _check_num_samples(num_samples, tokens_per_epoch)  # section 15
     num_epochs = 1
     if num_samples:
         num_epochs = _ceil_div(num_samples * S + x, tokens_per_epoch)
@@ -1389,9 +1127,8 @@ def _ceil_div(a, b):
 def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
     """Shuffle a 1-D array in place, as numpy does.
 
-    This is a function of its own so that section 16 can put a faster one with the same result in
-    its place.  For i = n-1 down to 1, items i and j change places, where j is uniform in 0 .. i.
-    Cost: O(n); no copy of the array is made.
+    For i = n-1 down to 1, items i and j are exchanged, where j is drawn uniformly from 0 .. i.
+    This is a function of its own so that section 16 can put a faster one with the same result here.
 
     >>> items = np.arange(6, dtype=np.int32)
     >>> shuffle(items, np.random.RandomState(1234)); items.tolist()
@@ -1416,7 +1153,8 @@ def build_document_index(
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
     """
-    document_index = _repeat_documents(documents, num_epochs)
+    _check_documents(documents)  # section 15
+    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
     if not separate_final_epoch:
         shuffle(document_index, random_state)
         return document_index
@@ -1424,14 +1162,6 @@ def build_document_index(
     shuffle(document_index[:edge], random_state)
     shuffle(document_index[edge:], random_state)
     return document_index
-
-
-def _repeat_documents(documents, num_epochs):
-    """The documents once for each epoch, int32; ValueError for a number that does not fit."""
-    documents = np.asarray(documents)
-    if len(documents) and documents.max() >= 2**31:
-        raise ValueError(f"document {documents.max()}: document_index is int32, below 2**31")
-    return np.tile(np.asarray(documents, np.int32), num_epochs)
 
 
 def build_sample_idx(
@@ -1448,26 +1178,22 @@ def build_sample_idx(
     Sample k is the tokens [k*S, k*S + S + x) of the stream.  With x = 1 its last token is a label
     only, and the first input of sample k+1.
 
-    sizes             int32 (sequences of the file,)  tokens in each
-    document_indices  int32 (E*D,)                    document_index, under upstream's name here;
-                                                      not the document_indices of the .idx file.
-                                                      Entry d is the sequence of the file that
-                                                      comes d-th in the stream
-    sequence_length   int >= 1                        S, without the extra token
-    tokens_per_epoch  int                             the stream has num_epochs times as many
-    drop_last_partial_sequence                        False: the stream ends in a short sample if
-                                                      its tokens fill no whole one
+    sizes             int32 (sequences of the file,): tokens in each, which upstream calls sizes
+    document_indices  int32 (E*D,): the document_index of this section, under upstream's name here.
+                      Entry d is the sequence of the file that comes d-th in the stream
+    sequence_length   S, 1 or more, without the extra token
+    num_epochs, tokens_per_epoch   the stream has so many tokens: their product
+    drop_last_partial_sequence     False: the stream ends in a short sample if its tokens fill no
+                                   whole one
+    add_extra_token_to_sequence    x
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row k is (d, offset): sample k
-                      starts at place offset of the d-th document.  Row N is where sample N
-                      would start.
-    Raises            ValueError                      S < 1, or a stream too short for its samples
-                      IndexError                      an entry of document_indices is no sequence
-                      TypeError                       an array of another dtype
+                      starts at token offset of the d-th document.  Row N is where sample N would
+                      start.
+    Raises            TypeError for an array of another dtype, ValueError for S < 1 and for a stream
+                      too short for its samples, IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  One thing differs: where a last, short sample is
-                      kept, upstream computes N in float32.  One thing is kept: with x = 0, a sample
-                      k > 0 that starts at the first token of a document gets the row (d, length of
-                      d), where d is the first document that ends there.
+                      kept, upstream computes N in float32.
 
     >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
     >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
@@ -1475,64 +1201,28 @@ def build_sample_idx(
     """
     S = sequence_length
     x = int(add_extra_token_to_sequence)
-    num_samples, tokens_needed = _measure_stream(
-        sizes, document_indices, S, num_epochs, tokens_per_epoch, drop_last_partial_sequence, x
-    )
-    lengths = _lengths_of_documents(sizes, document_indices)
-    ends = np.cumsum(lengths, dtype=np.int64)  # tokens up to the end of each document
-    starts = ends - lengths
-    if len(ends) and ends[-1] < tokens_needed:
-        raise ValueError(f"the samples need {tokens_needed} tokens, the documents hold {ends[-1]}")
+    tokens = int(num_epochs) * int(tokens_per_epoch)
+    _check_stream(sizes, document_indices, S, tokens)  # section 15
+    num_samples = count_samples(tokens, S, drop_last_partial_sequence, x)
 
-    # Row 0 is (0, 0).  Row k > 0 comes from the end of sample k - 1: when that sample is complete,
-    # tokens_read[k - 1] tokens of the stream have been read, and the last of them is in document d.
-    tokens_read = np.arange(1, num_samples + 1) * S + x
-    if num_samples:
-        tokens_read[-1] = tokens_needed  # the last sample may be short
+    # Row 0 is (0, 0).  Row k is found from where sample k - 1 ends: k*S + x tokens into the stream,
+    # or, if the last sample is short, at the end of the stream.
+    tokens_read = np.minimum(np.arange(1, num_samples + 1) * S + x, tokens)
+    lengths = sizes[document_indices]
+    _check_lengths(lengths, tokens_read)  # section 15
+    ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
+    starts = ends - lengths
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
     rows = np.zeros((num_samples + 1, 2), _sample_index_dtype(len(document_indices)))
     rows[1:, 0] = d
-    # Sample k begins x tokens before that point: with x = 1 at the last token of sample k - 1, with
-    # x = 0 right behind it, and that may be the place behind the last token of document d.
+    # Sample k begins x tokens before that.  With x = 0 a sample that starts with a document is
+    # written as the end of the document before it: (d, length of d).
     rows[1:, 1] = tokens_read - x - starts[d]
-    if tokens_needed < num_samples * S and not x:  # x = 0, and the last sample is short
-        # rows[-1] is the first document that ends there; upstream has the last one, if it is empty
-        rows[-1] = _end_of_stream(sizes, document_indices)
+    if tokens < num_samples * S and x == 0:
+        # The last sample is short, and ends with the stream.  If empty documents end the stream,
+        # upstream names the last of them here.
+        rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
-
-
-def _measure_stream(sizes, documents, S, num_epochs, tokens_per_epoch, drop_last, x):
-    """N, and how many tokens of the stream N samples need; errors for wrong arguments."""
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(documents, "document_indices", np.int32)
-    if not 1 <= operator.index(S) < 2**32:
-        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
-    tokens = int(num_epochs) * int(tokens_per_epoch)
-    if num_epochs < 0 or not 0 <= tokens <= len(documents) * 2**31:
-        raise ValueError(f"{len(documents)} documents cannot hold {tokens} tokens")
-    num_samples = count_samples(tokens, S, drop_last, x)
-    return num_samples, min(tokens, num_samples * S + x)
-
-
-def _check_array(values, name, dtype):
-    """A 1-D array of this dtype; TypeError or ValueError."""
-    found = getattr(values, "dtype", type(values).__name__)
-    if found != dtype:
-        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
-    if values.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
-
-
-def _lengths_of_documents(sizes, documents):
-    """sizes[documents]; IndexError for an entry that is no sequence: numpy would take a -1."""
-    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
-    if len(wrong):
-        d = wrong[0]
-        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
-    lengths = sizes[documents]
-    if len(lengths) and lengths.min() < 0:
-        raise ValueError("a size is negative: no sequence has less than 0 tokens")
-    return lengths
 
 
 def _sample_index_dtype(num_documents):
@@ -1540,17 +1230,16 @@ def _sample_index_dtype(num_documents):
     return np.int32 if num_documents < 2**31 else np.int64
 
 
-def _end_of_stream(sizes, documents):
-    """The place behind the last token, as a row: (the last document, its length)."""
-    return len(documents) - 1, sizes[documents[-1]]
-
-
 def build_shuffle_index(
     num_samples: int, total_size: int, random_state: np.random.RandomState
 ) -> np.ndarray:
-    """Return 0 .. total_size - 1, the first num_samples of these shuffled, then the rest shuffled.
+    """Return 0 .. N - 1 in two piles: the first num_samples of these shuffled, then the rest.
 
-    uint32, or int64 from total_size = 2**32 - 2 on.  Upstream: _build_shuffle_index.
+    num_samples   upstream's name for the samples of the first pile: all, or those that end before
+                  a last epoch that is shuffled by itself
+    total_size    N
+    Returns       uint32 (N,); int64 from N = 2**32 - 2 on
+    Upstream      _build_shuffle_index
 
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
@@ -1580,7 +1269,6 @@ def build_stable_orders(
                                the stream, see _count_samples_of_epochs()
     random_seed   int          0 to 2**32 - 1
     Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
-    Cost          that of the shuffles, and less than 1 ms for each epoch
 
     >>> for sample_edges in [0, 3], [0, 3, 6], [0, 3, 6, 9]:          # 1, 2 and 3 epochs
     ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 1234)
@@ -1589,9 +1277,10 @@ def build_stable_orders(
     [0, 1, 2, 1, 0, 2] [1, 2, 0, 4, 3, 5]
     [0, 1, 2, 1, 0, 2, 1, 2, 0] [1, 2, 0, 4, 3, 5, 6, 8, 7]
     """
+    _check_documents(documents)  # section 15
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
-    document_index = _repeat_documents(documents, num_epochs)
+    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
     num_samples = sample_edges[-1]
     shuffle_index = np.arange(num_samples, dtype=_shuffle_index_dtype(num_samples))
     random_state = np.random.RandomState(random_seed)
@@ -1612,9 +1301,8 @@ def _count_samples_of_epochs(
 ) -> list[int]:
     """Count the samples that end before epoch 0, 1, ..., E begins: E + 1 numbers, the last is N.
 
-    A last, short sample ends in the last epoch.  In a longer dataset a whole sample stands in its
-    place and ends in the next epoch, so where short samples are kept, the last epoch of the shorter
-    dataset is another one in the longer dataset; all epochs before it are equal.
+    If a short last sample is kept, adding epochs changes the epoch that was last: its short sample
+    becomes a whole one that ends in the next epoch.  All epochs before it stay as they are.
 
     >>> _count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4)     # 13, 26, 39 tokens
     [0, 3, 6, 9]
@@ -1634,14 +1322,17 @@ def _count_samples_of_epochs(
 #   k --shuffle_index--> j --sample_index[j], [j + 1]--> (d, offset) .. (d', offset')
 #     --document_index[d .. d']--> pieces of sequences in the file pair --joined--> S + x tokens
 #
-# With the toy corpus, its documents in file order, and sample_index (0, 0) (1, 0) (2, 1) (2, 5):
+# With the toy corpus, its documents in file order, sample_index (0, 0) (1, 0) (2, 1) (2, 5), and
+# shuffle_index 1 2 0:
 #
-#   positions              0 1 2 3 4 5 6 7 8 9 . . .       j = 1: rows (1, 0) and (2, 1)
-#   stream                 a a a a b b b c c c c c c
-#   pieces of j = 1                b b b c c               (sequence 1, offset 0, 3 tokens) and
+#   stream, counted        0 1 2 3 4 5 6 7 8 9 . . .       k = 0: j = 1, rows (1, 0) and (2, 1)
+#                          a a a a b b b c c c c c c
+#   pieces of k = 0                b b b c c               (sequence 1, offset 0, 3 tokens) and
 #                                                          (sequence 2, offset 0, 1 + x tokens)
 #   tokens                         b b b c                 all but the last of the five
 #   labels                           b b c c               all but the first
+#
+# The methods pieces(), _read_samples() and _write_sample() of GPTDataset say the same in code.
 #
 # Where a document ends inside of a sample, the config may ask for positions that count from 0
 # again, for a mask that keeps the documents apart, or for the places where documents start.
@@ -1649,8 +1340,8 @@ def _count_samples_of_epochs(
 # A batch is a table, and a sample is a row of it:
 #
 #   indices      tokens     labels     loss_mask   position_ids
-#   1            b b b c    b b c c    1 1 1 1     0 1 2 3         columns(2) makes the empty table,
-#   0            a a a a    a a a b    1 1 1 1     0 1 2 3         fill() writes samples into rows
+#   0            b b b c    b b c c    1 1 1 1     0 1 2 3         columns(2) makes the empty table,
+#   2            a a a a    a a a b    1 1 1 1     0 1 2 3         fill() writes samples into rows
 #
 # The three arrays depend on the lengths of the documents, the split, the number of samples, S, x,
 # the seed, whether a last short sample is kept, and stable_order, and on nothing else.  So they are
@@ -1662,28 +1353,9 @@ class _SampleTable(torch.utils.data.Dataset):
 
     columns(count)                 an empty table for so many samples: {key: array (count, ...)}
     fill(columns, rows, indices)   writes the samples of these indices into these rows
-    fills_rows                     does each sample come from fill()?  It does not where a subclass
-                                   says itself what a sample is, as the documentation of the class
-                                   allows: there a batch is these samples, collated
+    fills_rows                     does each sample come from fill()?  In a subclass with its own
+                                   __getitem__() it does not: there a batch is samples, collated
     """
-
-    @property
-    def fills_rows(self) -> bool:
-        """Does each sample come from fill(), so that a batch can be filled as a whole?"""
-        return type(self).__getitem__ is _SampleTable.__getitem__
-
-    def columns(self, count: int) -> dict[str, np.ndarray]:
-        """Return an empty table for so many samples: {key: array (count, ...)}."""
-        raise NotImplementedError(f"{type(self).__name__} wants columns() or its own __getitem__()")
-
-    def fill(
-        self,
-        columns: dict[str, np.ndarray],
-        rows: typing.Sequence[int],
-        indices: typing.Sequence[int | None],
-    ) -> None:
-        """Write the samples of these indices (None: padding, without loss) into these rows."""
-        raise NotImplementedError(f"{type(self).__name__} wants fill() or its own __getitem__()")
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         columns = self.columns(1)
@@ -1706,6 +1378,24 @@ class _SampleTable(torch.utils.data.Dataset):
         self.fill(columns, range(len(indices)), indices)
         return {key: torch.from_numpy(values) for key, values in columns.items()}
 
+    @property
+    def fills_rows(self) -> bool:
+        """Does each sample come from fill(), so that a batch can be filled as a whole?"""
+        return type(self).__getitem__ is _SampleTable.__getitem__
+
+    def columns(self, count: int) -> dict[str, np.ndarray]:
+        """Return an empty table for so many samples: {key: array (count, ...)}."""
+        raise NotImplementedError(f"{type(self).__name__} wants columns() or its own __getitem__()")
+
+    def fill(
+        self,
+        columns: dict[str, np.ndarray],
+        rows: typing.Sequence[int],
+        indices: typing.Sequence[int | None],
+    ) -> None:
+        """Write the samples of these indices (None: padding, without loss) into these rows."""
+        raise NotImplementedError(f"{type(self).__name__} wants fill() or its own __getitem__()")
+
 
 def _row_of(columns, row):
     """One sample of a table, as tensors.
@@ -1715,20 +1405,7 @@ def _row_of(columns, row):
     return {key: torch.from_numpy(values[row, ...]) for key, values in columns.items()}
 
 
-class _IndexArray:
-    """An attribute that is an index array: mapped from its file at the first access, or set."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, dataset: typing.Any, owner: type | None = None) -> np.ndarray:
-        if dataset is None:  # GPTDataset.document_index, of the class
-            return self
-        _map_indices(dataset)  # section 12: from now on the arrays are attributes of the dataset
-        return vars(dataset)[self.name]
-
-
-class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
+class MegatronDataset(abc.ABC, _SampleTable):
     """The base of datasets that the builder can build.  Upstream: MegatronDataset.
 
     dataset        what build_low_level_dataset() returned
@@ -1747,8 +1424,6 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
                                                       that no run goes on with other data
     """
 
-    fills_rows = False  # a batch is samples, collated; see _SampleTable
-
     def __init__(
         self,
         dataset: typing.Any,
@@ -1760,28 +1435,25 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        self._documents = _as_range(indices)
-        self._indices = None if isinstance(indices, range) else np.asarray(indices)
+        self._documents = _as_range(indices)  # if it can be one: then no array is made at a start
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
-        self._pad_token_id = _pad_token_id(config)
-        # what tells this dataset from others: its cache files are named after it (section 12)
-        self.unique_identifiers = _identifiers_of_dataset(self)
-        self.unique_description = _describe(self.unique_identifiers)
-        self.unique_description_hash = _md5(self.unique_description)
+        self._pad_token_id = _pad_token_id(config)  # section 13
+        _set_identifiers(self)  # section 12: the files of a cache are named after these
 
-    @property
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abc.abstractmethod
+    def __getitem__(self, idx: int | None) -> dict:
+        """Return sample idx; None stands for a sample that fills up a batch and has no loss."""
+
+    @functools.cached_property
     def indices(self) -> np.ndarray:
         """int32: which elements of dataset belong to this split; made when it is asked for."""
-        if self._indices is None:
-            self._indices = _as_documents(self._documents)
-        return self._indices
-
-    @staticmethod
-    def _key_config_attributes() -> list[str]:
-        """Return the fields of the config that change the samples; a subclass may add some."""
-        return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
+        return _as_documents(self._documents)
 
     @staticmethod
     def build_low_level_dataset(
@@ -1795,28 +1467,30 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         """Return how many elements the opened data have for the split to cut."""
         raise NotImplementedError("the builder wants a class with numel_low_level_dataset()")
 
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        """Return the fields of the config that change the samples; a subclass may add some."""
+        return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
+
     def made_from(self) -> dict:
         """Return what the samples are made from, in numbers and texts, for a state to compare."""
         return {}
 
-    @abc.abstractmethod
-    def __len__(self) -> int:
-        """Return the number of samples."""
 
-    @abc.abstractmethod
-    def __getitem__(self, idx: int | None) -> dict:
-        """Return sample idx; None stands for a sample that fills up a batch and has no loss."""
+class _IndexArray:
+    """An attribute that is an index array: mapped from its file at the first access, or set."""
 
-    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples; torch.utils.data.DataLoader calls this for each batch."""
-        return [self[idx] for idx in indices]
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
-    def batch(self, indices: typing.Sequence[int | None]) -> dict:
-        """Return several samples as one: {key: tensor (B, ...)}."""
-        return torch.utils.data.default_collate(self.__getitems__(indices))
+    def __get__(self, dataset: typing.Any, owner: type | None = None) -> np.ndarray:
+        if dataset is None:  # GPTDataset.document_index, of the class
+            return self
+        _map_indices(dataset)  # section 12: from now on the arrays are attributes of the dataset
+        return vars(dataset)[self.name]
 
 
-class GPTDataset(_SampleTable, MegatronDataset):
+class GPTDataset(MegatronDataset):
     """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
 
     indexed_dataset   IndexedDataset
@@ -1831,9 +1505,9 @@ class GPTDataset(_SampleTable, MegatronDataset):
       loss_mask                float32 (S,), 0 where a label does not count
       position_ids             int64 (S,)
       cu_seqlens, max_seqlen   int32 (S+1,) and (), only with inter_document_masking
-    ds[None] is sample 0 without any loss: it fills up a batch.  Cost: that of build_sample_idx() to
-    build; for a sample, one read for each document that it touches.  On object storage the reads of
-    a batch are made at the same time.
+    ds[None] is sample 0 without any loss: it fills up a batch.  A sample costs one read for each
+    document that it touches.  On object storage the reads of a batch are made at the same time.
+    IndexError for a sample that does not exist.
 
     The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
     or, for a pair on object storage, one beside the copy of its .idx.
@@ -1889,75 +1563,14 @@ class GPTDataset(_SampleTable, MegatronDataset):
         else:
             self._find_indices()
 
-    def _find_indices(self):
-        """Find the three arrays in the cache (section 12), or have them built."""
-        plan = _open_indices(self)
-        if plan is None:  # a cache of upstream that is trusted
-            plan = self._plan_epochs(_count_tokens(self.dataset.sequence_lengths, self._documents))
-        self.epoch_plan = EpochPlan(*plan)
-
-    def _build_indices(self):
-        """Return the plan of the epochs and the three arrays of section 4."""
-        _check_corpus(self)  # section 12
-        config = self.config
-        S = config.sequence_length
-        documents = _as_documents(self._documents)
-        lengths = self.dataset.sequence_lengths
-        tokens_per_epoch = _count_tokens(lengths, self._documents)
-        plan = self._plan_epochs(tokens_per_epoch)
-        if config.stable_order:
-            edges = _count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
-            document_index, shuffle_index = build_stable_orders(
-                documents, edges, config.random_seed
-            )
-        else:
-            random_state = np.random.RandomState(
-                config.random_seed
-            )  # draws documents, then samples
-            document_index = build_document_index(
-                documents, plan.num_epochs, random_state, plan.separate_final_epoch
-            )
-            first_part = plan.num_samples
-            if plan.separate_final_epoch:
-                first_part = plan.samples_before_final_epoch
-            shuffle_index = build_shuffle_index(first_part, plan.num_samples, random_state)
-        sample_index = build_sample_idx(
-            lengths,
-            document_index,
-            S,
-            plan.num_epochs,
-            tokens_per_epoch,
-            not self._keeps_short,
-            self._extra,
-        )
-        return plan, [document_index, sample_index, shuffle_index]
-
-    def _plan_epochs(self, tokens_per_epoch):
-        """How often this dataset goes over its documents, and how many samples that gives."""
-        if self.num_samples and not tokens_per_epoch:
-            raise ValueError(
-                f"{_name(self)}: {self.index_split.name} of split {self.config.split!r} holds no "
-                f"tokens for {self.num_samples} samples: enlarge it"
-            )
-        S = self.config.sequence_length
-        drop_last = not self._keeps_short
-        return plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
-
-    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return document_index, sample_index and shuffle_index, from the cache or newly built.
-
-        A subclass may override this method, which has upstream's name, to have other orders.  What
-        its method returns is kept in memory, and not in a cache.
-        """
-        self._find_indices()
-        return self.document_index, self.sample_index, self.shuffle_index
-
     def __len__(self) -> int:
         if "sample_index" in vars(self):  # it is mapped, or was set
             return len(self.sample_index) - 1
         return self.epoch_plan.num_samples
 
-    # ---- the tokens of a sample: pieces, joined and filled up
+    __getitem__ = _SampleTable.__getitem__  # a sample is a row of a table
+
+    # ---- from k to the tokens and labels of sample k
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
@@ -1966,12 +1579,13 @@ class GPTDataset(_SampleTable, MegatronDataset):
         """
         k = _position(k, len(self), f"the samples of {_name(self)}")
         j = int(self.shuffle_index[k])
-        (first_d, first_offset), (last_d, last_offset) = self._rows(k, j)
+        rows = self.sample_index[j : j + 2].tolist()
+        _check_rows(self, k, j, rows)  # section 15, as the next check
+        (first_d, first_offset), (last_d, last_offset) = rows
+        sequences = self.document_index[first_d : last_d + 1].tolist()
+        _check_places(self, k, first_d, sequences)
         pieces = []
-        for d in range(first_d, last_d + 1):
-            i = int(self.document_index[d])
-            if not 0 <= i < len(self.dataset):
-                raise self._damaged(k, f"document_index[{d}] is {i}")
+        for d, i in enumerate(sequences, first_d):
             begin = first_offset if d == first_d else 0
             if d < last_d:
                 end = int(self.dataset.sequence_lengths[i])
@@ -1980,115 +1594,25 @@ class GPTDataset(_SampleTable, MegatronDataset):
             pieces.append((i, begin, end - begin))
         return pieces
 
-    def _rows(self, k, j):
-        """Rows j and j + 1 of sample_index; IndexError where they are not the ends of a sample."""
-        most = len(self.sample_index) - 1  # a subclass may have a smaller len()
-        if not 0 <= j < most:
-            raise self._damaged(k, f"shuffle_index[{k}] is {j}, of {most} samples")
-        rows = self.sample_index[j : j + 2].tolist()
-        (first_d, first_offset), (last_d, last_offset) = rows
-        is_in_order = 0 <= first_d <= last_d < len(self.document_index)
-        if not is_in_order or first_offset < 0 or last_offset < 0:
-            found = f"rows {j} and {j + 1} of sample_index are {rows}"
-            raise self._damaged(k, f"{found}, of {len(self.document_index)} documents")
-        return rows
-
-    def _damaged(self, k, found):
-        """The error for indices that no builder has made."""
-        return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the cache")
-
-    def _read_texts(self, indices):
-        """The S + x tokens of each of these samples; of a whole batch in one call."""
+    def _read_samples(self, indices):
+        """The S + x tokens of each of these samples: its pieces, laid end to end and filled up."""
         pieces_of_samples = [self.pieces(k) for k in indices]
-        all_pieces = list(itertools.chain.from_iterable(pieces_of_samples))
-        if type(self.dataset) is IndexedDataset:
-            parts = self.dataset.get_many(all_pieces)
-        else:  # a reader of the user's own
-            parts = [self.dataset.get(*piece) for piece in all_pieces]
+        # section 13: self.dataset.get(*piece) of each piece, on object storage of all at once
+        parts_of_samples = _read_pieces(self.dataset, pieces_of_samples)
         texts = []
-        first = 0
-        for k, pieces in zip(indices, pieces_of_samples, strict=True):
-            end = first + len(pieces)
-            texts.append(self._join(k, pieces, parts[first:end]))
-            first = end
+        for k, pieces, parts in zip(indices, pieces_of_samples, parts_of_samples, strict=True):
+            text = np.concatenate(parts, dtype=np.int64)
+            _check_text(self, k, pieces, text)  # section 15
+            texts.append(self._pad(k, text))
         return texts
-
-    def _join(self, k, pieces, parts):
-        """The tokens of the pieces of sample k, laid end to end and filled up to S + x."""
-        text = np.concatenate(parts, dtype=np.int64)
-        wanted = sum(length for _, _, length in pieces)
-        if len(text) != wanted:  # a reader of the user's own may be wrong
-            raise ValueError(f"{_name(self)}: wanted {wanted} tokens of {pieces}, got {len(text)}")
-        if (text == self._pad_token_id).any():
-            _warn_of_real_pads(self)
-        return self._pad(k, text)
 
     def _pad(self, k, text):
         """The tokens of sample k, filled up to S + x."""
-        wanted = self.config.sequence_length + self._extra
-        missing = wanted - len(text)
-        if missing < 0:
-            raise self._damaged(k, f"wanted {wanted} tokens, got {len(text)}")
+        missing = self.config.sequence_length + self._extra - len(text)
         if missing == 0:
             return np.asarray(text, np.int64)
+        _check_room(self, k, missing)  # section 15
         return np.append(text, np.full(missing, self._pad_token_id, np.int64))
-
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
-
-        A subclass may override this method, which has upstream's name, to change the tokens.  If it
-        returns fewer than S + x of them, padding follows.  What it returns behind the tokens is not
-        looked at.
-        """
-        [text] = self._read_texts([idx])
-        documents = [i for i, _, _ in self.pieces(idx)]
-        return text, np.array(documents, np.int64)
-
-    # ---- a sample as a row: tokens and labels, masks and positions
-
-    @property
-    def fills_rows(self) -> bool:
-        """Does each sample come from fill(), and are its tokens those of the corpus?"""
-        return super().fills_rows and not self._has_own_tokens()
-
-    def _has_own_tokens(self):
-        """Does a subclass say which tokens a sample has?"""
-        return _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
-
-    def columns(self, count: int) -> dict[str, np.ndarray]:
-        """Return an empty table for so many samples; its keys are in upstream's order."""
-        config = self.config
-        S = config.sequence_length
-        columns = {}
-        columns["tokens"] = np.empty((count, S), np.int64)
-        columns["labels"] = np.empty((count, S), np.int64)
-        if config.has_dense_mask:
-            columns["attention_mask"] = np.empty((count, 1, S, S), bool)
-        columns["loss_mask"] = np.empty((count, S), np.float32)
-        columns["position_ids"] = np.empty((count, S), np.int64)
-        if config.inter_document_masking:
-            columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
-            columns["max_seqlen"] = np.empty(count, np.int32)
-        return columns
-
-    def fill(
-        self,
-        columns: dict[str, np.ndarray],
-        rows: typing.Sequence[int],
-        indices: typing.Sequence[int | None],
-    ) -> None:
-        """Write the samples of these indices (None: padding, without loss) into these rows."""
-        samples = [0 if k is None else k for k in indices]
-        if self._has_own_tokens():
-            texts = []
-            for k in samples:
-                text = self._query_document_sample_shuffle_indices(k)[0]
-                texts.append(self._pad(k, text))
-        else:
-            texts = self._read_texts(samples)
-        for row, k, text in zip(rows, samples, texts, strict=True):
-            self._write_sample(columns, row, k, text)
-        _take_loss_of_padding(columns, rows, indices)
 
     def _write_sample(self, columns, row, k, text):
         """Write sample k, which has the S + x tokens of text, into a row of the columns."""
@@ -2121,7 +1645,7 @@ class GPTDataset(_SampleTable, MegatronDataset):
             mask_starts = after_eod if config.reset_attention_mask else [0]
             columns["attention_mask"][row] = causal_mask(mask_starts, S)
         if config.inter_document_masking:
-            columns["cu_seqlens"][row] = S  # in all places behind the starts
+            columns["cu_seqlens"][row] = S  # in all entries behind the starts
             columns["cu_seqlens"][row, : len(starts)] = starts
             columns["max_seqlen"][row] = np.diff([*starts, S]).max()
 
@@ -2141,6 +1665,120 @@ class GPTDataset(_SampleTable, MegatronDataset):
                 starts.append(size)
             size += length
         return starts
+
+    # ---- samples as rows of a table
+
+    def columns(self, count: int) -> dict[str, np.ndarray]:
+        """Return an empty table for so many samples; its keys are in upstream's order."""
+        config = self.config
+        S = config.sequence_length
+        columns = {}
+        columns["tokens"] = np.empty((count, S), np.int64)
+        columns["labels"] = np.empty((count, S), np.int64)
+        if config.has_dense_mask:
+            columns["attention_mask"] = np.empty((count, 1, S, S), bool)
+        columns["loss_mask"] = np.empty((count, S), np.float32)
+        columns["position_ids"] = np.empty((count, S), np.int64)
+        if config.inter_document_masking:
+            columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
+            columns["max_seqlen"] = np.empty(count, np.int32)
+        return columns
+
+    def fill(
+        self,
+        columns: dict[str, np.ndarray],
+        rows: typing.Sequence[int],
+        indices: typing.Sequence[int | None],
+    ) -> None:
+        """Write the samples of these indices (None: padding, without loss) into these rows."""
+        samples = [0 if k is None else k for k in indices]
+        if self._has_own_tokens():
+            texts = []
+            for k in samples:
+                text = self._query_document_sample_shuffle_indices(k)[0]
+                texts.append(self._pad(k, text))  # a subclass may return fewer tokens
+        else:
+            texts = self._read_samples(samples)
+        for row, k, text in zip(rows, samples, texts, strict=True):
+            self._write_sample(columns, row, k, text)
+        _take_loss_of_padding(columns, rows, indices)
+
+    @property
+    def fills_rows(self) -> bool:
+        """Does each sample come from fill(), and are its tokens those of the corpus?"""
+        return super().fills_rows and not self._has_own_tokens()
+
+    def _has_own_tokens(self):
+        """Does a subclass say which tokens a sample has?"""
+        return _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
+
+        A subclass may override this method, which has upstream's name, to change the tokens.  If it
+        returns fewer than S + x of them, padding follows.  What it returns behind the tokens is not
+        looked at.
+        """
+        [text] = self._read_samples([idx])
+        documents = [i for i, _, _ in self.pieces(idx)]
+        return text, np.array(documents, np.int64)
+
+    # ---- the three arrays
+
+    def _build_indices(self):
+        """Build the arrays of section 4: return the plan of the epochs, and the three of them."""
+        _check_corpus(self)  # section 13
+        config = self.config
+        S = config.sequence_length
+        lengths = self.dataset.sequence_lengths
+        documents = _as_documents(self._documents)
+        tokens_per_epoch = _count_tokens(lengths, self._documents)
+        plan = self._plan_epochs(tokens_per_epoch)
+        if config.stable_order:
+            edges = _count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
+            document_index, shuffle_index = build_stable_orders(
+                documents, edges, config.random_seed
+            )
+        else:
+            # one generator draws the order of the documents first, then that of the samples
+            random_state = np.random.RandomState(config.random_seed)
+            document_index = build_document_index(
+                documents, plan.num_epochs, random_state, plan.separate_final_epoch
+            )
+            first_part = plan.num_samples
+            if plan.separate_final_epoch:
+                first_part = plan.samples_before_final_epoch
+            shuffle_index = build_shuffle_index(first_part, plan.num_samples, random_state)
+        sample_index = build_sample_idx(
+            lengths,
+            document_index,
+            S,
+            plan.num_epochs,
+            tokens_per_epoch,
+            not self._keeps_short,
+            self._extra,
+        )
+        return plan, [document_index, sample_index, shuffle_index]
+
+    def _plan_epochs(self, tokens_per_epoch):
+        """How often this dataset goes over its documents, and how many samples that gives."""
+        _check_split_has_tokens(self, tokens_per_epoch)  # section 13
+        S = self.config.sequence_length
+        drop_last = not self._keeps_short
+        return plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
+
+    def _find_indices(self):
+        """Find the three arrays in the cache, or have them built (section 12)."""
+        self.epoch_plan = EpochPlan(*_open_indices(self))
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return document_index, sample_index and shuffle_index, from the cache or newly built.
+
+        A subclass may override this method, which has upstream's name, to have other orders.  What
+        its method returns is kept in memory, and not in a cache.
+        """
+        self._find_indices()
+        return self.document_index, self.sample_index, self.shuffle_index
 
     # ---- what the builder and the cache ask
 
@@ -2173,35 +1811,6 @@ def _take_loss_of_padding(columns, rows, indices):
     for row, k in zip(rows, indices, strict=True):
         if k is None:
             columns["loss_mask"][row] = 0
-
-
-def _as_range(documents):
-    """Numbers of documents as a range, if they follow each other, else as an array."""
-    if isinstance(documents, range) and documents.step == 1:
-        return documents
-    documents = np.asarray(documents)
-    if len(documents) and np.array_equal(documents, documents[0] + np.arange(len(documents))):
-        return range(int(documents[0]), int(documents[-1]) + 1)
-    return documents
-
-
-def _as_documents(documents):
-    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
-    if isinstance(documents, range):
-        return np.arange(documents.start, documents.stop, dtype=np.int32)
-    return documents
-
-
-def _count_tokens(lengths, documents):
-    """T: how many tokens these documents have."""
-    if isinstance(documents, range):
-        documents = slice(documents.start, documents.stop)
-    return int(lengths[documents].sum(dtype=np.int64))
-
-
-def _overrides(dataset, cls, method):
-    """Does the class of this dataset have another method of this name than cls has?"""
-    return getattr(type(dataset), method) is not getattr(cls, method)
 
 
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -2240,47 +1849,33 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
     return positions
 
 
-def _name(dataset):
-    """What to call a dataset in a message: its path, or its class."""
-    path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else _hide_credentials(str(path))
+def _overrides(dataset, cls, method):
+    """Does the class of this dataset have another method of this name than cls has?"""
+    return getattr(type(dataset), method) is not getattr(cls, method)
 
 
-def _attribute(tokenizer, name):
-    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
-    try:
-        return getattr(tokenizer, name, None)
-    except NotImplementedError:
-        return None
+def _as_range(documents):
+    """Numbers of documents as a range, if they follow each other, else as an array."""
+    if isinstance(documents, range) and documents.step == 1:
+        return documents
+    documents = np.asarray(documents)
+    if len(documents) and np.array_equal(documents, documents[0] + np.arange(len(documents))):
+        return range(int(documents[0]), int(documents[-1]) + 1)
+    return documents
 
 
-def _pad_token_id(config):
-    """The id that fills short samples: the tokenizer's pad, or -1.
+def _as_documents(documents):
+    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
+    if isinstance(documents, range):
+        return np.arange(documents.start, documents.stop, dtype=np.int32)
+    return documents
 
-    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
-    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
-    have no loss either.  The special tokens are those of the tokenizer's special_tokens_dict; if it
-    has none, they are eos and eod.
-    """
-    tokenizer = config.tokenizer
-    pad = _attribute(tokenizer, "pad")
-    if pad is None:
-        return -1
-    special = _attribute(tokenizer, "special_tokens_dict")
-    if special is None:
-        special = {}
-    special = {name: token for name, token in special.items() if name != "pad_token"}
-    if not special:
-        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if same and not config.allow_ambiguous_pad_tokens:
-        warnings.warn(
-            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
-            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
-            stacklevel=2,
-        )
-        return -1
-    return int(pad)
+
+def _count_tokens(lengths, documents):
+    """T: how many tokens these documents have."""
+    if isinstance(documents, range):
+        documents = slice(documents.start, documents.stop)
+    return int(lengths[documents].sum(dtype=np.int64))
 
 
 class MockGPTLowLevelDataset:
@@ -2370,7 +1965,7 @@ def build_blending_indices(
     size: int,
     verbose: bool = False,
 ) -> None:
-    """Fill in, for each sample of a blend, its dataset and its place in that dataset.
+    """Fill in, for each sample of a blend, its dataset and its number in that dataset.
 
     Sample i comes from the dataset with the largest lag, weights[d] * max(i, 1) - taken[d], in IEEE
     doubles; taken[d] is how many of the samples 0 .. i-1 come from dataset d.  Of equals the lowest
@@ -2381,7 +1976,6 @@ def build_blending_indices(
     weights               float64 (num_datasets,)   shares, whose sum is 1
     verbose               accepted as upstream's; nothing is printed
     Raises                ValueError, TypeError     for arrays and weights that do not fit
-    Cost                  O(size * num_datasets); less in C
     Upstream              helpers.build_blending_indices
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
@@ -2412,6 +2006,7 @@ def build_exhaustive_blending_indices(
 
     dataset_index, dataset_sample_index   int16 and int64, (sum(sizes),): filled in
     sizes                                 int64 (num_datasets,)
+    Raises                                ValueError, TypeError for arrays that do not fit
     Upstream                              helpers.build_exhaustive_blending_indices
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
@@ -2431,33 +2026,6 @@ def build_exhaustive_blending_indices(
         taken[d] += 1
 
 
-def _as_counts(sizes, num_datasets):
-    """Numbers of samples -> int64 array; ValueError if one is not a whole number."""
-    counts = np.array(sizes[:num_datasets], np.int64)
-    if not np.array_equal(counts, sizes[:num_datasets]):
-        raise ValueError(f"sizes must be whole numbers, got {sizes}")
-    return counts
-
-
-def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size):
-    """TypeError or ValueError for arguments that the loops above would misread."""
-    _check_array(dataset_index, "dataset_index", np.int16)
-    _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
-    room = min(len(dataset_index), len(dataset_sample_index))
-    if not 0 <= size <= room:
-        raise ValueError(f"the outputs have {room} places for {size} samples")
-    if np.may_share_memory(dataset_index, dataset_sample_index):
-        raise ValueError("dataset_index and dataset_sample_index overlap in memory")
-    if not 0 < num_datasets < 2**15 - 1 or len(weights) != num_datasets:
-        raise ValueError(
-            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
-            f"{len(weights)} weights"
-        )
-    for d, weight in enumerate(weights.tolist()):
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weight of dataset {d}: wanted a finite number >= 0, got {weight}")
-
-
 def build_phase_indices(
     dataset_index: np.ndarray,
     dataset_sample_index: np.ndarray,
@@ -2470,8 +2038,8 @@ def build_phase_indices(
 
     dataset_index, dataset_sample_index   int16 and int64, (samples of all phases,): filled in
     phases                                [(samples, weights), ...]; the sum of the weights of a
-                                          phase is 1, and each dataset has one
-    Cost                                  that of build_blending_indices(), and O(samples)
+                                          phase is 1, and each dataset has one; ValueError if there
+                                          is no phase
 
     >>> which, sample = np.zeros(8, np.int16), np.zeros(8, np.int64)
     >>> build_phase_indices(which, sample, [(4, [0.25, 0.75]), (4, [0.5, 0.5])])
@@ -2495,19 +2063,6 @@ def build_phase_indices(
         begin = end
 
 
-class _BlendTooLarge(ValueError):
-    """A blend asks a dataset for more samples than it has.
-
-    needed is {dataset: samples that the blend takes of it}.
-    """
-
-    def __init__(
-        self, message: str, needed: dict[torch.utils.data.Dataset, int] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.needed = {} if needed is None else needed
-
-
 class BlendedDataset(_SampleTable):
     """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
 
@@ -2519,17 +2074,16 @@ class BlendedDataset(_SampleTable):
                dataset keeps its number, also one whose weights are all 0: a phase that is added
                later may use it.  One phase without a weight of 0 is the plain blend.
 
-    After that there are three kinds of blend:
+    So there are three kinds of blend, and their attributes are:
 
       made with           size      weights      phases                    rule
       weights and size    size      normalized   [(size, weights)]         build_blending_indices
       weights alone       None      counts       None                      build_exhaustive_...
       phases              the sum   None         with normalized weights   build_phase_indices
 
-    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.  Cost:
-    10 bytes for each sample, and the time of build_blending_indices() where no cache has the
-    arrays.  _BlendTooLarge (a ValueError) is raised where upstream would fail in the middle of a
-    run.
+    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.
+    ValueError for weights, a size or phases that cannot be; also where a dataset has fewer samples
+    than the blend takes of it, which in upstream is an IndexError in the middle of a run.
 
     >>> config = GPTDatasetConfig(1234, 4, split="1", tokenizer=ByteTokenizer())
     >>> corpus = IndexedDataset(toy_corpus())
@@ -2552,95 +2106,40 @@ class BlendedDataset(_SampleTable):
         config: BlendedMegatronDatasetConfig,
         phases: list | None = None,
     ) -> None:
-        if phases is None:
-            self._set_weights(datasets, weights, size)
-        elif weights is None and size is None:
-            self._set_phases(datasets, phases)
-        else:
-            raise ValueError("phases stand for weights and size: these must be None")
-        self.config = config
-        self.split = self.datasets[0].index_split
-        # May the rows of one table be filled by all datasets?
-        self._shares_columns = all(self._has_same_columns(dataset) for dataset in self.datasets)
-        self.unique_identifiers = _identifiers_of_blend(self)
-        self.unique_description = _describe(self.unique_identifiers)
-        self.unique_description_hash = _md5(self.unique_description)
-        # How many samples the blend takes of each dataset.  The arrays are found in the cache
-        # (section 12), or built; a cache of upstream that is trusted does not say how many.
-        self._taken = _open_indices(self)
-        if self._taken is not None:
-            self._check_counts(self._taken)
-
-    def _set_weights(self, datasets, weights, size):
-        """A blend of one phase, or one whose weights are counts."""
-        names = [_name(dataset) for dataset in datasets]
-        weights = _read_weights(weights, names)
-        if size is None and any(weight != int(weight) for weight in weights):
-            raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
-        if size is not None and (size < 0 or size % 1):
-            raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
-        self.datasets, weights = _drop_zero_weights(datasets, weights, names)
-        if size is None:
+        # section 15: what cannot be is refused, weight 0 dropped, the weights of phases normalized
+        self.datasets, weights, phases = _read_blend(datasets, weights, size, phases)
+        if phases is not None:
+            self.size = sum(samples for samples, _ in phases)
+            _, first_weights = phases[0]
+            is_plain = len(phases) == 1 and all(first_weights)  # then it shares the plain cache
+            self.weights = first_weights if is_plain else None
+            self.phases = phases
+        elif size is None:
             self.size = None
-            self.weights = [int(weight) for weight in weights]
+            self.weights = [int(count) for count in weights]
             self.phases = None
         else:
             self.size = int(size)
             self.weights = normalize(weights)
             self.phases = [(self.size, self.weights)]
-
-    def _set_phases(self, datasets, phases):
-        """A blend of several phases; one phase that uses all datasets is a plain blend."""
-        self.datasets = list(datasets)
-        self.phases = _as_phases(phases, [_name(dataset) for dataset in datasets])
-        self.size = sum(samples for samples, _ in self.phases)
-        _, weights = self.phases[0]
-        is_plain = len(self.phases) == 1 and all(weights)
-        self.weights = weights if is_plain else None
-
-    def _has_same_columns(self, dataset):
-        """Does this dataset fill rows, of the table that the config of the blend asks for?"""
-        fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
-        return fills_rows and dataset.config is self.config
-
-    def _build_indices(self):
-        """Return how many samples each dataset gives, and the two arrays."""
-        dataset_index = np.zeros(len(self), np.int16)
-        dataset_sample_index = np.zeros(len(self), np.int64)
-        arrays = [dataset_index, dataset_sample_index]
-        if self.size is None:
-            build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
-        elif self.weights is None:
-            build_phase_indices(*arrays, self.phases)
-        else:
-            build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
-        taken = _count_datasets(dataset_index, len(self.datasets)).tolist()
-        # Before the blend is saved: fast_cache_load does not check a saved one again.
-        self._check_counts(taken)
-        return taken, arrays
-
-    def _check_counts(self, taken):
-        """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
-        needed = {}
-        sentences = []
-        for count, dataset in zip(taken, self.datasets, strict=True):
-            if count > len(dataset):
-                needed[dataset] = count
-                sentences.append(
-                    f"the blend takes {count:,} samples of {_name(dataset)}, "
-                    f"which has {len(dataset):,}"
-                )
-        if needed:
-            raise _BlendTooLarge("; ".join(sentences), needed)
-
-    def samples_taken(self) -> np.ndarray:
-        """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
-        if self._taken is None:  # the cache of upstream does not say
-            self._taken = _count_datasets(self.dataset_index, len(self.datasets)).tolist()
-        return np.array(self._taken, np.int64)
+        self.config = config
+        self.split = self.datasets[0].index_split
+        # May the rows of one table be filled by all datasets?
+        self._shares_columns = all(self._has_same_columns(dataset) for dataset in self.datasets)
+        _set_identifiers(self)  # section 12: the files of a cache are named after these
+        # How many samples the blend takes of each dataset.  The arrays are found in the cache
+        # (section 12), or built; a cache of upstream that is trusted does not say how many.
+        self._taken = _open_indices(self)
+        if self._taken is not None:
+            _check_taken(self, self._taken)
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
+
+    def __getitem__(self, idx: int | None) -> dict:
+        d, k = self._place(idx)
+        dataset_id = torch.from_numpy(np.array(d, np.int64))
+        return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
     def _place(self, idx):
         """Sample idx is sample k of dataset d: return (d, k).  None is padding, of dataset 0."""
@@ -2649,15 +2148,7 @@ class BlendedDataset(_SampleTable):
         i = _position(idx, len(self), "the samples of a blend")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
-    def __getitem__(self, idx: int | None) -> dict:
-        d, k = self._place(idx)
-        dataset_id = torch.from_numpy(np.array(d, np.int64))
-        return {"dataset_id": dataset_id, **self.datasets[d][k]}
-
-    @property
-    def fills_rows(self) -> bool:
-        """Can a batch be filled as a whole, because all datasets fill rows of the same table?"""
-        return self._shares_columns and not _overrides(self, BlendedDataset, "__getitem__")
+    # ---- samples as rows of a table
 
     def columns(self, count: int) -> dict[str, np.ndarray]:
         """Return an empty table for so many samples."""
@@ -2680,17 +2171,43 @@ class BlendedDataset(_SampleTable):
         for d, (rows_of_dataset, samples) in rows_of_datasets.items():
             self.datasets[d].fill(columns, rows_of_dataset, samples)
 
+    @property
+    def fills_rows(self) -> bool:
+        """Can a batch be filled as a whole, because all datasets fill rows of the same table?"""
+        return self._shares_columns and not _overrides(self, BlendedDataset, "__getitem__")
+
+    def _has_same_columns(self, dataset):
+        """Does this dataset fill rows, of the table that the config of the blend asks for?"""
+        fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
+        return fills_rows and dataset.config is self.config
+
+    # ---- the two arrays
+
+    def _build_indices(self):
+        """Build the arrays: return how many samples each dataset gives, and the two of them."""
+        dataset_index = np.zeros(len(self), np.int16)
+        dataset_sample_index = np.zeros(len(self), np.int64)
+        arrays = [dataset_index, dataset_sample_index]
+        if self.size is None:
+            build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
+        elif self.weights is None:
+            build_phase_indices(*arrays, self.phases)
+        else:
+            build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
+        taken = _count_datasets(dataset_index, len(self.datasets))
+        # Check before saving: with fast_cache_load a saved blend is never checked again.
+        _check_taken(self, taken)
+        return taken, arrays
+
+    def samples_taken(self) -> np.ndarray:
+        """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
+        if self._taken is None:  # the cache of upstream does not say
+            self._taken = _count_datasets(self.dataset_index, len(self.datasets))
+        return np.array(self._taken, np.int64)
+
     def __getstate__(self):
         """Leave out of a pickle the arrays that another process can map, or make."""
         return _without_mapped_arrays(self)
-
-
-def _count_datasets(dataset_index, num_datasets):
-    """How often each dataset is in dataset_index; part by part, as bincount() makes it int64."""
-    taken = np.zeros(num_datasets, np.int64)
-    for low in range(0, len(dataset_index), _CHUNK):
-        taken += np.bincount(dataset_index[low : low + _CHUNK], minlength=num_datasets)
-    return taken
 
 
 # ==============================================================================
@@ -2702,8 +2219,9 @@ def _count_datasets(dataset_index, num_datasets):
 #           blend_per_split         each split is a blend of whole corpora of its own
 #           neither                 mock data
 #
-# The config is read once, into a list: for each split its corpora, their weights, the number of
-# samples that are wanted (size), and the part of each corpus that belongs to the split.
+# The config is read once, into a list.  An entry has the corpora of a split, their weights, the
+# part of each corpus that belongs to the split (bounds), and the number of samples that are wanted
+# (size).  With multiple_validation_sets each corpus of valid is an entry of its own.
 #
 # A single corpus is not blended if it has no weight, or if blend_per_split is used.  It is built
 # for size samples (None: one epoch).  Else, with w the weight of a corpus divided by the sum of all
@@ -2727,14 +2245,14 @@ def _count_datasets(dataset_index, num_datasets):
 
 
 class _BlendOfSplit(typing.NamedTuple):
-    """What a dataset is built from: corpora, and how they are mixed; see _read_blends()."""
+    """What one dataset of a config is made from; see _read_blends()."""
 
     split: Split
     prefixes: list  # of the corpora; [None] for mock data
-    weights: list | None  # of the corpora, their sum is 1; None: each corpus is taken once
-    phases: list | None  # [(samples, weights), ...] instead of weights
-    size: int | None  # samples that are wanted; None: one epoch
+    weights: list | None  # one for each corpus, their sum is 1; None: each corpus is taken once
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
+    size: int | None  # samples that are wanted; None: one epoch
+    phases: list | None  # [(samples, weights), ...] instead of weights
 
     @property
     def is_one_corpus(self) -> bool:
@@ -2768,63 +2286,40 @@ def _read_blends(
     >>> config = GPTDatasetConfig(1234, 4, blend=(["a", "b"], [1, 3]), split="9,1,0",
     ...                           tokenizer=ByteTokenizer())
     >>> for blend in _read_blends(config, [8, 4, 0]):
-    ...     print(blend.split.name, blend.prefixes, blend.weights, blend.size, blend.bounds)
-    train ['a', 'b'] [0.25, 0.75] 8 (0, 0.9)
-    valid ['a', 'b'] [0.25, 0.75] 4 (0.9, 1.0)
+    ...     print(blend.split.name, blend.prefixes, blend.weights, blend.bounds, blend.size)
+    train ['a', 'b'] [0.25, 0.75] (0, 0.9) 8
+    valid ['a', 'b'] [0.25, 0.75] (0.9, 1.0) 4
     """
-    if len(sizes) != len(Split):
-        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
-    if config.multiple_validation_sets and config.full_validation:
-        if sizes[Split.valid.value] is not None:
-            raise ValueError("full_validation: the size of valid must be None")
+    _check_sizes(config, sizes)  # section 15
     blends = []
     for split, size in zip(Split, sizes, strict=True):
-        is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
-        if size is not None and not is_number:
-            raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
-        if config.blend_per_split is None:
-            bounds = config.split_matrix[split.value]
-            prefixes, weights = ([None], None) if config.mock else config.blend
-        elif config.blend_per_split[split.value] is None:
-            bounds = None
-        else:
+        if config.blend_per_split is not None:
             bounds = (0.0, 1.0)
-            prefixes, weights = config.blend_per_split[split.value]
-            is_kept_apart = split is Split.valid and bool(config.multiple_validation_sets)
-            if is_kept_apart:
-                for prefix in prefixes:
-                    blends.append(_BlendOfSplit(split, [prefix], None, None, size, bounds))
-                continue
-            if len(prefixes) == 1:
-                weights = None
-        if bounds is not None:
-            # the splits of one blend have the same corpora of weight 0, which are noted once
+            corpora = config.blend_per_split[split.value]
+        else:
+            bounds = config.split_matrix[split.value]
+            corpora = ([None], None) if config.mock else config.blend
+        if bounds is None or corpora is None:
+            continue  # nothing is built for this split
+        prefixes, weights = corpora
+        phases = None
+        if split is Split.train and config.blend_phases is not None:
+            weights = None  # phases have weights of their own
+            phases = _as_phases(config.blend_phases, prefixes)
+        elif split is Split.valid and config.multiple_validation_sets:
+            for prefix in prefixes:  # each is a dataset of its own
+                blends.append(_BlendOfSplit(split, [prefix], None, bounds, size, None))
+            continue
+        elif config.blend_per_split is not None and len(prefixes) == 1:
+            weights = None  # a single corpus is not blended
+        elif weights is not None:
+            # The splits of one blend have the same corpora of weight 0: the note comes once.
             is_noted = config.blend_per_split is not None or len(blends) == 0
-            weighted = prefixes, weights, is_noted
-            blends.append(_read_blend_of_split(config, split, weighted, size, bounds))
+            prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes, is_noted)
+            weights = normalize(weights)
+        blends.append(_BlendOfSplit(split, list(prefixes), weights, bounds, size, phases))
+        _check_size_of_blend(blends[-1])  # section 15
     return blends
-
-
-def _read_blend_of_split(config, split, weighted, size, bounds):
-    """One split, whose corpora are mixed in phases, or by weights, or are taken once."""
-    prefixes, weights, is_noted = weighted
-    if split is Split.train and config.blend_phases is not None:
-        phases = _as_phases(config.blend_phases, prefixes)
-        total = sum(samples for samples, _ in phases)
-        if size is not None and size > total:
-            raise ValueError(
-                f"blend_phases has {total} samples, but {size} are wanted of train: "
-                f"add a phase of {size - total}, or make the last one longer"
-            )
-        return _BlendOfSplit(split, list(prefixes), None, phases, size, bounds)
-    if weights is None:
-        return _BlendOfSplit(split, list(prefixes), None, None, size, bounds)
-    if size is None:
-        raise ValueError(
-            f"{split.name} is a blend with weights, which needs a size (--sizes), got None"
-        )
-    prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes, is_noted)
-    return _BlendOfSplit(split, prefixes, normalize(weights), None, size, bounds)
 
 
 class BlendedMegatronDatasetBuilder:
@@ -2878,19 +2373,21 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_splits(self):
         """All splits, on this rank."""
+        # _in_threads() calls a function for each item, several at a time (section 15)
+        threads = self.config.num_dataset_builder_threads
         prefixes = []
         for blend in self._blends:
             prefixes += blend.prefixes
         prefixes = list(dict.fromkeys(prefixes))  # a corpus of several splits is opened once
-        _allow_open_files(self._blends, prefixes)  # section 12
-        opened = dict(zip(prefixes, self._in_threads(self._open, prefixes), strict=True))
+        _allow_open_files(self._blends, prefixes)  # section 13
+        opened = dict(zip(prefixes, _in_threads(threads, self._open, prefixes), strict=True))
         found = {split: [] for split in Split}
         for blend in self._blends:
             sizes = blend.sizes(self.config.mid_level_dataset_surplus)
             corpora = []
             for prefix, size in zip(blend.prefixes, sizes, strict=True):
                 corpora.append((blend, prefix, opened[prefix], size))
-            parts = self._in_threads(self._build_part, corpora)
+            parts = _in_threads(threads, self._build_part, corpora)
             dataset = parts[0] if blend.is_one_corpus else self._mix(blend, parts)
             found[blend.split].append(dataset)
         datasets = []
@@ -2903,77 +2400,40 @@ class BlendedMegatronDatasetBuilder:
                 datasets.append(of_split)
         return datasets
 
-    def _in_threads(self, function, items):
-        """[function(item) for each item], several at a time if the config asks for threads."""
-        num_threads = self.config.num_dataset_builder_threads
-        if num_threads == 1 or len(items) == 1:
-            return [function(item) for item in items]
-        pool = concurrent.futures.ThreadPoolExecutor(num_threads)
-        try:
-            futures = [pool.submit(function, item) for item in items]
-            # After an error no further corpus is begun: there may be hundreds, of hours each.
-            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(cancel_futures=True)
-
     def _open(self, prefix):
-        """Open a corpus, whose elements int32 must be able to number."""
+        """Open a corpus."""
         opened = self.cls.build_low_level_dataset(prefix, self.config)
-        n = self.cls.numel_low_level_dataset(opened)
-        if n >= 2**31:
-            raise ValueError(
-                f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
-            )
+        _check_num_sequences(prefix, self.cls.numel_low_level_dataset(opened))  # section 15
         return opened
 
     def _build_part(self, corpus):
         """The dataset of a corpus, of the part of it that belongs to the split."""
         blend, prefix, opened, size = corpus
         first, end = split_range(blend.bounds, self.cls.numel_low_level_dataset(opened))
-        documents = range(first, end)  # of hundreds of corpora: no array before it is needed
-        if self.cls is not GPTDataset:
-            documents = _as_documents(documents)  # a class of the user's gets what upstream gives
+        documents = range(first, end)
+        if self.cls is not GPTDataset:  # another class gets what upstream gives, an array
+            documents = _as_documents(documents)
         return self.cls(opened, prefix, documents, size, blend.split, self.config)
 
     def _mix(self, blend, parts):
         """The blend of these datasets; None if nothing is wanted, and nothing is there."""
         if blend.phases is not None:
-            return self._mix_exactly(parts, None, None, blend.phases)
+            return self._blend_of(parts, None, None, blend.phases)
         if blend.weights is not None:
             size = sum(math.ceil(blend.size * weight) for weight in blend.weights)
-            return self._mix_exactly(parts, blend.weights, size)
-        return self._mix_epochs(blend, parts)
-
-    def _mix_epochs(self, blend, parts):
-        """The blend of one epoch of each corpus, or of as many samples of it as are wanted."""
-        split = blend.split.name
-        size = blend.size
+            return self._blend_of(parts, blend.weights, size)
+        # One epoch of each corpus, or as many samples of these as are wanted.
+        _check_epochs(blend, parts)  # section 15: a warning if they are too few
+        parts = [part for part in parts if len(part) > 0]
+        if len(parts) == 0:
+            return None
         lengths = [len(part) for part in parts]
-        if sum(lengths) == 0:
-            if size == 0:
-                return None
-            wanted = "one epoch" if size is None else f"{size} samples"
-            raise ValueError(f"{split}: wanted {wanted}, but no corpus has a sample in it")
-        if size is not None and size > sum(lengths):
-            warnings.warn(
-                f"{split}: an epoch has {sum(lengths):,} samples, not {size:,}: the run "
-                "will end early; give weights, to repeat corpora",
-                stacklevel=2,
-            )
-            size = sum(lengths)
-        kept = []
-        for part in parts:
-            if len(part) > 0:
-                kept.append(part)
-            else:
-                warnings.warn(
-                    f"{split} of {_name(part)} holds no whole sample: left out of the blend",
-                    stacklevel=2,
-                )
-        return self._mix_exactly(kept, [len(part) for part in kept], size)
+        size = blend.size
+        if size is not None:
+            size = min(size, sum(lengths))
+        return self._blend_of(parts, lengths, size)  # if size is None, all samples of each
 
-    def _mix_exactly(self, parts, weights, size, phases=None):
+    def _blend_of(self, parts, weights, size, phases=None):
         """The blend of these parts; one that would not last is built again, larger."""
         try:
             return BlendedDataset(parts, weights, size, self.config, phases)
@@ -2997,14 +2457,10 @@ def _do_nothing():
 # ==============================================================================
 # Question answered here: which samples does rank r get at step t, and after a stop?
 #
-# A sampler runs on each data-parallel rank and yields the samples of that rank's micro-batches.
-# The micro-batches that all ranks read at the same time are called a round here.  A training step,
-# which changes the weights once, takes one round or several (see NumMicroBatches).
-#
-# In this section an epoch is once through all samples of the dataset (which may hold several epochs
-# of its sequences, see section 4).  One iteration over a sampler is called a pass.  A pass starts
-# at consumed_samples and ends at the end of the epoch, so the first pass after a stop may be only
-# the rest of an epoch.
+# A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
+# micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
+# time are called a round here.  A training step, which changes the model once, takes one round or
+# several.
 #
 # All ranks have one order of samples, and it is dealt to them round by round.  The sampler "single"
 # deals it in runs, the sampler "cyclic" sample by sample.  With micro_batch_size 2 and
@@ -3014,41 +2470,44 @@ def _do_nothing():
 #   order of "single"      0  1  2  3     4  5  6  7     8 ...
 #   rank                   0  0  1  1     0  0  1  1     0
 #
-#   order of "cyclic"      4  0  7  3     2  5  1  6                each epoch in a new order; the
+#   order of "cyclic"      4  0  7  3     2  5  1  6                each turn in a new order; the
 #   rank                   0  1  0  1     0  1  0  1                samples of whole rounds only
 #
-# With data_sharding each rank shuffles a part of its own, so that it always reads the same samples:
-# rank 0 those of 0 .. 3, rank 1 those of 4 .. 7.
+# A turn is once through all samples of the dataset.  (An epoch, of section 4, is once through its
+# documents, and a dataset may hold several.)  With data_sharding each rank shuffles a part of its
+# own, so that it always reads the same samples: rank 0 those of 0 .. 3, rank 1 those of 4 .. 7.
 #
-# A batch is then the samples of these indices, stacked; see batches_of().  One number,
-# consumed_samples, says how many samples all ranks together have used.  A checkpoint keeps this
-# number and what the samples so far depend on (section 14).  A job that goes on may have other
-# ranks, micro-batches or workers, wherever the order does not depend on them:
+# One iteration over a sampler is called a pass.  It starts at consumed_samples and ends at the end
+# of the turn, so the first pass after a stop may be only the rest of a turn.
+#
+# One number, consumed_samples, says how many samples all ranks together have used.  A checkpoint
+# keeps this number and what the samples so far depend on (section 14).  A job that goes on may have
+# other ranks, micro-batches or workers, wherever the order does not depend on them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
 #   full_validation
-#   cyclic, unsharded   in each epoch all ranks draw the   workers; ranks and micro-batch size, if
+#   cyclic, unsharded   in each turn all ranks draw the    workers; ranks and micro-batch size, if
 #                       same shuffled order                (a), (b) and (c) hold
-#   cyclic, sharded     in each epoch each rank shuffles   workers; micro-batch size, if (a) and (b)
+#   cyclic, sharded     in each turn each rank shuffles    workers; micro-batch size, if (a) and (b)
 #                       a part of its own                  hold
 #
 #   (a) consumed_samples is a whole number of the new rounds
 #   (b) the new sizes shuffle the same number of samples (the rest at the end, less than a
 #       micro-batch or, sharded, less than a round, is left out)
-#   (c) the number of the epoch and the place in it come out the same
+#   (c) the number of the turn, and the samples used in it, come out the same
 
 
 class _Sampler:
-    """What the samplers share: their sizes, and the check of where a pass can start.
+    """What the samplers share.
 
     kind                  the sampler's name in a saved state
     consumed_samples      where the next pass starts
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
-    len() counts the batches of a whole pass, wherever the next one starts (upstream: samples).
-    check_start(consumed_samples) raises a ValueError unless a pass can start there.
+    len() counts the batches of a whole turn, wherever the next pass starts (upstream: samples).
+    ValueError for sizes that cannot be, and for a place where no pass can start.
     """
 
     kind: str
@@ -3062,19 +2521,8 @@ class _Sampler:
         data_parallel_size: int,
         drop_last: bool = True,
     ) -> None:
-        sizes = {
-            "total_samples": total_samples,
-            "micro_batch_size": micro_batch_size,
-            "data_parallel_size": data_parallel_size,
-        }
-        for name, size in sizes.items():
-            if size < 1 or size % 1:
-                raise ValueError(f"{name} must be >= 1 and whole, got {size}")
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(
-                f"data_parallel_rank must be 0 to {data_parallel_size - 1}, "
-                f"got {data_parallel_rank}"
-            )
+        sizes = total_samples, micro_batch_size, data_parallel_size
+        _check_sampler(*sizes, data_parallel_rank)  # section 15
         self.total_samples = int(total_samples)
         self.consumed_samples = int(consumed_samples)
         self.micro_batch_size = int(micro_batch_size)
@@ -3083,7 +2531,7 @@ class _Sampler:
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        self.check_start(self.consumed_samples)
+        _check_start(self, self.consumed_samples)  # section 15
 
     def __len__(self) -> int:
         if self.drop_last:
@@ -3108,9 +2556,9 @@ class _Sampler:
 class MegatronPretrainingSampler(_Sampler):
     """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
 
-    Yields lists of micro_batch_size indices; rank r gets the r-th part of each round.
-    drop_last=False: the samples of the last, short round are shared out, and None (padding) stands
-    in the missing places, so that every rank yields the same number of batches.  A second pass
+    Yields lists of micro_batch_size indices; rank r gets the r-th part of each round.  With
+    drop_last=False the samples of the last, short round are shared out, and None (padding) stands
+    for those that are missing, so that every rank yields the same number of batches.  A second pass
     starts at 0.
 
     >>> list(MegatronPretrainingSampler(6, 0, 1, data_parallel_rank=1, data_parallel_size=2))
@@ -3133,14 +2581,6 @@ class MegatronPretrainingSampler(_Sampler):
             own_end = first + _ceil_div((rank + 1) * count, ranks)
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
             yield [*range(own_first, own_end), *padding]
-
-    def check_start(self, consumed_samples: int) -> None:
-        """ValueError unless a pass can start there; at the very end an empty pass can."""
-        if not 0 <= consumed_samples <= self.total_samples:
-            raise ValueError(
-                f"consumed_samples must be 0 to total_samples ({self.total_samples}), "
-                f"got {consumed_samples}"
-            )
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
@@ -3168,14 +2608,14 @@ class MegatronFullValidationSampler(MegatronPretrainingSampler):
 
 
 class MegatronPretrainingRandomSampler(_Sampler):
-    """Samples in a new random order every epoch.  Upstream: MegatronPretrainingRandomSampler.
+    """Samples in a new random order every turn.  Upstream: MegatronPretrainingRandomSampler.
 
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
-    seed           the order of epoch e is drawn with seed + e (upstream: with e)
+    seed           the order of turn t is drawn with seed + t (upstream: with t)
 
     The samples that fill no whole round at the end of an order are left out, so that all ranks stay
-    in the same epoch (upstream, unsharded, keeps some of them, and ranks get into different
-    epochs).  A pass goes on at consumed_samples, which every batch advances.
+    in the same turn (upstream, unsharded, keeps some of them, and ranks get into different turns).
+    A pass goes on at consumed_samples, which every batch advances.
 
     >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
     [[4], [0], [7], [3], [2], [5], [1], [6]]
@@ -3206,17 +2646,17 @@ class MegatronPretrainingRandomSampler(_Sampler):
         )
 
     def __iter__(self) -> typing.Iterator[list[int]]:
-        epoch, done = divmod(self.consumed_samples, self.active_total_samples)
-        order = self._order_of_rank(epoch)
+        turn, done = divmod(self.consumed_samples, self.active_total_samples)
+        order = self._order_of_rank(turn)
         for batch in order[done // self.data_parallel_size :].split(self.micro_batch_size):
             self.consumed_samples += self.samples_per_round
             yield batch.tolist()
 
-    def _order_of_rank(self, epoch):
-        """The samples that this rank reads in an epoch, in order."""
+    def _order_of_rank(self, turn):
+        """The samples that this rank reads in a turn, in order."""
         rank = self.data_parallel_rank
         ranks = self.data_parallel_size
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        generator = torch.Generator().manual_seed(self.seed + turn)
         order = torch.randperm(self.samples_shuffled(), generator=generator)
         if self.data_sharding:
             return rank * len(order) + order
@@ -3231,25 +2671,12 @@ class MegatronPretrainingRandomSampler(_Sampler):
             return self.active_total_samples // self.data_parallel_size
         return self.total_samples - self.total_samples % self.micro_batch_size
 
-    def check_start(self, consumed_samples: int) -> None:
-        """ValueError unless a pass can start there: after a whole number of rounds."""
-        if not self.active_total_samples:
-            raise ValueError(
-                f"total_samples ({self.total_samples}) must fill a round of "
-                f"{self.samples_per_round} samples"
-            )
-        if not 0 <= consumed_samples < 2**63 or consumed_samples % self.samples_per_round:
-            raise ValueError(
-                f"consumed_samples must be a multiple of the round of {self.samples_per_round} "
-                f"samples, got {consumed_samples}"
-            )
-
 
 def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
     """Yield the micro-batches of this rank: for the indices of the sampler, the samples stacked.
 
     This is the definition of a loader.  PretrainingDataLoader (section 14) yields the same batches;
-    it can make them ahead, and its position can be saved.
+    it can make them ahead, and its state can be saved.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -3281,6 +2708,9 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #   pp  pipeline parallel   each rank (stage) holds some of the layers: the first stage needs the
 #                           tokens, the last stage the labels
 #
+# Section 8 makes the batches of a data-parallel rank.  All ranks with the same place along dp share
+# them: a few of these ranks read, the others receive.
+#
 # With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
 #
 #   global batch         --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
@@ -3305,7 +2735,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _PACKING_KEYS = ("cu_seqlens", "max_seqlen")
 
-_PLAIN = 0
+_PLAIN = 0  # these three are the status of a batch
 _PACKED = 1
 _FAILED = 2
 
@@ -3314,12 +2744,11 @@ class ParallelGroups:
     """The layout of a job: which ranks work together, and in which groups.
 
     tensor, context, pipeline   ranks along these axes; the data axis is what is left of the world
-    Raises                      ValueError where the world cannot be cut so, or is not initialized
-    Cost                        every rank makes the process groups of all ranks, once
 
     A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
     group differ in their places along these axes and in nothing else.  Every rank must make its
     ParallelGroups at the same point.  Without torch.distributed the layout is one process.
+    ValueError where the world cannot be cut so, or is not initialized.
 
     Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp (ep, for experts,
     is 1 here).
@@ -3337,52 +2766,27 @@ class ParallelGroups:
     def rank_lists(
         kind: str, *, tensor: int = 1, context: int = 1, data: int = 1, pipeline: int = 1
     ) -> list[list[int]]:
-        """All groups of a kind in a job of tensor * context * data * pipeline ranks.
+        """Return all groups of a kind in a job of tensor * context * data * pipeline ranks.
 
-        Returns  the ranks of each group; each rank is in exactly one group
-        Raises   ValueError for an unknown axis, or a size below 1
-        Cost     about a microsecond a rank
+        Each rank is in one of these lists.  ValueError for an unknown axis, or a size below 1.
         """
         axes = kind.split("-")
-        if not set(axes) <= {"tp", "cp", "dp", "pp"}:
-            raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
-        if min(tensor, context, data, pipeline) < 1:
-            raise ValueError(
-                "sizes must be at least 1, got "
-                f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
-            )
+        _check_axes(axes, tensor, context, data, pipeline)  # section 15
         groups = {}
         for rank in range(tensor * context * data * pipeline):
             rest, tp = divmod(rank, tensor)
             rest, cp = divmod(rest, context)
             pp, dp = divmod(rest, data)
-            place = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-            others = tuple(at for axis, at in place.items() if axis not in axes)
+            places = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+            others = tuple(place for axis, place in places.items() if axis not in axes)
             groups.setdefault(others, []).append(rank)
         return list(groups.values())
 
     def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
-        world = 1
-        if _is_distributed():
-            world = torch.distributed.get_world_size()
-        elif os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
-                "initialized, so every rank would read the same samples: call "
-                "torch.distributed.init_process_group() first"
-            )
-        model = tensor * context * pipeline
-        if min(tensor, context, pipeline) < 1 or world % model != 0:
-            raise ValueError(
-                f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
-                f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
-            )
-        self.sizes = {
-            "tensor": tensor,
-            "context": context,
-            "data": world // model,
-            "pipeline": pipeline,
-        }
+        world = torch.distributed.get_world_size() if _is_distributed() else 1
+        _check_layout(world, tensor, context, pipeline)  # section 15
+        data = world // (tensor * context * pipeline)
+        self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
         self._ranks = {}  # {kind: the ranks of this rank's group}
         self._groups = {}  # {kind: the process group of this rank}
         for kind in self._KINDS:
@@ -3400,10 +2804,8 @@ class ParallelGroups:
     @staticmethod
     def _own_list(lists):
         """The list that has this rank."""
-        for ranks in lists:
-            if _rank() in ranks:
-                return ranks
-        raise AssertionError("every rank is in one group of each kind")
+        [mine] = [ranks for ranks in lists if _rank() in ranks]
+        return mine
 
     @staticmethod
     def _new_group(lists, backend=None):
@@ -3452,13 +2854,13 @@ def get_batch(
     use_per_sequence_balancing: bool = False,
     **options: typing.Any,
 ) -> dict[str, typing.Any]:
-    """The next micro-batch of this rank: get_batch_on_this_tp_rank(), then the cut for its cp rank.
-
-    Upstream: get_batch, in pretrain_gpt.py.
+    """Return the next micro-batch of this rank: that of its tp rank, cut for its cp rank.
 
     options  those of get_batch_on_this_tp_rank(); use_per_sequence_balancing is that of
-             get_batch_on_this_cp_rank().  A batch that cannot be cut is an error on every tp rank,
-             because they all cut the same batch.
+             get_batch_on_this_cp_rank().  A batch that cannot be cut is a ValueError on every tp
+             rank, because they all cut the same batch.
+
+    Upstream: get_batch, in pretrain_gpt.py.
 
     >>> text = torch.tensor([list(b"aaaab")])
     >>> batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": torch.ones(1, 4)}
@@ -3486,7 +2888,7 @@ def get_batch_on_this_tp_rank(
     mtp: bool = False,
     device: torch.device | str | None = None,
 ) -> dict[str, torch.Tensor | None]:
-    """The next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
+    """Return the next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
 
     data_iterator          iterator over a loader's batches; only tp rank 0 of the first and of the
                            last pipeline stage uses it, and it may be None on all other ranks
@@ -3505,10 +2907,9 @@ def get_batch_on_this_tp_rank(
                            has them.
     Raises                 what the reader met, on every rank of its tp group: StopIteration at the
                            end of the data, ValueError where a tensor has another shape
-    Cost                   one broadcast of the tensors, 16 bytes a token on a first stage, 12 on a
-                           last one, 28 on a stage that is both, and S more with a mask; a second
-                           one for cu_seqlens.  The tensors of a batch are views of one buffer.
-    Upstream               get_batch_on_this_tp_rank, which broadcasts one tensor at a time
+
+    The tensors of a batch are views of one buffer, which is broadcast at once.  Upstream:
+    get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
     needed = _keys_of_stage(groups, create_attention_mask, mtp)
@@ -3558,18 +2959,16 @@ def _batch_layout(keys, micro_batch_size, sequence_length):
 
 def _read_batch(data_iterator, layout, packing):
     """Read the next batch: the tensors of layout, and those of packing where the batch has them."""
-    if data_iterator is None:
-        raise ValueError("this rank reads for its group: give a data_iterator, not None")
+    _check_iterator(data_iterator)  # section 15
     batch = next(data_iterator)
-    if not isinstance(batch, dict):
-        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
+    _check_is_dict(batch)
     wanted = dict(layout)
-    if any(batch.get(key) is not None for key in packing):
+    if _has_any(batch, packing):
         wanted.update(packing)
-    makes_mask = "attention_mask" in layout and batch.get("attention_mask") is None
+    makes_mask = "attention_mask" in layout and not _has_any(batch, ["attention_mask"])
     if makes_mask:
         del wanted["attention_mask"]
-    _check_batch(batch, wanted)
+    _check_batch(batch, wanted)  # section 15
     tensors = {}
     for key, (_, dtype) in wanted.items():
         tensors[key] = batch[key].to("cpu", dtype)
@@ -3579,19 +2978,9 @@ def _read_batch(data_iterator, layout, packing):
     return tensors
 
 
-def _check_batch(batch, layout):
-    """Raise ValueError unless the batch has the tensors of a layout, in its shapes."""
-    for key, (shape, dtype) in layout.items():
-        found = None
-        if isinstance(batch.get(key), torch.Tensor):
-            found = tuple(batch[key].shape)
-        if found == shape and batch[key].is_floating_point() and not dtype.is_floating_point:
-            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
-        if found != shape:
-            raise ValueError(
-                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
-                "get_batch the same micro_batch_size and sequence_length"
-            )
+def _has_any(batch, keys):
+    """Has the batch a tensor under one of these keys?"""
+    return any(batch.get(key) is not None for key in keys)
 
 
 def _causal_masks(shape, cu_seqlens):
@@ -3664,18 +3053,17 @@ def get_batch_on_this_cp_rank(
     *,
     use_per_sequence_balancing: bool = False,
 ) -> dict[str, typing.Any]:
-    """This context-parallel rank's part of a batch: two of 2 * cp_size chunks.
+    """Return this context-parallel rank's part of a batch: two of 2 * cp_size chunks.
 
     Rank r of cp ranks gets chunk r and chunk 2*cp-1-r, in that order.
 
-    batch      dict; a tensor with the sequence axis (dim 1, of attention_mask dim 2) is cut; with
-               cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
+    batch      dict; a tensor with the axis of the tokens (dim 1, of attention_mask dim 2) is cut.
+               With cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
                cu_seqlens, max_seqlen) is passed on.
     use_per_sequence_balancing
-               with cu_seqlens too, cut the whole sequence and not every document
-    Returns    a new dict, with sequences of S / cp_size; the batch is not changed
+               with cu_seqlens too, cut the whole row and not every document
+    Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size
-    Cost       a copy of the part; cu_seqlens on a GPU is read, which waits for the GPU
     Upstream   get_batch_on_this_cp_rank, which changes the batch
 
     >>> batch = {"tokens": torch.arange(8)[None]}
@@ -3685,20 +3073,19 @@ def get_batch_on_this_cp_rank(
     >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
     [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
     """
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"wanted cp_size >= 1 and cp_rank below it, got {cp_size} and {cp_rank}")
+    _check_cp_rank(cp_rank, cp_size)  # section 15
     part = dict(batch)
     sequences = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
     if cp_size == 1 or not sequences:
         return part
     length = sequences[0].shape[-1]
-    cu_seqlens = batch.get("cu_seqlens")
-    if cu_seqlens is None or use_per_sequence_balancing:
-        chunks_of_rows = [_chunks_of_sequence(length, cp_rank, cp_size)]
-    else:
-        chunks_of_rows = []
-        for row, starts in enumerate(cu_seqlens.tolist()):
-            chunks_of_rows.append(_chunks_of_documents(starts, length, cp_rank, cp_size, row))
+    cuts_documents = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
+    bounds_of_rows = [[0, length]]  # where what is cut begins and ends, the same in all rows
+    if cuts_documents:
+        # cu_seqlens repeats the length in its unused entries
+        bounds_of_rows = [sorted({0, *starts, length}) for starts in batch["cu_seqlens"].tolist()]
+    _check_bounds(bounds_of_rows, cuts_documents, cp_size)  # section 15
+    chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
         if key not in ("dataset_id", *_PACKING_KEYS) and _has_axis(value, dim, length):
@@ -3706,37 +3093,19 @@ def get_batch_on_this_cp_rank(
     return part
 
 
-def _chunks_of_sequence(length, cp_rank, cp_size):
-    """What a cp rank keeps of a sequence that is cut as a whole: [(begin, length), ...]."""
-    if length % (2 * cp_size) != 0:
-        raise ValueError(
-            f"a sequence of {length} tokens cannot be cut for cp_size {cp_size}: "
-            f"its length must be a multiple of {2 * cp_size}"
-        )
-    return _chunks_between(0, length, cp_rank, cp_size)
+def _chunks_of_row(bounds, cp_rank, cp_size):
+    """What a cp rank keeps of a row: [(begin, length), ...].
 
-
-def _chunks_of_documents(starts, length, cp_rank, cp_size, row):
-    """What a cp rank keeps of a row, each of whose documents is cut by itself."""
-    bounds = sorted({0, *starts, length})  # cu_seqlens repeats the length in its unused entries
+    Of each document, cut into 2 * cp_size chunks, these are number cp_rank from the front and
+    number cp_rank from the back.
+    """
     chunks = []
-    for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        if (end - begin) % (2 * cp_size) != 0:
-            raise ValueError(
-                f"document {document} of row {row} has {end - begin} tokens ({begin} to {end}): "
-                f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
-                "use_per_sequence_balancing=True cuts the whole sequence instead"
-            )
-        chunks += _chunks_between(begin, end, cp_rank, cp_size)
+    for begin, end in itertools.pairwise(bounds):
+        size = (end - begin) // (2 * cp_size)
+        front = begin + cp_rank * size
+        back = end - (cp_rank + 1) * size
+        chunks += [(front, size), (back, size)]
     return chunks
-
-
-def _chunks_between(begin, end, cp_rank, cp_size):
-    """Chunk cp_rank from the front and chunk cp_rank from the back, of 2 * cp_size chunks."""
-    size = (end - begin) // (2 * cp_size)
-    front = begin + cp_rank * size
-    back = end - (cp_rank + 1) * size
-    return [(front, size), (back, size)]
 
 
 def _has_axis(value, dim, length):
@@ -3769,7 +3138,7 @@ def _take_chunks(value, dim, chunks_of_rows):
 #   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
 #                    its own shard: enough for an optimizer that shares its work in the same way
 #
-#   parameters, as the module lists them embed  w1  w2  w3  head
+#   parameters, as the module has them   embed  w1  w2  w3  head
 #   buffer, one for each dtype: in       | head     | w3  w2   | w1  embed |   p.grad is a view
 #   reverse, as backward makes them      | bucket 0 | bucket 1 | bucket 2  |
 #   backward: head's gradient arrives      sent -->
@@ -3780,14 +3149,14 @@ def _take_chunks(value, dim, chunks_of_rows):
 # A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
 # send in the same order, whatever parameters their batches use.  A parameter without a gradient
 # counts as zero; its bucket, and those behind it, are sent at the end.  A tied parameter, which the
-# model has in two places, is one parameter, where named_parameters() lists it first.
+# model has under two names, is one parameter; it stands where the first of the names does.
 #
 # A training step, with all that part I has made:
 #
 #   model.zero_grad_buffer()
 #   forward_backward_no_pipelining(...)   for each micro-batch: get_batch(), forward, backward; then
 #                                         finalize_model_grads() waits for the averages
-#   optimizer.step()
+#   optimizer.step()                      on each rank, with the same gradients
 #   loader.state_dict()                   for a checkpoint: which samples were used (section 14)
 
 
@@ -3828,8 +3197,8 @@ class DistributedDataParallel(torch.nn.Module):
     grad_buffers   list of tensors: the buffer of each dtype and device
     grad_shards    list of tensors: this rank's slice of each bucket
 
-    A step is zero_grad_buffer(); forward and backward of each micro-batch, all but the last under
-    no_sync(); finish_grad_sync(); the optimizer.
+    In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
+    last under no_sync(); then finish_grad_sync(), and the optimizer.
 
     >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
     >>> model.zero_grad_buffer()
@@ -3851,8 +3220,7 @@ class DistributedDataParallel(torch.nn.Module):
         check_for_nan_in_grad: bool = False,
     ) -> None:
         super().__init__()
-        if bucket_size < 1:
-            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
+        _check_bucket_size(bucket_size)  # section 15
         self.module = module
         self.group = group
         self.size = 1
@@ -3872,12 +3240,15 @@ class DistributedDataParallel(torch.nn.Module):
         self._bucket_of = {}  # {parameter: number of its bucket}
         self._num_sent = 0  # buckets that were sent in this step
         self._in_sync = True  # False under no_sync()
-        # False from finish_grad_sync() until a gradient comes or zero_grad_buffer() begins a step
+        # False from finish_grad_sync() until a gradient comes or zero_grad_buffer() begins a step.
+        # A loop may call finish_grad_sync() and then finalize_model_grads(), which calls it again:
+        # the second call must not send what is an average already.
         self._must_send = True
-        self._nan_names = []  # parameters with nan in what was sent in this step
+        self._nan_names = []  # parameters with nan in what was sent in this step; see section 15
         for runs in self._runs_of_parameters(bucket_size):
             self._add_buffer(runs)
         for param in self._bucket_of:
+            # section 15: when backward has added to param.grad, _on_gradient(param) is called
             param.register_post_accumulate_grad_hook(_GradientHook(self))
         self.zero_grad_buffer()
 
@@ -3895,7 +3266,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _add_buffer(self, runs):
         """Make the buffer of one dtype, its buckets, and the view of each parameter."""
-        # A bucket is padded with zeros, so that it can be cut into one shard a rank.
+        # A bucket is padded with zeros, so that it can be cut into one shard for each rank.
         sizes = []
         for run in runs:
             shard = _ceil_div(_num_elements(run), self.size)
@@ -3932,11 +3303,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _on_gradient(self, param):
         """Note that backward has added to param.grad; send the buckets that are complete now."""
         number = self._bucket_of[param]
-        if number < self._num_sent:
-            raise RuntimeError(
-                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
-                "but the last under no_sync()"
-            )
+        _check_not_sent(self, param)  # section 15
         if param.grad is not param.main_grad:
             # Somebody has set param.grad to None, which means zero, and backward made a new tensor.
             param.main_grad.copy_(param.grad)
@@ -3958,8 +3325,8 @@ class DistributedDataParallel(torch.nn.Module):
             if param.grad is None:
                 param.main_grad.zero_()
                 param.grad = param.main_grad
-            if self.check_for_nan_in_grad and param.main_grad.isnan().any():
-                self._nan_names.append(self._names[param])
+        if self.check_for_nan_in_grad:
+            _note_nan(self, bucket)  # section 15
         if self.size == 1:
             return
         operation = torch.distributed.ReduceOp.AVG
@@ -3993,7 +3360,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._wait_and_reset()
         self._must_send = False
         if self.check_for_nan_in_grad:
-            _on_every_rank(self._check_for_nan, self.group)
+            _raise_if_nan(self)  # section 15
 
     def _wait_and_reset(self):
         """Wait for what was sent; from now on every gradient is expected again."""
@@ -4003,13 +3370,6 @@ class DistributedDataParallel(torch.nn.Module):
                 bucket.handle = None
             bucket.waiting = set(bucket.params)
         self._num_sent = 0
-
-    def _check_for_nan(self):
-        """Raise ValueError if this rank has sent nan."""
-        names = self._nan_names
-        self._nan_names = []
-        if names:
-            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: every gradient is 0, and every param.grad a view of the buffers again.
@@ -4036,33 +3396,9 @@ class DistributedDataParallel(torch.nn.Module):
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
 
 
-class _GradientHook:
-    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
-
-    A parameter keeps its hooks.  With a weak reference a wrapper that was dropped is freed, and its
-    module can be used without it or be wrapped again.
-    """
-
-    def __init__(self, wrapper):
-        self.wrapper = weakref.ref(wrapper)
-
-    def __call__(self, param):
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper._on_gradient(param)
-
-
 def _num_elements(params):
     """The number of elements of all these parameters together."""
     return sum(param.numel() for param in params)
-
-
-def _reduce_scatter(output, data, operation, group, async_op):
-    """torch.distributed.reduce_scatter_single, which older versions of torch name otherwise."""
-    function = getattr(torch.distributed, "reduce_scatter_single", None)
-    if function is None:
-        function = torch.distributed.reduce_scatter_tensor
-    return function(output, data, operation, group, async_op)
 
 
 def finalize_model_grads(
@@ -4073,14 +3409,13 @@ def finalize_model_grads(
     """Finish the gradients of a step.  Upstream: finalize_model_grads.
 
     model       the parts of the model on this rank
-    num_tokens  tokens of this rank that count, int or tensor; all ranks must give the same type.
-                The loss was a sum over tokens then.  The gradients, which are an average over the
-                ranks, are multiplied by ranks / tokens of all ranks, and so become the gradients of
-                the mean loss of a token.  None: the gradients stay as they are.
+    num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
+                tokens, and this is how many tokens of this rank count; an int on all ranks, or a
+                tensor on all.  The average is (sum of all ranks) / ranks; times ranks / tokens of
+                all ranks, that is the gradient of the mean loss of a token.
     groups      count the tokens of the dp-cp ranks of this layout; None: those of each part's group
-    Cost        finish_grad_sync() of each part, and an all_reduce of one number
 
-    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a weight for each token
+    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
     >>> finalize_model_grads([model], num_tokens=4)
     >>> model.module.weight.grad[97:99, 0].tolist()                    # a share of the four tokens
@@ -4121,7 +3456,7 @@ def forward_backward_no_pipelining(
     model              a DistributedDataParallel, a plain module, or a list of one of these
     num_microbatches   how many to run, at least 1
     forward_only       no backward, and nothing is sent; call it under torch.no_grad()
-    Returns            the reports, one a micro-batch
+    Returns            the reports, one for each micro-batch
 
     >>> def sum_of_tokens(output):
     ...     return output.sum(), output.shape[0], "sum and tokens"
@@ -4134,14 +3469,10 @@ def forward_backward_no_pipelining(
     >>> model.module.weight.grad.item()                                   # (1 + 1 + 1 + 0) / 4
     0.75
     """
-    parts = [model]
-    if isinstance(model, (list, tuple)):
-        parts = list(model)
-    if len(parts) != 1:
-        raise ValueError(f"without pipelining there is one model, got a list of {len(parts)}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
-    model = parts[0]
+    if not isinstance(model, (list, tuple)):
+        model = [model]
+    _check_step(model, num_microbatches)  # section 15
+    [model] = model
     reports = []
     token_counts = []
     for number in range(num_microbatches):
@@ -4390,7 +3721,7 @@ def _map_file(path: str | os.PathLike) -> np.ndarray:
 
 
 def _encode_tokens(values, dtype):
-    """Tensor, array or list -> the bytes that a .bin file of this dtype has for these ids.
+    """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
 
     ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
     floating-point dtype, which the format knows too, are converted as numpy does.
@@ -4411,11 +3742,12 @@ def _encode_tokens(values, dtype):
 
 
 def _as_array(values, dtype):
-    """Tensor or list -> array; it is of dtype already if a list holds only integers that fit."""
+    """Tensor, list or tuple -> array, of any dtype."""
     if isinstance(values, torch.Tensor):
         return values.numpy(force=True)  # from any device
     if isinstance(values, list):
-        # numpy would find the least common dtype of the items first, and then convert once more.
+        # For integers that fit this is faster than np.asarray(), which looks for their least common
+        # dtype first.  A list of anything else falls through.
         with contextlib.suppress(TypeError, OverflowError):
             return np.frombuffer(array.array(dtype.char, values), dtype)
     return np.asarray(values)
@@ -4456,8 +3788,24 @@ def _as_arrays(documents, dtype):
     return [tokens[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
 
+def _append_documents(builder, documents, modes, eod_token):
+    """What IndexedDatasetBuilder.add_documents() does."""
+    eod = _as_tokens([] if eod_token is None else [eod_token], builder._token_dtype)
+    pieces = [eod[:0]]  # so that there is something to concatenate
+    lengths = []
+    for tokens in _as_arrays(documents, builder._token_dtype):
+        pieces.append(tokens)
+        lengths.append(len(tokens))
+        if len(tokens) > 0:
+            pieces.append(eod)
+            lengths[-1] += len(eod)
+    ends = range(1, len(lengths) + 1)  # each document is one sequence
+    builder._append(np.concatenate(pieces).view(np.uint8), lengths, modes, ends)
+
+
 def _append_pair(builder, path_prefix):
     """What IndexedDatasetBuilder.add_index() does."""
+    _check_open(builder)
     source = get_bin_path(path_prefix)
     target = builder._bin.path
     if os.path.realpath(source) == os.path.realpath(target):
@@ -4475,20 +3823,60 @@ def _append_pair(builder, path_prefix):
             "multimodal=True"
         )
     before = len(builder.sequence_lengths)
-    for tokens in other.blocks_of_tokens():
-        builder._write(tokens)
+    at_a_time = (16 << 20) // builder._token_dtype.itemsize  # 16 MiB of tokens
+    for first in range(0, other.num_tokens, at_a_time):
+        builder._write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
     builder.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
     builder.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
     if builder.multimodal:
         builder.sequence_modes.frombytes(other.sequence_modes.tobytes())
 
 
-def _check_size(file, size):
-    """OSError unless a _NewFile holds so many bytes."""
-    file.file.flush()
-    found = os.path.getsize(file.temporary)
-    if found != size:
-        raise OSError(f"{file.path}: wanted {size} bytes, got {found}: a write has failed")
+def _check_open(builder):
+    """ValueError once the pair is finished, or a write has failed."""
+    if builder._bin.file.closed:
+        path = builder._bin.path
+        raise ValueError(f"{path} is finalized, or has failed: nothing can be added") from None
+
+
+def _check_sequences(builder, content, lengths, modes):
+    """Lengths and modes of new sequences, as array.arrays; ValueError if they do not fit."""
+    lengths = _as_compact_array(lengths, "i", "lengths of sequences")
+    num_tokens = len(content) // builder._token_dtype.itemsize
+    if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
+        raise ValueError(
+            f"{builder._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
+            f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
+        )
+    if modes is None and builder.multimodal:
+        modes = bytes(len(lengths))
+    if modes is not None:
+        modes = _as_compact_array(modes, "b", "modes of sequences")
+        if len(modes) != len(lengths):
+            raise ValueError(
+                f"{builder._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
+                f"got {len(modes)} modes"
+            )
+    return lengths, modes
+
+
+def _check_finished(builder):
+    """The last document has ended, and the .bin file has all tokens; ValueError, OSError."""
+    _check_open(builder)
+    last_end = builder.document_indices[-1]
+    if last_end != len(builder.sequence_lengths):
+        raise ValueError(
+            f"{builder._bin.path}: no document ends after sequence {last_end}: "
+            "call end_document() before finalize()"
+        )
+    builder._bin.file.flush()
+    num_tokens = np.frombuffer(builder.sequence_lengths, np.int32).sum(dtype=np.int64)
+    wanted = int(num_tokens) * builder._token_dtype.itemsize
+    found = os.path.getsize(builder._bin.temporary)
+    if found != wanted:
+        raise OSError(
+            f"{builder._bin.path}: wanted {wanted} bytes, got {found}: a write has failed"
+        )
 
 
 # ==============================================================================
@@ -4735,15 +4123,6 @@ class _IndexCache:
 _FAULTS = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
-def _raise_if_out_of_files(error):
-    """A process that may open no more files says nothing of the cache."""
-    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-        raise OSError(
-            f"{error}: each corpus keeps 2 files open, and 3 for each split: raise the limit of "
-            "open files (ulimit -n)"
-        ) from None
-
-
 def _crc32_of_json(value):
     """The CRC-32 of the text that JSON has for a value."""
     return zlib.crc32(json.dumps(value).encode())
@@ -4852,7 +4231,11 @@ def _open_indices(dataset: typing.Any) -> typing.Any:
     dataset._cache = _IndexCache(
         _folder_of_cache(dataset), name, dataset.index_names, dataset.unique_description, made_from
     )
-    return dataset._cache.load_or_build(dataset._build_indices, dataset.config.fast_cache_load)
+    facts = dataset._cache.load_or_build(dataset._build_indices, dataset.config.fast_cache_load)
+    if facts is None and isinstance(dataset, GPTDataset):  # a cache of upstream that is trusted
+        tokens = _count_tokens(dataset.dataset.sequence_lengths, dataset._documents)
+        facts = dataset._plan_epochs(tokens)
+    return facts
 
 
 def _split_of(dataset):
@@ -4879,27 +4262,40 @@ def _map_indices(dataset: typing.Any) -> None:
         vars(dataset).setdefault(name, values)
 
 
-def _has_own_arrays(dataset: typing.Any) -> bool:
-    """Return True if a subclass has made an array of this dataset, or somebody has set one."""
-    made = {}
-    if dataset._cache is not None:
-        made = dataset._cache._arrays
-    for name in dataset.index_names:
-        if name in vars(dataset) and vars(dataset)[name] is not made.get(name):
-            return True
-    return False
-
-
 def _without_mapped_arrays(dataset: typing.Any) -> dict:
     """Return the state of a dataset for a pickle, without arrays that another process can map."""
     state = vars(dataset).copy()
     if isinstance(state.get("_documents"), range):
-        state["_indices"] = None  # made anew when they are asked for
+        state.pop("indices", None)  # made anew when they are asked for
     mapped = {} if dataset._cache is None else dataset._cache.mapped_arrays()
     for name, values in mapped.items():
         if state.get(name) is values:
             del state[name]
     return state
+
+
+def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
+    """Count how often each dataset is in dataset_index; in parts, as bincount() copies to int64."""
+    taken = np.zeros(num_datasets, np.int64)
+    for low in range(0, len(dataset_index), _CHUNK):
+        taken += np.bincount(dataset_index[low : low + _CHUNK], minlength=num_datasets)
+    return taken.tolist()
+
+
+# -- what the files are named after, and what the arrays are made from -----------------------------
+
+
+def _set_identifiers(dataset: typing.Any) -> None:
+    """Set what tells a dataset or blend from others: a dict, its text, and the md5 of this text.
+
+    The files of the cache are named after the last.  The names of all three are upstream's.
+    """
+    if isinstance(dataset, BlendedDataset):
+        dataset.unique_identifiers = _identifiers_of_blend(dataset)
+    else:
+        dataset.unique_identifiers = _identifiers_of_dataset(dataset)
+    dataset.unique_description = _describe(dataset.unique_identifiers)
+    dataset.unique_description_hash = _md5(dataset.unique_description)
 
 
 def _describe(identifiers: dict) -> str:
@@ -5015,100 +4411,13 @@ def _arrays_made_from(dataset: GPTDataset) -> dict:
     return found
 
 
-# -- what is looked at before arrays are built, or mapped ------------------------------------------
-
-
-def _check_corpus(dataset: GPTDataset) -> None:
-    """Check what a new order is made of; a warning where resets would find nothing.
-
-    Each document exists, document_index can name it, its tokens are integers, and the whole .idx is
-    right.
-    """
-    corpus = dataset.dataset
-    documents = dataset._documents
-    if len(documents):
-        lowest = documents[0]
-        highest = documents[-1]
-        if not isinstance(documents, range):
-            lowest = documents.min()
-            highest = documents.max()
-        n = len(corpus)
-        if lowest < 0 or highest >= n or n >= 2**31:
-            raise IndexError(
-                f"{_name(dataset)}: documents {lowest} .. {highest} of {n}, and document_index, "
-                f"int32, can name {2**31 - 1}"
-            )
-    dtype = np.dtype(getattr(corpus, "dtype", np.int64))
-    if dtype.kind not in "iu":
-        raise ValueError(f"{_name(dataset)} holds {dtype}: token ids must be integers")
-    if isinstance(corpus, IndexedDataset):
-        corpus.verify()
-        _warn_of_other_tokenizer(corpus.path_prefix, dataset.config.tokenizer)  # section 18
-    if dataset._eod_token_id is not None:
-        _warn_if_no_eod(dataset)
-
-
-def _warn_if_no_eod(dataset):
-    """Resets find nothing in a corpus that was tokenized without --append-eod."""
-    last_tokens = []
-    for i in dataset._documents[:16]:
-        length = int(dataset.dataset.sequence_lengths[i])
-        if length > 0:
-            last_tokens.append(dataset.dataset.get(i, length - 1, 1)[0])
-    if last_tokens and dataset._eod_token_id not in last_tokens:
-        warnings.warn(
-            f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
-            "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
-            stacklevel=2,
-        )
-
-
-def _warn_of_real_pads(dataset: GPTDataset) -> None:
-    """Upstream is silent; Python shows equal warnings once."""
-    warnings.warn(
-        f"{_name(dataset)}: real tokens equal the pad id {dataset._pad_token_id}: they become 0 "
-        "without loss, as in Megatron-LM",
-        stacklevel=2,
-    )
-
-
-_SPARE_FILES = 100  # of the program itself, such as logs, sockets and libraries
-
-
-def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
-    """Let this process open the files that these corpora need, while they are mapped.
-
-    These are two for each pair and one for each index array.  The soft limit is raised, up to the
-    hard one; OSError where that is too low.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    wanted = _SPARE_FILES + 2 * len(prefixes)
-    for blend in blends:
-        wanted += len(GPTDataset.index_names) * len(blend.prefixes)
-        wanted += len(BlendedDataset.index_names)
-    if os.path.isdir("/proc/self/fd"):
-        wanted += len(os.listdir("/proc/self/fd"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
-        return
-    if hard != resource.RLIM_INFINITY and wanted > hard:
-        raise OSError(
-            f"{len(prefixes)} corpora need {wanted} open files, and this process may open {hard}: "
-            f"raise the hard limit (ulimit -Hn {wanted}, then ulimit -n {wanted})"
-        )
-    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 # ==============================================================================
 # 13. Token sources
 # ==============================================================================
 # Question answered here: how are tokens read from a mapping, a file, or object storage?
 #
-#   IndexedDataset  --read(first token, count)-->  _MappedTokens   a view of the mapped .bin file
+#   IndexedDataset  --read(first token, count)-->  _MappedTokens   a view of the mapped .bin file,
+#                                                                  see section 1
 #                                                  _FileTokens     a new array, read from the file
 #                                                  _RemoteFile     a range of a remote object
 #
@@ -5121,6 +4430,9 @@ def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
 #
 # Blocks serve where neighbours are read soon after, as when a corpus is copied; shuffled samples
 # have no such neighbours.
+#
+# The last parts of this section look at a corpus before orders are made of it, and at the number of
+# files that may be open.
 
 
 @dataclasses.dataclass
@@ -5154,31 +4466,8 @@ class ObjectStorageConfig:
         return os.path.join(caches, "megatron_min")
 
 
-class _TokenSource(abc.ABC):
-    """The tokens of a .bin file, counted from 0."""
-
-    @abc.abstractmethod
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return count tokens from token start on, 1-D; the caller has checked that they exist."""
-
-    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the tokens of several (start, count)."""
-        return [self.read(start, count) for start, count in spans]
-
-
-class _MappedTokens(_TokenSource):
-    """Views of the mapped file.  A view keeps the mapping alive, even when this object is gone."""
-
-    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.tokens = _map_file(path).view(dtype)
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return a view: nothing is copied."""
-        return self.tokens[start : start + count]
-
-
-class _FileTokens(_TokenSource):
-    """Reads from a file that stays open."""
+class _FileTokens:
+    """The tokens of a .bin file that stays open; the methods are those of _MappedTokens."""
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.path = os.fspath(path)
@@ -5194,6 +4483,10 @@ class _FileTokens(_TokenSource):
         if len(content) < size:
             raise _format_error(self.path, f"bytes at {begin}", size, len(content))
         return np.frombuffer(content, self.dtype)
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (start, count)."""
+        return [self.read(start, count) for start, count in spans]
 
 
 def _pread(file, size, begin):
@@ -5219,7 +4512,7 @@ def _read_once(file, size, begin):
         return file.read(size)
 
 
-class _RemoteFile(_TokenSource):
+class _RemoteFile:
     """An object on object storage, by its URL: read in ranges, written and removed as a whole.
 
     url           such as s3://bucket/corpus.bin
@@ -5400,7 +4693,7 @@ class _RemoteFile(_TokenSource):
 
 def _open_tokens(
     path: str, dtype: type, mmap: bool = True, config: ObjectStorageConfig | None = None
-) -> _TokenSource:
+) -> _MappedTokens | _FileTokens | _RemoteFile:
     """Return the source of the tokens of a .bin file, which is mapped, open, or remote."""
     if _is_remote(path):
         return _RemoteFile(path, dtype, 0 if config is None else config.bin_chunk_nbytes)
@@ -5487,14 +4780,57 @@ _COPIED_BYTES = 64 << 20  # that are asked for at once
 
 
 # -- is a pair what its format says? ---------------------------------------------------------------
+#
+# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
+#
+#   what              when                              against
+#   header and sizes  at every open, in O(1)            the table of section 1, the size of the .bin
+#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
+#   entries                                             sequence ends where the .bin ends
+#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
+#                     and before section 4 orders the   of the lengths before it, in bytes, and
+#                     sequences, in O(n)                documents never go back
+#   one place         at every access                   the bounds of the sequence and of the .bin
+
+_CHUNK = 1 << 14  # entries that are checked at a time: temporary arrays stay in the CPU's cache
 
 
-def _read_header(path, content, multimodal):
-    """The dtype code, n and m of an .idx, which has exactly the bytes that its header implies."""
+def _open_index(pair):
+    """The bytes of the .idx file of a pair, mapped; its header and its size are right."""
+    path = get_idx_path(pair.path_prefix)
+    if not _is_remote(path) and not os.path.exists(path):
+        raise FileNotFoundError(_describe_missing_pair(pair.path_prefix))
+    pair._idx_stamp = _file_stamp(path)
+    pair._idx_content = _map_file(_fetch_index(path, pair._idx_stamp, pair.object_storage_config))
+    pair._verified = False
+    pair._identity = None  # _identity_of_index() fills it
+    pair._digest = None  # _digest_of_contents() fills it
+    _check_header(path, pair._idx_content, pair.multimodal)
+    return pair._idx_content
+
+
+def _open_bin(pair):
+    """The tokens of the .bin file of a pair, and how many there are; it belongs to the .idx."""
+    idx_path = get_idx_path(pair.path_prefix)
+    bin_path = get_bin_path(pair.path_prefix)
+    pair._bin_stamp = _file_stamp(bin_path)
+    bin_size = pair._bin_stamp["size"]
+    _check_ends(pair, bin_size)
+    tokens = _open_tokens(bin_path, pair.dtype, pair.mmap, pair.object_storage_config)
+    # Another process may replace the pair meanwhile.  It does so in this order: the old .idx goes,
+    # the new .bin comes, the new .idx comes (section 11).  So if the .idx is the same before and
+    # after the .bin was opened, they belong together.
+    if _file_stamp(idx_path) != pair._idx_stamp:
+        raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
+    return tokens, bin_size // pair._token_bytes
+
+
+def _check_header(path, content, multimodal):
+    """An .idx has a header, and exactly the bytes that its header implies."""
     found = len(content)
     if found < _HEADER.size:
         raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
-    magic, version, code, n, m = _HEADER.unpack(content[: _HEADER.size].tobytes())
+    magic, version, code, n, m = _HEADER.unpack_from(content)
     if magic != _MAGIC or version != _VERSION:
         raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
     if not 1 <= code <= 8:
@@ -5506,7 +4842,6 @@ def _read_header(path, content, multimodal):
     if found not in (without_modes, with_modes):
         wanted = f"{with_modes} bytes with modes or {without_modes} without"
         raise _format_error(path, "file size", wanted, found)
-    return code, n, m
 
 
 def _check_ends(pair, bin_size):
@@ -5530,6 +4865,30 @@ def _check_ends(pair, bin_size):
             f"{end} bytes, as {path} says",
             f"{bin_size}: the file is truncated, or belongs to another .idx",
         )
+
+
+def _error_of_span(pair, i, offset, length):
+    """The error for a part of sequence i that is not in the sequence, or not in the .bin file."""
+    pointer = int(pair.sequence_pointers[i])
+    size = int(pair.sequence_lengths[i])
+    start, rest = divmod(pointer, pair._token_bytes)
+    if rest or start < 0 or size < 0 or start + size > pair.num_tokens:
+        # only an .idx that was not checked as a whole can be wrong in this way
+        path = get_idx_path(pair.path_prefix)
+        found = f"byte {pointer}, {size} tokens"
+        return _format_error(path, f"sequence {i}", "a place in .bin", found)
+    field = f"tokens of sequence {i}"
+    wanted = f"{offset} to {offset + length}"
+    return _format_error(pair.path_prefix, field, wanted, size, IndexError)
+
+
+def _verify_pair(pair):
+    """What IndexedDataset.verify() does."""
+    if pair._verified:
+        return
+    _verify_sequences(pair)
+    _verify_documents(pair)
+    pair._verified = True
 
 
 def _verify_sequences(pair):
@@ -5561,6 +4920,57 @@ def _verify_documents(pair):
             at = wrong[0]
             field = f"document_indices[{low + at + 1}]"
             raise _format_error(path, field, f">= {found[at]}", found[at + 1])
+
+
+# -- is a pair the one that it was? -------------------------------------------------------------
+
+
+def _identity_of_index(pair):
+    """The size of an .idx, the time of its last change, and a digest of its first and last page."""
+    if pair._identity is None:
+        first = pair._idx_content[:_PAGE].tobytes()
+        last = pair._idx_content[-_PAGE:].tobytes()
+        pair._identity = {
+            "idx_size": pair._idx_stamp["size"],
+            "idx_mtime_ns": pair._idx_stamp["changed"],
+            "idx_ends": _md5(first + last),
+        }
+    return pair._identity.copy()
+
+
+def _digest_of_contents(pair):
+    """An md5 of the sizes of both files of a pair and of some of their pages.
+
+    8 pages of 4 KiB of the .idx and 24 of the .bin, the first, the last, and evenly between: so a
+    copy at another path has the same digest, and a corpus with other tokens, even of the same
+    lengths, has another.  It is kept as long as the files are the same.  Object storage is not
+    asked again whether they are: that would be two requests each time.
+    """
+    stamps = [pair._idx_stamp, pair._bin_stamp]
+    if not _is_remote(pair.path_prefix):
+        with contextlib.suppress(FileNotFoundError):  # files that are open outlive their names
+            stamps = [
+                _file_stamp(get_idx_path(pair.path_prefix)),
+                _file_stamp(get_bin_path(pair.path_prefix)),
+            ]
+    if pair._digest is None or stamps != pair._digest_stamps:
+        pair._digest = _digest_of_pages(pair)
+        pair._digest_stamps = stamps
+    return pair._digest
+
+
+def _pickle_pair(pair):
+    """What pickle calls to open a pair again: a class, its arguments, and what the files were."""
+    arguments = pair.path_prefix, pair.multimodal, pair.mmap, pair.object_storage_config, pair.check
+    return type(pair), arguments, [pair._idx_stamp, pair._bin_stamp]
+
+
+def _check_stamps(pair, stamps):
+    """DatasetFormatError if the files that were opened are not those of the pickle."""
+    found = [pair._idx_stamp, pair._bin_stamp]
+    if found != stamps:
+        reason = "the pair was replaced after the dataset was pickled: build it again"
+        raise _format_error(pair.path_prefix, "files", stamps, f"{found}: {reason}")
 
 
 def _digest_of_pages(pair):
@@ -5619,6 +5029,176 @@ def _hide_credentials(text: str | os.PathLike) -> str:
     users = r"://([^/\s]*|[^/\s:]+:(?!\d+/)[^\s@'\"]*)@"
     without_users = re.sub(users, "://", os.fspath(text))
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", without_users)
+
+
+# -- what is looked at before arrays are built, and while samples are read -------------------------
+
+
+def _check_corpus(dataset: GPTDataset) -> None:
+    """Check what a new order is made of; a warning where resets would find nothing.
+
+    Each document exists, document_index can name it, its tokens are integers, and the whole .idx is
+    right.
+    """
+    corpus = dataset.dataset
+    documents = dataset._documents
+    if len(documents):
+        lowest = documents[0]
+        highest = documents[-1]
+        if not isinstance(documents, range):
+            lowest = documents.min()
+            highest = documents.max()
+        n = len(corpus)
+        if lowest < 0 or highest >= n or n >= 2**31:
+            raise IndexError(
+                f"{_name(dataset)}: documents {lowest} .. {highest} of {n}, and document_index, "
+                f"int32, can name {2**31 - 1}"
+            )
+    dtype = np.dtype(getattr(corpus, "dtype", np.int64))
+    if dtype.kind not in "iu":
+        raise ValueError(f"{_name(dataset)} holds {dtype}: token ids must be integers")
+    if isinstance(corpus, IndexedDataset):
+        corpus.verify()
+        _warn_of_other_tokenizer(corpus.path_prefix, dataset.config.tokenizer)  # section 18
+    if dataset._eod_token_id is not None:
+        _warn_if_no_eod(dataset)
+
+
+def _warn_if_no_eod(dataset):
+    """Resets find nothing in a corpus that was tokenized without --append-eod."""
+    last_tokens = []
+    for i in dataset._documents[:16]:
+        length = int(dataset.dataset.sequence_lengths[i])
+        if length > 0:
+            last_tokens.append(dataset.dataset.get(i, length - 1, 1)[0])
+    if last_tokens and dataset._eod_token_id not in last_tokens:
+        warnings.warn(
+            f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
+            "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
+            stacklevel=2,
+        )
+
+
+def _check_split_has_tokens(dataset: GPTDataset, tokens_per_epoch: int) -> None:
+    """ValueError where samples are wanted of a part of the corpus that has no tokens."""
+    if dataset.num_samples and not tokens_per_epoch:
+        raise ValueError(
+            f"{_name(dataset)}: {dataset.index_split.name} of split {dataset.config.split!r} holds "
+            f"no tokens for {dataset.num_samples} samples: enlarge it"
+        )
+
+
+def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list[np.ndarray]]:
+    """Return the tokens of the pieces of several samples; on object storage they are read at once.
+
+    reader   an IndexedDataset, or a reader of the user's own, which has get()
+    """
+    all_pieces = list(itertools.chain.from_iterable(pieces_of_samples))
+    if type(reader) is IndexedDataset:
+        all_parts = reader.get_many(all_pieces)
+    else:
+        all_parts = [reader.get(*piece) for piece in all_pieces]
+    parts_of_samples = []
+    first = 0
+    for pieces in pieces_of_samples:
+        end = first + len(pieces)
+        parts_of_samples.append(all_parts[first:end])
+        first = end
+    return parts_of_samples
+
+
+def _name(dataset):
+    """What to call a dataset in a message: its path, or its class."""
+    path = getattr(dataset, "dataset_path", None)
+    return type(dataset).__name__ if path is None else _hide_credentials(str(path))
+
+
+def _attribute(tokenizer, name):
+    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:
+        return None
+
+
+def _pad_token_id(config):
+    """The id that fills short samples: the tokenizer's pad, or -1.
+
+    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
+    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
+    have no loss either.  The special tokens are those of the tokenizer's special_tokens_dict; if it
+    has none, they are eos and eod.
+    """
+    tokenizer = config.tokenizer
+    pad = _attribute(tokenizer, "pad")
+    if pad is None:
+        return -1
+    special = _attribute(tokenizer, "special_tokens_dict")
+    if special is None:
+        special = {}
+    special = {name: token for name, token in special.items() if name != "pad_token"}
+    if not special:
+        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        warnings.warn(
+            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
+            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
+            stacklevel=2,
+        )
+        return -1
+    return int(pad)
+
+
+def _warn_of_real_pads(dataset: GPTDataset) -> None:
+    """Upstream is silent; Python shows equal warnings once."""
+    warnings.warn(
+        f"{_name(dataset)}: real tokens equal the pad id {dataset._pad_token_id}: they become 0 "
+        "without loss, as in Megatron-LM",
+        stacklevel=2,
+    )
+
+
+# -- how many files may be open ----------------------------------------------------------------
+
+_SPARE_FILES = 100  # of the program itself, such as logs, sockets and libraries
+
+
+def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
+    """Let this process open the files that these corpora need, while they are mapped.
+
+    These are two for each pair and one for each index array.  The soft limit is raised, up to the
+    hard one; OSError where that is too low.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    wanted = _SPARE_FILES + 2 * len(prefixes)
+    for blend in blends:
+        wanted += len(GPTDataset.index_names) * len(blend.prefixes)
+        wanted += len(BlendedDataset.index_names)
+    if os.path.isdir("/proc/self/fd"):
+        wanted += len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise OSError(
+            f"{len(prefixes)} corpora need {wanted} open files, and this process may open {hard}: "
+            f"raise the hard limit (ulimit -Hn {wanted}, then ulimit -n {wanted})"
+        )
+    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _raise_if_out_of_files(error):
+    """A process that may open no more files says nothing of the file that it did not open."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        raise OSError(
+            f"{error}: each corpus keeps 2 files open, and 3 for each split: raise the limit of "
+            "open files (ulimit -n)"
+        ) from None
 
 
 # ==============================================================================
@@ -5708,7 +5288,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             # This sampler advances its own number as it runs ahead of the loop: set it back to the
             # last batch that the loop was given.  The others start each further pass at 0.
             sampler.consumed_samples = self.consumed_samples
-            limit = math.inf  # it counts on over all epochs
+            limit = math.inf  # it counts on over all turns
         consumed = sampler.consumed_samples
         num_loads = self._num_loads
         self._num_iterators += 1
@@ -5818,7 +5398,7 @@ def build_pretraining_data_loader(
     A micro-batch is a dict of tensors (micro_batch_size, ...).  Upstream:
     build_pretraining_data_loader.
 
-    dataloader_type   "single": in order; "cyclic": shuffled anew each epoch; "external": dataset
+    dataloader_type   "single": in order; "cyclic": shuffled anew each turn; "external": dataset
                       is a loader already, and is returned as it is
     data_sharding     of cyclic: each rank shuffles a part of its own
     num_workers       as of PretrainingDataLoader
@@ -5834,27 +5414,43 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    layout = {
-        "total_samples": len(dataset),
-        "consumed_samples": consumed_samples,
-        "micro_batch_size": micro_batch_size,
-        "data_parallel_rank": data_parallel_rank,
-        "data_parallel_size": data_parallel_size,
-    }
-    if full_validation:
-        sampler = MegatronFullValidationSampler(**layout)
-    elif dataloader_type == "single":
-        sampler = MegatronPretrainingSampler(**layout, drop_last=drop_last)
-    elif dataloader_type == "cyclic":
-        sampler = MegatronPretrainingRandomSampler(
-            dataset, **layout, data_sharding=data_sharding, seed=seed
-        )
-    else:
-        raise ValueError(
-            f"dataloader_type must be single, cyclic or external, got {dataloader_type!r}"
-        )
+    place = consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
+    order = dataloader_type, data_sharding, full_validation, drop_last, seed
+    sampler = _make_sampler(dataset, *place, *order)
     return PretrainingDataLoader(
         dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
+    )
+
+
+def _make_sampler(
+    dataset,
+    consumed_samples,
+    micro_batch_size,
+    data_parallel_rank,
+    data_parallel_size,
+    dataloader_type,
+    data_sharding,
+    full_validation,
+    drop_last,
+    seed,
+):
+    """The sampler of a rank; the arguments are those of build_pretraining_data_loader()."""
+    layout = [
+        len(dataset),
+        consumed_samples,
+        micro_batch_size,
+        data_parallel_rank,
+        data_parallel_size,
+    ]
+    if full_validation:
+        return MegatronFullValidationSampler(*layout)
+    if dataloader_type == "single":
+        return MegatronPretrainingSampler(*layout, drop_last)
+    if dataloader_type == "cyclic":
+        return MegatronPretrainingRandomSampler(dataset, *layout, data_sharding, seed)
+    raise ValueError(
+        "dataloader_type: wanted single or cyclic (or external, for a loader of your own), "
+        f"got {dataloader_type!r}"
     )
 
 
@@ -5895,7 +5491,7 @@ def _check_position(
         saved = dict(json.loads(state["past"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
-    sampler.check_start(consumed_samples)
+    _check_start(sampler, consumed_samples)
     here = json.loads(_save_position(dataset, sampler, consumed_samples)["past"])
     here["version of the state"] = _STATE_VERSION
     saved["version of the state"] = version
@@ -6026,6 +5622,19 @@ def _digest_of_sequences(reader):
     return digest.hexdigest()
 
 
+def _has_own_arrays(dataset: typing.Any) -> bool:
+    """Return True if a subclass has made an array of this dataset, or somebody has set another."""
+    if dataset._cache is None:
+        return True
+    for name in dataset.index_names:
+        if name in vars(dataset):  # it is mapped, or was set
+            made = dataset._cache.arrays(dataset._build_indices)[name]
+            own = vars(dataset)[name]
+            if own is not made and not np.array_equal(own, made):
+                return True
+    return False
+
+
 def _digest_of_arrays(dataset):
     """A digest of all index arrays of a dataset, for orders that no config describes."""
     digest = hashlib.md5(usedforsecurity=False)
@@ -6078,7 +5687,7 @@ def _name_of_corpus(key, dataset):
 def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
     """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
 
-    One pass may be empty, as in a run that is resumed at the end of an epoch.  Two empty passes in
+    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
     a row are a ValueError instead of a loop without end.
 
     >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
@@ -6280,12 +5889,16 @@ class NumMicroBatches:
 
 
 # ==============================================================================
-# 15. One error for every rank
+# 15. Checks and errors
 # ==============================================================================
-# Question answered here: what do the other ranks do when one rank fails?
+# Question answered here: what is refused, and what do the other ranks do when one rank fails?
 #
-#   Without this section the others would wait for the failed rank in the next collective, until a
-#   timeout ends them, and none of their logs would say why.
+# What users can get wrong is checked once, where it enters: a config when it is made, sizes when a
+# builder is made, arrays where a public function of section 4 gets them.  The error is a ValueError
+# (TypeError, IndexError), and its sentence says what was wanted, and what was found.
+#
+#   Without the end of this section the other ranks would wait for a failed one in the next
+#   collective, until a timeout ends them, and none of their logs would say why.
 #
 #            step()             smallest of all     rank 2 broadcasts    every rank raises
 #   rank 0   works     -> 4 --+                   +-- class and sentence --> "rank 2: no such file"
@@ -6297,8 +5910,644 @@ class NumMicroBatches:
 # the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
 # nothing: its launcher (torchrun) stops the others and names it.
 
+# -- what a user may get wrong: indices, splits, weights, phases, configs --------------------------
+
+
+def _position(idx, n, name):
+    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
+    i = operator.index(idx)
+    if not -n <= i < n:
+        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
+    return i % n
+
+
+def _number(text):
+    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
+    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
+        return None
+    number = float(text)
+    return number if math.isfinite(number) else None
+
+
+def _read_shares(split):
+    """The numbers of a split such as "98,1,1": one to three, none negative, not all 0."""
+    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
+    shares = [_number(field) for field in fields]
+    is_numbers = None not in shares and len(shares) <= len(Split)
+    if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
+        raise ValueError(
+            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
+        )
+    return shares
+
+
+def _read_weights(weights, names):
+    """The weights as a list of Python's numbers; ValueError that says which weight is wrong.
+
+    Wanted is a finite number >= 0 for each name.  It may be a text, as in a file of JSON.
+    """
+    if isinstance(weights, str) or not hasattr(weights, "__len__"):
+        raise ValueError(f"wanted a list of weights, got {weights!r}")
+    if len(weights) != len(names):
+        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
+    numbers_read = []
+    for weight, name in zip(weights, names, strict=True):
+        number = weight
+        if isinstance(weight, str):
+            number = _number(weight.strip())
+        elif isinstance(weight, np.generic):
+            number = weight.item()
+        # float(number) would fail for a very large integer: compare with the largest float instead
+        if not isinstance(number, numbers.Real) or not 0 <= number <= sys.float_info.max:
+            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
+        numbers_read.append(number)
+    total = sum(float(number) for number in numbers_read)
+    if not 0 < total < math.inf:
+        raise ValueError(f"weights {numbers_read}: wanted a finite sum > 0")
+    return numbers_read
+
+
+def _drop_zero_weights(datasets, weights, names, is_noted=True):
+    """The datasets whose weights are not 0, and these weights; a note names the dropped ones."""
+    kept = []
+    dropped = []
+    for dataset, weight, name in zip(datasets, weights, names, strict=True):
+        if weight:
+            kept.append((dataset, weight))
+        else:
+            dropped.append(str(name))
+    if dropped and is_noted:
+        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
+    return [dataset for dataset, _ in kept], [weight for _, weight in kept]
+
+
+def _as_phases(phases, names):
+    """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none."""
+    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    checked = []
+    for number, phase in enumerate(phases):
+        if not isinstance(phase, (list, tuple)) or len(phase) != 2:
+            raise ValueError(f"phase {number}: wanted (samples, weights), got {phase!r}")
+        samples, weights = phase
+        if not isinstance(samples, numbers.Integral) or samples < 1:
+            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples!r}")
+        try:
+            weights = _read_weights(weights, names)
+        except ValueError as error:
+            raise ValueError(f"phase {number}: {error}") from None
+        checked.append((int(samples), _normalize_used(weights)))
+    return checked
+
+
+def _normalize_used(weights):
+    """normalize() of the weights that are not 0.
+
+    np.sum() adds in groups: zeros in between would group the others otherwise, and so change the
+    rounding of the sum.
+    """
+    weights = np.array(weights, np.float64)
+    is_used = weights > 0
+    weights[is_used] = normalize(weights[is_used])
+    return weights.tolist()
+
+
+def _check_config(config):
+    """Check all fields of a config, and bring them into one form; ValueError says which is wrong.
+
+    Whole numbers become int, weights become numbers, and a blend_per_split of three None is None.
+    """
+    _check_whole_number(config, "random_seed", 0)
+    _check_whole_number(config, "sequence_length", 1)
+    _check_whole_number(config, "num_dataset_builder_threads", 1)
+    surplus = config.mid_level_dataset_surplus
+    if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
+        raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
+    config.blend_per_split = _read_blend_per_split(config)
+    if config.blend_per_split is None:
+        if config.blend is not None and config.split is None:
+            raise ValueError('a blend needs a split, such as "98,1,1"')
+        if config.multiple_validation_sets:
+            raise ValueError("multiple_validation_sets needs blend_per_split")
+        config.blend = _read_one_blend(config.blend)
+    if config.blend_phases is not None:
+        _check_phases(config)
+    if isinstance(config, GPTDatasetConfig):
+        _check_gpt_config(config)
+
+
+def _check_whole_number(config, name, lowest):
+    """The field is a whole number from lowest to 2**32 - 1; numpy's become int, for JSON."""
+    value = getattr(config, name)
+    if not hasattr(value, "__index__") or not lowest <= value < 2**32:
+        raise ValueError(f"{name} must be a whole number from {lowest} to 2**32 - 1, got {value!r}")
+    setattr(config, name, int(value))
+
+
+def _read_blend_per_split(config):
+    """The blend of each split, checked; None if no split has one of its own."""
+    blends = config.blend_per_split
+    if not isinstance(blends, (list, tuple, types.NoneType)):
+        raise ValueError(f"blend_per_split wants a list, got {blends!r}")
+    if not blends or not any(blends):
+        return None
+    if config.blend is not None or config.split is not None:  # there is nothing to cut
+        raise ValueError(
+            "blend_per_split wants blend and split to be None, "
+            f"got {config.blend} and {config.split}"
+        )
+    if len(blends) != len(Split):
+        raise ValueError(f"blend_per_split wants {len(Split)} entries, got {len(blends)}")
+    return [_read_one_blend(blend) for blend in blends]
+
+
+def _read_one_blend(blend):
+    """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
+    if blend is None:
+        return None
+    is_pair = isinstance(blend, (list, tuple)) and len(blend) == 2
+    if not is_pair or not _are_paths(blend[0]):
+        raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
+    prefixes, weights = blend
+    if weights is not None:
+        weights = _read_weights(weights, prefixes)
+    return prefixes, weights
+
+
+def _are_paths(prefixes):
+    """Is this a list of at least one path, and of nothing else?"""
+    if isinstance(prefixes, str) or not hasattr(prefixes, "__len__") or len(prefixes) == 0:
+        return False
+    return all(isinstance(path, (str, os.PathLike)) for path in prefixes)
+
+
+def _check_phases(config):
+    """blend_phases mixes the corpora of the training blend."""
+    blend = config.blend
+    if config.blend_per_split is not None:
+        blend = config.blend_per_split[Split.train.value]
+    elif blend is not None and not parse_and_normalize_split(config.split)[Split.train.value]:
+        raise ValueError(f"blend_phases mixes train, but split {config.split!r} has no train")
+    if blend is None:
+        raise ValueError("blend_phases needs a blend for train: it says which corpora are mixed")
+    prefixes, _ = blend
+    _as_phases(config.blend_phases, prefixes)
+
+
+def _check_gpt_config(config):
+    """The fields that GPTDatasetConfig has on top of those of its base class."""
+    if config.tokenizer is None:
+        raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
+    if config.hybrid_context_parallel:
+        raise ValueError(
+            "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
+            "batches with get_batch_on_this_cp_rank()"
+        )
+    if config.reset_attention_mask and not config.has_dense_mask:
+        raise ValueError(
+            "reset_attention_mask has no effect without a dense mask: set "
+            "create_attention_mask, or use inter_document_masking alone"
+        )
+
+
+# -- what a user may get wrong: sizes, and corpora that are too small or too large -----------------
+
+
+def _check_sizes(config, sizes):
+    """The samples that are wanted of train, valid and test: each a number, or None."""
+    if len(sizes) != len(Split):
+        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
+    if config.multiple_validation_sets and config.full_validation:
+        if sizes[Split.valid.value] is not None:
+            raise ValueError("full_validation: the size of valid must be None")
+    for split, size in zip(Split, sizes, strict=True):
+        is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
+        if size is not None and not is_number:
+            raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
+
+
+def _check_size_of_blend(blend):
+    """A blend with weights has a size, and phases have as many samples as are wanted."""
+    if blend.weights is not None and blend.size is None:
+        raise ValueError(
+            f"{blend.split.name} is a blend with weights, which needs a size (--sizes), got None"
+        )
+    if blend.phases is not None and blend.size is not None:
+        total = sum(samples for samples, _ in blend.phases)
+        if blend.size > total:
+            raise ValueError(
+                f"blend_phases has {total} samples, but {blend.size} are wanted of train: "
+                f"add a phase of {blend.size - total}, or make the last one longer"
+            )
+
+
+def _check_num_sequences(prefix, n):
+    """int32 can number the sequences of a corpus."""
+    if n >= 2**31:
+        raise ValueError(
+            f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
+        )
+
+
+def _check_epochs(blend, parts):
+    """Warnings where one epoch of each corpus gives too few samples; ValueError where none."""
+    split = blend.split.name
+    total = sum(len(part) for part in parts)
+    if total == 0 and blend.size != 0:
+        wanted = "one epoch" if blend.size is None else f"{blend.size} samples"
+        raise ValueError(f"{split}: wanted {wanted}, but no corpus has a sample in it")
+    if blend.size is not None and blend.size > total:
+        warnings.warn(
+            f"{split}: an epoch has {total:,} samples, not {blend.size:,}: the run will end early; "
+            "give weights, to repeat corpora",
+            stacklevel=2,
+        )
+    for part in parts:
+        if len(part) == 0 and total > 0:
+            warnings.warn(
+                f"{split} of {_name(part)} holds no whole sample: left out of the blend",
+                stacklevel=2,
+            )
+
+
+# -- what a user may get wrong: the arrays of section 4 --------------------------------------------
+
+
+def _check_num_samples(num_samples, tokens_per_epoch):
+    """Samples are wanted of a split that has tokens."""
+    if num_samples is not None and num_samples < 0:
+        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
+    if num_samples and not tokens_per_epoch:
+        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+
+
+def _check_documents(documents):
+    """int32 can hold the numbers of the documents."""
+    if len(documents) and np.max(documents) >= 2**31:
+        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
+
+
+def _check_array(values, name, dtype):
+    """A 1-D array of this dtype; TypeError or ValueError."""
+    found = getattr(values, "dtype", type(values).__name__)
+    if found != dtype:
+        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
+
+
+def _check_stream(sizes, documents, S, tokens):
+    """Check the arguments of build_sample_idx(): the documents exist, and may hold the tokens."""
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(documents, "document_indices", np.int32)
+    _check_length_of_stream(len(documents), S, tokens)
+    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
+    if len(wrong):
+        d = wrong[0]  # numpy would take a -1
+        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
+
+
+def _check_length_of_stream(num_documents, S, tokens):
+    """So many documents may hold so many tokens; what follows makes an array of this order."""
+    if not 1 <= operator.index(S) < 2**32:
+        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
+    if not 0 <= tokens <= num_documents * 2**31:
+        raise ValueError(f"{num_documents} documents cannot hold {tokens} tokens")
+
+
+def _check_lengths(lengths, tokens_read):
+    """Documents of these lengths hold all tokens that the samples read."""
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError("a size is negative: no sequence has less than 0 tokens")
+    held = lengths.sum(dtype=np.int64)
+    if len(tokens_read) and tokens_read[-1] > held:
+        raise ValueError(f"the samples need {tokens_read[-1]} tokens, the documents hold {held}")
+
+
+def _in_threads(num_threads, function, items):
+    """[function(item) for each item], so many at a time; after an error no further one is begun."""
+    if num_threads == 1 or len(items) == 1:
+        return [function(item) for item in items]
+    pool = concurrent.futures.ThreadPoolExecutor(num_threads)
+    try:
+        futures = [pool.submit(function, item) for item in items]
+        # There may be hundreds of corpora, of hours each.
+        concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# -- what a user may get wrong: samples, blends, samplers, layouts, batches ------------------------
+
+
+def _check_rows(dataset: GPTDataset, k: int, j: int, rows: list) -> None:
+    """IndexError unless rows j and j + 1 of sample_index are where a sample starts and ends.
+
+    Arrays can be wrong where somebody has set them, or where fast_cache_load trusts their files.
+    """
+    most = len(dataset.sample_index) - 1  # a subclass may have a smaller len()
+    if not 0 <= j < most:
+        raise _damaged(dataset, k, f"shuffle_index[{k}] is {j}, of {most} samples")
+    (first_d, first_offset), (last_d, last_offset) = rows
+    is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
+    if not is_in_order or first_offset < 0 or last_offset < 0:
+        found = f"rows {j} and {j + 1} of sample_index are {rows}"
+        raise _damaged(dataset, k, f"{found}, of {len(dataset.document_index)} documents")
+
+
+def _check_places(dataset: GPTDataset, k: int, first_d: int, sequences: list[int]) -> None:
+    """IndexError unless the corpus has these sequences, which document_index names from first_d."""
+    for d, i in enumerate(sequences, first_d):
+        if not 0 <= i < len(dataset.dataset):
+            raise _damaged(dataset, k, f"document_index[{d}] is {i}")
+
+
+def _check_text(dataset: GPTDataset, k: int, pieces: list, text: np.ndarray) -> None:
+    """Check what was read for sample k; a warning where real tokens equal the pad id."""
+    wanted = sum(length for _, _, length in pieces)
+    if len(text) != wanted:  # a reader of the user's own may be wrong
+        raise ValueError(f"{_name(dataset)}: wanted {wanted} tokens of {pieces}, got {len(text)}")
+    if (text == dataset._pad_token_id).any():
+        _warn_of_real_pads(dataset)
+
+
+def _check_room(dataset: GPTDataset, k: int, missing: int) -> None:
+    """IndexError where sample k has more than S + x tokens, and so less than none are missing."""
+    if missing < 0:
+        wanted = dataset.config.sequence_length + dataset._extra
+        raise _damaged(dataset, k, f"wanted {wanted} tokens, got {wanted - missing}")
+
+
+def _damaged(dataset, k, found):
+    """The error for indices that no builder has made."""
+    return IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the cache")
+
+
+def _read_blend(datasets, weights, size, phases):
+    """The (datasets, weights, phases) of a blend, without those of weight 0; ValueError.
+
+    weights and size, or phases, are those of BlendedDataset; what is not given is None.
+    """
+    names = [_name(dataset) for dataset in datasets]
+    if phases is not None:
+        if weights is not None or size is not None:
+            raise ValueError("phases stand for weights and size: these must be None")
+        return list(datasets), None, _as_phases(phases, names)
+    weights = _read_weights(weights, names)
+    if size is None and any(weight != int(weight) for weight in weights):
+        raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
+    if size is not None and (size < 0 or size % 1):
+        raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
+    datasets, weights = _drop_zero_weights(datasets, weights, names)
+    return datasets, weights, None
+
+
+def _as_counts(sizes, num_datasets):
+    """Numbers of samples -> int64 array; ValueError if one is not a whole number."""
+    counts = np.array(sizes[:num_datasets], np.int64)
+    if not np.array_equal(counts, sizes[:num_datasets]):
+        raise ValueError(f"sizes must be whole numbers, got {sizes}")
+    return counts
+
+
+def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size):
+    """TypeError or ValueError for arguments that the loops of section 6 would misread."""
+    _check_array(dataset_index, "dataset_index", np.int16)
+    _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
+    room = min(len(dataset_index), len(dataset_sample_index))
+    if not 0 <= size <= room:
+        raise ValueError(f"the outputs have room for {room} samples, not for {size}")
+    if np.may_share_memory(dataset_index, dataset_sample_index):
+        raise ValueError("dataset_index and dataset_sample_index overlap in memory")
+    if not 0 < num_datasets < 2**15 - 1 or len(weights) != num_datasets:
+        raise ValueError(
+            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
+            f"{len(weights)} weights"
+        )
+    for d, weight in enumerate(weights.tolist()):
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight of dataset {d}: wanted a finite number >= 0, got {weight}")
+
+
+def _check_taken(blend: BlendedDataset, taken: list[int]) -> None:
+    """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
+    needed = {}
+    sentences = []
+    for count, dataset in zip(taken, blend.datasets, strict=True):
+        if count > len(dataset):
+            needed[dataset] = count
+            sentences.append(
+                f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
+            )
+    if needed:
+        raise _BlendTooLarge("; ".join(sentences), needed)
+
+
+def _check_sampler(total_samples, micro_batch_size, data_parallel_size, data_parallel_rank):
+    """ValueError unless a sampler can have these sizes, and this rank."""
+    sizes = {
+        "total_samples": total_samples,
+        "micro_batch_size": micro_batch_size,
+        "data_parallel_size": data_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size < 1 or size % 1:
+            raise ValueError(f"{name} must be >= 1 and whole, got {size}")
+    if not 0 <= data_parallel_rank < data_parallel_size:
+        raise ValueError(
+            f"data_parallel_rank must be 0 to {data_parallel_size - 1}, got {data_parallel_rank}"
+        )
+
+
+def _check_start(sampler: _Sampler, consumed_samples: int) -> None:
+    """ValueError unless a pass of the sampler can start there.
+
+    In a plain order a pass can start anywhere; at the very end it is empty.  A shuffled order wants
+    a whole number of rounds.
+    """
+    total = sampler.total_samples
+    per_round = sampler.samples_per_round
+    if sampler.kind != "cyclic":
+        if not 0 <= consumed_samples <= total:
+            raise ValueError(
+                f"consumed_samples must be 0 to total_samples ({total}), got {consumed_samples}"
+            )
+        return
+    if not sampler.active_total_samples:
+        raise ValueError(f"total_samples ({total}) must fill a round of {per_round} samples")
+    if not 0 <= consumed_samples < 2**63 or consumed_samples % per_round:
+        raise ValueError(
+            f"consumed_samples must be a multiple of the round of {per_round} samples, "
+            f"got {consumed_samples}"
+        )
+
+
+def _check_axes(axes, tensor, context, data, pipeline):
+    """ValueError unless these are axes of a layout, and its sizes are at least 1."""
+    if not set(axes) <= {"tp", "cp", "dp", "pp"}:
+        kind = "-".join(axes)
+        raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
+    if min(tensor, context, data, pipeline) < 1:
+        raise ValueError(
+            "sizes must be at least 1, got "
+            f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
+        )
+
+
+def _check_layout(world, tensor, context, pipeline):
+    """ValueError unless the ranks of the job can be cut so, and know one another."""
+    if not _is_distributed() and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
+            "initialized, so every rank would read the same samples: call "
+            "torch.distributed.init_process_group() first"
+        )
+    if min(tensor, context, pipeline) < 1 or world % (tensor * context * pipeline) != 0:
+        raise ValueError(
+            f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
+            f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
+        )
+
+
+def _check_iterator(data_iterator):
+    """ValueError where a rank that reads for its group has nothing to read from."""
+    if data_iterator is None:
+        raise ValueError("this rank reads for its group: give a data_iterator, not None")
+
+
+def _check_is_dict(batch):
+    """ValueError for what a loader of this module does not yield."""
+    if not isinstance(batch, dict):
+        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
+
+
+def _check_batch(batch, layout):
+    """ValueError unless the batch has the tensors of a layout, in its shapes."""
+    for key, (shape, dtype) in layout.items():
+        found = None
+        if isinstance(batch.get(key), torch.Tensor):
+            found = tuple(batch[key].shape)
+        if found == shape and batch[key].is_floating_point() and not dtype.is_floating_point:
+            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
+        if found != shape:
+            raise ValueError(
+                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
+                "get_batch the same micro_batch_size and sequence_length"
+            )
+
+
+def _check_cp_rank(cp_rank, cp_size):
+    """ValueError unless there is such a context-parallel rank."""
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"wanted cp_size >= 1 and cp_rank below it, got {cp_size} and {cp_rank}")
+
+
+def _check_bounds(bounds_of_rows, cuts_documents, cp_size):
+    """ValueError unless all that is to be cut has 2 * cp_size chunks of equal size."""
+    for row, bounds in enumerate(bounds_of_rows):
+        for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            if (end - begin) % (2 * cp_size) == 0:
+                continue
+            if not cuts_documents:
+                raise ValueError(
+                    f"a sequence of {end} tokens cannot be cut for cp_size {cp_size}: "
+                    f"its length must be a multiple of {2 * cp_size}"
+                )
+            raise ValueError(
+                f"document {document} of row {row} has {end - begin} tokens ({begin} to {end}): "
+                f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
+                "use_per_sequence_balancing=True cuts the whole sequence instead"
+            )
+
+
+# -- what section 10 leaves to the workshop --------------------------------------------------------
+
+
+class _GradientHook:
+    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
+
+    A parameter keeps its hooks.  With a weak reference a wrapper that was dropped is freed, and its
+    module can be used without it or be wrapped again.
+    """
+
+    def __init__(self, wrapper):
+        self.wrapper = weakref.ref(wrapper)
+
+    def __call__(self, param):
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper._on_gradient(param)
+
+
+def _reduce_scatter(output, data, operation, group, async_op):
+    """torch.distributed.reduce_scatter_single, which older versions of torch name otherwise."""
+    function = getattr(torch.distributed, "reduce_scatter_single", None)
+    if function is None:
+        function = torch.distributed.reduce_scatter_tensor
+    return function(output, data, operation, group, async_op)
+
+
+def _check_bucket_size(bucket_size):
+    """ValueError for a bucket of no element."""
+    if bucket_size < 1:
+        raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
+
+
+def _check_not_sent(wrapper: DistributedDataParallel, param: torch.nn.Parameter) -> None:
+    """RuntimeError where backward adds to a gradient that is on its way already."""
+    if wrapper._bucket_of[param] < wrapper._num_sent:
+        raise RuntimeError(
+            f"gradient of {wrapper._names[param]} after it was sent: put all backwards of a step "
+            "but the last under no_sync()"
+        )
+
+
+def _note_nan(wrapper: DistributedDataParallel, bucket: _Bucket) -> None:
+    """Note which parameters have nan in a bucket that is about to be sent."""
+    for param in bucket.params:
+        if param.main_grad.isnan().any():
+            wrapper._nan_names.append(wrapper._names[param])
+
+
+def _raise_if_nan(wrapper: DistributedDataParallel) -> None:
+    """ValueError, on every rank, if one of them has sent nan; it is told once."""
+    names = wrapper._nan_names
+    wrapper._nan_names = []
+
+    def check():
+        if names:
+            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
+
+    _on_every_rank(check, wrapper.group)
+
+
+def _check_step(models, num_microbatches):
+    """ValueError unless there is one model, and something to run it on."""
+    if len(models) != 1:
+        raise ValueError(f"without pipelining there is one model, got a list of {len(models)}")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+
+
+# -- one error for every rank ------------------------------------------------------------------
+
 _MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes its characters take
 _MESSAGE_CHARACTERS = 600
+
+
+class _BlendTooLarge(ValueError):
+    """A blend takes more samples of a dataset than that one has.
+
+    needed is {dataset: samples that the blend takes of it}.
+    """
+
+    def __init__(
+        self, message: str, needed: dict[torch.utils.data.Dataset, int] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.needed = {} if needed is None else needed
+
 
 # The classes that reach other ranks as themselves; an error of any other class becomes a
 # RuntimeError whose sentence has the name of that class behind "rank R: ".
@@ -6436,9 +6685,9 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # ==============================================================================
 # Question answered here: where is each loop made fast, and how is C switched on and off?
 #
-#   definition, in part I               adapter, below                 loop, in _helpers.c
+#   definition, above                   adapter, below                 loop, in _helpers.c
 #   _encode_tokens                      _c_encode_tokens               encode_tokens
-#   IndexedDataset.verify               _c_verify                      verify_index
+#   _verify_pair                        _c_verify_pair                 verify_index
 #   build_sample_idx                    _c_build_sample_idx            build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
 #   build_blending_indices              _c_build_blending_indices      build_blending_indices
@@ -6482,12 +6731,12 @@ def _c_encode_tokens(values, dtype):
         return _c_encode_tokens.__wrapped__(values, dtype)
 
 
-@functools.wraps(IndexedDataset.verify)
-def _c_verify(self):
-    if not self._verified:
-        arrays = self.sequence_lengths, self.sequence_pointers, self.document_indices
-        self._verified = _megatron_min.verify_index(*arrays, self._token_bytes)
-    _c_verify.__wrapped__(self)  # it does nothing more, or raises the error
+@functools.wraps(_verify_pair)
+def _c_verify_pair(pair):
+    if not pair._verified:
+        arrays = pair.sequence_lengths, pair.sequence_pointers, pair.document_indices
+        pair._verified = _megatron_min.verify_index(*arrays, pair._token_bytes)
+    _c_verify_pair.__wrapped__(pair)  # it does nothing more, or raises the error
 
 
 _DOCUMENTS_OF_A_THREAD = 1 << 22  # fewer documents are not worth a thread of their own
@@ -6503,21 +6752,24 @@ def _c_build_sample_idx(
     drop_last_partial_sequence=True,
     add_extra_token_to_sequence=True,
 ):
-    arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
-    flags = drop_last_partial_sequence, int(add_extra_token_to_sequence)
-    num_samples, tokens_needed = _measure_stream(*arguments, *flags)
-    S = operator.index(sequence_length)
     x = int(add_extra_token_to_sequence)
-    sizes = np.ascontiguousarray(sizes)
-    documents = np.ascontiguousarray(document_indices)
-    rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
+    flags = drop_last_partial_sequence, x
     try:
-        _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed)
-    except (IndexError, ValueError):
+        S = operator.index(sequence_length)
+        tokens = int(num_epochs) * int(tokens_per_epoch)
+        lengths = np.ascontiguousarray(sizes)
+        documents = np.ascontiguousarray(document_indices)
+        _check_length_of_stream(len(documents), S, tokens)
+        num_samples = count_samples(tokens, S, *flags)
+        rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
+        tokens_needed = min(tokens, num_samples * S + x)
+        _c_fill_sample_index(rows, lengths, documents, S, x, tokens_needed)
+        if tokens_needed < num_samples * S and x == 0:
+            rows[-1] = len(documents) - 1, lengths[documents[-1]]
+        return rows
+    except (IndexError, TypeError, ValueError):
+        arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
         return _c_build_sample_idx.__wrapped__(*arguments, *flags)
-    if tokens_needed < num_samples * S and not x:
-        rows[-1] = _end_of_stream(sizes, documents)
-    return rows
 
 
 def _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed):
@@ -6636,7 +6888,11 @@ _NO_EOD = -(2**63)  # an id that no token has
 def _c_fill(self, columns, rows, indices):
     is_filled = False
     corpus = self.dataset
-    if type(corpus) is IndexedDataset and corpus.is_mapped and not self._has_own_tokens():
+    if (
+        type(corpus) is IndexedDataset
+        and type(corpus._tokens) is _MappedTokens
+        and not self._has_own_tokens()
+    ):
         is_filled = _c_read_samples(self, columns, rows, indices)
     if not is_filled:
         _c_fill.__wrapped__(self, columns, rows, indices)
@@ -6689,7 +6945,7 @@ def _c_read_samples(dataset, columns, rows, indices):
 
 if IMPLEMENTATION == "c":
     _encode_tokens = _c_encode_tokens
-    IndexedDataset.verify = _c_verify
+    _verify_pair = _c_verify_pair
     build_sample_idx = _c_build_sample_idx
     shuffle = _c_shuffle
     build_blending_indices = _c_build_blending_indices
@@ -7171,7 +7427,8 @@ def _write_pairs(parts, encoder, prefixes, workers, description, verbose):
         stack.enter_context(contextlib.closing(encoded_blocks))
         for encoded in encoded_blocks:
             for key, column in encoded.columns.items():
-                builders[key]._append(column.tokens, column.lengths, ends=column.ends)
+                content = column.tokens.view(np.uint8)
+                builders[key]._append(content, column.lengths, ends=column.ends)
             progress.update(encoded)
         for builder in builders.values():
             builder.sync()  # a full disk shows here, before the first pair has its name
@@ -8902,16 +9159,11 @@ def explain(
     records = {}
     explained = []
     for rank in range(data_parallel_size):
-        order = [len(dataset), begin, micro_batch_size, rank, data_parallel_size]
-        if full_validation:
-            batches = MegatronFullValidationSampler(*order)
-        elif dataloader_type == "single":
-            batches = MegatronPretrainingSampler(*order, drop_last=drop_last)
-        elif dataloader_type == "cyclic":
-            sampler = MegatronPretrainingRandomSampler(dataset, *order, data_sharding, seed)
-            batches = cyclic_iter(sampler)  # the step may go on in the next epoch
-        else:
-            raise ValueError(f"dataloader_type must be single or cyclic, got {dataloader_type!r}")
+        place = begin, micro_batch_size, rank, data_parallel_size
+        order = dataloader_type, data_sharding, full_validation, drop_last, seed
+        batches = _make_sampler(dataset, *place, *order)
+        if batches.kind == "cyclic":
+            batches = cyclic_iter(batches)  # the step may go on in the next turn
         for micro_batch, samples in enumerate(itertools.islice(batches, rounds)):
             for k in samples:
                 spans = []
@@ -9665,6 +9917,38 @@ def _run_verify(options):
 
 
 # -- The options of a run, for build, plan, trace and find ------------------------------------
+
+
+def get_blend_from_list(
+    blend: typing.Sequence[str] | None,
+) -> tuple[list[str], list[float] | None] | None:
+    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
+
+    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
+    looks like a number would be taken for a weight: write ./2023 for a folder 2023.  Upstream:
+    get_blend_from_list.
+
+    >>> get_blend_from_list(["30", "p1", "70", "p2"])
+    (['p1', 'p2'], [30.0, 70.0])
+    >>> get_blend_from_list(["2023_01", "wiki"])
+    (['2023_01', 'wiki'], None)
+    """
+    if blend is None:
+        return None
+    if isinstance(blend, str) or not isinstance(blend, collections.abc.Iterable):
+        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
+    entries = [str(entry).strip() for entry in blend]
+    is_number = [_number(entry) is not None for entry in entries]
+    if entries and not any(is_number):
+        return entries, None
+    pairs = len(entries) // 2
+    if not entries or is_number != [True, False] * pairs:
+        raise ValueError(
+            f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
+            "(write a prefix that is a number with its folder: ./2023)"
+        )
+    return entries[1::2], [float(weight) for weight in entries[0::2]]
+
 
 # The arguments of explain() that a file may hold, with a value of each: of a number the least one.
 _LAYOUT = {

@@ -469,6 +469,32 @@ def test_contents_match_banners(source, one):
     assert len(banners) - sections == 3
 
 
+def names_in(node):
+    """The names that a piece of code reads, but for functions of one line: these hand over."""
+    if isinstance(node, ast.FunctionDef):
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        if len(body) == 1:
+            return set()
+    found = {node.id} if isinstance(node, ast.Name) else set()
+    return found.union(*map(names_in, ast.iter_child_nodes(node)))
+
+
+def test_part_1_says_what_it_borrows(source, tree, one):
+    """The docstring lists what part I uses of the workshop, but for the checks."""
+    workshop = source[: source.index("# PART II: ")].count("\n")
+    defined = {True: set(), False: set()}
+    used = set()
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            defined[node.lineno > workshop].add(node.name)
+        if node.lineno < workshop:
+            used |= names_in(node)
+    borrowed = {name for name in used & defined[True] if name.startswith("_")}
+    listed = re.search(r"\nBorrowed from the workshop.+?\n\n", one.__doc__, re.S)[0]
+    listed = set(re.findall(r"\b_\w+", listed)) - {"_check_"}
+    assert listed == {name for name in borrowed if not name.startswith("_check_")}
+
+
 def test_the_switch_reaches_every_loop(mm, toy, tmp_path, request, monkeypatch):
     """With C every function of _helpers.c runs, in each way to read samples; without C none."""
     implementation = request.node.callspec.params["mm"]
@@ -2129,7 +2155,9 @@ class NumbersMethods:
 
 def numbers_class(mm, missing=None):
     """A dataset of the user's own, without one of its methods."""
-    methods = {name: value for name, value in vars(NumbersMethods).items() if name != missing}
+    methods = dict(vars(NumbersMethods))
+    for name in ("__dict__", "__weakref__", missing):  # the first two are those of this class
+        methods.pop(name, None)
     return type("Numbers", (mm.MegatronDataset,), methods)
 
 
@@ -3188,6 +3216,18 @@ def test_a_state_of_other_data_is_refused(one, tmp_path, data, consumed, changes
 def test_a_corpus_may_have_another_name(one, tmp_path):
     before, after = [gpt(one, mk(one, tmp_path / name, [[1] * 9] * 9)) for name in "ab"]
     assert run_over(one, after, 0, run_over(one, before, 4))["consumed_samples"] == 4
+
+
+def test_an_array_that_is_set_by_hand_is_in_the_state_if_it_is_another(mm, tmp_path):
+    ds = data_of_a_run(mm, tmp_path)
+    blend = planned(mm, tmp_path, (40, [1, 2]), "ab")
+    for data, name in ((ds, "shuffle_index"), (blend, "dataset_sample_index")):
+        state = run_over(mm, data, 8)
+        setattr(data, name, np.array(getattr(data, name)))
+        assert run_over(mm, data, 0, state) == state
+        setattr(data, name, getattr(data, name)[::-1])
+        with pytest.raises(ValueError, match="orders of"):
+            run_over(mm, data, 0, state)
 
 
 SAME_PAST = [  # data of a run, its consumed samples, what is other in the next job
@@ -5613,8 +5653,7 @@ def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, block_bytes
     ds = one.IndexedDataset(storage.put(prefix), object_storage_config=config, check=True)
     assert lists(ds[:]) == [doc.tolist() for doc in docs]
     assert ds.get(3, 2).tolist() == docs[3][2:].tolist()
-    copied = b"".join(tokens.tobytes() for tokens in ds.blocks_of_tokens())
-    assert copied == pathlib.Path(f"{prefix}.bin").read_bytes()
+    assert ds._tokens.read(0, ds.num_tokens).tobytes() == pathlib.Path(f"{prefix}.bin").read_bytes()
 
 
 def ranges_of(web, read, *arguments):
@@ -6333,7 +6372,7 @@ def test_loaders_in_cycles_are_collected(tmp_path):
 
 
 # ==============================================================================
-# 15. One error for every rank
+# 15. Checks and errors
 # ==============================================================================
 
 
@@ -10638,7 +10677,7 @@ def test_a_job_touches_nothing_but_what_was_named(tmp_path):
 
 
 # ==============================================================================
-# README's course, tables and scripts
+# README's drawings, commands and scripts
 # ==============================================================================
 
 
@@ -10651,17 +10690,14 @@ def readme():
     return path.read_text(encoding="utf-8")
 
 
-def test_the_course_takes_20_minutes_and_each_stage_has_an_exercise(readme):
-    """200 words a minute, without code; each answer is computed by a doctest."""
-    course = readme.partition("\n## The course")[2].partition("\n### Glossary")[0]
-    words = re.sub(r"^```.*?^```", "", course, flags=re.DOTALL | re.MULTILINE).split()
-    assert len(words) < 20 * 200
-    stages = course.split("\n### Stage ")[1:]
-    assert len(stages) == 11
-    for stage in stages:
-        before, _, answer = stage.partition("<summary>Answer</summary>")
-        assert "\n>>> " in before and "**Exercise.**" in before, stage
-        assert "\n>>> " in answer and answer.endswith("</details>\n"), stage
+def test_each_drawing_has_an_example_and_says_where_to_read_on(readme):
+    drawings = readme.partition("\n## Six drawings")[2].partition("\n## ")[0].split("\n### ")[1:]
+    assert len(drawings) == 6
+    for text in drawings:
+        assert ("\n```\n" in text or "\n|" in text) and "\n>>> " in text, text
+        last = text.strip().split("\n")[-1]
+        numbers = re.findall(r"\d+", last[re.search("sections? ", last).end() :])
+        assert numbers and all(1 <= int(number) <= 21 for number in numbers), last
 
 
 def test_readmes_links_lead_somewhere(readme):
@@ -10673,19 +10709,29 @@ def test_readmes_links_lead_somewhere(readme):
     assert links and set(links) <= anchors
 
 
-def test_readme_has_every_field_of_the_config_and_every_command(readme, one, capsys):
-    table = readme.partition("\n### Fields of the config")[2].partition("\n### ")[0]
-    found = re.findall(r"^\| `(\w+)`( \*)? \| (?:`(.+?)`)? *\|", table, re.MULTILINE)
-    wanted = []
-    for name, parameter in inspect.signature(one.GPTDatasetConfig).parameters.items():
-        star = " *" if parameter.kind is parameter.KEYWORD_ONLY else ""
-        has_default = parameter.default is not parameter.empty
-        wanted.append((name, star, repr(parameter.default) if has_default else ""))
-    assert sorted(found) == sorted(wanted)
-    table = readme.partition("\n### Commands")[2].partition("\n### ")[0]
-    commands = set(re.findall(r"^\| `megatron-min (\w+)", table, re.MULTILINE))
+def test_readmes_commands_run(one, readme, tmp_path, monkeypatch, capsys):
+    """On two corpora, in the order of the page, with its run.toml; and no command is left out."""
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("books")
+    rng = np.random.default_rng(5)
+    texts = ["".join(chr(97 + letter) for letter in rng.integers(0, 26, 300)) for _ in range(200)]
+    jsonl("books/a.jsonl.gz", texts[:100])
+    jsonl("books/b.jsonl.gz", texts[100:])
+    jsonl("wiki.jsonl", texts)
+    section = readme.partition("\n## Commands")[2].partition("\n## ")[0]
+    (commands,) = re.findall(r"^```sh\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    (toml,) = re.findall(r"^```toml\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    pathlib.Path("run.toml").write_text(toml, encoding="utf-8")
+    names = set()
+    for line in commands.splitlines():
+        program, name, *options = line.partition("#")[0].replace("'", "").split()
+        assert program == "megatron-min"
+        names.add(name)
+        if name != "demo":  # it has a test of its own
+            code, out, err = command(one, capsys, name, *options)
+            assert code == 0 and out, (line, err)
     _, out, _ = command(one, capsys, "--help")
-    assert commands == set(re.findall(r"^    (\w+)", out, re.MULTILINE))
+    assert names == set(re.findall(r"^    (\w+)", out, re.MULTILINE))
 
 
 def readme_script(readme, words):
@@ -10695,9 +10741,92 @@ def readme_script(readme, words):
     return script
 
 
-@pytest.mark.parametrize("consumed", [0, 8])
-def test_the_data_path_of_pretrain_gpt(mm, up, readme, tmp_path, group, monkeypatch, consumed):
-    """Its batches are upstream's samples in order, also where a run goes on."""
+# What pretrain_gpt.py does for its data, written anew.  The loader of Megatron-LM has a sampler of
+# its own; here a list of lists stands in for it.
+PRETRAIN_GPT = """
+import functools
+import torch
+
+def core_gpt_dataset_config_from_args(args):
+    return GPTDatasetConfig(
+        random_seed=args.seed, sequence_length=args.seq_length, blend=args.blend,
+        blend_per_split=None, split=args.split, multiple_validation_sets=False,
+        full_validation=False, num_dataset_builder_threads=1, path_to_cache=args.data_cache_path,
+        mmap_bin_files=True, tokenizer=args.tokenizer, reset_position_ids=args.resets,
+        reset_attention_mask=args.resets, eod_mask_loss=args.resets, create_attention_mask=True,
+        object_storage_cache_path=None, mid_level_dataset_surplus=0.005,
+        allow_ambiguous_pad_tokens=False, fast_cache_load=False, sequences_per_dataset=None,
+        defer_npy_index_mmap=False, context_parallel_size=1, data_parallel_size=1,
+        sequence_parallel_size=0, hybrid_context_parallel=False)
+
+def is_dataset_built_on_rank(vp_stage=None):
+    return True
+
+def train_valid_test_datasets_provider(args, sizes, vp_stage=None):
+    config = core_gpt_dataset_config_from_args(args)
+    dataset_type = MockGPTDataset if args.blend is None else GPTDataset
+    is_built = functools.partial(is_dataset_built_on_rank, vp_stage=vp_stage)
+    return BlendedMegatronDatasetBuilder(dataset_type, sizes, is_built, config).build()
+
+def build_pretraining_data_loader(args, dataset):
+    split = dataset.split if hasattr(dataset, "split") else dataset.index_split
+    order = list(range(len(dataset)))
+    batch_sampler = [order[k : k + 2] for k in range(0, args.num_samples[split.name], 2)]
+    return torch.utils.data.DataLoader(
+        dataset, batch_sampler=batch_sampler, num_workers=args.num_workers, pin_memory=False)
+"""
+
+
+@pytest.mark.parametrize(
+    "corpora, weights, resets, num_workers",
+    [(2, [3.0, 7.0], False, 1), (2, None, True, 0), (1, None, True, 0)],
+    ids=["blend", "no-weights", "one-corpus"],
+)
+def test_two_import_lines_of_pretrain_gpt(
+    mm, up, readme, tmp_path, group, monkeypatch, corpora, weights, resets, num_workers
+):
+    """Its own functions make the same batches with README's imports in the place of upstream's."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    monkeypatch.setitem(sys.modules, "megatron_min", mm)
+    rng = np.random.default_rng(6)
+    prefixes = []
+    for name in "ab"[:corpora]:
+        docs = [[*rng.integers(1, 90, 20), 0] for _ in range(60)]
+        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
+    args = types.SimpleNamespace(
+        seed=7,
+        seq_length=8,
+        blend=(prefixes, weights),
+        split="8,1,1",
+        tokenizer=Tok(),
+        resets=resets,
+        num_workers=num_workers,
+        num_samples={"train": 20, "valid": 8, "test": 4},
+    )
+    loaders = {}
+    for sign in "-+":
+        imports = re.findall(rf"^\{sign}(.+)", diff, re.MULTILINE)
+        assert len(imports) == 2
+        names = {}
+        exec("\n".join(imports) + PRETRAIN_GPT, names)
+        args.data_cache_path = str(tmp_path / {"-": "theirs", "+": "ours"}[sign])
+        provide = names["train_valid_test_datasets_provider"]
+        datasets = quiet(provide, args, list(args.num_samples.values()))
+        loaders[sign] = [names["build_pretraining_data_loader"](args, d) for d in datasets]
+    for found, wanted in zip(loaders["+"], loaders["-"], strict=True):
+        for ours, theirs in zip(quiet(list, found), quiet(list, wanted), strict=True):
+            assert list(ours) == list(theirs)
+            for key in theirs:
+                assert torch.equal(ours[key], theirs[key]) or key == "dataset_id"
+            if "dataset_id" in theirs:  # int64 here, int16 there
+                assert ours["dataset_id"].tolist() == theirs["dataset_id"].tolist()
+
+
+@pytest.mark.parametrize("consumed, eval_iters", [(0, 1), (8, 1), (8, 0)])
+def test_the_data_path_of_pretrain_gpt(
+    mm, up, readme, tmp_path, group, monkeypatch, consumed, eval_iters
+):
+    """Its batches are upstream's samples in order; a run may go on, and need not evaluate."""
     rng = np.random.default_rng(3)
     prefixes = []
     for name in "ab":
@@ -10717,20 +10846,23 @@ def test_the_data_path_of_pretrain_gpt(mm, up, readme, tmp_path, group, monkeypa
         global_batch_size=4,
         micro_batch_size=2,
         eval_interval=3,
-        eval_iters=1,
+        eval_iters=eval_iters,
         num_workers=1,
     )
     monkeypatch.setitem(sys.modules, "megatron_min", mm)
     names = {}
     exec(readme_script(readme, "From pretrain_gpt.py"), names)
     groups = mm.ParallelGroups()
-    iterators = names["build_data_iterators"](args, Tok(), groups, consumed, consumed // 2)
+    firsts = [consumed, consumed // 2 * eval_iters, 0]
+    iterators = names["build_data_iterators"](args, Tok(), groups, *firsts[:2])
 
     fields = {"split": "8,1,1", "random_seed": 7, "path_to_cache": str(tmp_path / "theirs")}
     fields |= {"reset_position_ids": True, "eod_mask_loss": True}
     cfg = config(up, (prefixes, [3.0, 7.0]), **fields)
     theirs = quiet(build, up, [6 * 4, 3 * 4, 4], cfg)
-    firsts = [consumed, consumed // 2, 0]
+    if eval_iters == 0:
+        assert iterators[1:] == [None, None]
+        iterators, theirs, firsts = iterators[:1], theirs[:1], firsts[:1]
     keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     for iterator, dataset, first in zip(iterators, theirs, firsts, strict=True):
         for k in range(first, len(dataset) - 1, 2):
@@ -10769,37 +10901,40 @@ def training_folder(one, readme, tmp_path):
     return tmp_path
 
 
-def losses_of(folder, ranks=1, layout=(), **variables):
-    """The losses that train.py prints, on so many ranks."""
-    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | variables
+def run_training(folder, ranks=1, layout=()):
+    """What train.py prints, on so many ranks."""
+    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     launcher = []
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = [sys.executable, *launcher, "train.py", "corpus_text_document", *layout]
     done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return re.findall(r"loss (\d+\.\d+)", done.stdout)
+    return done.stdout.splitlines()
 
 
 @pytest.mark.slow
 def test_training_script_has_equal_losses_on_1_2_and_4_ranks(training_folder):
-    losses = losses_of(training_folder)
-    assert len(losses) == 4
-    assert float(losses[-1]) < float(losses[0])  # it learns
+    lines = run_training(training_folder)
+    losses = [float(loss) for loss in re.findall(r": loss (\S+)", "\n".join(lines))]
+    assert len(losses) == 4 and losses[-1] < losses[0]  # it learns
+    assert len(lines) == 6 and ": valid loss " in lines[-1]
     for ranks, layout in ((2, ["2"]), (4, []), (4, ["2", "2"])):
-        assert losses_of(training_folder, ranks, layout) == losses, layout
+        os.remove(training_folder / "checkpoint.pt")
+        assert run_training(training_folder, ranks, layout) == lines, layout
 
 
 @pytest.mark.slow
-def test_training_script_goes_on_where_it_stopped(readme, training_folder):
-    """With README's lines that save and load; on two ranks after one."""
-    unbroken = losses_of(training_folder)
+def test_training_script_goes_on_where_it_stopped(training_folder):
+    """Ten steps on one rank, ten more on two; a third start says that nothing is left to do."""
+    unbroken = run_training(training_folder)
+    (training_folder / "checkpoint.pt").unlink()
     path = training_folder / "train.py"
-    begin, loop = path.read_text("utf-8").split("for step in range(steps):\n")
-    load, save = readme_script(readme, "checkpoint.pt").split("    ...  # as above;")
-    _, _, save = save.partition("\n")
-    stop = '    if step == 9 and "STOP" in os.environ:\n        sys.exit()\n'
-    path.write_text(begin + load + loop + save + stop, encoding="utf-8")
-    first = losses_of(training_folder, STOP="1")
-    assert len(first) == 2
-    assert first + losses_of(training_folder, 2) == unbroken
+    script = path.read_text(encoding="utf-8")
+    path.write_text(script.replace("\nsteps = 20\n", "\nsteps = 10\n"), encoding="utf-8")
+    first = run_training(training_folder)
+    assert first == unbroken[:3]
+    path.write_text(script, encoding="utf-8")
+    assert first + run_training(training_folder, 2) == unbroken
+    (line,) = run_training(training_folder, 2)
+    assert "all 20 steps" in line
