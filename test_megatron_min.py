@@ -3440,7 +3440,8 @@ def test_a_state_sees_other_documents_of_the_users_own_dataset(one):
 def test_a_state_sees_another_vocabulary_of_mock_data(one):
     mock_data = []
     for size in (20, 50):
-        cfg = config(one, tokenizer=one.NullTokenizer(size))
+        # S is large, as one epoch of mock data has 200 million tokens
+        cfg = config(one, sequence_length=4096, tokenizer=one.NullTokenizer(size))
         mock_data.append(build(one, [40, 0, 0], cfg, one.MockGPTDataset)[0])
     state = run_over(one, mock_data[0], 4)
     with pytest.raises(ValueError, match="contents"):
