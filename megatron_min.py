@@ -25,15 +25,13 @@ Words       token        an integer that stands for a piece of text
             sample       S tokens that the model reads in one row, with labels and masks
             stream       the sequences of all epochs, laid end to end; samples are cut from it
             micro-batch  the samples that one rank reads at once
+            global batch the samples of all ranks in one step: one round or several, where a round
+                         is a micro-batch of each rank
             blend        several corpora mixed by weights
             weight       of a corpus in a blend: its share of the samples
             sizes        upstream's name for two things: for build_sample_idx() the lengths of
                          sequences, for the builder the numbers of samples that are wanted
-            sequence_length  upstream's name for S.  It is the length of a sample, not of a
-                         sequence; sequence_lengths are those of the sequences.
             rank         one process of a training job; usually each rank has one GPU
-            global batch the samples of all ranks in one step: one round or several, where a round
-                         is a micro-batch of each rank
 
   +-- "document" --------------------------------------------------------------------------------+
   | In sections 1 and 2, and in the tools of part III, a document is a text.  document_indices,  |
@@ -50,14 +48,16 @@ Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             T  tokens in one epoch of a split           E  epochs over the split
             N  samples in a dataset                     x  1 if a sample has one token more, so that
                                                            its last input has a label, else 0
-            j  a sample's number in the stream      k  its number in the dataset
+            j  a sample's number in the stream          k  its number in the dataset
+            sequence_length is upstream's name for S, the length of a sample; the lengths of
+            sequences are sequence_lengths
             "list -> tuple" in a docstring: the function takes a list and returns a tuple
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
 
 Borrowed from the workshop: part I calls these, and a reader may take them at their word.  What
 begins with _check_ raises an error for wrong input, and returns nothing.  Methods of one line that
 call the workshop are not listed: their docstrings say what they return.
-    _map_file                        the bytes of a file, as an array that is mapped
+    _map_file                        the bytes of a file as an array, mapped: read where it is used
     _NewFile, _commit_pair           files that have temporary names until they are whole
     _encode_tokens                   token ids -> the bytes that a .bin file has for them
     _as_sequences                    lengths and modes of new sequences, after checks
@@ -584,7 +584,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             self.sequence_modes.extend(modes)
 
     def _write(self, content):
-        """Write to the .bin file.  If this fails, it is given up, as a part may be in it."""
+        """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
         _check_open(self)  # section 11
         try:
             self._bin.file.write(content)
@@ -698,9 +698,9 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   tokenize(text)       str -> list of ids
 #   detokenize(ids)      ids -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
-#                        that indices made with one tokenizer are not used again with another
-#   tokenize_batch(texts)   the ids of several texts; it may be missing, and is for speed alone
-#                           (section 17)
+#                        that arrays cached with one tokenizer are not used again with another
+#   tokenize_batch       (texts) -> the ids of each; it may be missing, as it is for speed alone: a
+#                        library can be faster on many texts (section 17)
 
 
 class ByteTokenizer:
@@ -725,10 +725,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8"))
 
     def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the bytes of each text as an array, which takes an eighth of a list's memory.
-
-        Not used in part I.
-        """
+        """Return the bytes of each text as an array, which takes an eighth of a list's memory."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
@@ -1045,11 +1042,11 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # input has a label too.  The next sample begins with that token, so no token is a label twice, and
 # of the tokens in samples only the first one of the stream is never a label.
 #
-# The shuffles (1) and (3) exist in two kinds.  Upstream's shuffles all epochs as one pile; where
-# little of the last epoch is wanted (plan_epochs() says when), that epoch is a second pile.  So the
-# order depends on how many samples are asked for: a run that is made longer meets another order
-# from its first sample on.  With stable_order each epoch is a pile of its own, drawn with a seed of
-# its own, so epochs that are added change nothing before them:
+# The shuffles (1) and (3) exist in two kinds.  Upstream's kind shuffles all epochs as one pile;
+# where little of the last epoch is wanted (plan_epochs() says when), that epoch is a second pile.
+# So the order depends on how many samples are asked for: a run that is made longer meets another
+# order from its first sample on.  With stable_order each epoch is a pile of its own, drawn with a
+# seed of its own, so epochs that are added change nothing before them:
 #
 #   documents 0 1 2, seed 1234    upstream, one pile    stable_order
 #   1 epoch                       0 1 2                 0 1 2
@@ -1060,7 +1057,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # next belongs to the pile of the epoch in which it ends.
 #
 # One exception to "epochs that are added change nothing": where a last, short sample is kept (see
-# count_samples()), it becomes a whole one if an epoch is added, and moves to that epoch.
+# count_samples()), an epoch that is added makes it a whole one, which ends in that epoch.  So it
+# moves there, and the samples of the epoch that was last come in another order.
 
 
 def count_samples(
@@ -1134,7 +1132,7 @@ def plan_epochs(
         return EpochPlan(1, all_samples, False, 0)
     before_final = count_samples(all_tokens - tokens_per_epoch, S, True, x)
     wanted_of_final = num_samples - before_final
-    samples_per_epoch = (tokens_per_epoch - x) // S
+    samples_per_epoch = count_samples(tokens_per_epoch, S, True, x)
     separate = wanted_of_final < int(0.80 * samples_per_epoch)
     return EpochPlan(num_epochs, all_samples, separate, before_final)
 
@@ -1147,7 +1145,7 @@ def _ceil_div(a, b):
 def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
     """Shuffle a 1-D array in place, as numpy does.
 
-    For i = n-1 down to 1, items i and j are exchanged, where j is drawn uniformly from 0 .. i.
+    For i = n-1 down to 1, item i is exchanged with one that is drawn from items 0 .. i, uniformly.
     This is a function of its own so that section 16 can put a faster one with the same result here.
 
     >>> items = np.arange(6, dtype=np.int32)
@@ -1198,19 +1196,19 @@ def build_sample_idx(
     Sample j is the tokens [j*S, j*S + S + x) of the stream.  With x = 1 its last token is a label
     only, and the first input of sample j+1.
 
-    sizes             int32 (sequences of the file,): tokens in each, which upstream calls sizes
+    sizes             int32: sequence_lengths of the file, under the name that upstream has here
     document_indices  int32 (E*D,): document_index, under the name that upstream has here.  Entry d
                       is the sequence of the file that comes d-th in the stream
     sequence_length   S, 1 or more, without the extra token
-    num_epochs, tokens_per_epoch   the stream has so many tokens: their product
+    num_epochs, tokens_per_epoch   E and T: the stream has E*T tokens
     drop_last_partial_sequence     False: the stream ends in a short sample if its tokens fill no
                                    whole one
     add_extra_token_to_sequence    x
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
                       starts at token offset of the d-th document.  Row N is where sample N would
                       start.
-    Raises            TypeError for an array of another dtype, ValueError for S < 1 and for a stream
-                      too short for its samples, IndexError for a document that is no sequence
+    Raises            TypeError for an array of another dtype, ValueError for S < 1 and for documents
+                      that hold fewer tokens, IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  One thing differs: where a last, short sample is
                       kept, upstream computes N in float32.
@@ -1240,9 +1238,9 @@ def build_sample_idx(
     # a document is written as the end of the document before it: (d, length of d).
     rows[1:, 1] = tokens_read - x - starts[d]
     if x == 0 and N * S > tokens:
-        # The last sample is short.  Upstream has row N at the end of the last document then, even
-        # if that one is empty.  With x = 1 row N is one token before the end of the stream, and an
-        # empty document has no token: so d is the last one that has (upstream: offset -1).
+        # The last sample is short.  Then row N of upstream is the end of the last document, even if
+        # that one is empty.  With x = 1 row N is a place one token before the end of the stream.
+        # An empty document has no such place (upstream: offset -1), so there d above is right.
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
 
@@ -1273,7 +1271,7 @@ def build_shuffle_index(
 
 
 def _shuffle_index_dtype(total_size):
-    """The dtype that upstream has for numbers of samples below total_size."""
+    """The dtype that upstream has for the numbers 0 .. total_size - 1."""
     return np.uint32 if total_size < 2**32 - 2 else np.int64
 
 
@@ -1323,7 +1321,7 @@ def _count_samples_of_epochs(
 ) -> list[int]:
     """Count the samples that end before epoch 0, 1, ..., E begins: E + 1 numbers, the last is N.
 
-    A last, short sample is one of N.
+    N counts a last, short sample too, if it is kept.
 
     >>> _count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4)     # 13, 26, 39 tokens
     [0, 3, 6, 9]
@@ -2288,7 +2286,7 @@ class _Entry(typing.NamedTuple):
             return [None] * len(self.prefixes)
         phases = self.phases
         if phases is None:
-            phases = [(self.size, self.weights)]
+            phases = [(self.size, self.weights)]  # the whole blend is one phase
         sizes = []
         for i in range(len(self.prefixes)):
             target = sum(math.ceil(samples * weights[i]) for samples, weights in phases)
@@ -2406,7 +2404,7 @@ class BlendedMegatronDatasetBuilder:
             corpora = []
             for prefix, size in zip(entry.prefixes, sizes, strict=True):
                 corpora.append((entry, prefix, opened[prefix], size))
-            # self._build_part(corpus) of each, several at a time (section 15)
+            # [self._build_part(corpus) for corpus in corpora], several at a time (section 15)
             threads = self.config.num_dataset_builder_threads
             parts = _in_threads(threads, self._build_part, corpora)
             dataset = parts[0] if entry.is_one_corpus else self._mix(entry, parts)
@@ -2427,7 +2425,7 @@ class BlendedMegatronDatasetBuilder:
         for entry in self._entries:
             prefixes += entry.prefixes
         prefixes = list(dict.fromkeys(prefixes))  # each once
-        _allow_open_files(self._entries, prefixes)  # section 13
+        _allow_open_files(self._entries, prefixes)  # section 13: a process may open few by default
         threads = self.config.num_dataset_builder_threads
         corpora = _in_threads(threads, self._open, prefixes)
         return dict(zip(prefixes, corpora, strict=True))
