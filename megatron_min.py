@@ -1207,8 +1207,8 @@ def build_sample_idx(
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
                       starts at token offset of the d-th document.  Row N is where sample N would
                       start.
-    Raises            TypeError for an array of another dtype, ValueError for S < 1 and for documents
-                      that hold fewer tokens, IndexError for a document that is no sequence
+    Raises            TypeError for an array of another dtype; ValueError for S < 1, or where the
+                      documents hold fewer tokens; IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  One thing differs: where a last, short sample is
                       kept, upstream computes N in float32.
