@@ -25,6 +25,8 @@ Words       token        an integer that stands for a piece of text
             sample       S tokens that the model reads in one row, with labels and masks
             stream       the sequences of all epochs, laid end to end; samples are cut from it
             micro-batch  the samples that one rank reads at once
+            global batch the samples of all ranks in one step: one round or several, where a round
+                         is a micro-batch of each rank
             blend        several corpora mixed by weights
             weight       of a corpus in a blend: its share of the samples
             sizes        upstream's name for two things: for build_sample_idx() the lengths of
@@ -37,20 +39,28 @@ Words       token        an integer that stands for a piece of text
   |                                                                                              |
   | From section 3 on, a document is a sequence of the .idx file.  Upstream calls sequences so   |
   | there, as nearly always a text is one sequence.  document_index, an array of section 4, is   |
-  | the order in which sequences are read.  It has nothing to do with document_indices.          |
+  | the order in which sequences are read.  It has nothing to do with document_indices.  One     |
+  | exception, upstream's: the parameter document_indices of build_sample_idx() is               |
+  | document_index.                                                                              |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             T  tokens in one epoch of a split           E  epochs over the split
             N  samples in a dataset                     x  1 if a sample has one token more, so that
                                                            its last input has a label, else 0
+            j  a sample's number in the stream          k  its number in the dataset
+            sequence_length is upstream's name for S, the length of a sample; the lengths of
+            sequences are sequence_lengths
             "list -> tuple" in a docstring: the function takes a list and returns a tuple
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
 
 Borrowed from the workshop: part I calls these, and a reader may take them at their word.  What
-begins with _check_ raises an error for wrong input.
+begins with _check_ raises an error for wrong input, and returns nothing.  Methods of one line that
+call the workshop are not listed: their docstrings say what they return.
+    _map_file                        the bytes of a file as an array, mapped: read where it is used
     _NewFile, _commit_pair           files that have temporary names until they are whole
     _encode_tokens                   token ids -> the bytes that a .bin file has for them
+    _as_sequences                    lengths and modes of new sequences, after checks
     _open_index, _open_bin           the bytes of an .idx, the tokens of its .bin; both are checked
     _position, _error_of_span        an index, counted from the end if it is negative; its error
     _read_pieces                     the tokens of several (sequence, offset, length)
@@ -63,8 +73,12 @@ begins with _check_ raises an error for wrong input.
     _count_datasets                  how often each dataset occurs in dataset_index
     _pad_token_id, _attribute        the id that fills short samples; what a tokenizer may not have
     _name                            what a dataset is called in a message
-    _read_shares, _read_blend, _as_phases, _as_counts, _drop_zero_weights
+    _common_ranges                   what two cuts of a corpus have in common
+    _read_shares, _read_blend, _as_phases, _as_counts
                                      splits, weights and phases as numbers, after checks
+    _drop_zero_weights, _note_dropped
+                                     a blend without its corpora of weight 0; a note that names them
+    _warn_if_few_samples             a warning where an epoch of all corpora is too short
     _BlendTooLarge                   the error of a blend that takes more samples than there are
     _in_threads, _allow_open_files   a function called for several items at a time; many open files
     _is_distributed, _rank, _device_of_group, _on_every_rank, _raise_error_of
@@ -263,8 +277,8 @@ class DatasetFormatError(ValueError):
 #                ^       ^     ^
 #   corpus.idx   0       4     7                sequence_pointers: where each begins, in bytes
 #                4       3     6                sequence_lengths: how many tokens each has
-#                0       1     2           3    document_indices: document d is the sequences
-#                                               document_indices[d] .. document_indices[d + 1] - 1
+#                0       1     2           3    document_indices: the first sequence of each
+#                                               document, and where the last one ends
 #
 # To read, both files are mapped into memory.  The tokens of sequence i are a slice of the .bin:
 #
@@ -358,7 +372,8 @@ class _MappedTokens:
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.tokens = _map_file(path).view(dtype)
+        content = _map_file(path)  # section 11: all bytes of the file, as an array
+        self.tokens = content.view(dtype)
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return count tokens from token first on."""
@@ -375,8 +390,8 @@ class IndexedDataset(torch.utils.data.Dataset):
     path_prefix            path of the pair without .bin and .idx; or its place on object storage,
                            such as s3://bucket/corpus (section 13)
     multimodal             return (tokens, mode); the file must hold modes
-    mmap                   True: arrays are views of the mapped file; False: each access reads the
-                           file into a new array
+    mmap                   True: the .bin is mapped, and what is read is a view of it; False: each
+                           access reads the file into a new array
     object_storage_config  ObjectStorageConfig; None: its defaults
     check                  True: check the whole .idx when it is opened, as verify() does
 
@@ -490,7 +505,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices, under upstream's name."""
         return self.document_indices
 
-    # ---- which pair is it?  Section 13 has the answers
+    # ---- The rest is for caches and pickles (sections 12 and 13).  Skip it.
 
     def identity(self) -> dict:
         """Return what tells this .idx from one that is written later."""
@@ -564,29 +579,20 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         _check_open(self)
         self.document_indices.append(len(self.sequence_lengths))
 
-    def _append(self, content, lengths, modes=None, ends=()):
-        """Append sequences.  All is checked before it is written.
-
-        content  the bytes of the sequences, as the .bin file has them
-        ends     one number for each document that ends here: how many sequences of this call come
-                 before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no
-                 sequence ends first, then one of two sequences, then one of one.
-        """
-        lengths, modes = _check_sequences(self, content, lengths, modes)  # section 11
+    def _append(self, content, lengths, modes=None):
+        """Append sequences: their bytes, as the .bin file has them, their lengths and modes."""
+        lengths, modes = _as_sequences(self, content, lengths, modes)  # section 11: after checks
         self._write(content)
-        first = len(self.sequence_lengths)
         self.sequence_lengths.extend(lengths)
         if self.multimodal:
             self.sequence_modes.extend(modes)
-        for end in ends:
-            self.document_indices.append(first + int(end))
 
     def _write(self, content):
-        """Write to the .bin file.  A write that fails may have written a part: that is the end."""
+        """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
+        _check_open(self)  # section 11
         try:
             self._bin.file.write(content)
         except BaseException:
-            _check_open(self)  # section 11: says so if the pair was finished before
             self._bin.discard()
             raise
 
@@ -600,14 +606,15 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         n = len(self.sequence_lengths)
         m = len(self.document_indices)
         code = DType.code_from_dtype(self.dtype)
-        token_bytes = np.int64(self._token_dtype.itemsize)
         lengths = np.frombuffer(self.sequence_lengths, np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64) * token_bytes
+        num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
+        sequence_pointers = np.cumsum(num_bytes)
+        sequence_pointers -= num_bytes  # where each sequence begins
         index = _NewFile(idx_path)
         try:
             index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
             index.file.write(lengths)
-            index.file.write(ends - lengths * token_bytes)  # sequence_pointers
+            index.file.write(sequence_pointers)
             index.file.write(self.document_indices)
             index.file.write(self.sequence_modes)
             _commit_pair(self._bin, index)
@@ -683,19 +690,21 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 # token, eod, tells a model where one text stops and an unrelated one begins.
 #
 # A document without tokens becomes no sequence and gets no eod.  But it has its entry in
-# document_indices, where the number of sequences is repeated.  So document d of the pair is line d
-# of the file, if blank lines are not counted.  Upstream does the same.
+# document_indices, where the number of sequences is repeated.  So the pair has a document for each
+# line of the file that is not blank, in the same order.  Upstream does the same.
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
 #   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
 #   eod                  the id that ends a document
-#   pad                  the id that fills up a sample which is too short; it may be missing, and a
-#                        tokenizer may have eos and special_tokens_dict: see _pad_token_id()
+#   pad                  the id that fills up a sample which is too short; it may be missing
+#                        (section 13)
 #   tokenize(text)       str -> list of ids
 #   detokenize(ids)      ids -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
-#                        that indices made with one tokenizer are not used again with another
+#                        that arrays cached with one tokenizer are not used again with another
+#   tokenize_batch       (texts) -> the ids of each; it may be missing, as it is for speed alone: a
+#                        library can be faster on many texts (section 17)
 
 
 class ByteTokenizer:
@@ -856,24 +865,21 @@ def convert_split_vector_to_split_matrix(
 ) -> list[tuple[float, float] | None]:
     """Turn shares into the (begin, end) of each split, as fractions of a corpus; None where empty.
 
-    With two vectors, both cut the same corpus, and each entry is what the two cuts of that split
-    have in common: from the later begin to the earlier end.  A second vector is upstream's; here
-    nothing uses one.  ValueError if the vectors differ in length.  Upstream: the same name.
+    vector_b is upstream's, and nothing here gives it: both vectors cut the same corpus, and each
+    entry is what their two cuts of that split have in common.  ValueError if their lengths differ.
+    Upstream: the same name.
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
     """
-    edges_a = list(itertools.accumulate(vector_a, initial=0))
-    edges_b = edges_a
     if vector_b is not None:
-        edges_b = list(itertools.accumulate(vector_b, initial=0))
-    if len(edges_a) != len(edges_b):
-        raise ValueError(f"wanted two split vectors of one length, got {vector_a} and {vector_b}")
+        return _common_ranges(vector_a, vector_b)  # section 15
     matrix = []
-    for k in range(len(edges_a) - 1):
-        begin = max(edges_a[k], edges_b[k])
-        end = min(edges_a[k + 1], edges_b[k + 1])
+    begin = 0
+    for share in vector_a:
+        end = begin + share
         matrix.append((begin, end) if begin < end else None)
+        begin = end
     return matrix
 
 
@@ -903,28 +909,30 @@ class BlendedMegatronDatasetConfig:
     blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
                                 of its corpora, where it has several
-    full_validation             with multiple_validation_sets: each validation dataset is one epoch,
-                                so the builder must be given None as the size of valid; alone it
-                                changes nothing here
+    full_validation             with multiple_validation_sets: each validation dataset is one epoch.
+                                Give the builder None as the size of valid.  Without
+                                multiple_validation_sets this field changes no dataset
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
-    path_to_cache               folder of the index files of section 12; None: those of a corpus lie
-                                in the folder <prefix>/cache, and those of a blend are not kept
+    path_to_cache               folder of the cache files, which keep the arrays of datasets for the
+                                next start (section 12); None: those of a corpus lie in the folder
+                                <prefix>/cache, and those of a blend are not kept
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
     mock                        made from the blends: are there none?
     tokenizer                   an object as in section 2: its eod and its pad are used
     mid_level_dataset_surplus   the share of extra samples that each corpus of a blend with weights
                                 is built for: 0.005 is half a percent (section 7)
     allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
-                                token has the same id; if False, padding is -1 in this case
+                                token has the same id; if False, padding is -1 in this case.  A
+                                label that equals the pad id has no loss.  So if eod were the pad
+                                id, no model would learn to end a text
     fast_cache_load             trust a cache that exists, without any check
-    defer_npy_index_mmap        accepted as upstream's: index files are always opened at the first
-                                access
     blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
                                 blend that follow each other, instead of its weights (section 6).
                                 Use stable_order with it, and put a corpus that a later phase brings
                                 at the end of blend, with weight 0 in the phases before
+    Accepted, without effect    defer_npy_index_mmap: cache files are always opened at first access
 
     ValueError for a field that is wrong, and for fields that do not go together.
 
@@ -953,7 +961,7 @@ class BlendedMegatronDatasetConfig:
     blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_config(self)  # section 15
+        _check_config(self)  # section 15; it also brings the fields into one form
         if self.blend_per_split is not None:
             return
         self.mock = self.blend is None
@@ -976,10 +984,6 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
     add_extra_token_to_sequence             x = 1: the last input token has a label too
     object_storage_cache_path               local folder for copies of .idx files (section 13)
-    data_parallel_size, sequence_parallel_size, sequences_per_dataset, context_parallel_size
-                             accepted as upstream's; nothing in part I depends on them
-    hybrid_context_parallel  of upstream; True is refused
-    token_dtype_code         of upstream; always None
     inter_document_masking   instead of a mask, return where the documents of a sample start, as
                              attention kernels for packed sequences want it; positions restart at
                              each start.  With S = 4 and documents that start at 0 and 3, cu_seqlens
@@ -987,6 +991,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
                              longest, is 3.  Keyword only: upstream 0.16.1 does not have it
     stable_order             not of upstream: shuffle each epoch by itself, so that a longer dataset
                              begins with the shorter one (section 4)
+    context_parallel_size    for SFTDataset alone (section 19)
+    Accepted, without effect data_parallel_size, sequence_parallel_size, sequences_per_dataset,
+                             token_dtype_code (always None); hybrid_context_parallel (but True is
+                             refused)
 
     >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())     # of mock data
     >>> config.has_dense_mask, config.add_extra_token_to_sequence
@@ -1026,8 +1034,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # (3) shuffle_index: the samples are shuffled too: sample k of the dataset is sample
 #     shuffle_index[k] of the stream.
 #
-# The cut (2), for a stream of the documents as they are, unshuffled; its rows (d, offset) are
-# (0, 0) (1, 0) (2, 1) (2, 5), of which the last says where sample 3 would start:
+# The cut (2), for a stream of the documents as they are, unshuffled.  A row (d, offset) is a place:
+# offset tokens into document_index[d], the d-th document of the stream.  The rows are (0, 0) (1, 0)
+# (2, 1) (2, 5), of which the last says where sample 3 would start:
 #
 #   place     0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
 #   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    inputs b b b c   labels b b c c
@@ -1037,18 +1046,23 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # input has a label too.  The next sample begins with that token, so no token is a label twice, and
 # of the tokens in samples only the first one of the stream is never a label.
 #
-# The shuffles (1) and (3) exist in two kinds.  Upstream's shuffles all epochs as one pile, or all
-# but the last.  So the order depends on how many samples are asked for: a run that is made longer
-# meets another order from its first sample on.  With stable_order each epoch is a pile of its own,
-# drawn with a seed of its own, so epochs that are added change nothing before them:
+# The shuffles (1) and (3) exist in two kinds.  Upstream's kind shuffles all epochs as one pile;
+# where little of the last epoch is wanted (plan_epochs() says when), that epoch is a second pile.
+# So the order depends on how many samples are asked for: a run that is made longer meets another
+# order from its first sample on.  With stable_order each epoch is a pile of its own, drawn with a
+# seed of its own, so epochs that are added change nothing before them:
 #
-#   documents 0 1 2, seed 1234    upstream              stable_order
+#   documents 0 1 2, seed 1234    upstream, one pile    stable_order
 #   1 epoch                       0 1 2                 0 1 2
 #   2 epochs                      2 1 2 0 1 0           0 1 2 | 1 0 2
 #   3 epochs                      2 2 1 0 1 1 2 0 0     0 1 2 | 1 0 2 | 1 2 0
 #
 # The samples (3) are shuffled in the same piles.  A sample that begins in one epoch and ends in the
 # next belongs to the pile of the epoch in which it ends.
+#
+# One exception to "epochs that are added change nothing": where a last, short sample is kept (see
+# count_samples()), an epoch that is added makes it a whole one, which ends in that epoch.  So it
+# moves there, and the samples of the epoch that was last come in another order.
 
 
 def count_samples(
@@ -1089,20 +1103,24 @@ def plan_epochs(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
 ) -> EpochPlan:
-    """Find how many epochs give the wanted num_samples (None: the samples of one epoch).
+    """Find how many epochs give the samples that are wanted.
+
+    num_samples   how many are wanted (None: those of one epoch); the plan's num_samples is N, which
+                  may be more
 
     The number of epochs E is the least from 1 on with E*T >= num_samples*S + x.
 
     A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
     together with the others, the run would read some of its samples, and leave out as many samples
-    of earlier epochs.  So where fewer than 80 % of the samples of the last epoch
-    are wanted (80 % rounded down to whole samples, as upstream has it), that epoch is shuffled by
-    itself and comes last.
+    of earlier epochs.  So where fewer than 80 % of the samples of the last epoch are wanted (80 %
+    rounded down to whole samples, as upstream has it), that epoch is shuffled by itself and comes
+    last.
 
     ValueError for samples of a split without tokens (upstream never returns).  Cost: O(1).
     Upstream: GPTDataset._get_num_epochs.
 
-    >>> plan = plan_epochs(13, 4, 4)                # 13 tokens hold 3 samples of 4 + 1 tokens
+    >>> # 4 are wanted.  One epoch of 13 tokens holds 3, so it takes two, and these hold 6.
+    >>> plan = plan_epochs(tokens_per_epoch=13, num_samples=4, sequence_length=4)
     >>> plan.num_epochs, plan.num_samples, plan.separate_final_epoch
     (2, 6, True)
     """
@@ -1118,7 +1136,7 @@ def plan_epochs(
         return EpochPlan(1, all_samples, False, 0)
     before_final = count_samples(all_tokens - tokens_per_epoch, S, True, x)
     wanted_of_final = num_samples - before_final
-    samples_per_epoch = (tokens_per_epoch - x) // S
+    samples_per_epoch = count_samples(tokens_per_epoch, S, True, x)
     separate = wanted_of_final < int(0.80 * samples_per_epoch)
     return EpochPlan(num_epochs, all_samples, separate, before_final)
 
@@ -1131,7 +1149,7 @@ def _ceil_div(a, b):
 def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
     """Shuffle a 1-D array in place, as numpy does.
 
-    For i = n-1 down to 1, items i and j are exchanged, where j is drawn uniformly from 0 .. i.
+    For i = n-1 down to 1, item i is exchanged with one that is drawn from items 0 .. i, uniformly.
     This is a function of its own so that section 16 can put a faster one with the same result here.
 
     >>> items = np.arange(6, dtype=np.int32)
@@ -1179,22 +1197,22 @@ def build_sample_idx(
 ) -> np.ndarray:
     """Find where every sample starts in the stream: the documents laid end to end.
 
-    Sample k is the tokens [k*S, k*S + S + x) of the stream.  With x = 1 its last token is a label
-    only, and the first input of sample k+1.
+    Sample j is the tokens [j*S, j*S + S + x) of the stream.  With x = 1 its last token is a label
+    only, and the first input of sample j+1.
 
-    sizes             int32 (sequences of the file,): tokens in each, which upstream calls sizes
-    document_indices  int32 (E*D,): the document_index of this section, under upstream's name here.
-                      Entry d is the sequence of the file that comes d-th in the stream
+    sizes             int32: sequence_lengths of the file, under the name that upstream has here
+    document_indices  int32 (E*D,): document_index, under the name that upstream has here.  Entry d
+                      is the sequence of the file that comes d-th in the stream
     sequence_length   S, 1 or more, without the extra token
-    num_epochs, tokens_per_epoch   the stream has so many tokens: their product
+    num_epochs, tokens_per_epoch   E and T: the stream has E*T tokens
     drop_last_partial_sequence     False: the stream ends in a short sample if its tokens fill no
                                    whole one
     add_extra_token_to_sequence    x
-    Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row k is (d, offset): sample k
+    Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
                       starts at token offset of the d-th document.  Row N is where sample N would
                       start.
-    Raises            TypeError for an array of another dtype, ValueError for S < 1 and for a stream
-                      too short for its samples, IndexError for a document that is no sequence
+    Raises            TypeError for an array of another dtype; ValueError for S < 1, or where the
+                      documents hold fewer tokens; IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  One thing differs: where a last, short sample is
                       kept, upstream computes N in float32.
@@ -1206,25 +1224,27 @@ def build_sample_idx(
     S = sequence_length
     x = int(add_extra_token_to_sequence)
     tokens = int(num_epochs) * int(tokens_per_epoch)
-    _check_stream(sizes, document_indices, S, tokens)  # section 15
-    num_samples = count_samples(tokens, S, drop_last_partial_sequence, x)
+    document_index = document_indices  # upstream's name means another array in section 1
+    _check_stream(sizes, document_index, S, tokens)  # section 15
+    N = count_samples(tokens, S, drop_last_partial_sequence, x)
 
-    # Row 0 is (0, 0).  Row k is found from where sample k - 1 ends: k*S + x tokens into the stream,
+    # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
     # or, if the last sample is short, at the end of the stream.
-    tokens_read = np.minimum(np.arange(1, num_samples + 1) * S + x, tokens)
-    lengths = sizes[document_indices]
+    tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
+    lengths = sizes[document_index]
     _check_lengths(lengths, tokens_read)  # section 15
     ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
     starts = ends - lengths
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
-    rows = np.zeros((num_samples + 1, 2), _sample_index_dtype(len(document_indices)))
+    rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
     rows[1:, 0] = d
-    # Sample k begins x tokens before that.  With x = 0 a sample that starts with a document is
-    # written as the end of the document before it: (d, length of d).
+    # Sample j begins x tokens before the end of sample j - 1.  With x = 0 a sample that starts with
+    # a document is written as the end of the document before it: (d, length of d).
     rows[1:, 1] = tokens_read - x - starts[d]
-    if tokens < num_samples * S and x == 0:
-        # The last sample is short, and ends with the stream.  If empty documents end the stream,
-        # upstream names the last of them here.
+    if x == 0 and N * S > tokens:
+        # The last sample is short.  Then row N of upstream is the end of the last document, even if
+        # that one is empty.  With x = 1 row N is a place one token before the end of the stream.
+        # An empty document has no such place (upstream: offset -1), so there d above is right.
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
 
@@ -1255,7 +1275,7 @@ def build_shuffle_index(
 
 
 def _shuffle_index_dtype(total_size):
-    """The dtype that upstream has for numbers of samples below total_size."""
+    """The dtype that upstream has for the numbers 0 .. total_size - 1."""
     return np.uint32 if total_size < 2**32 - 2 else np.int64
 
 
@@ -1285,8 +1305,8 @@ def build_stable_orders(
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
     document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
-    num_samples = sample_edges[-1]
-    shuffle_index = np.arange(num_samples, dtype=_shuffle_index_dtype(num_samples))
+    N = sample_edges[-1]
+    shuffle_index = np.arange(N, dtype=_shuffle_index_dtype(N))
     random_state = np.random.RandomState(random_seed)
     for epoch in range(num_epochs):
         if epoch > 0:
@@ -1305,8 +1325,7 @@ def _count_samples_of_epochs(
 ) -> list[int]:
     """Count the samples that end before epoch 0, 1, ..., E begins: E + 1 numbers, the last is N.
 
-    If a short last sample is kept, adding epochs changes the epoch that was last: its short sample
-    becomes a whole one that ends in the next epoch.  All epochs before it stay as they are.
+    N counts a last, short sample too, if it is kept.
 
     >>> _count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4)     # 13, 26, 39 tokens
     [0, 3, 6, 9]
@@ -2234,8 +2253,8 @@ class BlendedDataset(_SampleTable):
 #   rank 0: build and write the cache  ->  other ranks: load the cache, or build where they see none
 
 
-class _BlendOfSplit(typing.NamedTuple):
-    """What one dataset of a config is made from; see _read_blends()."""
+class _Entry(typing.NamedTuple):
+    """What one dataset of a config is made from; see _entries_of_config()."""
 
     split: Split
     prefixes: list  # of the corpora; [None] for mock data
@@ -2257,17 +2276,17 @@ class _BlendOfSplit(typing.NamedTuple):
             return [None] * len(self.prefixes)
         phases = self.phases
         if phases is None:
-            phases = [(self.size, self.weights)]
+            phases = [(self.size, self.weights)]  # the whole blend is one phase
         sizes = []
-        for d in range(len(self.prefixes)):
-            target = sum(math.ceil(samples * weights[d]) for samples, weights in phases)
+        for i in range(len(self.prefixes)):
+            target = sum(math.ceil(samples * weights[i]) for samples, weights in phases)
             sizes.append(math.ceil(target * (1 + surplus)))
         return sizes
 
 
-def _read_blends(
+def _entries_of_config(
     config: BlendedMegatronDatasetConfig, sizes: typing.Sequence[int | None]
-) -> list[_BlendOfSplit]:
+) -> list[_Entry]:
     """Return what a config means: an entry for each dataset, in the order of the splits.
 
     With multiple_validation_sets valid has an entry for each of its corpora.  ValueError for sizes
@@ -2275,13 +2294,13 @@ def _read_blends(
 
     >>> config = GPTDatasetConfig(1234, 4, blend=(["a", "b"], [1, 3]), split="9,1,0",
     ...                           tokenizer=ByteTokenizer())
-    >>> for blend in _read_blends(config, [8, 4, 0]):
-    ...     print(blend.split.name, blend.prefixes, blend.weights, blend.bounds, blend.size)
+    >>> for entry in _entries_of_config(config, [8, 4, 0]):
+    ...     print(entry.split.name, entry.prefixes, entry.weights, entry.bounds, entry.size)
     train ['a', 'b'] [0.25, 0.75] (0, 0.9) 8
     valid ['a', 'b'] [0.25, 0.75] (0.9, 1.0) 4
     """
     _check_sizes(config, sizes)  # section 15
-    blends = []
+    entries = []
     for split, size in zip(Split, sizes, strict=True):
         if config.blend_per_split is not None:
             bounds = (0.0, 1.0)
@@ -2298,18 +2317,17 @@ def _read_blends(
             phases = _as_phases(config.blend_phases, prefixes)
         elif split is Split.valid and config.multiple_validation_sets:
             for prefix in prefixes:  # each is a dataset of its own
-                blends.append(_BlendOfSplit(split, [prefix], None, bounds, size, None))
+                entries.append(_Entry(split, [prefix], None, bounds, size, None))
             continue
         elif config.blend_per_split is not None and len(prefixes) == 1:
             weights = None  # a single corpus is not blended
         elif weights is not None:
-            # The splits of one blend have the same corpora of weight 0: the note comes once.
-            is_noted = config.blend_per_split is not None or len(blends) == 0
-            prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes, is_noted)
+            prefixes, weights = _drop_zero_weights(prefixes, weights)
             weights = normalize(weights)
-        blends.append(_BlendOfSplit(split, list(prefixes), weights, bounds, size, phases))
-        _check_size_of_blend(blends[-1])  # section 15
-    return blends
+        entries.append(_Entry(split, list(prefixes), weights, bounds, size, phases))
+        _check_size_of_blend(entries[-1])  # section 15
+    _note_dropped(config, entries)  # section 15: a note of the corpora of weight 0
+    return entries
 
 
 class BlendedMegatronDatasetBuilder:
@@ -2323,6 +2341,9 @@ class BlendedMegatronDatasetBuilder:
     A build is collective: with torch.distributed every rank calls build(), also where nothing is
     built for it.  In Lightning the place for it is setup(), never prepare_data(), which one rank
     calls: that rank would wait for ever.
+
+    In this example both corpora are the toy corpus, and yet their samples differ: corpus 0 is built
+    for 2 samples, corpus 1 for 4.  These take two epochs, which are shuffled in another way.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -2343,7 +2364,7 @@ class BlendedMegatronDatasetBuilder:
         self.sizes = list(sizes)
         self.is_built_on_rank = is_built_on_rank
         self.config = config
-        self._blends = _read_blends(config, self.sizes)
+        self._entries = _entries_of_config(config, self.sizes)
 
     def build(self) -> list:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
@@ -2366,23 +2387,18 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_splits(self):
         """All splits, on this rank."""
-        # _in_threads() calls a function for each item, several at a time (section 15)
-        threads = self.config.num_dataset_builder_threads
-        prefixes = []
-        for blend in self._blends:
-            prefixes += blend.prefixes
-        prefixes = list(dict.fromkeys(prefixes))  # a corpus of several splits is opened once
-        _allow_open_files(self._blends, prefixes)  # section 13
-        opened = dict(zip(prefixes, _in_threads(threads, self._open, prefixes), strict=True))
+        opened = self._open_all()
         found = {split: [] for split in Split}
-        for blend in self._blends:
-            sizes = blend.sizes(self.config.mid_level_dataset_surplus)
+        for entry in self._entries:
+            sizes = entry.sizes(self.config.mid_level_dataset_surplus)
             corpora = []
-            for prefix, size in zip(blend.prefixes, sizes, strict=True):
-                corpora.append((blend, prefix, opened[prefix], size))
+            for prefix, size in zip(entry.prefixes, sizes, strict=True):
+                corpora.append((entry, prefix, opened[prefix], size))
+            # [self._build_part(corpus) for corpus in corpora], several at a time (section 15)
+            threads = self.config.num_dataset_builder_threads
             parts = _in_threads(threads, self._build_part, corpora)
-            dataset = parts[0] if blend.is_one_corpus else self._mix(blend, parts)
-            found[blend.split].append(dataset)
+            dataset = parts[0] if entry.is_one_corpus else self._mix(entry, parts)
+            found[entry.split].append(dataset)
         datasets = []
         for of_split in found.values():
             if len(of_split) == 0:
@@ -2393,6 +2409,17 @@ class BlendedMegatronDatasetBuilder:
                 datasets.append(of_split)
         return datasets
 
+    def _open_all(self):
+        """Open each corpus once, though several splits use it: {prefix: opened corpus}."""
+        prefixes = []
+        for entry in self._entries:
+            prefixes += entry.prefixes
+        prefixes = list(dict.fromkeys(prefixes))  # each once
+        _allow_open_files(self._entries, prefixes)  # section 13: a process may open few by default
+        threads = self.config.num_dataset_builder_threads
+        corpora = _in_threads(threads, self._open, prefixes)
+        return dict(zip(prefixes, corpora, strict=True))
+
     def _open(self, prefix):
         """Open a corpus."""
         opened = self.cls.build_low_level_dataset(prefix, self.config)
@@ -2401,27 +2428,27 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_part(self, corpus):
         """The dataset of a corpus, of the part of it that belongs to the split."""
-        blend, prefix, opened, size = corpus
-        first, end = split_range(blend.bounds, self.cls.numel_low_level_dataset(opened))
+        entry, prefix, opened, size = corpus
+        first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(opened))
         documents = range(first, end)
         if self.cls is not GPTDataset:  # another class gets what upstream gives, an array
             documents = _as_documents(documents)
-        return self.cls(opened, prefix, documents, size, blend.split, self.config)
+        return self.cls(opened, prefix, documents, size, entry.split, self.config)
 
-    def _mix(self, blend, parts):
+    def _mix(self, entry, parts):
         """The blend of these datasets; None if nothing is wanted, and nothing is there."""
-        if blend.phases is not None:
-            return self._blend_of(parts, None, None, blend.phases)
-        if blend.weights is not None:
-            size = sum(math.ceil(blend.size * weight) for weight in blend.weights)
-            return self._blend_of(parts, blend.weights, size)
+        if entry.phases is not None:
+            return self._blend_of(parts, None, None, entry.phases)
+        if entry.weights is not None:
+            size = sum(math.ceil(entry.size * weight) for weight in entry.weights)
+            return self._blend_of(parts, entry.weights, size)
         # One epoch of each corpus, or as many samples of these as are wanted.
-        _check_epochs(blend, parts)  # section 15: a warning if they are too few
+        _warn_if_few_samples(entry, parts)  # section 15; an error if there are none at all
         parts = [part for part in parts if len(part) > 0]
         if len(parts) == 0:
             return None
         lengths = [len(part) for part in parts]
-        size = blend.size
+        size = entry.size
         if size is not None:
             size = min(size, sum(lengths))
         return self._blend_of(parts, lengths, size)  # if size is None, all samples of each
@@ -2431,13 +2458,15 @@ class BlendedMegatronDatasetBuilder:
         try:
             return BlendedDataset(parts, weights, size, self.config, phases)
         except _BlendTooLarge as error:
+            # BlendedDataset counts what it takes of each part.  error.needed is {part: samples it
+            # must have}, for the parts that are too short.
             needed = error.needed
         # Only these corpora are built again: a corpus that is built for another number of samples
         # can come in another order, and the others must keep upstream's order.
-        for d, part in enumerate(parts):
+        for i, part in enumerate(parts):
             if part in needed:
                 opened = part.dataset, part.dataset_path, part.indices
-                parts[d] = self.cls(*opened, needed[part], part.index_split, self.config)
+                parts[i] = self.cls(*opened, needed[part], part.index_split, self.config)
         return BlendedDataset(parts, weights, size, self.config, phases)
 
 
@@ -3792,7 +3821,21 @@ def _append_documents(builder, documents, modes, eod_token):
             pieces.append(eod)
             lengths[-1] += len(eod)
     ends = range(1, len(lengths) + 1)  # each document is one sequence
-    builder._append(np.concatenate(pieces).view(np.uint8), lengths, modes, ends)
+    _append_with_ends(builder, np.concatenate(pieces).view(np.uint8), lengths, ends, modes)
+
+
+def _append_with_ends(builder, content, lengths, ends, modes=None):
+    """Append sequences, and end documents.
+
+    content  the bytes of the sequences, as the .bin file has them
+    ends     one number for each document that ends here: how many sequences of this call come
+             before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no sequence
+             ends first, then one of two sequences, then one of one.
+    """
+    first = len(builder.sequence_lengths)
+    builder._append(content, lengths, modes)
+    for end in ends:
+        builder.document_indices.append(first + int(end))
 
 
 def _append_pair(builder, path_prefix):
@@ -3828,10 +3871,10 @@ def _check_open(builder):
     """ValueError once the pair is finished, or a write has failed."""
     if builder._bin.file.closed:
         path = builder._bin.path
-        raise ValueError(f"{path} is finalized, or has failed: nothing can be added") from None
+        raise ValueError(f"{path} is finalized, or has failed: nothing can be added")
 
 
-def _check_sequences(builder, content, lengths, modes):
+def _as_sequences(builder, content, lengths, modes):
     """Lengths and modes of new sequences, as array.arrays; ValueError if they do not fit."""
     lengths = _as_compact_array(lengths, "i", "lengths of sequences")
     num_tokens = len(content) // builder._token_dtype.itemsize
@@ -5212,7 +5255,7 @@ def _warn_of_real_pads(dataset: GPTDataset) -> None:
 _SPARE_FILES = 100  # of the program itself, such as logs, sockets and libraries
 
 
-def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
+def _allow_open_files(entries: list[_Entry], prefixes: list) -> None:
     """Let this process open the files that these corpora need, while they are mapped.
 
     These are two for each pair and one for each index array.  The soft limit is raised, up to the
@@ -5223,8 +5266,8 @@ def _allow_open_files(blends: list[_BlendOfSplit], prefixes: list) -> None:
     except ImportError:  # Windows has no such limit
         return
     wanted = _SPARE_FILES + 2 * len(prefixes)
-    for blend in blends:
-        wanted += len(GPTDataset.index_names) * len(blend.prefixes)
+    for entry in entries:
+        wanted += len(GPTDataset.index_names) * len(entry.prefixes)
         wanted += len(BlendedDataset.index_names)
     if os.path.isdir("/proc/self/fd"):
         wanted += len(os.listdir("/proc/self/fd"))
@@ -6015,18 +6058,46 @@ def _read_weights(weights, names):
     return numbers_read
 
 
-def _drop_zero_weights(datasets, weights, names, is_noted=True):
-    """The datasets whose weights are not 0, and these weights; a note names the dropped ones."""
-    kept = []
-    dropped = []
-    for dataset, weight, name in zip(datasets, weights, names, strict=True):
-        if weight:
-            kept.append((dataset, weight))
-        else:
-            dropped.append(str(name))
-    if dropped and is_noted:
+def _drop_zero_weights(items, weights):
+    """The items whose weights are not 0, and these weights."""
+    kept = [(item, weight) for item, weight in zip(items, weights, strict=True) if weight]
+    return [item for item, _ in kept], [weight for _, weight in kept]
+
+
+def _note_zero_weights(names, weights):
+    """Log which datasets or corpora of a blend are dropped."""
+    dropped = [str(name) for name, weight in zip(names, weights, strict=True) if not weight]
+    if dropped:
         log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-    return [dataset for dataset, _ in kept], [weight for _, weight in kept]
+
+
+def _note_dropped(config, entries):
+    """Log which corpora of a config no entry has; once for splits that cut the same blend."""
+    for entry in entries:
+        if entry.weights is None:
+            continue
+        if config.blend_per_split is None:
+            _note_zero_weights(*config.blend)
+            return
+        _note_zero_weights(*config.blend_per_split[entry.split.value])
+
+
+def _common_ranges(vector_a, vector_b):
+    """What two cuts of a corpus have in common: from the later begin to the earlier end."""
+    if len(vector_a) != len(vector_b):
+        raise ValueError(f"wanted two split vectors of one length, got {vector_a} and {vector_b}")
+    ranges_a = convert_split_vector_to_split_matrix(vector_a)
+    ranges_b = convert_split_vector_to_split_matrix(vector_b)
+    matrix = []
+    for range_a, range_b in zip(ranges_a, ranges_b, strict=True):
+        common = None
+        if range_a is not None and range_b is not None:
+            begin = max(range_a[0], range_b[0])
+            end = min(range_a[1], range_b[1])
+            if begin < end:
+                common = begin, end
+        matrix.append(common)
+    return matrix
 
 
 def _as_phases(phases, names):
@@ -6197,7 +6268,7 @@ def _check_num_sequences(prefix, n):
         )
 
 
-def _check_epochs(blend, parts):
+def _warn_if_few_samples(blend, parts):
     """Warnings where one epoch of each corpus gives too few samples; ValueError where none."""
     split = blend.split.name
     total = sum(len(part) for part in parts)
@@ -6347,7 +6418,8 @@ def _read_blend(datasets, weights, size, phases):
         raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
     if size is not None and (size < 0 or size % 1):
         raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
-    datasets, weights = _drop_zero_weights(datasets, weights, names)
+    _note_zero_weights(names, weights)
+    datasets, weights = _drop_zero_weights(datasets, weights)
     return datasets, weights, None
 
 
@@ -7478,7 +7550,7 @@ def _write_pairs(parts, encoder, prefixes, workers, description, verbose):
         for encoded in encoded_blocks:
             for key, column in encoded.columns.items():
                 content = column.tokens.view(np.uint8)
-                builders[key]._append(content, column.lengths, ends=column.ends)
+                _append_with_ends(builders[key], content, column.lengths, column.ends)
             progress.update(encoded)
         for builder in builders.values():
             builder.sync()  # a full disk shows here, before the first pair has its name
@@ -9283,7 +9355,7 @@ def plan(
     opened = {}  # the lengths of the sequences of each pair
     rows = []
     notes = []
-    for blend in _read_blends(config, sizes):
+    for blend in _entries_of_config(config, sizes):
         corpora = []
         requested = blend.sizes(config.mid_level_dataset_surplus)
         for prefix, num_samples in zip(blend.prefixes, requested, strict=True):

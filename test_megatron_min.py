@@ -2600,6 +2600,18 @@ def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora):
     assert (outline(valid), test) == (("valid", 0, 10, 5), None)
 
 
+def test_a_note_of_the_corpora_of_weight_0(one, caplog):
+    """It comes once where splits cut the same blend, else once for each split that drops any."""
+    blend = ["a", "b", "c"], [1, 0, 2]
+    of_one = {"blend": blend, "split": "1,1,1"}
+    of_each = {"blend_per_split": [blend, (["d"], [1]), blend]}
+    for fields, count in ((of_one, 1), (of_each, 2)):
+        caplog.clear()
+        given = config(one, **fields)
+        one.BlendedMegatronDatasetBuilder(one.GPTDataset, [1, 1, 1], bool, given)
+        assert caplog.messages == ["dropped from the blend, weight 0: b"] * count
+
+
 def test_validation_sets(one, corpora):
     """Several ones are a list, a single one is none."""
     fields = {"multiple_validation_sets": True}
