@@ -2480,9 +2480,10 @@ def _do_nothing():
 #   order of "cyclic"      4  0  7  3     2  5  1  6                each turn in a new order; the
 #   rank                   0  1  0  1     0  1  0  1                samples of whole rounds only
 #
-# A turn is once through all samples of the dataset.  (An epoch, of section 4, is once through its
-# documents, and a dataset may hold several.)  With data_sharding each rank shuffles a part of its
-# own, so that it always reads the same samples: rank 0 those of 0 .. 3, rank 1 those of 4 .. 7.
+# A turn is once through all samples of the dataset; a rest that fills no whole round is left out,
+# unless drop_last is False.  (An epoch, of section 4, is once through its documents, and a dataset
+# may hold several.)  With data_sharding each rank shuffles a part of its own, so that it always
+# reads the same samples: of eight, rank 0 reads 0 .. 3 and rank 1 reads 4 .. 7.
 #
 # One iteration over a sampler is called a pass.  It starts at consumed_samples and ends at the end
 # of the turn, so the first pass after a stop may be only the rest of a turn.
@@ -2552,15 +2553,6 @@ class _Sampler:
         """Upstream's name of samples_per_round."""
         return self.samples_per_round
 
-    def get_start_end_idx(self) -> tuple[int, int]:
-        """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
-
-        >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
-        (2, 4)
-        """
-        first = self.data_parallel_rank * self.micro_batch_size
-        return first, first + self.micro_batch_size
-
 
 class MegatronPretrainingSampler(_Sampler):
     """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
@@ -2590,6 +2582,15 @@ class MegatronPretrainingSampler(_Sampler):
             own_end = first + _ceil_div((rank + 1) * count, ranks)
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
             yield [*range(own_first, own_end), *padding]
+
+    def get_start_end_idx(self) -> tuple[int, int]:
+        """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
+
+        >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
+        (2, 4)
+        """
+        first = self.data_parallel_rank * self.micro_batch_size
+        return first, first + self.micro_batch_size
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
@@ -2719,14 +2720,14 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #
 #   tp  tensor parallel     each rank holds a part of every layer; all of them need the same batch
 #   cp  context parallel    each rank has a part of every row of the batch
-#   dp  data parallel       each rank has the whole model, and a batch of its own
+#   dp  data parallel       each place along this axis has the whole model, and a batch of its own
 #   pp  pipeline parallel   each rank (stage) holds some of the layers: the first stage needs the
 #                           tokens, the last stage the labels
 #
 # Section 8 makes the batches of a data-parallel rank.  All ranks with the same place along dp share
 # them.  In the first and in the last stage, tp 0 of each cp rank has a loader of its own, and sends
-# its batches to the other tp ranks.  All loaders of one place along dp have the same sampler, so
-# they read the same batches.  The stages between read nothing.
+# its batches to the other tp ranks.  All loaders of one place along dp have equal samplers, so they
+# read the same batches.  The stages between read nothing.
 #
 # With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
 #
@@ -3195,6 +3196,9 @@ def _take_chunks(tensor, dim, chunks):
 #     and then finalize_model_grads()      averages them, and divides by the tokens of all ranks
 #   optimizer.step()                       on each rank, with the same gradients
 #   loader.state_dict()                    for a checkpoint: which samples were used (section 14)
+#
+# The five lines from get_batch() to the number of tokens are the user's: the first three stand in
+# forward_step_func, the other two in the loss_func that it returns.
 
 
 @dataclasses.dataclass
