@@ -44,6 +44,8 @@ import os
 import pathlib
 import pickle
 import re
+import runpy
+import shlex
 import shutil
 import signal
 import struct
@@ -4649,10 +4651,10 @@ def test_a_file_appears_whole_at_the_end(one, tmp_path, mode):
     assert path.stat().st_mode & 0o777 == mode
 
 
-def test_commit_and_discard_by_hand(one, tmp_path):
-    """discard() after commit() does nothing, not even to a file that has the old name since."""
+def test_a_discard_after_the_commit_does_nothing(one, tmp_path):
+    """Nor does a second one, nor does it touch the same file of another process."""
     new = one._NewFile(tmp_path / "a")
-    other = one._NewFile(tmp_path / "a")  # of another process, say: under another name until then
+    other = one._NewFile(tmp_path / "a")
     new.file.write(b"one")
     new.commit()
     new.discard()
@@ -4660,8 +4662,7 @@ def test_commit_and_discard_by_hand(one, tmp_path):
     other.file.write(b"two")
     other.discard()
     other.discard()
-    assert new.file.closed
-    assert other.file.closed
+    assert new.file.closed and other.file.closed
     assert files_of(tmp_path) == {"a": b"one"}
 
 
@@ -4747,23 +4748,14 @@ def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", ["p.bin", "p.idx"])
-def test_a_pair_that_cannot_be_renamed_leaves_the_old_one(one, tmp_path, monkeypatch, name):
+def test_a_pair_that_cannot_be_renamed_leaves_the_old_one(one, tmp_path, name):
+    """Here a folder has the name of one of its files."""
     mk(one, tmp_path / "p", [[1]])
+    os.remove(tmp_path / name)
+    os.mkdir(tmp_path / name)
     before = files_of(tmp_path)
-    replace = os.replace
-
-    def refuse(source, target):
-        if os.path.basename(target) == "p.bin":
-            raise PermissionError(errno.EPERM, "not permitted", str(target))
-        replace(source, target)
-
-    if name == "p.idx":
-        os.remove(tmp_path / "p.idx")
-        os.mkdir(tmp_path / "p.idx")
-        del before["p.idx"]
-    else:
-        monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(OSError, match=rf"p\.{name[2:]}"):
+    assert len(before) == 1
+    with pytest.raises(OSError, match=re.escape(name)):
         write_pair(one, tmp_path, 2, None)
     assert files_of(tmp_path) == before
 
@@ -4772,30 +4764,19 @@ def test_a_pair_that_cannot_be_renamed_leaves_the_old_one(one, tmp_path, monkeyp
 def test_a_pair_that_cannot_be_uploaded_is_kept(one, bucket, tmp_path, monkeypatch, failing):
     """The error names what is left, and where it belongs."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    put_file = fsspec.get_filesystem_class("memory").put_file
-
-    def fail(self, source, target, **options):
-        if target.endswith(failing):
-            raise TimeoutError("slow")
-        put_file(self, source, target, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fsspec.get_filesystem_class("memory"), "put_file", fail)
+    with failing_uploads(TimeoutError("slow"), failing):
         with pytest.raises(OSError, match="slow") as caught:
-            with one.IndexedDatasetBuilder(f"{bucket.root}/p.bin", np.uint8) as builder:
-                builder.add_document([1, 2], [2])
+            write_remote(one, f"{bucket.root}/p", [[1, 2]])
     left = re.findall(r"(\S+\.tmp) as (memory:[^\s,]+)", str(caught.value))
-    assert [place for _, place in left] == [
-        f"{bucket.root}/p{end}" for end in (".bin", ".idx") if end >= failing
-    ]
+    endings = [end for end in (".bin", ".idx") if end >= failing]  # the .bin is put first
+    assert [place for _, place in left] == [f"{bucket.root}/p{end}" for end in endings]
     assert sorted(path for path, _ in left) == sorted(map(str, tmp_path.glob("*.tmp")))
     for path, place in left:
-        fsspec.filesystem("memory").put_file(path, place)
+        bucket.put_file(path, os.path.basename(place))
     assert lists(one.IndexedDataset(f"{bucket.root}/p")) == [[1, 2]]
 
 
-def test_a_mapped_file(one, tmp_path):
-    """Read-only; the array alone keeps the mapping; an empty file is an empty array."""
+def test_a_mapped_file_is_read_only_and_outlives_its_name(one, tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
     (tmp_path / "empty").write_bytes(b"")
     mapped = one._map_file(tmp_path / "a")
@@ -5466,14 +5447,13 @@ def test_views_outlive_the_dataset(one, pair):
 
 
 def test_a_short_read_is_an_error(one, numbers):
-    """It names the file and the bytes.  Upstream: tokens of memory that nobody has written."""
+    """It names the file.  Upstream: tokens of memory that nobody has written."""
     source = one._FileTokens(numbers, np.uint16)
     os.truncate(numbers, 33)
     assert source.read(0, 16)[-1] == 115
-    with pytest.raises(one.DatasetFormatError, match=r"numbers\.bin: bytes at 30: .* 10, got 3"):
-        source.read(15, 5)
-    with pytest.raises(one.DatasetFormatError, match=r"numbers\.bin: bytes at 36: .* 4, got 0"):
-        source.read_many([(0, 1), (18, 2)])
+    for spans in ([(15, 5)], [(0, 1), (18, 2)]):
+        with pytest.raises(one.DatasetFormatError, match=r"numbers\.bin: bytes at 3\d"):
+            source.read_many(spans)
 
 
 def test_reads_in_several_steps(one, numbers):
@@ -5494,7 +5474,7 @@ def test_a_system_without_pread(one, numbers, monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = list(pool.map(source.read, [k % 20 for k in range(2000)], [1] * 2000))
     assert lists(found) == [[100 + k % 20] for k in range(2000)]
-    with pytest.raises(one.DatasetFormatError, match=r"bytes at 36: .* 10, got 4"):
+    with pytest.raises(one.DatasetFormatError, match=r"bytes at 36"):
         source.read(18, 5)
 
 
@@ -5587,12 +5567,11 @@ def forget_s3fs(monkeypatch):
 
 @pytest.fixture
 def no_pauses(tmp_path, monkeypatch):
-    """Retries at once; copies of .idx files below tmp_path."""
+    """The pauses that were asked for, which do not come; copies of .idx files below tmp_path."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    for implementation in IMPLEMENTATIONS:
-        with contextlib.suppress(pytest.skip.Exception):
-            remote_file = copy_of_module(implementation)._RemoteFile
-            monkeypatch.setattr(remote_file, "_PAUSES", (0, 0, 0, 0))
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    return pauses
 
 
 @pytest.fixture
@@ -5602,6 +5581,31 @@ def bucket(no_pauses, monkeypatch):
     monkeypatch.setattr(file_system, "store", {})
     monkeypatch.setattr(file_system, "pseudo_dirs", [""])
     return Storage("memory://bucket")
+
+
+def on_memory(name, function=None):
+    """A patch that puts a function in the place of a method of memory://; its mock counts calls."""
+    cls = fsspec.get_filesystem_class("memory")
+    return mock.patch.object(cls, name, autospec=True, side_effect=function or getattr(cls, name))
+
+
+def failing_uploads(error, ending=""):
+    """A patch with which no object whose name has this ending can be put to memory://."""
+    put_file = fsspec.get_filesystem_class("memory").put_file
+
+    def put_or_fail(self, source, target, **options):
+        if target.endswith(ending):
+            raise error
+        put_file(self, source, target, **options)
+
+    return on_memory("put_file", put_or_fail)
+
+
+def write_remote(mm, prefix, docs):
+    """Write a pair of uint16 to object storage."""
+    with mm.IndexedDatasetBuilder(f"{prefix}.bin", np.uint16) as builder:
+        for doc in docs:
+            builder.add_document(doc, [len(doc)])
 
 
 @pytest.fixture
@@ -5688,12 +5692,6 @@ def test_a_source_reads_any_place(one, bucket, numbers, name):
     assert source.read_many([]) == []
 
 
-@pytest.mark.parametrize("block_bytes", [0, 3])
-def test_reads_of_nothing_ask_for_nothing(one, web, numbers, block_bytes):
-    source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16, block_bytes)
-    assert ranges_of(web, source.read_many, []) == ranges_of(web, source.read, 3, 0) == []
-
-
 @pytest.mark.parametrize("block_bytes", [0, 500])
 def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, block_bytes):
     prefix, docs = some_pair
@@ -5725,6 +5723,8 @@ def test_exact_ranges_and_blocks(one, web, numbers):
     assert ranges_of(web, blocks.read, 2, 1) == ["bytes=4-7"]
     blocks = one._RemoteFile(url, np.uint16, 32)
     assert ranges_of(web, blocks.read, 15, 5) == ["bytes=0-31", "bytes=32-39"], "to the end"
+    for source in (exact, one._RemoteFile(url, np.uint16, 4)):
+        assert ranges_of(web, source.read_many, []) == ranges_of(web, source.read, 2, 0) == []
 
 
 def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
@@ -5736,32 +5736,23 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     prefixes = [bucket.put(prefix) for prefix in prefixes]
     remote = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
     ds = remote.datasets[0]
-    reads = [(ds.__getitem__, 5, 1), (ds.__getitems__, [3, None, 11, 0], 1), (remote.batch, [3], 1)]
-    reads += [(ds.batch, [3, None, 11, 0], 1), (ds.dataset.__getitem__, slice(1, 9), 1)]
-    reads += [(remote.batch, [*range(40), None], 2)]
-    cls = mm._RemoteFile
-    for read, argument, wanted in reads:
-        with mock.patch.object(cls, "read_many", autospec=True, side_effect=cls.read_many) as calls:
+    padded = [3, None, 11, 0]
+    for read, argument, wanted in (
+        (ds.__getitem__, 5, 1),
+        (ds.__getitems__, padded, 1),
+        (ds.batch, padded, 1),
+        (ds.dataset.__getitem__, slice(1, 9), 1),
+        (remote.batch, [3], 1),
+        (remote.batch, [*range(40), None], 2),
+    ):
+        with on_memory("cat_ranges") as calls:
             read(argument)
         assert calls.call_count == wanted, (read, argument)
     same_samples(remote.batch([*range(40), None]), local.batch([*range(40), None]))
-    for sample, k in zip(ds.__getitems__([3, None]), [3, None], strict=True):
+    for sample, k in zip(ds.__getitems__(padded), padded, strict=True):
         same_samples(sample, local.datasets[0][k])
     with pytest.raises(IndexError):
         ds.__getitems__([0, len(ds)])
-
-
-def of_its_own(self, idx):
-    raise KeyError("of its own")
-
-
-@pytest.mark.parametrize("method", ["__getitem__", "_query_document_sample_shuffle_indices"])
-def test_a_batch_is_read_as_a_subclass_reads_its_samples(one, pair, method):
-    """One by one, also where a batch of GPTDataset is one read."""
-    cls = type("Own", (one.GPTDataset,), {method: of_its_own})
-    ds = build(one, [2, 0, 0], config(one, ([pair], None), mmap_bin_files=False), cls)[0]
-    with pytest.raises(KeyError, match="of its own"):
-        ds.__getitems__([0])
 
 
 def test_many_pieces_are_checked_as_one_is(one, bucket, some_pair):
@@ -5837,12 +5828,21 @@ def test_a_listing_that_fsspec_keeps_is_no_state(one, s3, some_pair):
     assert one._file_stamp(url)["size"] == 18
 
 
-def test_two_prefixes_have_two_copies(one, bucket, some_pair, monkeypatch):
+def test_two_prefixes_have_two_copies(one, bucket, some_pair, tmp_path):
     """Even where the storage says the same of both."""
-    urls = [bucket.put_file(f"{some_pair[0]}.idx", name) for name in ("a.idx", "b.idx")]
-    stamp = one._file_stamp(urls[0])
-    monkeypatch.setattr(one._RemoteFile, "stamp", mock.Mock(return_value=stamp))
-    assert one._fetch_index(urls[0], stamp) != one._fetch_index(urls[1], stamp)
+    bucket.put(some_pair[0])
+    for extension in (".bin", ".idx"):
+        bucket.put_file(f"{some_pair[0]}{extension}", f"other{extension}")
+    size = os.path.getsize
+    same_words = [size(f"{some_pair[0]}.bin"), size(f"{some_pair[0]}.idx")]
+
+    def info(self, path, **options):
+        return {"name": "x", "type": "file", "size": same_words[path.endswith(".idx")]}
+
+    with on_memory("info", info):
+        for name in ("pair", "other"):
+            open_remote(one, f"{bucket.root}/{name}", tmp_path / "idx")
+    assert len(list((tmp_path / "idx").glob("*.idx"))) == 2
 
 
 @linux
@@ -5854,44 +5854,43 @@ def test_processes_that_start_together_share_one_download(one, web, some_pair, t
     assert len(list((tmp_path / "idx").glob("*.idx"))) == downloads_of(web) == 1
 
 
-def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path, monkeypatch):
+def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
     """No copy stays; the next opening finds the new one."""
     place = bucket.put(some_pair[0])
-    read_many = one._RemoteFile.read_many
+    cat_ranges = fsspec.get_filesystem_class("memory").cat_ranges
 
-    def read_then_change(self, spans):
-        found = read_many(self, spans)
+    def read_then_change(self, *arguments, **options):
+        found = cat_ranges(self, *arguments, **options)
         bucket.put_file(f"{some_pair[0]}.idx", "pair.idx")
         return found
 
-    with monkeypatch.context() as patch:
-        patch.setattr(one._RemoteFile, "read_many", read_then_change)
+    with on_memory("cat_ranges", read_then_change):
         with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
             open_remote(one, place, tmp_path / "idx")
     assert not list((tmp_path / "idx").glob("*.idx"))
     open_remote(one, place, tmp_path / "idx")
 
 
-@linux
-def test_a_copy_that_exists_needs_no_lock(one, bucket, some_pair, tmp_path, monkeypatch):
-    """So it may lie in a folder that cannot be written."""
-    place = bucket.put(some_pair[0])
-    open_remote(one, place, tmp_path / "idx")
-    monkeypatch.setattr("fcntl.flock", None)
-    open_remote(one, place, tmp_path / "idx")
+NO_LOCKS = [OSError(number, "no locks") for number in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)]
 
 
 @linux
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EIO])
-def test_a_folder_without_locks(one, bucket, some_pair, tmp_path, monkeypatch, number):
-    """As on some file systems of clusters; what is no lack of locks is an error."""
+@pytest.mark.parametrize("fault", [*NO_LOCKS, OSError(errno.EIO, "broken")], ids=repr)
+def test_a_folder_without_locks(one, bucket, some_pair, tmp_path, monkeypatch, fault):
+    """As on some file systems of clusters; what is no lack of locks is an error.
+
+    A copy that exists needs no lock, so it may lie in a folder that cannot be written.
+    """
     place = bucket.put(some_pair[0])
-    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(number, "no locks")))
-    if number == errno.EIO:
-        with pytest.raises(OSError, match="no locks"):
+    flock = mock.Mock(side_effect=fault)
+    monkeypatch.setattr("fcntl.flock", flock)
+    if fault.errno == errno.EIO:
+        with pytest.raises(OSError, match="broken"):
             open_remote(one, place, tmp_path / "idx")
-    else:
+        return
+    for _ in range(2):
         assert len(open_remote(one, place, tmp_path / "idx")) == 60
+        assert flock.call_count == 1
 
 
 def test_a_system_without_locks(one, bucket, some_pair, tmp_path, monkeypatch):
@@ -5933,8 +5932,7 @@ def test_a_server_with_faults(one, web, some_pair, tmp_path, block_bytes):
     settings = one.ObjectStorageConfig(tmp_path / "idx", block_bytes)
     for k in range(15):
         ds = one.IndexedDataset(place, object_storage_config=settings)
-        found = ds.get_many([(i, 0, len(docs[i])) for i in range(k, k + 8)])
-        assert lists(found) == [docs[i].tolist() for i in range(k, k + 8)]
+        assert lists(ds[k : k + 8]) == [doc.tolist() for doc in docs[k : k + 8]]
 
 
 @pytest.mark.parametrize("fault", ["cut", "short", 408, 429, 500])
@@ -5942,21 +5940,17 @@ def test_only_what_failed_is_asked_for_again(one, web, numbers, fault):
     source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
     web.server.faults = iter([fault])
     found = ranges_of(web, source.read_many, [(0, 1), (5, 2)])
-    assert len(found) == 3
-    assert set(found) == {"bytes=0-1", "bytes=10-13"}
+    assert found in (["bytes=0-1"] * 2 + ["bytes=10-13"], ["bytes=0-1"] + ["bytes=10-13"] * 2)
 
 
-def test_pauses_grow_and_end_in_an_error(one, web, numbers, monkeypatch):
+def test_pauses_grow_and_end_in_an_error(one, web, numbers, no_pauses):
     """It names the object."""
     source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
-    pauses = []
-    monkeypatch.setattr(one._RemoteFile, "_PAUSES", (1, 2, 3))
-    monkeypatch.setattr(one.time, "sleep", pauses.append)
     web.server.status = 503
     with pytest.raises(OSError, match=r"numbers\.bin: .*503"):
         source.read(2, 2)
-    assert pauses == [1, 2, 3]
-    assert len(web.server.requests) == 4
+    assert len(web.server.requests) == len(no_pauses) + 1 == 5
+    assert no_pauses == sorted(set(no_pauses))
 
 
 @pytest.mark.parametrize(
@@ -5979,12 +5973,12 @@ def test_permanent_errors_are_raised_at_once(one, web, numbers, status, error):
 
 
 @pytest.mark.parametrize("name", ["s3://no-such-bucket/pair", "{root}/missing"])
-def test_what_is_missing_on_s3(one, s3, monkeypatch, name):
-    monkeypatch.setattr(one.time, "sleep", None)
+def test_what_is_missing_on_s3(one, s3, no_pauses, name):
     place = name.format(root=s3.root)
     with pytest.raises(FileNotFoundError, match=re.escape(place)):
         one.IndexedDataset(place)
     assert not one.IndexedDataset.exists(place)
+    assert no_pauses == []
 
 
 PERMANENT = [FileNotFoundError(), PermissionError(), ValueError(), ImportError(), TypeError()]
@@ -5992,19 +5986,18 @@ PASSING = [TimeoutError(), ConnectionResetError(), EOFError(), OSError(errno.EBU
 
 
 @pytest.mark.parametrize("error", PERMANENT + PASSING, ids=repr)
-def test_which_errors_are_permanent(one, bucket, numbers, monkeypatch, error):
+def test_which_errors_are_permanent(one, bucket, numbers, error):
     """The others are tried five times, and are an OSError in the end."""
     source = one._RemoteFile(bucket.put_file(numbers, "numbers.bin"))
-    cat_ranges = mock.Mock(side_effect=error)
-    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "cat_ranges", cat_ranges)
     kind = OSError
     if isinstance(error, (ValueError, TypeError)):
         kind = ValueError
     elif error in PERMANENT:
         kind = type(error)
-    with pytest.raises(kind, match=r"memory://bucket/numbers\.bin"):
-        source.read(0, 1)
-    assert cat_ranges.call_count == (1 if error in PERMANENT else 5)
+    with on_memory("cat_ranges", error) as calls:
+        with pytest.raises(kind, match=r"memory://bucket/numbers\.bin"):
+            source.read(0, 1)
+    assert calls.call_count == (1 if error in PERMANENT else 5)
 
 
 def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
@@ -6014,8 +6007,9 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
         one.IndexedDataset("s3://bucket/pair")
     with pytest.raises(ImportError, match="storage"):
         one._NewFile("s3://bucket/new.bin")
-    with pytest.raises(ValueError, match=r"nonsense://bucket/pair.idx"):
-        one.IndexedDataset("nonsense://bucket/pair")
+    for url in ("nonsense://bucket/pair", "file:///bucket/pair"):
+        with pytest.raises(ValueError, match=rf"{url}\.idx"):
+            one.IndexedDataset(url)
 
 
 # -- credentials -----------------------------------------------------------------------------------
@@ -6027,6 +6021,8 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
         ("data/a@b?c", "data/a@b?c"),
         ("https://me:pass@word@host/a", "https://host/a"),
         ("of https://me:pw@a/x?y=1 and 'http://you:pw@b/z?w=2'", "of https://a/x and 'http://b/z'"),
+        ("s3://key:pass/word@bucket/x", "s3://bucket/x"),
+        ("http://host:8080/a@b", "http://host:8080/a@b"),
         (pathlib.Path("a/b"), "a/b"),
     ],
 )
@@ -6071,25 +6067,21 @@ def test_a_pair_is_written_to_object_storage(one, some_pair, tmp_path, monkeypat
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     place = f"{storage.root}/pair"
-    with one.IndexedDatasetBuilder(f"{place}.bin", np.uint16) as builder:
-        for doc in docs:
-            builder.add_document(doc, [len(doc)])
-        assert storage.files() == {}
+    write_remote(one, place, docs)
     one.merge([place, place], f"{storage.root}/twice")
     one.merge([prefix, prefix], tmp_path / "local" / "twice")
-    for record in (storage.files(), files_of(tmp_path / "local")):
-        assert json.loads(record["twice.record.json"])["inputs"][0]["documents"] == len(docs)
-    (tmp_path / "local" / "twice.record.json").write_bytes(storage.files()["twice.record.json"])
-    assert storage.files() == files_of(tmp_path / "local")
+    found = storage.files()
+    wanted = files_of(tmp_path / "local")
+    for record in (found, wanted):  # they name their inputs
+        [whole] = json.loads(record.pop("twice.record.json"))["inputs"][:1]
+        assert whole["documents"] == len(docs)
+    assert found == wanted
     with pytest.raises(ZeroDivisionError), one.IndexedDatasetBuilder(f"{place}.bin") as builder:
         builder.add_item([1])
         raise ZeroDivisionError
     with pytest.raises(ValueError, match="both input and output"):
         one.merge([place], place)
-    assert storage.files() == files_of(tmp_path / "local")
-    builder = one.IndexedDatasetBuilder(f"{place}.bin")
-    builder.add_document([1], [1])
-    builder.finalize(f"{place}.idx")
+    assert storage.files().items() >= wanted.items()
     assert os.listdir(temporary) == []
 
 
@@ -6101,30 +6093,29 @@ def test_an_upload_that_fails(one, bucket, tmp_path, monkeypatch, before):
     for content in before.values():
         with one._NewFile(place) as file:
             file.write(content)
-    put = mock.Mock(side_effect=ConnectionResetError(f"of https://me:{SECRET}@host/"))
-    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "put_file", put)
-    with pytest.raises(OSError, match="object: ConnectionResetError") as caught:
-        with one._NewFile(place) as file:
-            file.write(b"new")
+    with failing_uploads(ConnectionResetError(f"of https://me:{SECRET}@host/")) as put:
+        with pytest.raises(OSError, match="object: ConnectionResetError") as caught:
+            with one._NewFile(place) as file:
+                file.write(b"new")
     assert SECRET not in str(caught.value)
     assert put.call_count == 5
     assert bucket.files() == before
     [kept] = tmp_path.glob("*.tmp")
-    assert kept.read_bytes() == b"new" and str(kept) in str(caught.value)
+    assert kept.read_bytes() == b"new"
+    assert str(kept) in str(caught.value)
 
 
-def test_an_old_remote_index_never_stands_beside_new_tokens(one, bucket, some_pair, monkeypatch):
+def test_an_old_remote_index_never_stands_beside_new_tokens(one, bucket, some_pair):
     place = bucket.put(some_pair[0])
-    upload = one._RemoteFile.upload
+    put_file = fsspec.get_filesystem_class("memory").put_file
     names = []
 
-    def look_and_upload(self, path):
-        names.append((self.url.rpartition("/")[2], sorted(bucket.files())))
-        upload(self, path)
+    def look_and_put(self, source, target, **options):
+        names.append((os.path.basename(target), sorted(bucket.files())))
+        put_file(self, source, target, **options)
 
-    monkeypatch.setattr(one._RemoteFile, "upload", look_and_upload)
-    with one.IndexedDatasetBuilder(f"{place}.bin", np.uint16) as builder:
-        builder.add_document([1, 2], [2])
+    with on_memory("put_file", look_and_put):
+        write_remote(one, place, [[1, 2]])
     assert names == [("pair.bin", ["pair.bin"]), ("pair.idx", ["pair.bin"])]
     assert one.IndexedDataset(place)[0].tolist() == [1, 2]
 
@@ -6133,72 +6124,43 @@ def test_commands_on_object_storage(one, bucket, tmp_path, capsys):
     """preprocess, merge, inspect, verify and build take such prefixes."""
     text = jsonl(tmp_path / "text.jsonl", ["aaaa", "bbb"] * 40)
     place = f"{bucket.root}/corpus_text_document"
-    numbers = "80 sequences, 80 documents, 280 tokens of uint16"
-    samples = "--sizes 9 0 0 --random-seed 1 --sequence-length 8 --split 1".split()
-    rows = [
-        (["preprocess", "--input", text, "--output-prefix", f"{bucket.root}/corpus"], 0, numbers),
-        (["inspect", place], 0, "sequence 0: [97, 97, 97, 97]"),
-        (["verify", place], 0, f"whole: {place}: {numbers}"),
-        (["merge", "--input", place, "--output-prefix", f"{bucket.root}/all"], 0, "80 sequences"),
-        (["build", "--blend", place, *samples], 0, "train: 34 samples"),
-        (["verify", f"{bucket.root}/nothing"], 1, "nothing"),
-    ]
-    for arguments, wanted, words in rows:
-        code, out, err = command(one, capsys, *arguments)
-        assert (code, words in out + err) == (wanted, True), (arguments, out, err)
+    run = f"build --blend {place} --sizes 9 0 0 --random-seed 1 --sequence-length 8 --split 1"
+    for line, wanted, words in (
+        (f"preprocess --input {text} --output-prefix {bucket.root}/corpus", 0, "280 tokens"),
+        (f"inspect {place}", 0, "sequence 0: [97, 97, 97, 97]"),
+        (f"verify {place}", 0, f"whole: {place}: 80 sequences"),
+        (f"merge --input {place} --output-prefix {bucket.root}/all", 0, "80 sequences"),
+        (run, 0, "train: 34 samples"),
+        (f"verify {bucket.root}/nothing", 1, "nothing"),
+    ):
+        code, out, err = command(one, capsys, *line.split())
+        assert code == wanted, err
+        assert words in out + err
 
 
-# -- what else servers and URLs are like
+# -- what else servers are like --------------------------------------------------------------------
 
 
-def test_the_time_of_the_last_read_is_no_change(one, bucket, some_pair, monkeypatch):
+def test_the_time_of_the_last_read_is_no_change(one, bucket, some_pair):
     """sftp and smb tell it, and each copy of an .idx is a read."""
-    file_system = fsspec.get_filesystem_class("memory")
-    info = file_system.info
+    info = fsspec.get_filesystem_class("memory").info
     clock = itertools.count()
 
     def info_with_time(self, path, **options):
         return {**info(self, path, **options), "time": next(clock)}
 
-    monkeypatch.setattr(file_system, "info", info_with_time)
-    assert len(one.IndexedDataset(bucket.put(some_pair[0]))) == 60
+    place = bucket.put(some_pair[0])
+    with on_memory("info", info_with_time):
+        assert len(one.IndexedDataset(place)) == 60
 
 
 def test_blocks_of_a_batch_are_fetched_a_few_at_a_time(one, bucket, numbers):
     """Those of a whole batch might not fit into memory."""
-    bucket.put_file(numbers, "numbers.bin")
-    source = one._RemoteFile("memory://bucket/numbers.bin", np.uint16, 2)
-    file_system = fsspec.get_filesystem_class("memory")
-    with mock.patch.object(
-        file_system, "cat_ranges", autospec=True, side_effect=file_system.cat_ranges
-    ) as read:
+    source = one._RemoteFile(bucket.put_file(numbers, "numbers.bin"), np.uint16, 2)
+    with on_memory("cat_ranges") as read:
         found = source.read_many([(k, 1) for k in range(20)])
     assert lists(found) == [[k] for k in range(100, 120)]
     assert [len(call.args[1]) for call in read.call_args_list] == [8, 8, 4]
-
-
-@pytest.mark.parametrize(
-    "url, wanted",
-    [
-        ("s3://key:pass/word@bucket/x", "s3://bucket/x"),
-        ("http://host:8080/a@b", "http://host:8080/a@b"),
-    ],
-)
-def test_a_password_with_a_slash_is_left_out(one, url, wanted):
-    assert one._hide_credentials(url) == wanted
-
-
-@pytest.mark.parametrize(
-    "url, error, words",
-    [
-        (f"memory://b/x?sig={SECRET}", FileNotFoundError, "memory://b/x: no such object"),
-        ("file:///tmp/x", ValueError, "without file://"),
-    ],
-)
-def test_what_a_url_cannot_be(one, bucket, url, error, words):
-    with pytest.raises(error, match=words) as caught:
-        one._RemoteFile(url).stamp()
-    assert SECRET not in str(caught.value)
 
 
 # ==============================================================================
@@ -6330,8 +6292,10 @@ def test_types_of_loaders(one):
     data = [1, 2]
     assert one.build_pretraining_data_loader(None, 0, micro_batch_size=1) is None
     assert loader_of(one, data, dataloader_type="external") is data
-    with pytest.raises(ValueError, match="single or cyclic.*got 'odd'"):
+    with pytest.raises(ValueError, match="odd"):
         loader_of(one, data, dataloader_type="odd")
+    with pytest.raises(ValueError, match="num_workers"):
+        loader_of(one, data, num_workers=-1)
 
 
 # -- ahead of the training loop --------------------------------------------------------------------
@@ -6389,16 +6353,19 @@ def test_an_error_ahead_reaches_the_loop(mm, tmp_path, kind, num_workers):
     iterator = iter(loader)
     for _ in range(len(dataset) // 4):
         next(iterator)
-    with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}"):
+    with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}") as caught:
         next(iterator)
+    traceback.clear_frames(caught.tb)  # torch waits for ten seconds for workers in a cycle
     assert loader.state_dict()["consumed_samples"] == len(dataset) // 4 * 4
 
 
-def noted(items, begun):
-    """The items; each is noted when it is asked for."""
-    for item in items:
-        begun.append(item)
-        yield item
+def noted(numbers, begun):
+    """The numbers; each is noted when it is asked for; ZeroDivisionError at the first below 0."""
+    for number in numbers:
+        begun.append(number)
+        if number < 0:
+            raise ZeroDivisionError
+        yield number
 
 
 def divide(number):
@@ -6406,20 +6373,24 @@ def divide(number):
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_map_ahead(one, limit):
-    """In order, at most limit items ahead; an error comes at its place, and the pool ends."""
+def test_results_made_ahead_come_in_order(one, limit):
+    """At most limit items ahead; an error comes at its place, and the pool ends.
+
+    The items of numbers below 0 cannot be made, and 7 has no result.
+    """
     before = threading.active_count()
-    begun = []
-    found = []
-    pool = concurrent.futures.ThreadPoolExecutor(2)
-    results = one._map_ahead(pool, limit, divide, noted(range(9), begun))
-    for _ in range(7):
-        found.append(next(results))
-        assert len(begun) <= len(found) + limit
-    with pytest.raises(ZeroDivisionError):
-        next(results)
-    assert found == [divide(number) for number in range(7)]
-    del pool, results
+    for numbers in (range(9), range(6, -3, -1)):
+        begun = []
+        found = []
+        pool = concurrent.futures.ThreadPoolExecutor(2)
+        results = one._map_ahead(pool, limit, divide, noted(numbers, begun))
+        for _ in range(7):
+            found.append(next(results))
+            assert len(begun) <= len(found) + limit
+        with pytest.raises(ZeroDivisionError):
+            next(results)
+        assert found == [divide(number) for number in numbers[:7]]
+        del pool, results
     wait_until_threads_end(before)
 
 
@@ -6444,22 +6415,6 @@ def test_loaders_in_cycles_are_collected(tmp_path):
         print("done")"""
     ran = python(code, tmp_path)
     assert ran.stdout == "done\n", ran.stderr
-
-
-def test_an_error_of_the_items_comes_after_the_results_before_it(one):
-    found = []
-    items = (60 // (2 - number) for number in range(9))
-    pool = concurrent.futures.ThreadPoolExecutor(2)
-    with pytest.raises(ZeroDivisionError):
-        for result in one._map_ahead(pool, 4, str, items):
-            found.append(result)
-    assert found == ["30", "60"]
-
-
-def test_fewer_workers_than_none(mm, tmp_path):
-    dataset = dataset_of(mm, tmp_path, "plain")
-    with pytest.raises(ValueError, match="num_workers must be >= 0, got -1"):
-        loader_of(mm, dataset, num_workers=-1)
 
 
 # ==============================================================================
@@ -6653,16 +6608,16 @@ def c():
 # -- the switch ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "setting, error, wanted",
-    [
-        ("1", "ModuleNotFoundError", "an error"),
-        ("1", "ImportError", "an error"),
-        ("0", "ImportError", []),
-        (None, "ModuleNotFoundError", []),
-        (None, "ImportError", ["torn"]),
-    ],
-)
+SWITCHES = [  # MEGATRON_MIN_C, what the import of C raises, and what comes of it: words of warnings
+    ("1", "ModuleNotFoundError", "an error"),
+    ("1", "ImportError", "an error"),
+    ("0", "ImportError", []),
+    (None, "ModuleNotFoundError", []),
+    (None, "ImportError", ["torn"]),
+]
+
+
+@pytest.mark.parametrize("setting, error, wanted", SWITCHES)
 def test_without_a_build(monkeypatch, tmp_path, setting, error, wanted):
     """=1 asks for C, so its absence is an error; unset goes without, and warns of a broken one."""
     (tmp_path / "_megatron_min.py").write_text(f"raise {error}('torn')")
@@ -6671,16 +6626,16 @@ def test_without_a_build(monkeypatch, tmp_path, setting, error, wanted):
     monkeypatch.delenv("MEGATRON_MIN_C", raising=False)
     if setting is not None:
         monkeypatch.setenv("MEGATRON_MIN_C", setting)
-    spec = importlib.util.spec_from_file_location("one_more", HERE / "megatron_min.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "one_more", module)
+    path = str(HERE / "megatron_min.py")
     if wanted == "an error":
         with pytest.raises(ImportError, match="torn"):
-            spec.loader.exec_module(module)
+            runpy.run_path(path)
+        with pytest.raises(SystemExit, match="MEGATRON_MIN_C=1 asks for the C kernels: torn"):
+            runpy.run_path(path, run_name="__main__")  # one sentence, and no traceback
         return
     with warnings.catch_warnings(record=True) as caught:
-        spec.loader.exec_module(module)
-    assert module.IMPLEMENTATION == "python"
+        module = runpy.run_path(path)
+    assert module["IMPLEMENTATION"] == "python"
     assert [str(warning.message).rpartition(" ")[2] for warning in caught] == wanted
 
 
@@ -6745,7 +6700,7 @@ def changed_entries(content):
                 yield changed
 
 
-def test_c_verifies_what_the_definition_verifies(c, one, tmp_path, monkeypatch):
+def test_c_verifies_what_the_definition_verifies(c, one, tmp_path):
     """The same sentence for each entry that is wrong, and for a length below 0 that adds up."""
     lengths, ends = [4, 0, 3, 6], [0, 2, 2, 4]
     mk(one, tmp_path / "p", [[7] * length for length in lengths], np.int32)
@@ -6759,9 +6714,7 @@ def test_c_verifies_what_the_definition_verifies(c, one, tmp_path, monkeypatch):
         assert sentence == wanted
         refused |= set(re.findall(r"sequence_lengths|sequence_pointers|document_indices", wanted))
     assert len(refused) == 3
-    path.write_bytes(whole)
-    monkeypatch.setattr(c, "_verify_sequences", None)  # C alone has to do it
-    assert len(c.IndexedDataset(tmp_path / "p", check=True)) == 4
+    assert call_c(c, "verify_index", toy_call("verify_index"))
 
 
 def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
@@ -6899,7 +6852,8 @@ def damage(ds, seed):
     else:
         others = np.array([-1, 0, 1, 50, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)])
         values[at] = rng.choice(others).astype(values.dtype)
-    ds._cache = arrays
+    for name, array in arrays.items():
+        setattr(ds, name, array)
     vars(ds.dataset).update(entries)
 
 
@@ -6987,13 +6941,8 @@ HOSTILE = {  # {function: {argument: what it refuses}}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_arguments_raise(mm, one, monkeypatch, name):
-    """The same from both implementations: a part of a sample index names the place in the whole.
-
-    Upstream crashes.
-    """
-    monkeypatch.setattr(mm, "_DOCUMENTS_OF_A_THREAD", 1)
-    monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=3))
+def test_hostile_arguments_raise(mm, one, name):
+    """The same from both implementations.  Upstream crashes."""
     good = GOOD_OUTPUTS | GOOD_BLENDS[name] if name in BLENDS else GOOD_STREAM
     for argument, values in HOSTILE[name].items():
         for value in values:
@@ -7169,7 +7118,11 @@ def is_refused(c, name, call):
 
 @pytest.mark.parametrize("name", FILLED)
 def test_c_refuses_bad_calls(c, name):
-    """And gives back what it has borrowed: no reference and no memory is left."""
+    """And gives back what it has borrowed: no reference and no memory is left.
+
+    Memory is counted in blocks that were asked for in this file and are still there: fewer than
+    calls.  Other threads and Python itself keep some bytes of their own, however many the calls.
+    """
     calls = list(refused_calls(name))
     assert all(is_refused(c, name, call) for call in calls)
     calls.append(toy_call(name))
@@ -7178,28 +7131,15 @@ def test_c_refuses_bad_calls(c, name):
     for call in calls:
         arrays += [value for value in call.values() if isinstance(value, np.ndarray)]
     counts = [sys.getrefcount(values) for values in arrays]
-    memory = []
-    for repeats in (2, 2, 40):  # the first time there is left what Python keeps of a first call
-        tracemalloc.start()
-        for _ in range(repeats):
-            for call in calls:
-                is_refused(c, name, call)
-        memory.append(tracemalloc.get_traced_memory()[0])
-        tracemalloc.stop()
-    assert memory[2] - memory[1] < 40 * 8, "no object is so small"
+    repeats = 40
+    tracemalloc.start()
+    for _ in range(repeats):
+        for call in calls:
+            is_refused(c, name, call)
+    left = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, __file__)])
+    tracemalloc.stop()
+    assert sum(line.count for line in left.statistics("filename")) < repeats
     assert [sys.getrefcount(values) for values in arrays] == counts
-
-
-@pytest.mark.parametrize("dtype, pad", [("u1", 98), ("i4", -1)])
-def test_c_finds_real_tokens_that_equal_the_pad_id(c, dtype, pad):
-    """Four b in the samples aaaab, bbbcc and ccccc, where no setting asks to look at each token."""
-    text = int32(*b"aaaabbbcccccc")
-    items = np.where(text == 98, pad, text).astype(dtype)
-    call = toy_call("read_samples") | {"items": items, "pad": pad, "attention_mask": None}
-    call |= {"pointers": np.array([0, 4, 7]) * items.itemsize, "mask_loss": False}
-    assert call_c(c, "read_samples", call) == 4
-    call |= {"extra": 0, "sample_index": np.zeros((4, 2), np.int32)}
-    assert call_c(c, "read_samples", call) == 0, "padding is no real token"
 
 
 NO_PLACES = [  # (sample, array, values in it that lead that sample to no place)
@@ -7256,9 +7196,9 @@ def test_c_releases_the_gil(c, name):
 
 def run_setup(folder, *words, **variables):
     """Run setup.py in a folder with these environment variables, and without a network."""
-    variables = {"MEGATRON_MIN_C": "", **variables}
+    environment = os.environ | {"MEGATRON_MIN_C": ""} | variables
     run = [sys.executable, "-W", "ignore", "setup.py", "-q", *words]
-    subprocess.run(run, cwd=folder, env=os.environ | variables, check=True, capture_output=True)
+    subprocess.run(run, cwd=folder, env=environment, check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -7281,8 +7221,12 @@ def portable(c, sources, monkeypatch):
     if not built:
         pytest.skip("there is no C compiler")
     spec = importlib.util.spec_from_file_location("_megatron_min", built[0])
-    monkeypatch.setattr(c, "_megatron_min", importlib.util.module_from_spec(spec))
-    return c
+    kernels = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "_megatron_min", kernels)
+    monkeypatch.setitem(sys.modules, c.__name__, c)  # it is there again afterwards
+    made = copy_of_module.__wrapped__("c")
+    assert made._megatron_min is kernels
+    return made
 
 
 @pytest.mark.slow
@@ -7355,9 +7299,10 @@ def test_an_sdist_builds_and_passes_its_tests(sources, tmp_path):
 # ==============================================================================
 
 
-def test_null_tokenizer(one):
+def test_the_null_tokenizer_takes_numbers(one):
     tokenizer = one.build_tokenizer("null:100")
-    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+    assert tokenizer.vocab_size == 101
+    assert tokenizer.eod == 100
     assert tokenizer.tokenize("1 2 30") == [1, 2, 30]
     assert lists(tokenizer.tokenize_batch(["1 2 30", ""])) == [[1, 2, 30], []]
     assert tokenizer.detokenize(np.array([1, 2])) == "1 2"
@@ -7376,10 +7321,12 @@ WRONG_TOKENIZERS = {  # what --tokenizer says, and a word of the sentence
 
 
 @pytest.mark.parametrize("name", WRONG_TOKENIZERS)
-def test_wrong_tokenizer_is_one_sentence(one, tmp_path, capsys, name):
+def test_a_wrong_tokenizer_is_one_sentence(one, tmp_path, capsys, name):
     path = jsonl(tmp_path / "a.jsonl", ["a"])
     code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", "--tokenizer", name)
-    assert code == 1 and one_sentence(err) and WRONG_TOKENIZERS[name] in err
+    assert code == 1
+    assert one_sentence(err)
+    assert WRONG_TOKENIZERS[name] in err
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
@@ -7431,9 +7378,11 @@ def hf(tmp_path):
 )
 def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, flags, start, eod):
     """In Python and in the commands; its identifiers tell apart what makes other tokens."""
+    eod_text = {3: "<|endoftext|>", 4: "</s>"}[eod]
     plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
-    tokenizer = one.build_tokenizer(hf, "</s>" if eod == 4 else None, bool(start))
-    assert (tokenizer.vocab_size, tokenizer.eod) == (5, eod)
+    tokenizer = one.build_tokenizer(hf, eod_text, bool(start))
+    assert tokenizer.vocab_size == 5
+    assert tokenizer.eod == eod
     assert tokenizer.tokenize("nein ja") == [*start, 2, 1]
     batch = tokenizer.tokenize_batch(["nein", "", "was"])
     assert lists(batch) == [[*start, 2], start, [*start, 0]]
@@ -7444,11 +7393,10 @@ def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, flags, start, eod):
     arguments = ["--tokenizer", hf, "--append-eod", "--workers", 2, *flags]
     code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *arguments)
     assert code == 0, err
-    wanted = [[*start, 1, 2, 1, eod], [*start, 2, 0, eod]]
-    assert texts_of(one, tmp_path / "o_text_document") == wanted
-    code, out, _ = command(one, capsys, "inspect", tmp_path / "o_text_document", "--tokenizer", hf)
-    assert code == 0
-    assert f"ja nein ja {'</s>' if eod == 4 else '<|endoftext|>'}" in out
+    prefix = tmp_path / "o_text_document"
+    assert texts_of(one, prefix) == [[*start, 1, 2, 1, eod], [*start, 2, 0, eod]]
+    _, out, _ = command(one, capsys, "inspect", prefix, "--tokenizer", hf)
+    assert f"ja nein ja {eod_text}" in out
 
 
 def test_a_tokenizer_json_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
@@ -7542,51 +7490,12 @@ KINDS = {
     "lowercase": ({"normalizer": {"type": "Lowercase"}}, [], False),
     "another regex": ({"pre_tokenizer": split_by(r"\w+|\W+")}, [], False),
 }
-PIECES = [
-    "the",
-    " the",
-    "The",
-    "<s>",
-    "<é>",
-    "<｜x｜>",
-    "ing",
-    "a",
-    " ",
-    "  ",
-    "\n",
-    "\r\n",
-    "\t",
-    "1",
-]
-PIECES += ["12345", "'s", "'LL", "don't", "é", "e\u0301", "\u0301", "Å", "\u212b", "ﬁ", "ß", "İ"]
-PIECES += [
-    "日本",
-    "語",
-    "한",
-    "\u1112\u1161",
-    "🙂",
-    "👩\u200d🚀",
-    "\u200b",
-    "\xa0",
-    "\u2028",
-    "▁",
-    "_",
-]
-PIECES += [
-    "\x00",
-    "\x7f",
-    "\ufeff",
-    "\ufffd",
-    "\U0010ffff",
-    "{",
-    "}}",
-    "://",
-    "...",
-    "x",
-    "Z",
-    "٣",
-    "²",
-]
+PIECES = r"""
+the| the|The|<s>|<é>|<｜x｜>|ing|a| |  |\n|\r\n|\t|1|12345|'s|'LL|don't|é|e\u0301|\u0301|Å|\u212b
+|ﬁ|ß|İ|日本|語|한|\u1112\u1161|🙂|👩\u200d🚀|\u200b|\xa0|\u2028|▁|_|\x00|\x7f|\ufeff|\ufffd
+|\U0010ffff|{|}}|://|...|x|Z|٣|²
+"""
+PIECES = [ast.literal_eval(f'"{piece}"') for piece in PIECES.replace("\n", "").split("|")]
 
 
 def odd_texts(rng, count):
@@ -7643,7 +7552,7 @@ def write_kind(path, models, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, monkeypatch, trained_models, kind):
+def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, trained_models, kind):
     """Of all kinds of files that it is trusted with; the others it does not get."""
     pytest.importorskip("gigatoken")
     tokenizer = one.HuggingFaceTokenizer(write_kind(tmp_path / "t.json", trained_models, kind))
@@ -7654,9 +7563,18 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, monkeypatch, train
     *_, is_trusted = KINDS[kind]
     assert ("gigatoken works" in said) == is_trusted, said
     ids = [tokenizer.tokenize(text) for text in texts]
-    monkeypatch.setattr(tokenizer, "_GIGATOKEN_BYTES", 5000)  # made anew, many times
     for low in range(0, len(texts), 100):
         assert lists(tokenizer.tokenize_batch(texts[low : low + 100])) == ids[low : low + 100]
+
+
+class Backwards:
+    """What gigatoken makes, wrong where a text has two tokens."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def encode_batch(self, texts, parallel):
+        return self.tokenizer.encode_batch(texts, parallel=parallel)[:, ::-1]
 
 
 def test_when_gigatoken_works(one, tmp_path, monkeypatch, capsys, trained_models):
@@ -7665,26 +7583,27 @@ def test_when_gigatoken_works(one, tmp_path, monkeypatch, capsys, trained_models
     path = write_kind(tmp_path / "t.json", trained_models, "gpt2")
     text = jsonl(tmp_path / "a.jsonl", odd_texts(np.random.default_rng(1), 200))
     new = gigatoken.Tokenizer.from_json
-    cases_of = {
-        "gigatoken works": {},
-        "MEGATRON_MIN_GIGATOKEN is 0": {"MEGATRON_MIN_GIGATOKEN": "0"},
-        "gigatoken is not installed": {"gigatoken": None},
-        "other ids for texts of these": {"from_json": lambda content: Backwards(new(content))},
-        "does not take this file: no": {"from_json": mock.Mock(side_effect=ValueError("no"))},
-    }
     pairs = []
-    for number, (words, changes) in enumerate(cases_of.items()):
-        with monkeypatch.context() as patch:
-            for name, value in changes.items():
-                if name == "from_json":
-                    patch.setattr(gigatoken.Tokenizer, name, value)
-                elif value is None:
-                    patch.setitem(sys.modules, name, value)
-                else:
-                    patch.setenv(name, value)
-            made = one.preprocess(text, tmp_path / f"{number}", path, workers=2, verbose=True)
+
+    def preprocess_and_say(words):
+        prefix = tmp_path / f"{len(pairs)}"
+        made = one.preprocess(text, prefix, path, workers=2, verbose=True)
         assert words in capsys.readouterr().err
         pairs.append(bytes_of_pair(made["text"]))
+
+    preprocess_and_say("gigatoken works")
+    with monkeypatch.context() as patch:
+        patch.setenv("MEGATRON_MIN_GIGATOKEN", "0")
+        preprocess_and_say("MEGATRON_MIN_GIGATOKEN is 0")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gigatoken", None)
+        preprocess_and_say("gigatoken is not installed")
+    with monkeypatch.context() as patch:
+        patch.setattr(gigatoken.Tokenizer, "from_json", lambda content: Backwards(new(content)))
+        preprocess_and_say("other ids for texts of these")
+    with monkeypatch.context() as patch:
+        patch.setattr(gigatoken.Tokenizer, "from_json", mock.Mock(side_effect=ValueError("no")))
+        preprocess_and_say("does not take this file")
     assert all(pair == pairs[0] for pair in pairs)
     tokenizer = one.HuggingFaceTokenizer(path, add_special_tokens=True)
     assert "no special tokens" in tokenizer.choose_engine([])
@@ -7703,23 +7622,23 @@ def test_bad_lines_with_a_tokenizer_json(one, tmp_path, trained_models, workers)
         one.preprocess(tmp_path / "a.jsonl", tmp_path / "p", path, workers=workers)
 
 
-class Backwards:
-    """A tokenizer that is wrong where a text has two tokens."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    def encode_batch(self, texts, parallel):
-        return self.tokenizer.encode_batch(texts, parallel=parallel)[:, ::-1]
-
-
-def test_a_tokenizer_that_gigatoken_runs_can_be_pickled(one, tmp_path, trained_models):
-    """As for worker processes that are not forked."""
-    pytest.importorskip("gigatoken")
+def test_gigatoken_is_made_anew_in_another_process_and_after_much_text(
+    one, tmp_path, trained_models
+):
+    """It cannot be pickled, and keeps each word that it has seen."""
+    gigatoken = pytest.importorskip("gigatoken")
     tokenizer = one.HuggingFaceTokenizer(write_kind(tmp_path / "t.json", trained_models, "gpt2"))
     assert "gigatoken works" in tokenizer.choose_engine(["the thing"])
+    ids = tokenizer.tokenize("the thing")
     copied = pickle.loads(pickle.dumps(tokenizer))
-    assert lists(copied.tokenize_batch(["the thing"])) == [tokenizer.tokenize("the thing")]
+    new = mock.patch.object(
+        gigatoken.Tokenizer, "from_json", side_effect=gigatoken.Tokenizer.from_json
+    )
+    with new as made:
+        for count in (1, 1, 6 << 20, 1):
+            assert lists(copied.tokenize_batch(["the thing"] * 2)) == [ids] * 2
+            copied.tokenize_batch(["the thing " * count])
+    assert made.call_count == 2
 
 
 # ==============================================================================
@@ -7767,8 +7686,8 @@ def make_shards(one, inputs, folder, count, **arguments):
     for index in range(count):
         made = one.preprocess(inputs, folder / "s", shard=(index, count), **arguments)
         shards += made.values()
-    assert len(set(shards)) == count and shards == sorted(shards)
-    one._check_all_shards(shards)
+    assert len(set(shards)) == count
+    assert shards == sorted(shards)
     one.merge(shards, folder / "merged")
     return folder / "merged"
 
@@ -7838,6 +7757,12 @@ MADE_ANEW = {  # what happens to which file, arguments of the second job, is the
 }
 
 
+def files_as_made(prefix):
+    """What tells the files of a pair, which are there, from those that are made later."""
+    names = [f"{prefix}.bin", f"{prefix}.idx", f"{prefix}.record.json"]
+    return [os.stat(name).st_ino for name in names if os.path.exists(name)]
+
+
 @pytest.mark.parametrize("shard", [(0, 1), (1, 2)])
 @pytest.mark.parametrize("case", MADE_ANEW)
 def test_a_pair_is_made_once(one, tmp_path, monkeypatch, case, shard):
@@ -7847,14 +7772,15 @@ def test_a_pair_is_made_once(one, tmp_path, monkeypatch, case, shard):
     for name in ("a.jsonl", "b.jsonl"):
         pathlib.Path(name).write_bytes(b'{"text": "1", "other": "22"}\n' * 3)
     common = {"input": ["a.jsonl", "b.jsonl"], "output_prefix": "s", "shard": shard}
-    one.preprocess(**common)
+    prefix = one.preprocess(**common)["text"]
     if happens is not None:
         happens(changed.format("" if shard == (0, 1) else "_00001_of_00002"))
-    write = mock.Mock(wraps=one._write_pairs)
-    monkeypatch.setattr(one, "_write_pairs", write)
-    for number_of_calls in (is_anew, is_anew):  # the third job finds what the second has made
-        one.preprocess(**common | arguments)
-        assert write.call_count == number_of_calls
+    before = files_as_made(prefix)
+    one.preprocess(**common | arguments)
+    second = files_as_made(prefix)
+    assert (before != second) == is_anew
+    one.preprocess(**common | arguments)
+    assert files_as_made(prefix) == second
 
 
 def test_what_may_be_another_input_is_read_again(one, tmp_path, monkeypatch):
@@ -7869,15 +7795,17 @@ def test_what_may_be_another_input_is_read_again(one, tmp_path, monkeypatch):
         assert texts_of(one, made["text"]) == [[49]]
 
 
-def test_a_bad_line_of_a_shard(one, tmp_path):
-    """No other line is counted: the error says from where on."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(GOOD * 10 + b"oops\n")
-    one.preprocess(path, tmp_path / "o", shard=(0, 2))
-    before = os.listdir(tmp_path)
+def test_a_shard_counts_from_where_it_begins(one, tmp_path, monkeypatch):
+    """Its errors and its record say from which byte on: what lies before is not counted."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("a.jsonl").write_bytes(GOOD * 10)
+    prefix = one.preprocess("a.jsonl", "o", shard=(1, 2))["text"]
+    assert one.input_of_document(one.read_record(prefix), 2) == ("a.jsonl from byte 70 on", 2)
+    pathlib.Path("a.jsonl").write_bytes(GOOD * 10 + b"oops\n")
+    before = os.listdir()
     with pytest.raises(ValueError, match=r"a\.jsonl: line 5 from byte 84 on: "):
-        one.preprocess(path, tmp_path / "o", shard=(1, 2))
-    assert os.listdir(tmp_path) == before
+        one.preprocess("a.jsonl", "p", shard=(1, 2))
+    assert os.listdir() == before
 
 
 LAUNCHERS = [
@@ -7905,60 +7833,43 @@ def test_the_launcher_says_which_shard(one, tmp_path, monkeypatch, capsys, varia
 
 def test_shards_by_commands(one, tmp_path, monkeypatch, capsys):
     """The last lines that a shard prints are the commands that merge all, one for each key."""
-    monkeypatch.chdir(tmp_path)
-    pathlib.Path("a.jsonl").write_bytes(b'{"x": "1", "y": "2"}\n' * 5)
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    path = folder / "a.jsonl"
+    path.write_bytes(b'{"x": "1", "y": "2"}\n' * 5)
     keys = ["--json-keys", "x", "y"]
-    preprocess_command(one, capsys, "a.jsonl", "whole", *keys)
+    preprocess_command(one, capsys, path, folder / "whole", *keys)
     for shard in ("0/2", "0/3", "1/3", "2/3"):  # the first is one of two: it is not merged
         flags = [*keys, "--shard", shard]
-        code, out, err = preprocess_command(one, capsys, "a.jsonl", "s", *flags)
+        code, out, err = preprocess_command(one, capsys, path, folder / "s", *flags)
         assert code == 0, err
     for line, key in zip(out.strip().split("\n")[-2:], "xy", strict=True):
-        _, *merge_shards, pattern, option, prefix = line.split()
+        _, *merge_shards, pattern, option, prefix = shlex.split(line)
         shards = sorted(glob.glob(pattern))
         assert command(one, capsys, *merge_shards, *shards, option, prefix)[0] == 0
-        assert bytes_of_pair(f"s_{key}_document") == bytes_of_pair(f"whole_{key}_document")
+        assert bytes_of_pair(prefix) == bytes_of_pair(folder / f"whole_{key}_document")
 
 
 @pytest.mark.parametrize(
-    "prefixes, words",
+    "prefixes, missing",
     [
-        (["a_00000_of_00002"], "wanted a_00001_of_00002"),
-        (["a_00001_of_00002", "a_00000_of_00002"], "wanted a_00000_of_00002"),
-        (["a_00000_of_00002", "b_00001_of_00002"], "wanted a_00001_of_00002"),
-        (["a_00000_of_00003", "a_00002_of_00003"], "wanted a_00001_of_00003"),
-        (["a_00000_of_00003", "b"], "wanted a_00001_of_00003"),
+        ("a_00000_of_00002", "a_00001_of_00002"),
+        ("a_00001_of_00002 a_00000_of_00002", "a_00000_of_00002"),
+        ("a_00000_of_00002 b_00001_of_00002", "a_00001_of_00002"),
+        ("a_00000_of_00003 a_00002_of_00003", "a_00001_of_00003"),
+        ("a_00000_of_00003 b", "a_00001_of_00003"),
+        ("a_00000_of_00002 a_00001_of_00002 b c_00000_of_00001", "b.idx: no such file"),
     ],
 )
-def test_all_shards_or_none(one, prefixes, words):
-    one._check_all_shards(["a_00000_of_00002", "a_00001_of_00002", "b", "c_00000_of_00001"])
-    with pytest.raises(ValueError, match=words):
-        one._check_all_shards(prefixes)
-
-
-@linux
-@pytest.mark.slow
-def test_torchrun_makes_all_shards(one, tmp_path, capsys):
-    """The same command again finds both shards, and an error of a rank ends the job."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"x": "12", "y": "3"}\n' * 1000)
-    prefixes = one.preprocess(path, tmp_path / "whole", json_keys=["x", "y"])
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run += ["-m", "megatron_min", "preprocess", "--input", path, "--json-keys", "x", "y"]
-    run += ["--output-prefix", tmp_path / "s"]
-    env = os.environ | {"PYTHONPATH": str(HERE)}
-    for times_found in (0, 2):
-        ran = subprocess.run(run, capture_output=True, text=True, env=env, timeout=200)
-        assert ran.returncode == 0, ran.stderr
-        assert ran.stderr.count("is there already") == 2 * times_found
-    for key, prefix in prefixes.items():
-        merged = f"{tmp_path}/s_{key}_document"
-        shards = sorted(glob.glob(f"{merged}_*_of_00002.idx"))
-        command(one, capsys, "merge", "--input", *shards, "--output-prefix", merged)
-        assert bytes_of_pair(merged) == bytes_of_pair(prefix)
-    path.write_bytes(path.read_bytes() + b"oops\n")
-    ran = subprocess.run(run, capture_output=True, text=True, env=env, timeout=200)
-    assert ran.returncode != 0 and "a.jsonl: line " in ran.stderr
+def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch, capsys, prefixes, missing):
+    """In order; of several corpora, too."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a_00000_of_00002", "a_00001_of_00002"):
+        mk(one, tmp_path / name, [[1]])
+    argv = ["merge", "--input", *prefixes.split(), "--output-prefix", "o"]
+    code, _, err = command(one, capsys, *argv)
+    assert code == 1
+    assert missing in err
 
 
 # -- Records -----------------------------------------------------------------------------------
@@ -7994,15 +7905,6 @@ def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
             check_ways_back(one, prefix, tmp_path)
 
 
-def test_the_name_of_a_part_says_where_it_begins(one, tmp_path, monkeypatch):
-    """What lies before it is not counted."""
-    monkeypatch.chdir(tmp_path)
-    pathlib.Path("a.jsonl").write_bytes(GOOD * 10)
-    prefix = one.preprocess("a.jsonl", "o", shard=(1, 2))["text"]
-    record = one.read_record(prefix)
-    assert one.input_of_document(record, 2) == ("a.jsonl from byte 70 on", 2)
-
-
 def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
     """It says what the pair was made from, without secrets; of another pair it says nothing."""
     monkeypatch.chdir(tmp_path)
@@ -8035,12 +7937,15 @@ def test_a_pair_without_a_record_is_an_input_of_its_own(one, tmp_path, monkeypat
 
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
-    made = one.preprocess(texts=["1"], output_prefix=tmp_path / "o", tokenizer=Tok(vocab_size=9))
-    one._warn_of_other_tokenizer(made["text"], Tok(vocab_size=9))
-    one._warn_of_other_tokenizer(mk(one, tmp_path / "p", [[1]]), Tok(eod=5))
+    """It is told when indices are built; nothing is known of a pair without a record."""
+    texts = ["1 2 3 4 5 6 7 8 9"] * 2
+    tokenizer = Tok(vocab_size=9)
+    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=tokenizer)["text"]
+    gpt(one, made, 2, tokenizer=Tok(vocab_size=9))
+    gpt(one, mk(one, tmp_path / "p", [[1] * 9]), 1, tokenizer=Tok(eod=5))
     assert len(recwarn) == 0
     with pytest.warns(UserWarning, match=r"o_text_document .*'eod': 0.*'eod': 5"):
-        one._warn_of_other_tokenizer(made["text"], Tok(eod=5))
+        gpt(one, made, 2, tokenizer=Tok(eod=5))
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -8065,7 +7970,7 @@ def write_parquet(path, columns, **arguments):
 
 
 @pytest.mark.parametrize("extension", COMPRESSED)
-def test_compressed_inputs(one, long_text, tmp_path, extension):
+def test_compressed_inputs_are_read_as_they_are(one, long_text, tmp_path, extension):
     """A file may be two compressed files laid end to end; it may be empty; lines are counted."""
     content = (long_text / "a.jsonl").read_bytes()
     half = len(content) // 2
@@ -8101,7 +8006,7 @@ def test_a_damaged_file_is_named(one, tmp_path, extension, damage):
 def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     """URLs, patterns of URLs, and files, in any order.
 
-    Of shards, a compressed file is dealt as a whole, Parquet by its row groups.
+    Of shards, a compressed file and a Parquet file are dealt as wholes.
     """
     memory = fsspec.filesystem("memory")
     for name, content in (("b2", GOOD * 3), ("b1", LINES + b"\n"), ("b10", b'{"text": "x"}')):
@@ -8116,13 +8021,6 @@ def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     merged = make_shards(one, [*inputs, f"memory://{parquet}"], tmp_path, count)
     texts = ["1", "1", *"pqrst", "a", "bcdefg", "", "h", "x", "1", "1", "1", *"pqrst"]
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
-
-
-def test_a_row_group_belongs_to_one_shard(one, tmp_path):
-    """Also the one that begins where the first half of the file ends."""
-    path = write_parquet(tmp_path / "a.parquet", {"text": list("abcdef")}, row_group_size=1)
-    merged = make_shards(one, path, tmp_path, 2)
-    assert texts_of(one, merged) == [[ord(text)] for text in "abcdef"]
 
 
 NEEDED = [  # the package that is missing, the input, arguments, and the extra that has it
@@ -8149,14 +8047,11 @@ def test_a_missing_package_is_named(one, tmp_path, monkeypatch, package, path, a
 
 
 def test_a_package_that_lacks_another_is_not_called_missing(one, tmp_path, monkeypatch):
-    (tmp_path / "pyarrow.py").write_text("import what_it_needs")
+    (tmp_path / "nltk.py").write_text("import what_it_needs")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "pyarrow":
-            monkeypatch.delitem(sys.modules, name)
-    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.delitem(sys.modules, "nltk", raising=False)
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
-        one.preprocess(tmp_path / "a.parquet", tmp_path / "o")
+        one.preprocess(texts=["a"], output_prefix=tmp_path / "o", split_sentences=True)
 
 
 SENTENCES = [  # a line, and the texts of its sequences; $ is eod
@@ -8251,6 +8146,7 @@ def test_files_and_globs_in_order(one, tmp_path):
     """Arguments keep their order, and a glob is sorted.  Upstream: as the file system has them."""
     for name in ("b2", "b1", "b10", "a", "[ab]*"):
         jsonl(tmp_path / f"{name}.jsonl", [name])
+    (tmp_path / "b3.jsonl").mkdir()  # a pattern leaves out folders
     inputs = [tmp_path / "b*.jsonl", tmp_path / "[ab]*.jsonl", f"{tmp_path}/a.jsonl"]
     made = one.preprocess(inputs, tmp_path / "o")
     found = [bytes(document).decode() for document in texts_of(one, made["text"])]
@@ -8258,32 +8154,19 @@ def test_files_and_globs_in_order(one, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_standard_input(one, tmp_path, monkeypatch, workers):
-    """Whole, and cut off within a line, as when the program that writes into the pipe is killed."""
+def test_standard_input_is_read_or_refused_as_a_whole(one, tmp_path, monkeypatch, workers):
+    """Closed, cut off within a line, as when the program before the pipe is killed, and whole."""
     text = b'{"text": "ab"}\n{"text": "c"}'
     path = jsonl(tmp_path / "a.jsonl", ["d"])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text[:-2])))
-    with pytest.raises(ValueError, match="^-: line 2: "):
-        one.preprocess(["-", path], tmp_path / "o", workers=workers)
-    assert os.listdir(tmp_path) == ["a.jsonl"]
+    cut = io.TextIOWrapper(io.BytesIO(text[:-2]))
+    for stdin, words in ((None, "closed"), (cut, "^-: line 2: ")):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(ValueError, match=words):
+            one.preprocess(["-", path], tmp_path / "o", workers=workers)
+        assert os.listdir(tmp_path) == ["a.jsonl"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     made = one.preprocess(["-", path], tmp_path / "o", workers=workers)
     assert texts_of(one, made["text"]) == [[97, 98], [99], [100]]
-
-
-def test_a_closed_standard_input(one, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(ValueError, match="-: standard input is closed"):
-        one.preprocess("-", tmp_path / "o")
-    assert os.listdir(tmp_path) == []
-
-
-def test_nothing_of_an_earlier_run_is_left(one, tmp_path):
-    """Upstream: pieces of an earlier run with another input are used again."""
-    for texts in (["1", "2"], ["7"]):
-        made = one.preprocess(jsonl(tmp_path / "a.jsonl", texts), tmp_path / "o", workers=2)
-        assert texts_of(one, made["text"]) == [[ord(text)] for text in texts]
-    assert len(os.listdir(tmp_path)) == 4
 
 
 BAD_TEXTS = {  # a line, and a word of the reason
@@ -8390,23 +8273,24 @@ class Truncating(Tok):
 def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, extension):
     """At the end of a line, or of a compressed part: what is left is a whole file."""
     path = tmp_path / f"a.jsonl{extension}"
-    parts = [
-        b'{"text": "%s"}\n' % np.random.default_rng(part).bytes(3 << 19).hex().encode()
-        for part in range(5)
-    ]
-    if extension:
-        parts = [compress(part, extension) for part in parts]
+    parts = []
+    for seed in range(6):
+        line = b'{"text": "%s"}\n' % np.random.default_rng(seed).bytes(1 << 18).hex().encode()
+        parts.append(line)
+        if extension == ".xz":
+            parts[-1] = lzma.compress(line, preset=0)
+        elif extension:
+            parts[-1] = compress(line, extension)
     path.write_bytes(b"".join(parts))
-    tokenizer = Truncating(path, sum(len(part) for part in parts[:3]))
+    tokenizer = Truncating(path, sum(len(part) for part in parts[:5]))
     with pytest.raises(ValueError, match=r"a\.jsonl\S*: it had .* cut off meanwhile"):
         one.preprocess(path, tmp_path / "o", tokenizer)
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_texts_in_the_place_of_files(one, tmp_path, monkeypatch):
-    """The same blocks, the same workers, the same files."""
-    monkeypatch.setattr(one, "_BLOCK_BYTES", 500)
-    rows = [{"x": "a" * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
+def test_texts_in_the_place_of_files(one, tmp_path):
+    """The same workers, the same files, of several blocks."""
+    rows = [{"x": "a" * 300 * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"json_keys": ["y", "x"], "append_eod": True}
     wanted = one.preprocess(tmp_path / "a.jsonl", tmp_path / "file", **keys)
@@ -8427,10 +8311,8 @@ def test_texts_in_the_place_of_files(one, tmp_path, monkeypatch):
 def test_uploads_that_fail_keep_the_pairs_of_all_keys(one, bucket, tmp_path, monkeypatch):
     """The work of days is not lost with the connection."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    put = mock.Mock(side_effect=TimeoutError("slow"))
-    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "put_file", put)
-    with pytest.raises(OSError, match="o_x_document.bin.* as .*o_x_document.bin, then "):
-        rows = [{"x": "a", "y": "b"}]
+    rows = [{"x": "a", "y": "b"}]
+    with failing_uploads(TimeoutError("slow")), pytest.raises(OSError, match="o_x_document.bin"):
         one.preprocess(texts=rows, output_prefix=f"{bucket.root}/o", json_keys=["x", "y"])
     kept = sorted(re.sub(r"\.\w{16}\.", ".", path.name) for path in tmp_path.glob("*.tmp"))
     assert kept == [f"o_{key}_document.{end}.tmp" for key in "xy" for end in ("bin", "idx")]
@@ -8438,92 +8320,62 @@ def test_uploads_that_fail_keep_the_pairs_of_all_keys(one, bucket, tmp_path, mon
 
 def test_a_full_disk_is_found_before_the_first_pair_has_its_name(one, tmp_path, monkeypatch):
     """Else the pair of one key would be new, and that of the other one old."""
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a", "more": "c"}\n')
     full = mock.Mock(side_effect=[None, OSError(errno.ENOSPC, "no space left on device")])
-    monkeypatch.setattr(one._NewFile, "sync", full)
+    monkeypatch.setattr(os, "fsync", full)
+    rows = [{"x": "a", "y": "b"}]
     with pytest.raises(OSError, match="no space left"):
-        one.preprocess(path, tmp_path / "o", json_keys=["text", "more"])
-    assert os.listdir(tmp_path) == ["a.jsonl"]
+        one.preprocess(texts=rows, output_prefix=tmp_path / "o", json_keys=["x", "y"])
+    assert os.listdir(tmp_path) == []
 
 
 class Killer(Tok):
-    """Its worker dies at the text 13."""
+    """Its process gets a signal at the text 13."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
 
     def tokenize(self, text):
         if text == "13":
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
         return super().tokenize(text)
 
 
 @linux
-def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", ["1 2", "13", "3"])
-    with pytest.raises(ChildProcessError, match="use fewer workers"):
-        one.preprocess(path, tmp_path / "o", Killer(), workers=2)
-    assert os.listdir(tmp_path) == ["a.jsonl"]
-
-
-@linux
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("count", [1, 2])
-def test_workers_killed_at_any_moment(one, long_text, tmp_path, number, count):
-    """An error at once, and nothing half-written; or the pair was whole before."""
-    killed_at = []
-
-    def kill_soon(pause):
-        while len(multiprocessing.active_children()) < 2:
-            time.sleep(0.001)
-        time.sleep(pause)
-        workers = multiprocessing.active_children()
-        killed_at.append(time.monotonic())
-        for worker in workers[:count]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, number)
-
-    inputs = [long_text / "twice.jsonl"] * 10
-    for rng in cases(8):
-        killer = threading.Thread(target=kill_soon, args=[rng.random() * 0.4])
-        killer.start()
-        try:
-            one.preprocess(inputs, tmp_path / "o", workers=2)
-        except ChildProcessError:
-            assert os.listdir(tmp_path) == []
-        ended_at = time.monotonic()
-        killer.join()
-        assert ended_at - killed_at[-1] < 5
-        assert multiprocessing.active_children() == []
-        for name in os.listdir(tmp_path):
-            assert name in ["o_text_document." + end for end in ("bin", "idx", "record.json")]
-            os.remove(tmp_path / name)
+@pytest.mark.parametrize("killed", [["no", "yes"], ["yes", "yes"]], ids=["one", "both"])
+def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path, number, killed):
+    """And the other one ends."""
+    texts = []
+    for word in killed:
+        texts += ["13" if word == "yes" else "1", "5 " * 300_000]  # a block of one of two workers
+    path = jsonl(tmp_path / "a.jsonl", texts)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(ChildProcessError, match="use fewer workers"):
+        one.preprocess(path, tmp_path / "o", Killer(number), workers=2)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (4, 2), (60, 7)])
 def test_progress_in_the_middle_of_the_work(
     one, long_text, tmp_path, monkeypatch, capsys, seconds_a_block, fewest
 ):
-    """A line at most every ten seconds while blocks are written, and one at the end."""
+    """A line at most every ten seconds while blocks are written, and one at the end.
+
+    And no word at all if nobody asks.
+    """
     clock = mock.Mock(side_effect=itertools.count(0, seconds_a_block))
     monkeypatch.setattr(time, "perf_counter", clock)
+    one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "quiet")
+    assert capsys.readouterr().err == ""
+    clock.reset_mock()
     one.preprocess(long_text / "twice.jsonl", tmp_path / "o", verbose=True)
     *middle, last = capsys.readouterr().err.strip().split("\n")
     assert fewest <= len(middle) <= clock.call_count * seconds_a_block / 10
     assert re.match(r"408 documents, 8\.\d MB, [\d.]+ MB/s, \d+ documents/s, done in ", last)
     left = [re.search(r" 8\.\d MB, .*, (.+) left$", line)[1] for line in middle]
     assert left == sorted(left, reverse=True)
-
-
-def test_progress_of_little_work(one, tmp_path, monkeypatch, capsys):
-    """And no word at all if nobody asks."""
-    clock = mock.Mock(side_effect=itertools.count(0, 0.25))
-    monkeypatch.setattr(time, "perf_counter", clock)
-    path = jsonl(tmp_path / "a.jsonl.gz", ["a", "b"])
-    one.preprocess(path, tmp_path / "o")
-    one.preprocess(path, tmp_path / "p", verbose=True)
-    size = os.path.getsize(path)
-    wanted = f"2 documents, {size} bytes, 0.0 MB/s, 4 documents/s, done in 0:00:00\n"
-    assert capsys.readouterr().err == wanted
 
 
 def test_memory_of_a_long_line(one, tmp_path):
@@ -8555,13 +8407,10 @@ def put_input(name, text):
     return f"memory:/{path}"
 
 
-@pytest.mark.parametrize("num_faults", [0, 3, 99])
-@pytest.mark.parametrize(
-    "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.JSONL.GZ", "a.parquet"]
-)
+@pytest.mark.parametrize("num_faults", [3, 99])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.JSONL.GZ", "a.parquet"])
 def test_remote_inputs_with_faults(one, bucket, tmp_path, monkeypatch, name, num_faults):
     """A fault that passes is tried again; one that stays is not called damage of the file."""
-    monkeypatch.setattr(one._PatientFile, "_PAUSES", (0, 0, 0, 0))
     url = put_input(name, "abc")
     memory_file = importlib.import_module("fsspec.implementations.memory").MemoryFile
     faults = [TimeoutError("slow")] * num_faults
@@ -8572,13 +8421,13 @@ def test_remote_inputs_with_faults(one, bucket, tmp_path, monkeypatch, name, num
         return io.BytesIO.read(self, *arguments)
 
     monkeypatch.setattr(memory_file, "read", faulty_read, raising=False)
-    if num_faults < 99:
-        made = one.preprocess(url, tmp_path / "o")
-        assert texts_of(one, made["text"]) == [list(b"abc")]
-        assert faults == []
+    if num_faults == 99:
+        with pytest.raises(ConnectionError, match=rf"memory://bucket/{name}.*: TimeoutError"):
+            one.preprocess(url, tmp_path / "o")
         return
-    with pytest.raises(ConnectionError, match=rf"memory://bucket/{name}.*: TimeoutError: slow$"):
-        one.preprocess(url, tmp_path / "o")
+    made = one.preprocess(url, tmp_path / "o")
+    assert texts_of(one, made["text"]) == [list(b"abc")]
+    assert faults == []
 
 
 @pytest.mark.parametrize(
@@ -8588,7 +8437,6 @@ def test_remote_inputs_with_faults(one, bucket, tmp_path, monkeypatch, name, num
         ("a.jsonl.gz", b"nothing", "damaged"),
         ("a.jsonl", b"", "no document came"),
         ("a.jsonl", b"oops", "line 1"),
-        ("a.zip", b"", "zip archive"),
         ("a.jsonl.ZIP", b"", "zip archive"),
     ],
 )
@@ -8600,7 +8448,8 @@ def test_what_is_said_of_an_input_shows_no_credential(
     path = f"/me:{SECRET}@b/{name}?sig={SECRET}"
     fsspec.filesystem("memory").pipe_file(path, content)
     _, _, err = preprocess_command(one, capsys, f"memory:/{path}", tmp_path / "o")
-    assert f"memory://b/{name}" in err and words in err
+    assert f"memory://b/{name}" in err
+    assert words in err
     assert SECRET not in err
 
 
@@ -8608,12 +8457,11 @@ def test_a_remote_output(one, bucket, tmp_path, monkeypatch, capsys):
     """Its shards are found again, and no folder of its name is made here."""
     monkeypatch.chdir(tmp_path)
     path = jsonl("a.jsonl", ["aaaa", "bb"])
-    write = mock.Mock(wraps=one._write_pairs)
-    monkeypatch.setattr(one, "_write_pairs", write)
     shards = []
-    for index in (0, 1, 0, 1):
-        shards += one.preprocess(path, "memory://out/sub/s", shard=(index, 2)).values()
-    assert write.call_count == 2
+    with on_memory("put_file") as put:
+        for index in (0, 1, 0, 1):
+            shards += one.preprocess(path, "memory://out/sub/s", shard=(index, 2)).values()
+    assert put.call_count == 2 * 3
     assert os.listdir() == ["a.jsonl"]
     whole = "memory://out/more/whole"
     command_line = ["merge", "--input", *shards[:2], "--output-prefix", whole]
@@ -8629,13 +8477,6 @@ def test_the_first_fault_is_raised(one, tmp_path, workers):
     (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match=r"a\.jsonl: line 1"):
         one.preprocess(tmp_path / "*", tmp_path / "o", workers=workers)
-
-
-def test_a_pattern_leaves_out_folders(one, tmp_path):
-    (tmp_path / "b.jsonl").mkdir()
-    jsonl(tmp_path / "a.jsonl", ["a"])
-    made = one.preprocess(tmp_path / "*.jsonl", tmp_path / "o")
-    assert texts_of(one, made["text"]) == [[97]]
 
 
 # ==============================================================================
@@ -8739,6 +8580,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
     """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
     for rng in cases(40):
         rows = random_rows(rng, int(rng.integers(1, 6)), int(rng.choice([2, 3, 12])))
+        rows.append([{"role": "system", "content": "5"}] * 3)  # of which two may fit
         S = int(2 ** rng.uniform(0, 5))
         cp = int(rng.integers(1, 4))
         path = write_rows(tmp_path / "chat.jsonl", rows)
@@ -8748,15 +8590,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
         for k in range(len(ds)):
             wanted = brute_chat_sample(rows[k % len(rows)], S, pad, 0, cp)
             same_samples(ds[k], wanted, (rows[k % len(rows)], S, cp))
-            assert list(ds[k]) == list(wanted), "in this order"
         same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(S)})
-
-
-def test_more_conversations_than_places(one, tmp_path):
-    """Of three conversations of one token each two fit."""
-    row = [{"role": "system", "content": "5"}] * 3
-    ds = chat(one, write_rows(tmp_path / "chat.jsonl", [row]), sequence_length=2)
-    same_samples(ds[0], brute_chat_sample(row, 2, 999, 0, 1))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -8859,12 +8693,15 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
 def test_blank_lines_are_no_rows_but_are_counted(one, tmp_path):
     """Also behind a byte order mark, and with the ends of lines of Windows."""
     path = tmp_path / "chat.jsonl"
-    path.write_bytes(b'\n \t\r\n\n7\r\n   \n{"messages": 5}\n  ')
-    rows = one._JsonlRows(path)
-    assert [rows[row] for row in range(len(rows))] == [7, {"messages": 5}]
-    assert rows.line_numbers.tolist() == [4, 6]
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"messages": ROW}).encode() + b"\r\n")
-    assert len(chat(one, path)[0]["tokens"]) == 8
+    row = json.dumps({"messages": ROW}).encode()
+    path.write_bytes(b"\n \t\r\n\n" + row + b'\r\n   \n{"messages": 5}\n  ')
+    ds = chat(one, path)
+    assert len(ds) == 2
+    same_samples(ds[0], brute_chat_sample(ROW, 8, 999, 0, 1))
+    with pytest.raises(ValueError, match="line 6"):
+        ds[1]
+    path.write_bytes(b"\xef\xbb\xbf" + row + b"\r\n")
+    same_samples(chat(one, path)[0], brute_chat_sample(ROW, 8, 999, 0, 1))
 
 
 def test_rows_of_any_object(one):
@@ -8999,26 +8836,37 @@ def test_trace_and_find_of_blends(mm, tmp_path, kind):
 
 
 def test_a_span_names_the_input_by_the_record(one, tmp_path, monkeypatch):
-    """A record is read once for each pair; a pair without one has no input."""
-    a, b = (mk(one, tmp_path / name, [[1] * 9] * 20) for name in "ab")
-    blend = build(one, [30, 0, 0], config(one, ([a, b], [1, 1])))[0]
-    read = mock.Mock(side_effect={a: {"inputs": ["x.jsonl"]}, b: None}.get)
-    monkeypatch.setattr(one, "read_record", read)
-
-    def input_of_document(record, document):
-        if record is None:
-            return None, None
-        return record["inputs"][0], document + 100
-
-    monkeypatch.setattr(one, "input_of_document", input_of_document)
-    layout = {"global_batch_size": 30, "micro_batch_size": 1}
-    for sample in one.explain(blend, 0, **layout):
+    """A pair without a record has no input."""
+    monkeypatch.chdir(tmp_path)
+    paths = [jsonl(name, ["x" * 9] * 10) for name in ("x.jsonl", "y.jsonl")]
+    a = one.preprocess(paths, "a")["text"]
+    b = mk(one, tmp_path / "b", [[1] * 9] * 20)
+    cfg = config(one, ([a, b], [1, 1]), tokenizer=one.ByteTokenizer())
+    blend = build(one, [30, 0, 0], cfg)[0]
+    found = set()
+    for sample in one.explain(blend, 0, global_batch_size=30, micro_batch_size=1):
         for span in sample.spans:
-            wanted = (None, None)
+            found.add((span.path_prefix, span.input))
             if span.path_prefix == a:
-                wanted = ("x.jsonl", span.document + 100)
-            assert (span.input, span.input_document) == wanted
-    assert sorted(call.args[0] for call in read.call_args_list) == [a, b]
+                number = "xy".index(span.input[0]) * 10 + span.input_document
+                assert number == span.document
+            else:
+                assert span.input_document is None
+    assert found == {(a, "x.jsonl"), (a, "y.jsonl"), (b, None)}
+
+
+def test_an_audit_reads_no_token(one, web, some_pair, tmp_path):
+    """Nor does building: the .bin on the server is asked for its size, and for no bytes."""
+    prefix = web.put(some_pair[0])
+    cfg = config(one, ([prefix], None), path_to_cache=str(tmp_path / "cache"))
+    rows, _ = one.plan(cfg, [9, 0, 0])
+    assert not (tmp_path / "cache").exists()
+    ds = build(one, [9, 0, 0], cfg)[0]
+    assert len(ds) == rows[0].samples_built
+    [span, *_] = one.trace(ds, 3)
+    assert 3 in one.find(ds, prefix, span.sequence)
+    methods = {method for method, name, _ in web.server.requests if name == "pair.bin"}
+    assert methods == {"HEAD"}
 
 
 def test_what_cannot_be_traced_or_found(one, tmp_path):
@@ -9043,13 +8891,16 @@ def test_what_cannot_be_traced_or_found(one, tmp_path):
 
 
 def test_mock_data_have_no_file(one):
-    cfg = config(one, tokenizer=Tok())
+    cfg = config(one, tokenizer=Tok(), sequence_length=4096)
     built = build(one, [10, 0, 0], cfg, one.MockGPTDataset)
-    wanted = [(None, len(ds)) for ds in built]
     rows, _ = one.plan(cfg, [10, 0, 0])
-    assert [(row.path_prefix, row.samples_built) for row in rows] == wanted
+    assert [(row.path_prefix, row.samples_built) for row in rows] == [
+        (None, len(ds)) for ds in built
+    ]
     [*_, last] = one.trace(built[0], 0)
-    assert last.path_prefix is None and last.byte_offset is None and last.document == last.sequence
+    assert last.path_prefix is None
+    assert last.byte_offset is None
+    assert last.document == last.sequence
     assert 0 in one.find(built[0], None, last.sequence)
 
 
@@ -9212,15 +9063,14 @@ def returned_or_refused(function, *arguments):
 
 
 def test_plan_equals_what_is_built_and_drawn(mm, six_corpora, tmp_path):
-    """Without reading a token, or writing a file."""
+    """Without a .bin file to read, or writing a file."""
     for number, rng in enumerate(cases(40)):
         sizes, fields = random_build(rng, six_corpora)
         fields |= {name: bool(rng.integers(2)) for name in FLAGS_OF_PLANS}
         fields["mid_level_dataset_surplus"] = float(rng.choice([0, 0.005, 0.2]))
         folder = tmp_path / f"cache{number}"
         cfg = config(mm, **fields, path_to_cache=str(folder))
-        with mock.patch.object(mm._MappedTokens, "read", side_effect=AssertionError):
-            planned, error = returned_or_refused(mm.plan, cfg, sizes, 4)
+        planned, error = returned_or_refused(mm.plan, cfg, sizes, 4)
         assert not folder.exists()
         built, wanted_error = returned_or_refused(build, mm, sizes, cfg)
         assert (error is None) == (wanted_error is None)
@@ -9256,7 +9106,7 @@ def test_plan_of_phases_by_hand(one, tmp_path):
 NOTES = {
     "order": ([100], None, 112, {}, "for 113 samples instead of 112"),
     "order-fewer": ([100], None, 113, {}, "for 112 samples instead of 113"),
-    "epochs": ([100, 20], [1, 1], 400, {}, "times is"),
+    "epochs": ([100, 20], [1, 1], 200, {}, "times is"),  # the second corpus 4.4 times
     "weight": ([100, 100], [0.999, 0.001], 60, {}, "0.001 cannot be met"),
     "cap": ([100, 100], None, 999, {}, "the run will end early"),
 }
@@ -9274,9 +9124,9 @@ def test_notes_of_a_plan(one, tmp_path, case):
     assert len(set(notes)) == len(notes)
 
 
-@pytest.mark.parametrize("fields, size", [({}, 800), ({}, 0), ({"stable_order": True}, 1124)])
+@pytest.mark.parametrize("fields, size", [({}, 5250), ({}, 0), ({"stable_order": True}, 1124)])
 def test_a_quiet_plan(one, tmp_path, fields, size):
-    """Half an epoch of each corpus; nothing at all; a run at the end of an epoch that is stable."""
+    """Three and a half epochs; nothing at all; a run at the end of an epoch that is stable."""
     prefixes = [mk(one, tmp_path / f"p{count}", [[1] * 9] * count) for count in (1000, 1001)]
     cfg = config(one, (prefixes, [3, 1]), **fields)
     rows, notes = one.plan(cfg, [size, 0, 0])
@@ -9301,8 +9151,8 @@ def test_what_plan_refuses(one, tmp_path):
     empty = config(one, ([prefix], None), split="99,1,0")
     short = config(one, ([prefix, prefix], None))
     for cfg, sizes, gbs, word in (
-        (empty, [1, 1, 0], None, f"valid of {prefix}: 1 samples are wanted of a split"),
-        (short, [1, 0, 0], None, "train: no corpus of the blend holds a whole sample"),
+        (empty, [1, 1, 0], None, f"valid of {prefix}"),
+        (short, [1, 0, 0], None, "train: no corpus"),
         (empty, [1, 0, 0], 0, "global_batch_size"),
     ):
         with pytest.raises(ValueError, match=word):
@@ -9314,27 +9164,26 @@ def test_what_plan_refuses(one, tmp_path):
 # ==============================================================================
 
 
-def test_commands_by_hand(one, tmp_path, capsys):
-    path = jsonl(tmp_path / "a.jsonl", ["aaaa", "bbb", "cccccc"])
-    code, out, _ = preprocess_command(one, capsys, path, tmp_path / "eod", "--append-eod")
-    assert code == 0 and "3 sequences, 3 documents, 16 tokens of uint16" in out
-    code, out, _ = preprocess_command(one, capsys, path, tmp_path / "toy")
-    prefix = f"{tmp_path}/toy_text_document"
-    assert code == 0 and f"{prefix}: 3 sequences, 3 documents, 13 tokens of uint16" in out
-    code, out, _ = command(one, capsys, "inspect", f"{prefix}.idx", "--tokens", 3)
-    assert code == 0 and "13 tokens of uint16" in out and "3 to 6 tokens" in out
-    assert "3, 4, 4, 5, 6\n" in out and "[97, 97, 97]\n" in out and "'aaa'" in out
-    code, out, _ = command(one, capsys, "verify", prefix, f"{prefix}.bin")
-    assert code == 0 and out.count(f"{prefix}:") == 2
-    flags = ["--input", prefix, f"{prefix}.bin", "--output-prefix", tmp_path / "new" / "two"]
-    code, out, _ = command(one, capsys, "merge", *flags)
-    assert code == 0 and "26 tokens" in out
-    assert len(one.IndexedDataset(tmp_path / "new" / "two", check=True)) == 6
-    with one.IndexedDatasetBuilder(f"{tmp_path}/p.bin", multimodal=True) as builder:
+def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    jsonl("a.jsonl", ["aaaa", "bbb", "cccccc"])
+    with one.IndexedDatasetBuilder("modes.bin", multimodal=True) as builder:
         builder.add_document([1, 2, 3], [2, 1], [0, 5])
-    flags = ["--input", tmp_path / "p", "--output-prefix", tmp_path / "q", "--multimodal"]
-    assert command(one, capsys, "merge", *flags)[0] == 0
-    assert one.IndexedDataset(tmp_path / "q", multimodal=True).sequence_modes.tolist() == [0, 5]
+    prefix = "toy_text_document"
+    for line, words in (
+        ("preprocess --input a.jsonl --output-prefix eod --append-eod", ["3 documents, 16 tokens"]),
+        ("preprocess --input a.jsonl --output-prefix toy", [f"{prefix}: 3 sequences"]),
+        (f"inspect {prefix}.idx --tokens 3", ["13 tokens of uint16", "3 to 6", "[97, 97, 97]\n"]),
+        (f"verify {prefix} {prefix}.bin", [f"whole: {prefix}: 3 sequences, 3 documents, 13 "]),
+        (f"merge --input {prefix} {prefix}.bin --output-prefix new/two", ["26 tokens"]),
+        ("merge --input modes --output-prefix q --multimodal", ["2 sequences"]),
+    ):
+        code, out, err = command(one, capsys, *line.split())
+        assert code == 0, err
+        for word in words:
+            assert word in out, line
+    assert len(one.IndexedDataset("new/two", check=True)) == 6
+    assert one.IndexedDataset("q", multimodal=True).sequence_modes.tolist() == [0, 5]
 
 
 @pytest.mark.parametrize("switch, word", [("0", "MEGATRON_MIN_C=0"), ("", "reinstall")])
@@ -9354,27 +9203,15 @@ INSPECTED = {  # documents, and what inspect says of them
     "eod": ([[97, 256]], "decoded: 'a'"),
     "ids of a larger vocabulary": ([[97, 50_000]], "not decoded: the tokenizer has 257 ids"),
     "sixteen tokens": ([[97] * 20], f"decoded: '{'a' * 16}'"),
-    "small ids": ([[1, 2, 3]], r"decoded: '\\x01\\x02\\x03'"),
+    "many lengths": ([[7]] * 100_001 + [[7] * 1234, []], "0 to 1,234 tokens\n"),
 }
 
 
 @pytest.mark.parametrize("case", INSPECTED)
-def test_inspect(one, tmp_path, capsys, case):
+def test_inspect_tells_counts_and_the_first_tokens(one, tmp_path, capsys, case):
     docs, words = INSPECTED[case]
     code, out, _ = command(one, capsys, "inspect", mk(one, tmp_path / "p", docs))
     assert code == 0 and re.search(words, out), out
-
-
-def test_inspect_of_many_lengths(one, tmp_path, capsys):
-    """The percentiles are of a part, which is said; the least and the most are of all lengths."""
-    lengths = np.ones(100_002, np.int32)
-    lengths[77_777] = 1234
-    lengths[99_999] = 0
-    with one.IndexedDatasetBuilder(f"{tmp_path}/p.bin") as builder:
-        builder.add_document(np.full(lengths.sum(), 7), lengths.tolist())
-    code, out, _ = command(one, capsys, "inspect", tmp_path / "p")
-    assert code == 0 and "100,002 sequences, 1 document, 101,234 tokens" in out
-    assert "0 to 1,234 tokens\n" in out and "of 50,001 lengths" in out
 
 
 def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
@@ -9384,11 +9221,10 @@ def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
     common = ["--sequence-length", 8, "--random-seed", 7, "--path-to-cache", mine]
     flags = ["--blend", 3, f"{a}.bin", 1, b, "--split", "9,1,0", "--sizes", 50, 5, 0]
     code, out, err = command(mm, capsys, "build", *flags, *common)
-    assert code == 0 and "test: none" in out, err
-    train = out.partition("valid: ")[0]
-    assert re.search(r"train: 51 samples, cache [0-9a-f]{32}\n", train)
-    tokenizer = mm.ByteTokenizer()
-    fields = {"split": "9,1,0", "random_seed": 7, "path_to_cache": theirs, "tokenizer": tokenizer}
+    assert code == 0, err
+    assert re.search(r"^train: 51 samples, cache [0-9a-f]{32}\nvalid: .*\ntest: none\n", out)
+    fields = {"split": "9,1,0", "random_seed": 7, "path_to_cache": theirs}
+    fields["tokenizer"] = mm.ByteTokenizer()
     build(mm, [50, 5, 0], config(mm, ([a, b], [3, 1]), **fields))
     found, wanted = files_of(mine), files_of(theirs)
     assert found.keys() == wanted.keys()
@@ -9400,7 +9236,8 @@ def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
         "multiple_validation_sets = true\nfull_validation = true\n"
     )
     code, out, err = command(mm, capsys, "build", "--config", file, *common)
-    assert code == 0 and out.count("valid: ") == 2, err
+    assert code == 0, err
+    assert out.count("valid: ") == 2
 
 
 def test_a_file_may_hold_every_field_of_the_config(one, tmp_path, capsys, monkeypatch):
@@ -9430,9 +9267,8 @@ def test_a_home_folder_in_a_file(one, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     mk(one, tmp_path / "p", [[1] * 9])
-    (tmp_path / "run.toml").write_text('blend = ["~/p"]\npath_to_cache = "~/cache"\nsplit = "1"')
-    argv = ["build", "--config", "run.toml", *FIELDS.split(), "--sizes", 1, 0, 0]
-    code, _, err = command(one, capsys, *argv)
+    (tmp_path / "run.toml").write_text('blend = ["~/p"]\npath_to_cache = "~/cache"')
+    code, _, err = command(one, capsys, "build", "--config", "run.toml", *SMALL.split())
     assert code == 0, err
     assert set(os.listdir()) == {"p.bin", "p.idx", "cache", "run.toml"}
 
@@ -9468,17 +9304,19 @@ global_batch_size = 4
 
 @pytest.fixture
 def run_folder(one, tmp_path, monkeypatch):
-    """The current folder: pairs of ASCII letters and eods, and run.toml."""
+    """The current folder: pairs of ASCII letters and eods, one of texts, and run.toml."""
     monkeypatch.chdir(tmp_path)
     for name, count in (("a", 90), ("b", 40), (LONG, 40)):
         letters = [[97 + i % 26] * (1 + i % 20) + [256] for i in range(count)]
         mk(one, tmp_path / name, [[ord(name[0]), *text] for text in letters], np.uint16)
+    one.preprocess(texts=["some text"] * 9, output_prefix="t")
     (tmp_path / "run.toml").write_text(RUN_TOML)
     return tmp_path
 
 
 LONG = "x" * 90  # the name of a pair, too
-SEEDED = " --random-seed 1 --sequence-length 8"
+FIELDS = "--sequence-length 8 --random-seed 7 "
+SMALL = FIELDS + "--split 1 --sizes 9 0 0 "
 
 
 def json_of(mm, capsys, *argv):
@@ -9488,18 +9326,23 @@ def json_of(mm, capsys, *argv):
     return json.loads(out)
 
 
-def test_plan_trace_and_find_print_what_the_functions_return(one, run_folder, capsys):
-    tokenizer = one.ByteTokenizer()
+def config_of_run(one):
+    """The config of run.toml."""
     fields = {"random_seed": 7, "split": "8,1,1", "mid_level_dataset_surplus": 1}
-    fields |= {"tokenizer": tokenizer, "create_attention_mask": True}
-    cfg = config(one, (["a", "b"], [70, 30]), **fields)
-    planned, notes = one.plan(cfg, [60, 4, 0], 4)
+    fields |= {"tokenizer": one.ByteTokenizer(), "create_attention_mask": True}
+    return config(one, (["a", "b"], [70, 30]), **fields)
+
+
+def test_plan_prints_what_the_function_returns(one, run_folder, capsys):
+    planned, notes = one.plan(config_of_run(one), [60, 4, 0], 4)
     found = json_of(one, capsys, "plan", "--config", "run.toml")
     assert found["notes"] == notes
     rows = [row._asdict() for row in planned]
     assert found["rows"] == json.loads(json.dumps(rows, default=str))
 
-    train = build(one, [60, 4, 0], cfg)[0]
+
+def test_trace_prints_what_the_functions_return(one, run_folder, capsys):
+    train = build(one, [60, 4, 0], config_of_run(one))[0]
     for sample in json_of(one, capsys, "trace", "--config", "run.toml", "--sample", 3, 5):
         assert [one.Span(**span) for span in sample["spans"]] == one.trace(train, sample["sample"])
     cyclic = 'dataloader_type = "cyclic"\nseed = 3\ndata_sharding = false\n'
@@ -9516,88 +9359,98 @@ def test_plan_trace_and_find_print_what_the_functions_return(one, run_folder, ca
             assert one.Span(**span) == wanted_span
             place = span["sequence"], span["offset"], span["length"]
             tokens = one.IndexedDataset(span["path_prefix"]).get(*place)
-            assert text == tokenizer.detokenize(tokens)
+            assert text == one.ByteTokenizer().detokenize(tokens)
 
+
+def test_find_prints_what_the_function_returns(one, run_folder, capsys):
+    """And the tokens and the step of each sample."""
+    train = build(one, [60, 4, 0], config_of_run(one))[0]
     argv = ["find", "--config", "run.toml", "--path-prefix", "b", "--sequence", 9]
     found = json_of(one, capsys, *argv)
     samples = one.find(train, "b", 9)
     assert [entry["sample"] for entry in found] == samples != []
     for entry in found:
         lengths = {span[:2]: span.length for span in one.trace(train, entry["sample"])}
-        assert entry["step"] == entry["sample"] // 4 and entry["tokens"] == lengths["b", 9]
+        assert entry["step"] == entry["sample"] // 4
+        assert entry["tokens"] == lengths["b", 9]
     for consumed, step in ((samples[0] + 1, None), (samples[0], 0), (samples[0] - 4, 1)):
         assert json_of(one, capsys, *argv, "--consumed-samples", consumed)[0]["step"] == step
 
 
-def test_a_prefix_without_a_split_is_all_of_train(one, run_folder, capsys):
+@pytest.mark.parametrize("line", ["plan a", "build a", "trace a --sample 2", "find a --sequence 3"])
+def test_a_prefix_without_a_split_is_all_of_train(one, run_folder, capsys, line):
     """It is said, since the samples of a run with another split are others."""
-    argv = ["trace", "a", "--sequence-length", 8, "--random-seed", 7, "--sample", 2]
-    argv += ["--sizes", 9, 0, 0]
-    code, with_split, err = command(one, capsys, *argv, "--split", "1")
-    assert code == 0 and err == ""
-    code, out, err = command(one, capsys, *argv)
-    assert code == 0 and out == with_split
-    assert "without --split" in err
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        ("plan --config run.toml", ["train  a ", "70.00%", "note: "]),
-        ("trace --config run.toml --sample 1", ["sample 1 of train: 9 tokens"]),
-        (
-            "trace --config run.toml --step 3",
-            ["step 3, counted from 0: samples 12 to 15", "rank 0, micro-batch 3: sample 15 of"],
-        ),
-        ("trace --config run.toml --sample 1 --decode --index-split valid", ["of valid", "  '"]),
-        (
-            "find --config run.toml --path-prefix b --sequence 9",
-            ["sequence 9 of b", "tokens of it  step, counted from 0"],
-        ),
-        (f"trace {LONG} --split 1 --sample 0" + SEEDED, ["..." + "x" * 25]),
-        (f"plan --blend {LONG} --split 1" + SEEDED, ["..." + "x" * 29]),
-        ("inspect a", ["lengths: ", "median"]),
-    ],
-)
-def test_what_commands_print_fits_100_columns(one, run_folder, capsys, argv, words):
-    code, out, err = command(one, capsys, *argv.split())
+    line = f"{line} {FIELDS} --sizes 9 0 0"
+    code, out, err = command(one, capsys, *line.split())
     assert code == 0, err
-    assert max(len(line) for line in out.split("\n")) <= 100
-    for word in words:
+    assert "without --split" in err
+    for same_run in (line, line.replace(" a ", " --blend a ")):
+        argv = [*same_run.split(), "--split", "1"]
+        assert command(one, capsys, *argv) == (0, out, "")
+
+
+PRINTED = {  # a command: words that it prints
+    "plan --config run.toml": ["train  a ", "70.00%", "note: "],
+    "trace --config run.toml --sample 1": ["sample 1 of train: 9 tokens"],
+    "trace --config run.toml --step 3": ["samples 12 to 15", "rank 0, micro-batch 3: sample 15 of"],
+    "trace --config run.toml --sample 1 --decode --index-split valid": ["of valid", "  '"],
+    "find --config run.toml --path-prefix b --sequence 9": [
+        "sequence 9 of b",
+        "tokens of it  step",
+    ],
+    f"trace {LONG} --sample 0 " + SMALL: ["..." + "x" * 25],
+    f"plan --blend {LONG} " + SMALL: ["..." + "x" * 29],
+    "trace t_text_document --sample 0 " + SMALL: ["  texts, document "],
+    "trace a --sample 0 " + SMALL: ["  -\n"],
+    "inspect a": ["lengths: ", "median"],
+}
+
+
+@pytest.mark.parametrize("line", PRINTED)
+def test_what_commands_print_fits_100_columns(one, run_folder, capsys, line):
+    code, out, err = command(one, capsys, *line.split())
+    assert code == 0, err
+    assert max(len(printed) for printed in out.split("\n")) <= 100
+    for word in PRINTED[line]:
         assert word in out
 
 
 def test_find_counts_a_sequence_that_comes_twice_in_a_sample(one, run_folder, capsys):
     mk(one, run_folder / "hand", [[98] * 4], np.uint16)
-    argv = ["find", "hand", "--split", "1", "--random-seed", 7, "--sequence", 0, "--sizes", 1, 0, 0]
-    found = json_of(one, capsys, *argv, "--sequence-length", 7)
+    argv = "find hand --split 1 --random-seed 7 --sequence 0 --sizes 1 0 0 --sequence-length 7"
+    found = json_of(one, capsys, *argv.split())
     assert found == [{"sample": 0, "tokens": 8, "step": None}]
 
 
-def test_options_of_the_command_line_come_before_those_of_the_file(one, run_folder, capsys):
-    argv = ["plan", "--config", "run.toml"]
-    rows = json_of(one, capsys, *argv)["rows"]
-    assert {row["split"] for row in rows} == {"train", "valid", "test"}
-    assert rows[0]["samples_drawn"] + rows[1]["samples_drawn"] == 60
-    argv += ["--blend", "b", "--split", "1", "--sizes", 30, 0, 0]
-    [row] = json_of(one, capsys, *argv)["rows"]
-    assert (row["path_prefix"], row["samples_drawn"]) == ("b", 30)
+IN_FILES = {  # flags: files that mean the same, where there are other flags of this dict or none
+    "--blend 70 a 30 b --sizes 9 0 0": 'blend = [70, "a", 30, "b"]\nsizes = [9, 0, 0]',
+    "--blend a b --sizes 9 none 0": 'blend = ["a", "b"]\nsizes = [9, "none", 0]',
+    "--blend 70 a 30 b --sizes 9 9 9": 'blend = [["a", "b"], [70, 30]]\nsizes = [9, 9, 9]',
+    "--blend a --tokenizer null:300": 'blend = ["a"]\ntokenizer = "null:300"',
+}
+REPLACED = [  # files whose blends and sizes count for nothing beside flags
+    'blend_per_split = [["b"], [], []]',
+    'blend = [["b", "a"], [1, 2]]\nblend_phases = [[9, [1, 2]]]',
+    'blend = ["b"]\nsizes = [60, 4, 0]\nsplit = "8,1,1"',
+]
 
 
-@pytest.mark.parametrize(
-    "lines, flags",
-    [
-        ('blend = [70, "a", 30, "b"]\nsizes = [9, 0, 0]', "--blend 70 a 30 b --sizes 9 0 0"),
-        ('blend = ["a", "b"]\nsizes = [9, "none", 0]', "--blend a b --sizes 9 none 0"),
-        ('blend = [["a", "b"], [70, 30]]\nsizes = [9, 9, 9]', "--blend 70 a 30 b --sizes 9 9 9"),
-        ('tokenizer = "null:300"\nblend = ["a"]', "--blend a --tokenizer null:300"),
-    ],
-)
-def test_a_file_means_what_the_flags_mean(one, run_folder, capsys, lines, flags):
-    common = ["--random-seed", 1, "--sequence-length", 8, "--split", "1"]
-    (run_folder / "file.toml").write_text(lines)
-    by_file = command(one, capsys, "plan", "--config", "file.toml", *common)
-    assert by_file[0] == 0 and by_file == command(one, capsys, "plan", *flags.split(), *common)
+@pytest.mark.parametrize("flags", IN_FILES)
+def test_a_file_means_what_the_flags_mean(one, run_folder, capsys, flags):
+    common = [*FIELDS.split(), "--split", "1"]
+    (run_folder / "f").write_text(IN_FILES[flags])
+    by_file = command(one, capsys, "plan", "--config", "f", *common)
+    assert by_file[0] == 0
+    assert by_file == command(one, capsys, "plan", *flags.split(), *common)
+
+
+@pytest.mark.parametrize("lines", REPLACED)
+def test_flags_replace_what_the_file_says(one, run_folder, capsys, lines):
+    (run_folder / "f").write_text(lines)
+    argv = ["plan", "--blend", "a", *SMALL.split()]
+    by_file = command(one, capsys, *argv, "--config", "f")
+    assert by_file[0] == 0, by_file[2]
+    assert by_file == command(one, capsys, *argv)
 
 
 def flip_last_bit(path):
@@ -9619,60 +9472,125 @@ def test_verify_of_caches(one, run_folder, capsys):
     assert code == 1 and one_sentence(err) and damaged.name in err
 
 
+def test_find_knows_where_the_run_ends(one, run_folder, capsys):
+    """The dataset has whole epochs; "cyclic" may read any sample of them."""
+    (run_folder / "f").write_text('dataloader_type = "cyclic"')
+    argv = ["find", "a", *SMALL.split(), "--sequence", 88, "--global-batch-size", 1]
+    dataset = gpt(one, "a", 9, tokenizer=one.ByteTokenizer(), random_seed=7)
+    samples = one.find(dataset, "a", 88)
+    for size in (samples[-1], len(dataset)):
+        sizes = ["--sizes", size, 0, 0]
+        entries = json_of(one, capsys, *argv, *sizes)
+        assert [entry["sample"] for entry in entries] == [k for k in samples if k < size]
+        assert all(entry["step"] == entry["sample"] for entry in entries)
+        _, out, _ = command(one, capsys, *argv, *sizes)
+        assert (f"and in 1 sample from {size:,} on" in out) == (size <= samples[-1])
+    entries = json_of(one, capsys, *argv, "--config", "f")
+    assert [entry["sample"] for entry in entries] == samples
+
+
+def test_an_order_of_no_size_is_warned_of(one, run_folder, capsys):
+    argv = [*FIELDS.split(), "--split", "1", "--sample", 0]
+    (run_folder / "f").write_text("stable_order = true")
+    for more, is_warned in ([], True), (["--config", "f"], False), (["--sizes", 9, 0, 0], False):
+        code, _, err = command(one, capsys, "trace", "a", *argv, *more)
+        assert code == 0 and ("without --sizes" in err) == is_warned
+
+
+def test_mock_data_have_a_name(one, capsys):
+    argv = "--sequence-length 1024 --random-seed 1 --sizes 9 0 0".split()
+    for words in (["plan"], ["find", "--sequence", 5], ["trace", "--sample", 0]):
+        code, out, err = command(one, capsys, *words, *argv)
+        assert code == 0, err
+        assert "mock data" in out
+
+
+def test_build_says_what_is_not_kept(one, run_folder, capsys):
+    argv = ["build", *SMALL.split(), "--blend", "1", "a", "1", "b"]
+    assert "not kept: give --path-to-cache" in command(one, capsys, *argv)[1]
+    assert "not kept" not in command(one, capsys, *argv, "--path-to-cache", "c")[1]
+    assert "not kept" not in command(one, capsys, "build", *SMALL.split(), "a")[1]
+
+
 # -- Errors ------------------------------------------------------------------------------------
 
 
-COMMON = " --sequence-length 8 --random-seed 1 --sizes 1 1 1"
-WRONG = {  # arguments, in a folder that holds a.jsonl, some pairs and TOML files, and a word
+COMMON = FIELDS + "--sizes 1 1 1 "
+WRONG = {  # arguments, in a folder with pairs and files: a word of the sentence
     "": "COMMAND",
     "preprocess --input a.jsonl --output-prefix o --json-keys other": "a.jsonl: line 1: ",
     "preprocess --input a.jsonl --output-prefix o --shard 1": "--shard",
     "merge --input p_00000_of_00002 --output-prefix o": "wanted p_00001_of_00002",
     "merge --input boo --output-prefix o": "did you mean books_text_document?",
     "inspect none": "none.idx: no such file",
-    "inspect book_text_documents.bin": "did you mean books_text_document?",
-    "inspect p --tokens -5": "-5",
-    "verify p damaged": "damaged.idx: sequence_pointers[1]",
+    "inspect book_text_documents.bin": "did you mean books_text_document",
+    "inspect a --tokens -5": "-5",
+    "verify a damaged": "damaged.idx: sequence_pointers[1]",
     "verify folder": "no index cache",
-    "build --blend p --split 1 --sizes 1 1 1 --sequence-length 8": "--random-seed",
-    "build --blend p --split 1 --sequence-length 8 --random-seed 1": "--sizes",
-    "build --blend p --split 1 --sequence-length 8 --random-seed 1 --sizes x 1 1": "--sizes",
-    "build --config type.toml": "random_seed must be a whole number",
-    "build --blend p --split 1 --sequence-length 0 --random-seed 1": "1 or more, got 0",
+    "build --blend a --split 1 --sizes 1 1 1 --sequence-length 8": "--random-seed",
+    "build --blend a --split 1 " + FIELDS: "--sizes",
+    "build --blend a --split 1 --sizes x 1 1 " + FIELDS: "--sizes",
+    "build a --path-to-cache a.bin " + SMALL: "no cache was written to a.bin",
+    "build --blend a --split 1 --sequence-length 0 --random-seed 1": "1 or more, got 0",
     "plan --config a.jsonl": "a.jsonl",
-    "plan --config key.toml": "unexpected keyword argument 'sizs'",
-    "plan --blend p --split 1 --global-batch-size 0" + COMMON: "1 or more, got 0",
-    "trace p --blend p --split 1 --sample 1" + COMMON: "--blend",
-    "trace p --split 1 --step 1" + COMMON: "--global-batch-size",
-    "trace p --split 1 --sample 0 --index-split valid" + COMMON: "no valid",
-    "trace --config sets.toml --index-split valid --sample 0" + COMMON: "2 datasets",
-    "find p q --split 1 --sequence 0" + COMMON: "--path-prefix",
-    "find p --split 1 --sequence 0 --path-prefix o" + COMMON: "o is not",
+    "plan --blend a --split 1 --global-batch-size 0 " + COMMON: "1 or more, got 0",
+    "plan --blend 1 a 1 b --split 9,1 --sizes 9 none 0 " + FIELDS: "valid is a blend with w",
+    "trace a --blend a --split 1 --sample 1 " + COMMON: "--blend",
+    "trace a --split 1 --step 1 " + COMMON: "--global-batch-size",
+    "trace a --split 1 --sample 0 --index-split valid " + COMMON: "no valid",
+    "trace --config sets.toml --index-split valid --sample 0 " + COMMON: "2 datasets",
+    "trace a --sample -1 " + SMALL: "0 or more, got -1",
+    "trace a --step -1 --global-batch-size 4 " + SMALL: "0 or more, got -1",
+    "find a b --split 1 --sequence 0 " + COMMON: "--path-prefix",
+    "find a --split 1 --sequence 0 --path-prefix o " + COMMON: "o is not",
+    "find a --sequence -1 " + SMALL: "0 or more, got -1",
+    "find a --sequence 1 --consumed-samples -4 " + SMALL: "0 or more, got -4",
     "demo --keep d": "unrecognized arguments",
+}
+WRONG_FILES = {  # what a TOML file says: a word of the sentence
+    'random_seed = "1"\nsequence_length = 8': "random_seed must be a whole number",
+    "random_seed = 1\nsequence_length = 8\nsizs = [1]": "unexpected keyword argument 'sizs'",
+    'dataloader_type = "foo"': "cyclic, got foo",
+    "micro_batch_size = 0": "f: micro_batch_size must be >= 1",
+    'seed = "1"': "f: seed: wanted a value such as 0, got '1'",
+    "tokenizer = 5": "f: tokenizer: wanted a value such as",
+    "sizes = [9, -1, 0]": "f: sizes: wanted a number of samples",
+    "sizes = [9, 1]": "f: sizes: wanted one of train",
+    'blend_per_split = ["a", "", ""]': "got 'a'",
+    "blend_per_split = [1, 2, 3]": "got 1",
 }
 
 
+def check_one_sentence(one, capsys, argv, word):
+    """A command fails, says so in one sentence, and leaves nothing but caches."""
+    before = set(os.listdir())
+    code, _, err = command(one, capsys, *argv)
+    assert code in (1, 2)
+    assert one_sentence(err)
+    assert word in err.split("\n")[-2]
+    # caches of splits that could be built, and of a dataset before it was looked at
+    assert set(os.listdir()) - before <= {"a", "b"}
+
+
 @pytest.mark.parametrize("arguments", WRONG)
-def test_wrong_use_is_one_sentence(one, tmp_path, capsys, monkeypatch, arguments):
-    monkeypatch.chdir(tmp_path)
+def test_wrong_use_is_one_sentence(one, run_folder, capsys, arguments):
     jsonl("a.jsonl", ["a"])
-    for name in ("p", "q", "books_text_document", "damaged"):
-        mk(one, tmp_path / name, [[1] * 18, [2] * 2])
-    index = bytearray(pathlib.Path("damaged.idx").read_bytes())
-    index[34] += 1  # the first length
-    pathlib.Path("damaged.idx").write_bytes(index)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "key.toml").write_text("random_seed = 1\nsequence_length = 8\nsizs = [1, 1, 1]")
-    (tmp_path / "type.toml").write_text('sizes = [1, 1, 1]\nrandom_seed = "1"\nsequence_length = 8')
-    (tmp_path / "sets.toml").write_text(
-        'blend_per_split = [["p"], ["p", "q"], []]\nmultiple_validation_sets = true'
-    )
-    before = set(os.listdir(tmp_path))
-    code, _, err = command(one, capsys, *arguments.split())
-    assert code in (1, 2) and one_sentence(err) and WRONG[arguments] in err.split("\n")[-2], err
-    # "p" and "q" are caches: of a split that could be built before the one that could not, or of
-    # a dataset that was built before it was looked at
-    assert set(os.listdir(tmp_path)) - before <= {"p", "q"}
+    for name in ("books_text_document", "damaged"):
+        mk(one, run_folder / name, [[1] * 18, [2] * 2])
+    patch("damaged.idx", 34, b"\x13")  # the first length
+    (run_folder / "folder").mkdir()
+    sets = 'blend_per_split = [["a"], ["a", "b"], []]\nmultiple_validation_sets = true'
+    (run_folder / "sets.toml").write_text(sets)
+    check_one_sentence(one, capsys, arguments.split(), WRONG[arguments])
+
+
+@pytest.mark.parametrize("lines", WRONG_FILES)
+def test_a_wrong_file_is_one_sentence(one, run_folder, capsys, lines):
+    (run_folder / "f").write_text(lines)
+    argv = ["plan", "--config", "f"]
+    if "random_seed" not in lines:
+        argv += FIELDS.split()
+    check_one_sentence(one, capsys, argv, WRONG_FILES[lines])
 
 
 ERRORS = [
@@ -9705,32 +9623,27 @@ def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch, error,
 
 
 SIGNALLED = """
-import multiprocessing, os, signal
+import os, signal
 class Signalled:
     vocab_size, eod, unique_identifiers = 9, 8, {}
-    def tokenize(self, text):
-        assert text != "SIGKILL" or multiprocessing.parent_process()
-        os.kill(os.getpid(), getattr(signal, text))
-        return [1]
+    def tokenize(self, text): os.kill(os.getpid(), getattr(signal, text))
 """
 
 
 @linux
-@pytest.mark.parametrize(
-    "name, workers, code", [("SIGINT", 1, 130), ("SIGTERM", 1, 143), ("SIGKILL", 2, 1)]
-)
-def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, workers, code):
+@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, code):
     """The tokenizer signals its own process, in the middle of the work: no file is left."""
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "signalled", raising=False)
     path = jsonl(tmp_path / "a.jsonl", [name])
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    flags = ["--tokenizer", "signalled:Signalled", "--workers", workers]
+    flags = ["--tokenizer", "signalled:Signalled"]
     found, _, err = preprocess_command(one, capsys, path, "o", *flags)
     assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
-    assert found == code and "Traceback" not in err
-    assert name != "SIGKILL" or "process" in err
+    assert found == code
+    assert "Traceback" not in err
     assert {*os.listdir(tmp_path)} - {"__pycache__"} == {"a.jsonl", "signalled.py"}
 
 
@@ -9742,7 +9655,7 @@ def test_a_command_in_a_thread(one, tmp_path, capsys):
     assert code == 0 and "1 document" in out
 
 
-def test_demo(mm, tmp_path, capsys, monkeypatch):
+def test_the_demo_resumes_and_leaves_nothing(mm, tmp_path, capsys, monkeypatch):
     """It ends with what to do next, in a copy of the module too, and leaves nothing."""
     monkeypatch.setattr(sys, "argv", ["./megatron_min.py"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -9754,24 +9667,22 @@ def test_demo(mm, tmp_path, capsys, monkeypatch):
 
 
 NO_NUMPY = "import sys; sys.modules['numpy'] = None\n"
-NO_C = "import sys; sys.modules['_megatron_min'] = None\n"
 VERIFY = "import runpy, sys; sys.argv[1:] = ['verify', 'none']; runpy.run_path('megatron_min.py', "
 AS_PROGRAM = VERIFY + "run_name='__main__')"
 AS_MODULE = VERIFY + "run_name='megatron_min')"
-STARTS = [  # code, MEGATRON_MIN_C, and the last line that is printed
-    (AS_PROGRAM, "0", "megatron-min: none.idx: no such file"),
-    (NO_NUMPY + AS_PROGRAM, "0", "megatron_min needs the package numpy: pip install numpy"),
-    (NO_NUMPY + AS_MODULE, "0", "ModuleNotFoundError: megatron_min needs the package numpy"),
-    (NO_C + AS_PROGRAM, "1", "MEGATRON_MIN_C=1 asks for the C kernels"),
+STARTS = [  # code, and the last line that is printed
+    (AS_PROGRAM, "megatron-min: none.idx: no such file"),
+    (NO_NUMPY + AS_PROGRAM, "megatron_min needs the package numpy: pip install numpy"),
+    (NO_NUMPY + AS_MODULE, "ModuleNotFoundError: megatron_min needs the package numpy"),
 ]
 
 
-@pytest.mark.parametrize("code, kernels, sentence", STARTS)
-def test_a_real_process(tmp_path, code, kernels, sentence):
-    """A copy of the module alone: exit code, and one sentence instead of a traceback."""
+@pytest.mark.parametrize("code, sentence", STARTS)
+def test_a_copy_of_the_module_alone_is_a_program(tmp_path, code, sentence):
+    """Exit code, and one sentence instead of a traceback."""
     shutil.copy(HERE / "megatron_min.py", tmp_path)
     run = [sys.executable, "-c", code]
-    env = os.environ | {"MEGATRON_MIN_C": kernels}
+    env = os.environ | {"MEGATRON_MIN_C": "0"}
     ran = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert ran.returncode == 1 and ran.stdout == ""
     assert ran.stderr.strip().split("\n")[-1].startswith(sentence), ran.stderr
@@ -9990,121 +9901,6 @@ def test_a_stopped_writer_leaves_whole_files_and_no_process(
         write_everything(one, 0)
         assert wanted[0].items() <= files_but_times("out").items()
         shutil.rmtree("out")
-
-
-# -- what is easily asked for, and does not fit ----------------------------------------------------
-
-FIELDS = "--sequence-length 8 --random-seed 7 "
-SMALL = FIELDS + "--split 1 --sizes 9 0 0 "
-MISTAKES = [  # arguments, a TOML file, a word
-    ("find a --sequence -1 " + SMALL, "", "0 or more, got -1"),
-    ("trace a --sample -1 " + SMALL, "", "0 or more, got -1"),
-    ("trace a --step -1 --global-batch-size 4 " + SMALL, "", "0 or more, got -1"),
-    ("find a --sequence 1 --config f " + SMALL, 'dataloader_type = "foo"', "cyclic, got foo"),
-    ("find a --sequence 1 --consumed-samples -4 " + SMALL, "", "0 or more, got -4"),
-    ("plan a --config f " + SMALL, "micro_batch_size = 0", "f: micro_batch_size must be >= 1"),
-    ("plan a --config f " + SMALL, 'seed = "1"', "f: seed: wanted a value such as 0, got '1'"),
-    ("plan a --config f " + SMALL, "tokenizer = 5", "f: tokenizer: wanted a value such as"),
-    ("plan --config f " + FIELDS, "sizes = [9, -1, 0]", "f: sizes: wanted a number of samples"),
-    ("plan --config f " + FIELDS, "sizes = [9, 1]", "f: sizes: wanted one of train"),
-    ("plan --config f --sizes 9 0 0 " + FIELDS, 'blend_per_split = ["a", "", ""]', "got 'a'"),
-    ("plan --config f --sizes 9 0 0 " + FIELDS, "blend_per_split = [1, 2, 3]", "got 1"),
-    ("plan --blend 1 a 1 b --split 9,1 --sizes 9 none 0 " + FIELDS, "", "valid is a blend with w"),
-    ("build a --path-to-cache a.bin " + SMALL, "", "no cache was written to a.bin"),
-]
-
-
-@pytest.mark.parametrize("argv, lines, word", MISTAKES)
-def test_mistakes_are_one_sentence(one, run_folder, capsys, argv, lines, word):
-    (run_folder / "f").write_text(lines)
-    code, _, err = command(one, capsys, *argv.split())
-    assert code in (1, 2) and one_sentence(err) and word in err.split("\n")[-2], err
-
-
-REPLACED = [  # lines of a file, which the blend of the command line replaces
-    'blend_per_split = [["b"], [], []]',
-    'blend = [["b", "a"], [1, 2]]\nblend_phases = [[9, [1, 2]]]',
-]
-
-
-@pytest.mark.parametrize("lines", REPLACED)
-def test_a_blend_of_the_command_line_replaces_all_blends_of_the_file(
-    one, run_folder, capsys, lines
-):
-    (run_folder / "f").write_text(lines)
-    argv = ["plan", "--blend", "a", *SMALL.split()]
-    by_file = command(one, capsys, *argv, "--config", "f")
-    assert by_file[0] == 0, by_file[2]
-    assert by_file == command(one, capsys, *argv)
-
-
-def test_a_prefix_is_enough_for_plan_and_build(one, run_folder, capsys):
-    for name in ("plan", "build"):
-        argv = [*FIELDS.split(), "--sizes", 9, 0, 0]
-        code, out, err = command(one, capsys, name, "a", *argv)
-        assert code == 0 and "without --split" in err
-        assert out == command(one, capsys, name, *argv, "--blend", "a", "--split", "1")[1]
-
-
-def test_find_knows_where_the_run_ends(one, run_folder, capsys):
-    """The dataset has whole epochs; "cyclic" may read any sample of them."""
-    (run_folder / "f").write_text('dataloader_type = "cyclic"')
-    argv = ["find", "a", *SMALL.split(), "--sequence", 88, "--global-batch-size", 1]
-    dataset = gpt(one, "a", 9, tokenizer=one.ByteTokenizer(), random_seed=7)
-    samples = one.find(dataset, "a", 88)
-    for size in (samples[-1], len(dataset)):
-        sizes = ["--sizes", size, 0, 0]
-        entries = json_of(one, capsys, *argv, *sizes)
-        assert [entry["sample"] for entry in entries] == [k for k in samples if k < size]
-        assert all(entry["step"] == entry["sample"] for entry in entries)
-        is_cut = (
-            f"and in 1 sample from {size:,} on, before" in command(one, capsys, *argv, *sizes)[1]
-        )
-        assert is_cut == (size <= samples[-1])
-    entries = json_of(one, capsys, *argv, "--config", "f")
-    assert [entry["sample"] for entry in entries] == samples
-
-
-def test_an_order_of_no_size_is_warned_of(one, run_folder, capsys):
-    argv = [*FIELDS.split(), "--split", "1", "--sample", 0]
-    (run_folder / "f").write_text("stable_order = true")
-    for more, is_warned in ([], True), (["--config", "f"], False), (["--sizes", 9, 0, 0], False):
-        code, _, err = command(one, capsys, "trace", "a", *argv, *more)
-        assert code == 0 and ("without --sizes" in err) == is_warned
-
-
-def test_spans_on_the_screen(one):
-    """Numbers are whole; the input and its document stand together."""
-    numbers = [12_345_678, 12_345_678, 0, 9, 98_765_432, 0]
-    spans = [one.Span("p", *numbers, "wiki-03.jsonl", 1017), one.Span("q", *numbers, None, None)]
-    titles, first, second = one._table_of_spans([span._asdict() for span in spans])
-    assert first.count("12,345,678") == 2 and titles.endswith("input")
-    assert first.endswith("98,765,432  wiki-03.jsonl, document 1,017") and second.endswith("  -")
-
-
-def test_mock_data_have_a_name(one, run_folder, capsys):
-    argv = ["--sequence-length", 1024, "--random-seed", 1, "--sizes", 9, 0, 0]
-    assert "mock data" in command(one, capsys, "plan", *argv)[1]
-    code, out, err = command(one, capsys, "find", "--sequence", 5, *argv)
-    assert code == 0 and "of mock data: tokens of it are in" in out, err
-    assert "corpus    sequence" not in command(one, capsys, "trace", "--sample", 0, *argv)[1]
-
-
-def test_build_says_what_is_not_kept(one, run_folder, capsys):
-    argv = ["build", *SMALL.split(), "--blend", "1", "a", "1", "b"]
-    assert "not kept: give --path-to-cache" in command(one, capsys, *argv)[1]
-    assert "not kept" not in command(one, capsys, *argv, "--path-to-cache", "c")[1]
-    assert "not kept" not in command(one, capsys, "build", *SMALL.split(), "a")[1]
-
-
-def test_the_merge_command_of_a_shard_is_quoted(one, tmp_path, capsys):
-    folder = tmp_path / "a folder"
-    folder.mkdir()
-    path = jsonl(folder / "t.jsonl", ["a", "b"])
-    shard = ["--shard", "0/2"]
-    _, out, _ = preprocess_command(one, capsys, path, folder / "o", *shard)
-    whole = folder / "o_text_document"
-    assert f"--input '{whole}'_*_of_00002.idx --output-prefix '{whole}'" in out
 
 
 # ==============================================================================
@@ -10748,7 +10544,7 @@ def read_pair(mm, rng):
 
 @linux
 @pytest.mark.parametrize("count", FEW_AND_MANY)
-def test_damaged_pairs(mm, tmp_path, monkeypatch, count):
+def test_damaged_pairs_are_refused_or_read_in_bounds(mm, tmp_path, monkeypatch, count):
     monkeypatch.chdir(tmp_path)
     for path, modes, dtype in (("plain", None, np.uint16), ("moded", [1, -2], np.int32)):
         with mm.IndexedDatasetBuilder(f"{path}.bin", dtype, modes is not None) as builder:
@@ -10791,7 +10587,7 @@ def read_cache(mm, rng):
 
 @linux
 @pytest.mark.parametrize("count", FEW_AND_MANY)
-def test_damaged_caches(mm, tmp_path, monkeypatch, count):
+def test_damaged_caches_are_never_seen(mm, tmp_path, monkeypatch, count):
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(5)
     mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)
