@@ -2512,7 +2512,8 @@ class _Sampler:
     """What the samplers share.
 
     kind                  the sampler's name in a saved state
-    consumed_samples      the number of samples after which the next pass starts
+    consumed_samples      how many samples, of all ranks, come before the next pass; "cyclic" counts
+                          those of all turns
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
@@ -2661,6 +2662,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
     def __iter__(self) -> typing.Iterator[list[int]]:
         turn, done = divmod(self.consumed_samples, self.active_total_samples)
         order = self._order_of_rank(turn)
+        # the samples done are of all ranks, the order is of one
         for batch in order[done // self.data_parallel_size :].split(self.micro_batch_size):
             self.consumed_samples += self.samples_per_round
             yield batch.tolist()
