@@ -54,8 +54,12 @@ begins with _check_ raises an error for wrong input.
     _open_index, _open_bin           the bytes of an .idx, the tokens of its .bin; both are checked
     _position, _error_of_span        an index, counted from the end if it is negative; its error
     _read_pieces                     the tokens of several (sequence, offset, length)
-    _open_indices, _map_indices      the arrays of a dataset: found in its cache, or built
+    _open_arrays, _map_arrays        the arrays of a dataset: found in its cache, or built
+    _as_range, _as_documents, _count_tokens
+                                     numbers of documents, as a range where they follow each other,
+                                     or as an array; how many tokens these documents have
     _set_identifiers                 what tells a dataset from others, and names its cache files
+    _random_state                    np.random.RandomState(seed), in less time
     _count_datasets                  how often each dataset occurs in dataset_index
     _pad_token_id, _attribute        the id that fills short samples; what a tokenizer may not have
     _name                            what a dataset is called in a message
@@ -1337,15 +1341,20 @@ def _count_samples_of_epochs(
 # Where a document ends inside of a sample, the config may ask for positions that count from 0
 # again, for a mask that keeps the documents apart, or for the places where documents start.
 #
-# A batch is a table, and a sample is a row of it:
+# A batch is a table, and a sample is a row of it.  So the samples of a batch are written where they
+# stay, and no sample is copied once more.  ds[k] is the only row of a table of one row.
 #
 #   indices      tokens     labels     loss_mask   position_ids
 #   0            b b b c    b b c c    1 1 1 1     0 1 2 3         columns(2) makes the empty table,
 #   2            a a a a    a a a b    1 1 1 1     0 1 2 3         fill() writes samples into rows
 #
-# The three arrays depend on the lengths of the documents, the split, the number of samples, S, x,
-# the seed, whether a last short sample is kept, and stable_order, and on nothing else.  So they are
-# built once and cached in files (section 12); every rank and every later job maps the same files.
+# document_index, sample_index and shuffle_index depend on the lengths of the documents, the split,
+# the number of samples, S, x, the seed, whether a last short sample is kept, and stable_order, and
+# on nothing else.  So they are built once and cached in files (section 12); every rank and every
+# later job maps the same files.
+#
+# Python wants base classes first: _SampleTable says how tables make samples and batches, and
+# MegatronDataset what the builder expects of a dataset.  A first reading may begin at GPTDataset.
 
 
 class _SampleTable(torch.utils.data.Dataset):
@@ -1355,7 +1364,11 @@ class _SampleTable(torch.utils.data.Dataset):
     fill(columns, rows, indices)   writes the samples of these indices into these rows
     fills_rows                     does each sample come from fill()?  In a subclass with its own
                                    __getitem__() it does not: there a batch is samples, collated
+    index_names                    names of index arrays, which are attributes.  At the first access
+                                   to one of them they are mapped from the files of the cache
     """
+
+    index_names = ()
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         columns = self.columns(1)
@@ -1396,6 +1409,13 @@ class _SampleTable(torch.utils.data.Dataset):
         """Write the samples of these indices (None: padding, without loss) into these rows."""
         raise NotImplementedError(f"{type(self).__name__} wants fill() or its own __getitem__()")
 
+    def __getattr__(self, name: str) -> np.ndarray:
+        """Map the index arrays: Python calls this where there is no attribute of this name yet."""
+        if name not in type(self).index_names:
+            return object.__getattribute__(self, name)  # AttributeError, in Python's own words
+        _map_arrays(self)  # section 12: from now on they are attributes
+        return vars(self)[name]
+
 
 def _row_of(columns, row):
     """One sample of a table, as tensors.
@@ -1410,7 +1430,7 @@ class MegatronDataset(abc.ABC, _SampleTable):
 
     dataset        what build_low_level_dataset() returned
     dataset_path   the path it was opened from; may be None
-    indices        which elements of dataset belong to this split: an int32 array, or a range
+    indices        which documents of dataset belong to this split: an int32 array, or a range
     num_samples    how many samples are wanted; None: those of one epoch
     index_split    Split
     config         BlendedMegatronDatasetConfig
@@ -1418,7 +1438,7 @@ class MegatronDataset(abc.ABC, _SampleTable):
     A subclass defines
       __len__() and __getitem__(k)                    the samples
       build_low_level_dataset(dataset_path, config)   opens the data, for the builder
-      numel_low_level_dataset(opened)                 how many elements there are for the split
+      numel_low_level_dataset(opened)                 how many documents there are to split
     and, if it likes,
       made_from()                                     a dict that tells its data from others, so
                                                       that no run goes on with other data
@@ -1452,7 +1472,7 @@ class MegatronDataset(abc.ABC, _SampleTable):
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
-        """int32: which elements of dataset belong to this split; made when it is asked for."""
+        """int32: which documents of dataset belong to this split; made when it is asked for."""
         return _as_documents(self._documents)
 
     @staticmethod
@@ -1464,7 +1484,7 @@ class MegatronDataset(abc.ABC, _SampleTable):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
-        """Return how many elements the opened data have for the split to cut."""
+        """Return how many documents the opened data have for the split to cut."""
         raise NotImplementedError("the builder wants a class with numel_low_level_dataset()")
 
     @staticmethod
@@ -1475,19 +1495,6 @@ class MegatronDataset(abc.ABC, _SampleTable):
     def made_from(self) -> dict:
         """Return what the samples are made from, in numbers and texts, for a state to compare."""
         return {}
-
-
-class _IndexArray:
-    """An attribute that is an index array: mapped from its file at the first access, or set."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, dataset: typing.Any, owner: type | None = None) -> np.ndarray:
-        if dataset is None:  # GPTDataset.document_index, of the class
-            return self
-        _map_indices(dataset)  # section 12: from now on the arrays are attributes of the dataset
-        return vars(dataset)[self.name]
 
 
 class GPTDataset(MegatronDataset):
@@ -1513,9 +1520,10 @@ class GPTDataset(MegatronDataset):
     or, for a pair on object storage, one beside the copy of its .idx.
 
     A subclass may override three methods.  __getitem__(k) returns a sample, whatever its keys are.
-    _query_document_sample_shuffle_indices(k) returns the tokens of a sample.  These two end
-    fills_rows.  _build_document_sample_shuffle_indices() returns the three arrays, and changes the
-    orders only; so does whoever sets one of the arrays, which are attributes.
+    _query_document_sample_shuffle_indices(k) returns the tokens of a sample.  If one of these two
+    is overridden, batches are made sample by sample.  The third,
+    _build_document_sample_shuffle_indices(), returns the three arrays, and changes the orders only.
+    To set one of the three attributes has the same effect.
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -1533,9 +1541,9 @@ class GPTDataset(MegatronDataset):
     """
 
     index_names = ("document_index", "sample_index", "shuffle_index")
-    document_index = _IndexArray()  # int32 (E*D,): the order of the documents
-    sample_index = _IndexArray()  # int32 or int64 (N+1, 2): where each sample of the stream starts
-    shuffle_index = _IndexArray()  # uint32 or int64 (N,): the order of the samples
+    document_index: np.ndarray  # int32 (E*D,): the order of the documents
+    sample_index: np.ndarray  # int32 or int64 (N+1, 2): where each sample of the stream starts
+    shuffle_index: np.ndarray  # uint32 or int64 (N,): the order of the samples
     _cache = None  # section 12; none where a subclass makes the arrays
 
     def __init__(
@@ -1558,17 +1566,18 @@ class GPTDataset(MegatronDataset):
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self._eod_token_id = _attribute(config.tokenizer, "eod")
         if _overrides(self, GPTDataset, "_build_document_sample_shuffle_indices"):
+            # A subclass makes its own arrays: they are in no cache.
             arrays = self._build_document_sample_shuffle_indices()
             self.document_index, self.sample_index, self.shuffle_index = arrays
         else:
-            self._find_indices()
+            self._find_arrays()
 
     def __len__(self) -> int:
         if "sample_index" in vars(self):  # it is mapped, or was set
             return len(self.sample_index) - 1
         return self.epoch_plan.num_samples
 
-    __getitem__ = _SampleTable.__getitem__  # a sample is a row of a table
+    __getitem__ = _SampleTable.__getitem__  # abstract in MegatronDataset: here a row of a table
 
     # ---- from k to the tokens and labels of sample k
 
@@ -1595,36 +1604,36 @@ class GPTDataset(MegatronDataset):
         return pieces
 
     def _read_samples(self, indices):
-        """The S + x tokens of each of these samples: its pieces, laid end to end and filled up."""
+        """The cut of each sample, which is its S + x tokens: pieces laid end to end, filled up."""
         pieces_of_samples = [self.pieces(k) for k in indices]
         # section 13: self.dataset.get(*piece) of each piece, on object storage of all at once
         parts_of_samples = _read_pieces(self.dataset, pieces_of_samples)
-        texts = []
+        cuts = []
         for k, pieces, parts in zip(indices, pieces_of_samples, parts_of_samples, strict=True):
-            text = np.concatenate(parts, dtype=np.int64)
-            _check_text(self, k, pieces, text)  # section 15
-            texts.append(self._pad(k, text))
-        return texts
+            cut = np.concatenate(parts, dtype=np.int64)
+            _check_cut(self, k, pieces, cut)  # section 15
+            cuts.append(self._pad(k, cut))
+        return cuts
 
-    def _pad(self, k, text):
+    def _pad(self, k, cut):
         """The tokens of sample k, filled up to S + x."""
-        missing = self.config.sequence_length + self._extra - len(text)
+        missing = self.config.sequence_length + self._extra - len(cut)
         if missing == 0:
-            return np.asarray(text, np.int64)
+            return np.asarray(cut, np.int64)
         _check_room(self, k, missing)  # section 15
-        return np.append(text, np.full(missing, self._pad_token_id, np.int64))
+        return np.append(cut, np.full(missing, self._pad_token_id, np.int64))
 
-    def _write_sample(self, columns, row, k, text):
-        """Write sample k, which has the S + x tokens of text, into a row of the columns."""
+    def _write_sample(self, columns, row, k, cut):
+        """Write sample k, which has the S + x tokens of cut, into a row of the columns."""
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        tokens = text[:S]
-        labels = text[1:]
+        tokens = cut[:S]
+        labels = cut[1:]
         if not self._extra:
             labels = np.append(labels, pad)
         loss_mask = labels != pad
-        if config.eod_mask_loss:
+        if config.eod_mask_loss:  # what follows an eod is the beginning of another document
             loss_mask &= tokens != self._eod_token_id
 
         # the places of the sample where positions count from 0 again
@@ -1693,14 +1702,11 @@ class GPTDataset(MegatronDataset):
         """Write the samples of these indices (None: padding, without loss) into these rows."""
         samples = [0 if k is None else k for k in indices]
         if self._has_own_tokens():
-            texts = []
-            for k in samples:
-                text = self._query_document_sample_shuffle_indices(k)[0]
-                texts.append(self._pad(k, text))  # a subclass may return fewer tokens
+            cuts = self._read_own_tokens(samples)
         else:
-            texts = self._read_samples(samples)
-        for row, k, text in zip(rows, samples, texts, strict=True):
-            self._write_sample(columns, row, k, text)
+            cuts = self._read_samples(samples)
+        for row, k, cut in zip(rows, samples, cuts, strict=True):
+            self._write_sample(columns, row, k, cut)
         _take_loss_of_padding(columns, rows, indices)
 
     @property
@@ -1708,24 +1714,9 @@ class GPTDataset(MegatronDataset):
         """Does each sample come from fill(), and are its tokens those of the corpus?"""
         return super().fills_rows and not self._has_own_tokens()
 
-    def _has_own_tokens(self):
-        """Does a subclass say which tokens a sample has?"""
-        return _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
-
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
-
-        A subclass may override this method, which has upstream's name, to change the tokens.  If it
-        returns fewer than S + x of them, padding follows.  What it returns behind the tokens is not
-        looked at.
-        """
-        [text] = self._read_samples([idx])
-        documents = [i for i, _, _ in self.pieces(idx)]
-        return text, np.array(documents, np.int64)
-
     # ---- the three arrays
 
-    def _build_indices(self):
+    def _build_arrays(self):
         """Build the arrays of section 4: return the plan of the epochs, and the three of them."""
         _check_corpus(self)  # section 13
         config = self.config
@@ -1767,17 +1758,40 @@ class GPTDataset(MegatronDataset):
         drop_last = not self._keeps_short
         return plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
 
-    def _find_indices(self):
-        """Find the three arrays in the cache, or have them built (section 12)."""
-        self.epoch_plan = EpochPlan(*_open_indices(self))
+    def _find_arrays(self):
+        """Find the three arrays in the cache; where they are not, _build_arrays() makes them."""
+        self.epoch_plan = EpochPlan(*_open_arrays(self))  # section 12 looks, and calls it
+
+    # ---- what subclasses override, under upstream's names
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
+
+        This class itself does not call it.  If a subclass returns fewer than S + x tokens, padding
+        follows.  What it returns behind the tokens is not looked at.
+        """
+        [cut] = self._read_samples([idx])
+        documents = [i for i, _, _ in self.pieces(idx)]
+        return cut, np.array(documents, np.int64)
+
+    def _has_own_tokens(self):
+        """Does a subclass say which tokens a sample has?"""
+        return _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
+
+    def _read_own_tokens(self, samples):
+        """The S + x tokens of each of these samples, as a subclass says."""
+        cuts = []
+        for k in samples:
+            tokens = self._query_document_sample_shuffle_indices(k)[0]
+            cuts.append(self._pad(k, tokens))
+        return cuts
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return document_index, sample_index and shuffle_index, from the cache or newly built.
 
-        A subclass may override this method, which has upstream's name, to have other orders.  What
-        its method returns is kept in memory, and not in a cache.
+        What a subclass returns is kept in memory, and not in a cache.
         """
-        self._find_indices()
+        self._find_arrays()
         return self.document_index, self.sample_index, self.shuffle_index
 
     # ---- what the builder and the cache ask
@@ -1852,30 +1866,6 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
 def _overrides(dataset, cls, method):
     """Does the class of this dataset have another method of this name than cls has?"""
     return getattr(type(dataset), method) is not getattr(cls, method)
-
-
-def _as_range(documents):
-    """Numbers of documents as a range, if they follow each other, else as an array."""
-    if isinstance(documents, range) and documents.step == 1:
-        return documents
-    documents = np.asarray(documents)
-    if len(documents) and np.array_equal(documents, documents[0] + np.arange(len(documents))):
-        return range(int(documents[0]), int(documents[-1]) + 1)
-    return documents
-
-
-def _as_documents(documents):
-    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
-    if isinstance(documents, range):
-        return np.arange(documents.start, documents.stop, dtype=np.int32)
-    return documents
-
-
-def _count_tokens(lengths, documents):
-    """T: how many tokens these documents have."""
-    if isinstance(documents, range):
-        documents = slice(documents.start, documents.stop)
-    return int(lengths[documents].sum(dtype=np.int64))
 
 
 class MockGPTLowLevelDataset:
@@ -2096,8 +2086,8 @@ class BlendedDataset(_SampleTable):
     """
 
     index_names = ("dataset_index", "dataset_sample_index")
-    dataset_index = _IndexArray()  # int16 (size,): which dataset a sample comes from
-    dataset_sample_index = _IndexArray()  # int64 (size,): which sample of that dataset it is
+    dataset_index: np.ndarray  # int16 (size,): which dataset a sample comes from
+    dataset_sample_index: np.ndarray  # int64 (size,): which sample of that dataset it is
 
     def __init__(
         self,
@@ -2125,9 +2115,9 @@ class BlendedDataset(_SampleTable):
         self.config = config
         self.split = self.datasets[0].index_split
         _set_identifiers(self)  # section 12: the files of a cache are named after these
-        # Section 12 finds the two arrays in the cache, or has them built.  _open_indices() returns
-        # what _build_indices() returns first: here, how many samples each dataset gives.
-        self._taken = _open_indices(self)
+        # Section 12 finds the two arrays in the cache, or has them built.  _open_arrays() returns
+        # what _build_arrays() returns first: here, how many samples each dataset gives.
+        self._taken = _open_arrays(self)
         if self._taken is not None:  # None: see samples_taken()
             _check_taken(self, self._taken)
 
@@ -2187,7 +2177,7 @@ class BlendedDataset(_SampleTable):
 
     # ---- the two arrays
 
-    def _build_indices(self):
+    def _build_arrays(self):
         """Build the arrays: return how many samples each dataset gives, and the two of them."""
         dataset_index = np.zeros(len(self), np.int16)
         dataset_sample_index = np.zeros(len(self), np.int64)
@@ -4332,14 +4322,14 @@ def verify_cache(folder: str | os.PathLike) -> dict[str, dict[str, int]]:
 # -- the caches of datasets and blends -------------------------------------------------------------
 
 
-def _open_indices(dataset: typing.Any) -> typing.Any:
+def _open_arrays(dataset: typing.Any) -> typing.Any:
     """Find the arrays of a dataset or blend in its cache, or build them; return the facts."""
     name = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{_split_of(dataset).name}"
     made_from = dataset.made_from() if isinstance(dataset, MegatronDataset) else None
     dataset._cache = _IndexCache(
         _folder_of_cache(dataset), name, dataset.index_names, dataset.unique_description, made_from
     )
-    facts = dataset._cache.load_or_build(dataset._build_indices, dataset.config.fast_cache_load)
+    facts = dataset._cache.load_or_build(dataset._build_arrays, dataset.config.fast_cache_load)
     if facts is None and isinstance(dataset, GPTDataset):  # a cache of upstream that is trusted
         tokens = _count_tokens(dataset.dataset.sequence_lengths, dataset._documents)
         facts = dataset._plan_epochs(tokens)
@@ -4364,9 +4354,9 @@ def _folder_of_cache(dataset):
     return f"{folder}/{type(dataset).__name__}_indices"
 
 
-def _map_indices(dataset: typing.Any) -> None:
+def _map_arrays(dataset: typing.Any) -> None:
     """Make the arrays of a dataset or blend its attributes, but for those that were set."""
-    for name, values in dataset._cache.arrays(dataset._build_indices).items():
+    for name, values in dataset._cache.arrays(dataset._build_arrays).items():
         vars(dataset).setdefault(name, values)
 
 
@@ -4501,6 +4491,30 @@ def _documents_of_split(dataset):
         if in_matrix is not None:
             bounds = in_matrix
     return _describe_documents(range(*split_range(bounds, len(dataset.dataset))))
+
+
+def _as_range(documents):
+    """Numbers of documents as a range, if they follow each other, else as an array."""
+    if isinstance(documents, range) and documents.step == 1:
+        return documents
+    documents = np.asarray(documents)
+    if len(documents) and np.array_equal(documents, documents[0] + np.arange(len(documents))):
+        return range(int(documents[0]), int(documents[-1]) + 1)
+    return documents
+
+
+def _as_documents(documents):
+    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
+    if isinstance(documents, range):
+        return np.arange(documents.start, documents.stop, dtype=np.int32)
+    return documents
+
+
+def _count_tokens(lengths, documents):
+    """T: how many tokens these documents have."""
+    if isinstance(documents, range):
+        documents = slice(documents.start, documents.stop)
+    return int(lengths[documents].sum(dtype=np.int64))
 
 
 def _arrays_made_from(dataset: GPTDataset) -> dict:
@@ -5737,7 +5751,7 @@ def _has_own_arrays(dataset: typing.Any) -> bool:
         return True
     for name in dataset.index_names:
         if name in vars(dataset):  # it is mapped, or was set
-            made = dataset._cache.arrays(dataset._build_indices)[name]
+            made = dataset._cache.arrays(dataset._build_arrays)[name]
             own = vars(dataset)[name]
             if own is not made and not np.array_equal(own, made):
                 return True
@@ -6372,12 +6386,12 @@ def _check_places(dataset: GPTDataset, k: int, first_d: int, sequences: list[int
             raise _damaged(dataset, k, f"document_index[{d}] is {i}")
 
 
-def _check_text(dataset: GPTDataset, k: int, pieces: list, text: np.ndarray) -> None:
+def _check_cut(dataset: GPTDataset, k: int, pieces: list, cut: np.ndarray) -> None:
     """Check what was read for sample k; a warning where real tokens equal the pad id."""
     wanted = sum(length for _, _, length in pieces)
-    if len(text) != wanted:  # a reader of the user's own may be wrong
-        raise ValueError(f"{_name(dataset)}: wanted {wanted} tokens of {pieces}, got {len(text)}")
-    if (text == dataset._pad_token_id).any():
+    if len(cut) != wanted:  # a reader of the user's own may be wrong
+        raise ValueError(f"{_name(dataset)}: wanted {wanted} tokens of {pieces}, got {len(cut)}")
+    if (cut == dataset._pad_token_id).any():
         _warn_of_real_pads(dataset)
 
 

@@ -5384,7 +5384,7 @@ def test_what_a_second_start_opens_and_reads(one, tmp_path, cache):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.open", note)
         patch.setattr(one._MappedTokens, "read", mock.Mock(side_effect=AssertionError))
-        patch.setattr(one.GPTDataset, "_build_indices", mock.Mock(side_effect=AssertionError))
+        patch.setattr(one.GPTDataset, "_build_arrays", mock.Mock(side_effect=AssertionError))
         build(one, [60, 8, 8], cfg)
     pairs = [name for name in opened if not name.endswith("-manifest.json")]
     wanted = [
