@@ -74,7 +74,7 @@ call the workshop are not listed: their docstrings say what they return.
     _pad_token_id, _attribute        the id that fills short samples; what a tokenizer may not have
     _name                            what a dataset is called in a message
     _common_ranges                   what two cuts of a corpus have in common
-    _read_shares, _read_blend, _as_phases, _as_counts
+    _read_shares, _checked_blend, _as_phases, _as_counts
                                      splits, weights and phases as numbers, after checks
     _drop_zero_weights, _note_dropped
                                      a blend without its corpora of weight 0; a note that names them
@@ -2081,11 +2081,12 @@ class BlendedDataset(_SampleTable):
     config     BlendedMegatronDatasetConfig
     phases     [(samples, weights), ...] instead of weights and size, which must be None.  Every
                dataset keeps its number, also one whose weights are all 0: a phase that is added
-               later may use it.  One phase without a weight of 0 is the plain blend.
+               later may use it.  A single phase without a weight of 0 is the same as weights and
+               size.
 
-    So there are three kinds of blend, and their attributes are:
+    So there are three kinds of blend.  They have these attributes:
 
-      made with           size      weights      phases                    rule
+      made with           .size     .weights     .phases                   built by
       weights and size    size      normalized   [(size, weights)]         build_blending_indices
       weights alone       None      counts       None                      build_exhaustive_...
       phases              the sum   None         with normalized weights   build_phase_indices
@@ -2115,13 +2116,12 @@ class BlendedDataset(_SampleTable):
         config: BlendedMegatronDatasetConfig,
         phases: list | None = None,
     ) -> None:
-        # section 15: what cannot be is refused, weight 0 dropped, the weights of phases normalized
-        self.datasets, weights, phases = _read_blend(datasets, weights, size, phases)
+        # Section 15: what cannot be is refused, weight 0 dropped, the weights of phases normalized,
+        # and a single phase without a weight of 0 is now weights and size.
+        self.datasets, weights, size, phases = _checked_blend(datasets, weights, size, phases)
         if phases is not None:
             self.size = sum(samples for samples, _ in phases)
-            _, first_weights = phases[0]
-            is_plain = len(phases) == 1 and all(first_weights)  # then it shares the plain cache
-            self.weights = first_weights if is_plain else None
+            self.weights = None
             self.phases = phases
         elif size is None:
             self.size = None
@@ -2133,17 +2133,17 @@ class BlendedDataset(_SampleTable):
             self.phases = [(self.size, self.weights)]
         self.config = config
         self.split = self.datasets[0].index_split
-        # May the rows of one table be filled by all datasets?
-        self._shares_columns = all(self._has_same_columns(dataset) for dataset in self.datasets)
         _set_identifiers(self)  # section 12: the files of a cache are named after these
-        # How many samples the blend takes of each dataset.  The arrays are found in the cache
-        # (section 12), or built; a cache of upstream that is trusted does not say how many.
+        # Section 12 finds the two arrays in the cache, or has them built.  _open_arrays() returns
+        # what _build_arrays() returns first: here, how many samples each dataset gives.
         self._taken = _open_arrays(self)
-        if self._taken is not None:
+        if self._taken is not None:  # None: see samples_taken()
             _check_taken(self, self._taken)
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
+
+    # ---- sample i
 
     def __getitem__(self, idx: int | None) -> dict:
         d, k = self._place(idx)
@@ -2157,7 +2157,7 @@ class BlendedDataset(_SampleTable):
         i = _position(idx, len(self), "the samples of a blend")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
-    # ---- samples as rows of a table
+    # ---- the same for a whole batch at once (section 14 uses it)
 
     def columns(self, count: int) -> dict[str, np.ndarray]:
         """Return an empty table for so many samples."""
@@ -2183,12 +2183,16 @@ class BlendedDataset(_SampleTable):
     @property
     def fills_rows(self) -> bool:
         """Can a batch be filled as a whole, because all datasets fill rows of the same table?"""
-        return self._shares_columns and not _overrides(self, BlendedDataset, "__getitem__")
+        return self._have_one_table and not _overrides(self, BlendedDataset, "__getitem__")
 
-    def _has_same_columns(self, dataset):
-        """Does this dataset fill rows, of the table that the config of the blend asks for?"""
-        fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
-        return fills_rows and dataset.config is self.config
+    @functools.cached_property
+    def _have_one_table(self):
+        """Do all datasets fill rows, of the table that the config of the blend asks for?"""
+        for dataset in self.datasets:
+            fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
+            if not fills_rows or dataset.config is not self.config:
+                return False
+        return True
 
     # ---- the two arrays
 
@@ -2210,7 +2214,7 @@ class BlendedDataset(_SampleTable):
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
-        if self._taken is None:  # the cache of upstream does not say
+        if self._taken is None:  # a cache that upstream made, and that is trusted, does not say
             self._taken = _count_datasets(self.dataset_index, len(self.datasets))
         return np.array(self._taken, np.int64)
 
@@ -2482,7 +2486,7 @@ def _do_nothing():
 # A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
 # micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
 # time are called a round here.  A training step, which changes the model once, takes one round or
-# several.
+# several.  If every step has M rounds, step t reads the rounds t*M .. t*M + M - 1.
 #
 # All ranks have one order of samples, and it is dealt to them round by round.  The sampler "single"
 # deals it in runs, the sampler "cyclic" sample by sample.  With micro_batch_size 2 and
@@ -2495,16 +2499,19 @@ def _do_nothing():
 #   order of "cyclic"      4  0  7  3     2  5  1  6                each turn in a new order; the
 #   rank                   0  1  0  1     0  1  0  1                samples of whole rounds only
 #
-# A turn is once through all samples of the dataset.  (An epoch, of section 4, is once through its
-# documents, and a dataset may hold several.)  With data_sharding each rank shuffles a part of its
-# own, so that it always reads the same samples: rank 0 those of 0 .. 3, rank 1 those of 4 .. 7.
+# A turn is once through all samples of the dataset; a rest that fills no whole round is left out,
+# unless drop_last is False.  (An epoch, of section 4, is once through its documents, and a dataset
+# may hold several.)  With data_sharding each rank shuffles a part of its own, so that it always
+# reads the same samples: of eight, rank 0 reads 0 .. 3 and rank 1 reads 4 .. 7.
 #
 # One iteration over a sampler is called a pass.  It starts at consumed_samples and ends at the end
 # of the turn, so the first pass after a stop may be only the rest of a turn.
 #
-# One number, consumed_samples, says how many samples all ranks together have used.  A checkpoint
-# keeps this number and what the samples so far depend on (section 14).  A job that goes on may have
-# other ranks, micro-batches or workers, wherever the order does not depend on them:
+# One number, consumed_samples, says how many samples all ranks together have used.  The loader
+# counts it (section 14).  A sampler has an attribute of the same name, which only says where its
+# next pass starts.  A checkpoint keeps the number and what the samples so far depend on.  A job
+# that goes on may have other ranks, micro-batches or workers, wherever the order does not depend on
+# them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
@@ -2516,7 +2523,7 @@ def _do_nothing():
 #
 #   (a) consumed_samples is a whole number of the new rounds
 #   (b) the new sizes shuffle the same number of samples (the rest at the end, less than a
-#       micro-batch or, sharded, less than a round, is left out)
+#       micro-batch or, sharded, less than a round, is not shuffled)
 #   (c) the number of the turn, and the samples used in it, come out the same
 
 
@@ -2524,7 +2531,8 @@ class _Sampler:
     """What the samplers share.
 
     kind                  the sampler's name in a saved state
-    consumed_samples      where the next pass starts
+    consumed_samples      how many samples, of all ranks, come before the next pass; "cyclic" counts
+                          those of all turns
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
@@ -2565,15 +2573,6 @@ class _Sampler:
         """Upstream's name of samples_per_round."""
         return self.samples_per_round
 
-    def get_start_end_idx(self) -> tuple[int, int]:
-        """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
-
-        >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
-        (2, 4)
-        """
-        first = self.data_parallel_rank * self.micro_batch_size
-        return first, first + self.micro_batch_size
-
 
 class MegatronPretrainingSampler(_Sampler):
     """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
@@ -2604,6 +2603,15 @@ class MegatronPretrainingSampler(_Sampler):
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
             yield [*range(own_first, own_end), *padding]
 
+    def get_start_end_idx(self) -> tuple[int, int]:
+        """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
+
+        >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
+        (2, 4)
+        """
+        first = self.data_parallel_rank * self.micro_batch_size
+        return first, first + self.micro_batch_size
+
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
     """One sample for each rank in each round, to the last sample, then None.
@@ -2632,12 +2640,15 @@ class MegatronFullValidationSampler(MegatronPretrainingSampler):
 class MegatronPretrainingRandomSampler(_Sampler):
     """Samples in a new random order every turn.  Upstream: MegatronPretrainingRandomSampler.
 
+    dataset        not used; upstream has this argument
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
     seed           the order of turn t is drawn with seed + t (upstream: with t)
 
-    The samples that fill no whole round at the end of an order are left out, so that all ranks stay
-    in the same turn (upstream, unsharded, keeps some of them, and ranks get into different turns).
-    A pass goes on at consumed_samples, which every batch advances.
+    Unsharded, the samples beyond the last whole micro-batch are not shuffled at all (upstream's
+    rule).  Of the shuffled order, what fills no whole round is not read, so that all ranks stay in
+    the same turn (upstream reads some of it, and ranks get into different turns).  Sharded, only
+    the samples of whole rounds are shuffled.  A pass goes on at consumed_samples, which every batch
+    advances.
 
     >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
     [[4], [0], [7], [3], [2], [5], [1], [6]]
@@ -2670,6 +2681,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
     def __iter__(self) -> typing.Iterator[list[int]]:
         turn, done = divmod(self.consumed_samples, self.active_total_samples)
         order = self._order_of_rank(turn)
+        # the samples done are of all ranks, the order is of one
         for batch in order[done // self.data_parallel_size :].split(self.micro_batch_size):
             self.consumed_samples += self.samples_per_round
             yield batch.tolist()
@@ -2708,6 +2720,9 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
     >>> for batch in batches_of(train, sampler):
     ...     print({key: tuple(tensor.shape) for key, tensor in batch.items()})
     {'tokens': (2, 4), 'labels': (2, 4), 'loss_mask': (2, 4), 'position_ids': (2, 4)}
+
+    Of the three samples two make a batch; the third fills no whole round.
+
     >>> batch["tokens"]                                              # b b b c, and c c c c
     tensor([[98, 98, 98, 99],
             [99, 99, 99, 99]])
@@ -2726,16 +2741,18 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #
 #   tp  tensor parallel     each rank holds a part of every layer; all of them need the same batch
 #   cp  context parallel    each rank has a part of every row of the batch
-#   dp  data parallel       each rank has the whole model, and a batch of its own
+#   dp  data parallel       each place along this axis has the whole model, and a batch of its own
 #   pp  pipeline parallel   each rank (stage) holds some of the layers: the first stage needs the
 #                           tokens, the last stage the labels
 #
 # Section 8 makes the batches of a data-parallel rank.  All ranks with the same place along dp share
-# them: a few of these ranks read, the others receive.
+# them.  In the first and in the last stage, tp 0 of each cp rank has a loader of its own, and sends
+# its batches to the other tp ranks.  All loaders of one place along dp have equal samplers, so they
+# read the same batches.  The stages between read nothing.
 #
 # With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
 #
-#   global batch         --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
+#   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
 #   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
 #   batch of a stage     --one buffer->  tp 0: reads and sends it       tp 1: receives it
 #   batch of a tp rank   --cut------>    cp 0: chunks 0 and 3 of 4      cp 1: chunks 1 and 2
@@ -2854,10 +2871,9 @@ class ParallelGroups:
 
     def group(self, kind: str) -> "torch.distributed.ProcessGroup | None":
         """This rank's process group of a kind; None without torch.distributed."""
-        for known, group in self._groups.items():
-            if set(known.split("-")) == set(kind.split("-")):
-                return group
-        raise ValueError(f"no process group {kind!r}: there are {', '.join(self._groups)}")
+        if kind not in self._groups:
+            raise ValueError(f"no process group {kind!r}: there are {', '.join(self._groups)}")
+        return self._groups[kind]
 
     @property
     def is_first_stage(self) -> bool:
@@ -2917,8 +2933,11 @@ def get_batch_on_this_tp_rank(
                            last pipeline stage uses it, and it may be None on all other ranks
     micro_batch_size       B, rows of a batch
     sequence_length        S, tokens of a row
-    create_attention_mask  return the dense mask too; where the batch has none, a causal one is
-                           made, in which the documents of cu_seqlens do not see one another
+    create_attention_mask  return the dense mask too.  The default is False, as the kernels of most
+                           models make the mask themselves; then set it to False in the config too,
+                           so that no sample has one.  If this is True and the batch has no mask, a
+                           causal one is made, in which the documents of cu_seqlens do not see one
+                           another
     mtp                    the last stage predicts several tokens ahead (multi-token prediction),
                            and needs tokens and position_ids too
     device                 where the tensors are put; None: the GPU of this rank in an NCCL job,
@@ -3098,12 +3117,12 @@ def get_batch_on_this_cp_rank(
     """
     _check_cp_rank(cp_rank, cp_size)  # section 15
     part = dict(batch)
-    sequences = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
-    if cp_size == 1 or not sequences:
+    tensors = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
+    if cp_size == 1 or not tensors:
         return part
-    length = sequences[0].shape[-1]
+    length = tensors[0].shape[-1]
     cuts_documents = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
-    bounds_of_rows = [[0, length]]  # where what is cut begins and ends, the same in all rows
+    bounds_of_rows = [[0, length]]  # where what is cut begins and ends, here the same in all rows
     if cuts_documents:
         # cu_seqlens repeats the length in its unused entries
         bounds_of_rows = [sorted({0, *starts, length}) for starts in batch["cu_seqlens"].tolist()]
@@ -3111,8 +3130,15 @@ def get_batch_on_this_cp_rank(
     chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
-        if key not in ("dataset_id", *_PACKING_KEYS) and _has_axis(value, dim, length):
-            part[key] = _take_chunks(value, dim, chunks_of_rows)
+        if key in ("dataset_id", *_PACKING_KEYS) or not _has_axis(value, dim, length):
+            continue
+        if cuts_documents:
+            rows = []
+            for row, chunks in zip(value, chunks_of_rows, strict=True):
+                rows.append(_take_chunks(row, dim - 1, chunks))  # a row has one axis less
+            part[key] = torch.stack(rows)
+        else:
+            part[key] = _take_chunks(value, dim, chunks_of_rows[0])
     return part
 
 
@@ -3136,16 +3162,10 @@ def _has_axis(value, dim, length):
     return isinstance(value, torch.Tensor) and value.ndim > dim and value.shape[dim] == length
 
 
-def _take_chunks(value, dim, chunks_of_rows):
-    """The chunks of value along an axis, joined; all rows have the first list, or each its own."""
-    if len(chunks_of_rows) == 1:
-        parts = [value.narrow(dim, begin, size) for begin, size in chunks_of_rows[0]]
-        return torch.cat(parts, dim)
-    rows = []
-    for row, chunks in zip(value, chunks_of_rows, strict=True):
-        parts = [row.narrow(dim - 1, begin, size) for begin, size in chunks]
-        rows.append(torch.cat(parts, dim - 1))
-    return torch.stack(rows)
+def _take_chunks(tensor, dim, chunks):
+    """The chunks of a tensor along an axis, joined."""
+    parts = [tensor.narrow(dim, begin, size) for begin, size in chunks]
+    return torch.cat(parts, dim)
 
 
 # ==============================================================================
@@ -3153,9 +3173,13 @@ def _take_chunks(value, dim, chunks_of_rows):
 # ==============================================================================
 # Question answered here: how do the data-parallel ranks come to have the same gradients?
 #
-# Each data-parallel rank computes the gradients of its own batch.  The average over all ranks is
-# the gradient of the global batch, so all ranks take the same step and stay equal.  The average is
-# made by a collective, which is a call that all ranks of a group make together:
+# Each data-parallel rank computes the gradients of its own batches.  Each then takes the average
+# over all ranks for its gradient, so all take the same step and stay equal.  If all ranks count as
+# many tokens, the average is the gradient of the global batch, which is the samples of all ranks in
+# one step.  If not, each rank gives the sum of its losses, and finalize_model_grads() divides by
+# the tokens of all.
+#
+# The average is made by a collective, which is a call that all ranks of a group make together:
 #
 #   all-reduce       every rank ends with the sum (or average) of the buffers of all ranks
 #   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
@@ -3164,23 +3188,38 @@ def _take_chunks(value, dim, chunks_of_rows):
 #   parameters, as the module has them   embed  w1  w2  w3  head
 #   buffer, one for each dtype: in       | head     | w3  w2   | w1  embed |   p.grad is a view
 #   reverse, as backward makes them      | bucket 0 | bucket 1 | bucket 2  |
-#   backward: head's gradient arrives      sent -->
+#   backward, with overlap_grad_reduce:
+#             head's gradient arrives      sent -->
 #             w3's, w2's                              sent -->
 #             w1's, embed's                                      sent -->
-#   finish_grad_sync()                     waits for all
+#   finish_grad_sync()                     waits for all.  Without overlap_grad_reduce it sends all
+#                                          buckets first
 #
-# A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
-# send in the same order, whatever parameters their batches use.  A parameter without a gradient
-# counts as zero; its bucket, and those behind it, are sent at the end.  A tied parameter, which the
-# model has under two names, is one parameter; it stands where the first of the names does.
+# With overlap_grad_reduce a bucket is sent when its last gradient is there and all buckets before
+# it are sent.  So all ranks send in the same order, whatever parameters their batches use.  A
+# parameter without a gradient counts as zero; its bucket, and those behind it, are sent at the end.
+# A tied parameter, which the model has under two names, is one parameter; it stands where the first
+# of the names does.
 #
-# A training step, with all that part I has made:
+# A training step, with all that part I has made.  An example that runs is in the docstring of
+# forward_backward_no_pipelining().
 #
+#   model = DistributedDataParallel(module, groups.group("dp-cp"))    once, before the first step;
+#                                          cp ranks have the same weights and different tokens
 #   model.zero_grad_buffer()
-#   forward_backward_no_pipelining(...)   for each micro-batch: get_batch(), forward, backward; then
-#                                         finalize_model_grads() waits for the averages
-#   optimizer.step()                      on each rank, with the same gradients
-#   loader.state_dict()                   for a checkpoint: which samples were used (section 14)
+#   forward_backward_no_pipelining(...)    for each micro-batch:
+#       batch = get_batch(...)                                         section 9
+#       logits = model(batch["tokens"])                                a number for each next token
+#       losses = cross_entropy(logits, batch["labels"])                one for each label
+#       loss = (losses * batch["loss_mask"]).sum()                     the labels that count
+#       tokens = batch["loss_mask"].sum()                              how many these are
+#       loss.backward()                                                adds to the gradients
+#     and then finalize_model_grads()      averages them, and divides by the tokens of all ranks
+#   optimizer.step()                       on each rank, with the same gradients
+#   loader.state_dict()                    for a checkpoint: which samples were used (section 14)
+#
+# The five lines from get_batch() to the number of tokens are the user's: the first three stand in
+# forward_step_func, the other two in the loss_func that it returns.
 
 
 @dataclasses.dataclass
@@ -3204,9 +3243,12 @@ class _Bucket:
 class DistributedDataParallel(torch.nn.Module):
     """A model whose gradients are averaged over a group.  Upstream: DistributedDataParallel.
 
-    module                     each of its parameters that requires a gradient gets main_grad and
-                               grad, both the same view of the buffer of its dtype and device
-    group                      the process group to average over; None: all ranks
+    module                     each of its parameters that requires a gradient gets main_grad, a
+                               view of the buffer of its dtype and device, and its grad becomes the
+                               same view.  (grad is torch's name, main_grad upstream's, which its
+                               optimizers read.  Others may set grad to None; main_grad stays.)
+    group                      the process group to average over: that of "dp-cp".  None: all ranks,
+                               right only without tp and pp
     bucket_size                elements that are sent at once, at least (the last bucket has the
                                rest)
     overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
@@ -3263,10 +3305,9 @@ class DistributedDataParallel(torch.nn.Module):
         self._bucket_of = {}  # {parameter: number of its bucket}
         self._num_sent = 0  # buckets that were sent in this step
         self._in_sync = True  # False under no_sync()
-        # False from finish_grad_sync() until a gradient comes or zero_grad_buffer() begins a step.
-        # A loop may call finish_grad_sync() and then finalize_model_grads(), which calls it again:
-        # the second call must not send what is an average already.
-        self._must_send = True
+        # True: the buffers hold averages already, and sending them again would be wrong.  So a loop
+        # may call finish_grad_sync() and then finalize_model_grads(), which calls it again.
+        self._is_averaged = False
         self._nan_names = []  # parameters with nan in what was sent in this step; see section 15
         for runs in self._runs_of_parameters(bucket_size):
             self._add_buffer(runs)
@@ -3327,11 +3368,8 @@ class DistributedDataParallel(torch.nn.Module):
         """Note that backward has added to param.grad; send the buckets that are complete now."""
         number = self._bucket_of[param]
         _check_not_sent(self, param)  # section 15
-        if param.grad is not param.main_grad:
-            # Somebody has set param.grad to None, which means zero, and backward made a new tensor.
-            param.main_grad.copy_(param.grad)
-            param.grad = param.main_grad
-        self._must_send = True
+        _put_into_buffer(param)
+        self._is_averaged = False
         if self._in_sync and self.overlap_grad_reduce:
             self._buckets[number].waiting.discard(param)
             while self._num_sent < len(self._buckets):
@@ -3345,9 +3383,7 @@ class DistributedDataParallel(torch.nn.Module):
         shard = self.grad_shards[self._num_sent]
         self._num_sent += 1
         for param in bucket.params:
-            if param.grad is None:
-                param.main_grad.zero_()
-                param.grad = param.main_grad
+            _put_into_buffer(param)
         if self.check_for_nan_in_grad:
             _note_nan(self, bucket)  # section 15
         if self.size == 1:
@@ -3367,7 +3403,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def start_grad_sync(self) -> None:
         """Send the buckets that were not sent during backward."""
-        if not self._must_send:
+        if self._is_averaged:
             return
         while self._num_sent < len(self._buckets):
             self._send_next_bucket()
@@ -3381,7 +3417,7 @@ class DistributedDataParallel(torch.nn.Module):
         """
         self.start_grad_sync()
         self._wait_and_reset()
-        self._must_send = False
+        self._is_averaged = True
         if self.check_for_nan_in_grad:
             _raise_if_nan(self)  # section 15
 
@@ -3400,7 +3436,7 @@ class DistributedDataParallel(torch.nn.Module):
         A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
         """
         self._wait_and_reset()
-        self._must_send = True
+        self._is_averaged = False
         self._nan_names = []
         for param in self._bucket_of:  # the padding between them is 0 from the beginning
             param.main_grad.zero_()
@@ -3419,6 +3455,20 @@ class DistributedDataParallel(torch.nn.Module):
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
 
 
+def _put_into_buffer(param):
+    """Make param.grad the view of the buffer again, if somebody has set it to None.
+
+    None means zero.  If backward came after that, it has made a new tensor.
+    """
+    if param.grad is param.main_grad:
+        return
+    if param.grad is None:
+        param.main_grad.zero_()
+    else:
+        param.main_grad.copy_(param.grad)
+    param.grad = param.main_grad
+
+
 def _num_elements(params):
     """The number of elements of all these parameters together."""
     return sum(param.numel() for param in params)
@@ -3434,8 +3484,9 @@ def finalize_model_grads(
     model       the parts of the model on this rank
     num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
                 tokens, and this is how many tokens of this rank count; an int on all ranks, or a
-                tensor on all.  The average is (sum of all ranks) / ranks; times ranks / tokens of
-                all ranks, that is the gradient of the mean loss of a token.
+                tensor on all.  By then the gradients are the sum over the ranks, divided by the
+                ranks.  They are multiplied by ranks / (tokens of all ranks).  So they become the
+                sum divided by the tokens: the gradient of the mean loss of a token.
     groups      count the tokens of the dp-cp ranks of this layout; None: those of each part's group
 
     >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
@@ -3471,7 +3522,8 @@ def forward_backward_no_pipelining(
 
     forward_step_func  (data_iterator, model) -> (output, loss_func).  loss_func(output) is
                          (loss, report)   the gradients become those of the mean of the losses of
-                                          all micro-batches
+                                          all micro-batches; where the model is a
+                                          DistributedDataParallel, averaged over the ranks too
                          (sum of losses, num_tokens, report)   they become those of the mean loss of
                                           a token, over all micro-batches; where the model is a
                                           DistributedDataParallel, over all ranks too
@@ -3481,16 +3533,39 @@ def forward_backward_no_pipelining(
     forward_only       no backward, and nothing is sent; call it under torch.no_grad()
     Returns            the reports, one for each micro-batch
 
-    >>> def sum_of_tokens(output):
-    ...     return output.sum(), output.shape[0], "sum and tokens"
-    >>> def step(data, model):
-    ...     return model(next(data)), sum_of_tokens
-    >>> model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
-    >>> forward_backward_no_pipelining(forward_step_func=step, model=model, num_microbatches=2,
-    ...     data_iterator=iter([torch.ones(3, 1), torch.zeros(1, 1)]))
-    ['sum and tokens', 'sum and tokens']
-    >>> model.module.weight.grad.item()                                   # (1 + 1 + 1 + 0) / 4
-    0.75
+    A whole step on the toy corpus, in one process.  The model is a table: the row of a token has a
+    number for each token that may follow.  All are 0, so each of 256 tokens is as likely.
+
+    >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
+    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, [3, 0, 0], lambda: True, config)
+    >>> train, _, _ = builder.build()
+    >>> groups = ParallelGroups()
+    >>> sampler = MegatronPretrainingSampler(len(train), 0, 1, groups.rank("dp"), groups.size("dp"))
+    >>> table = torch.nn.Embedding(256, 256, _weight=torch.zeros(256, 256))
+    >>> model = DistributedDataParallel(table, groups.group("dp-cp"))
+    >>> def forward_step(batches, model):
+    ...     batch = get_batch(batches, groups, micro_batch_size=1, sequence_length=4)
+    ...     logits = model(batch["tokens"])                                    # (1, 4, 256)
+    ...     losses = torch.nn.functional.cross_entropy(
+    ...         logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    ...     loss_mask = batch["loss_mask"].flatten()
+    ...     def loss_func(losses):
+    ...         loss = (losses * loss_mask).sum()
+    ...         return loss, loss_mask.sum(), loss.item()
+    ...     return losses, loss_func
+    >>> model.zero_grad_buffer()
+    >>> reports = forward_backward_no_pipelining(forward_step_func=forward_step, model=model,
+    ...     data_iterator=batches_of(train, sampler), num_microbatches=2)
+    >>> [round(loss / math.log(256), 3) for loss in reports]       # four labels in each micro-batch
+    [4.0, 4.0]
+
+    The eight pairs of token and label are bb bb bc cc, and cc cc cc cc.  The gradient of an entry
+    is (how often its row was read / 256 - how often its label came) / 8.
+
+    >>> row_of_b = table.weight.grad[ord("b")]
+    >>> [row_of_b[ord(letter)].item() * 8 * 256 for letter in "abc"]  # 3, 3 - 2 * 256, 3 - 256
+    [3.0, -509.0, -253.0]
     """
     if not isinstance(model, (list, tuple)):
         model = [model]
@@ -6403,16 +6478,21 @@ def _damaged(dataset, k, found):
     return IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the cache")
 
 
-def _read_blend(datasets, weights, size, phases):
-    """The (datasets, weights, phases) of a blend, without those of weight 0; ValueError.
+def _checked_blend(datasets, weights, size, phases):
+    """The (datasets, weights, size, phases) of a blend, without those of weight 0; ValueError.
 
-    weights and size, or phases, are those of BlendedDataset; what is not given is None.
+    weights and size, or phases, are those of BlendedDataset; what is not given is None.  A single
+    phase without a weight of 0 becomes weights and size, so that it shares the cache of that blend.
     """
     names = [_name(dataset) for dataset in datasets]
     if phases is not None:
         if weights is not None or size is not None:
             raise ValueError("phases stand for weights and size: these must be None")
-        return list(datasets), None, _as_phases(phases, names)
+        checked = _as_phases(phases, names)
+        _, first_weights = checked[0]
+        if len(checked) > 1 or not all(first_weights):
+            return list(datasets), None, None, checked
+        [(size, weights)] = phases
     weights = _read_weights(weights, names)
     if size is None and any(weight != int(weight) for weight in weights):
         raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
@@ -6420,7 +6500,7 @@ def _read_blend(datasets, weights, size, phases):
         raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
     _note_zero_weights(names, weights)
     datasets, weights = _drop_zero_weights(datasets, weights)
-    return datasets, weights, None
+    return datasets, weights, size, None
 
 
 def _as_counts(sizes, num_datasets):
