@@ -29,8 +29,9 @@ Words       token        an integer that stands for a piece of text
                          is a micro-batch of each rank
             blend        several corpora mixed by weights
             weight       of a corpus in a blend: its share of the samples
-            sizes        upstream's name for two things: for build_sample_idx() the lengths of
-                         sequences, for the builder the numbers of samples that are wanted
+            sizes        upstream's name for three things: for build_sample_idx() the lengths of
+                         sequences, for the builder the numbers of samples that are wanted, for
+                         build_exhaustive_blending_indices() those that each dataset has
             rank         one process of a training job; usually each rank has one GPU
 
   +-- "document" --------------------------------------------------------------------------------+
@@ -64,14 +65,18 @@ call the workshop are not listed: their docstrings say what they return.
     _open_index, _open_bin           the bytes of an .idx, the tokens of its .bin; both are checked
     _position, _error_of_span        an index, counted from the end if it is negative; its error
     _read_pieces                     the tokens of several (sequence, offset, length)
-    _open_arrays, _map_arrays        the arrays of a dataset: found in its cache, or built
+    _open_arrays                     finds the arrays of a dataset in its cache, or has them built
+                                     and saved there; returns what was noted with them: a plan of
+                                     the epochs, or how many samples a blend takes of each dataset
+    _map_arrays                      maps these arrays, and sets them as attributes
     _as_range, _as_documents, _count_tokens
                                      numbers of documents, as a range where they follow each other,
                                      or as an array; how many tokens these documents have
     _set_identifiers                 what tells a dataset from others, and names its cache files
     _random_state                    np.random.RandomState(seed), in less time
     _count_datasets                  how often each dataset occurs in dataset_index
-    _pad_token_id, _attribute        the id that fills short samples; what a tokenizer may not have
+    _pad_token_id                    the id that fills short samples: the tokenizer's pad, or -1
+    _attribute                       an attribute of the tokenizer; None if it has none of this name
     _name                            what a dataset is called in a message
     _common_ranges                   what two cuts of a corpus have in common
     _read_shares, _checked_blend, _as_phases, _as_counts
@@ -697,8 +702,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 #   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
 #   eod                  the id that ends a document
-#   pad                  the id that fills up a sample which is too short; it may be missing
-#                        (section 13)
+#   pad                  the id that fills up a sample which is too short; it may be missing, then
+#                        -1 fills, which is no token
 #   tokenize(text)       str -> list of ids
 #   detokenize(ids)      ids -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
@@ -921,8 +926,8 @@ class BlendedMegatronDatasetConfig:
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
     mock                        made from the blends: are there none?
     tokenizer                   an object as in section 2: its eod and its pad are used
-    mid_level_dataset_surplus   the share of extra samples that each corpus of a blend with weights
-                                is built for: 0.005 is half a percent (section 7)
+    mid_level_dataset_surplus   each corpus of a blend with weights is built for so many samples
+                                more: 0.005 is half a percent (section 7)
     allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
                                 token has the same id; if False, padding is -1 in this case.  A
                                 label that equals the pad id has no loss.  So if eod were the pad
@@ -930,8 +935,10 @@ class BlendedMegatronDatasetConfig:
     fast_cache_load             trust a cache that exists, without any check
     blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
                                 blend that follow each other, instead of its weights (section 6).
-                                Use stable_order with it, and put a corpus that a later phase brings
-                                at the end of blend, with weight 0 in the phases before
+                                Use stable_order with it: a phase that is added makes corpora
+                                longer, and what was read before must stay as it was.  A corpus that
+                                only a later phase uses comes last in blend, with weight 0 in the
+                                phases before, so that the others keep their numbers
     Accepted, without effect    defer_npy_index_mmap: cache files are always opened at first access
 
     ValueError for a field that is wrong, and for fields that do not go together.
@@ -1214,8 +1221,9 @@ def build_sample_idx(
     Raises            TypeError for an array of another dtype; ValueError for S < 1, or where the
                       documents hold fewer tokens; IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
-    Upstream          helpers.build_sample_idx.  One thing differs: where a last, short sample is
-                      kept, upstream computes N in float32.
+    Upstream          helpers.build_sample_idx.  Two things differ, both where a last, short sample
+                      is kept: upstream computes N in float32; and with x = 1, behind an empty last
+                      document, its row N has the offset -1.
 
     >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
     >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
@@ -1242,9 +1250,9 @@ def build_sample_idx(
     # a document is written as the end of the document before it: (d, length of d).
     rows[1:, 1] = tokens_read - x - starts[d]
     if x == 0 and N * S > tokens:
-        # The last sample is short.  Then row N of upstream is the end of the last document, even if
-        # that one is empty.  With x = 1 row N is a place one token before the end of the stream.
-        # An empty document has no such place (upstream: offset -1), so there d above is right.
+        # The last sample is short.  With x = 0 row N is the end of the stream, and upstream writes
+        # it as the end of the last document, even if that one is empty.  (With x = 1 row N is one
+        # token before the end, which is never in an empty document: the row above is right.)
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
 
@@ -1355,7 +1363,8 @@ def _count_samples_of_epochs(
 #   tokens                         b b b c                 all but the last of the five
 #   labels                           b b c c               all but the first
 #
-# The methods pieces(), _read_samples() and _write_sample() of GPTDataset say the same in code.
+# The methods pieces(), _read_samples(), _pad() and _write_sample() of GPTDataset say the same in
+# code.
 #
 # Where a document ends inside of a sample, the config may ask for positions that count from 0
 # again, for a mask that keeps the documents apart, or for the places where documents start.
@@ -1542,7 +1551,7 @@ class GPTDataset(MegatronDataset):
     _query_document_sample_shuffle_indices(k) returns the tokens of a sample.  If one of these two
     is overridden, batches are made sample by sample.  The third,
     _build_document_sample_shuffle_indices(), returns the three arrays, and changes the orders only.
-    To set one of the three attributes has the same effect.
+    So does who sets the attribute document_index, sample_index or shuffle_index.
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -1665,7 +1674,8 @@ class GPTDataset(MegatronDataset):
 
         columns["tokens"][row] = tokens
         columns["labels"][row] = labels
-        columns["tokens"][row, tokens == pad] = 0  # the model must be able to look the ids up
+        # -1 is in no table of embeddings.  Upstream writes 0 in the place of a real pad id, too.
+        columns["tokens"][row, tokens == pad] = 0
         columns["labels"][row, labels == pad] = 0
         columns["loss_mask"][row] = loss_mask
         columns["position_ids"][row] = _positions_from(starts, S)
@@ -1779,7 +1789,9 @@ class GPTDataset(MegatronDataset):
 
     def _find_arrays(self):
         """Find the three arrays in the cache; where they are not, _build_arrays() makes them."""
-        self.epoch_plan = EpochPlan(*_open_arrays(self))  # section 12 looks, and calls it
+        # Section 12 looks for them, and returns the plan that belongs to them.  The arrays become
+        # attributes at their first access: see __getattr__() of _SampleTable.
+        self.epoch_plan = EpochPlan(*_open_arrays(self))
 
     # ---- what subclasses override, under upstream's names
 
@@ -2208,7 +2220,7 @@ class BlendedDataset(_SampleTable):
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
         taken = _count_datasets(dataset_index, len(self.datasets))
-        # Check before saving: with fast_cache_load a saved blend is never checked again.
+        # Check before saving, so that no cache holds a blend that takes too much.
         _check_taken(self, taken)
         return taken, arrays
 
@@ -2241,8 +2253,8 @@ class BlendedDataset(_SampleTable):
 # weights:
 #
 #   weights   size     each corpus is built for                   the blend has
-#   given     given    n = ceil(size * w) samples, and a          the sum of all n
-#                      surplus, rounded up again
+#   given     given    n = ceil(size * w) samples, and on top     the sum of all n
+#                      a surplus, rounded up again
 #   given     None     ValueError
 #   None      given    one epoch                                  size samples, or all if these are
 #                                                                 fewer
@@ -2262,7 +2274,7 @@ class _Entry(typing.NamedTuple):
 
     split: Split
     prefixes: list  # of the corpora; [None] for mock data
-    weights: list | None  # one for each corpus, their sum is 1; None: each corpus is taken once
+    weights: list | None  # one for each corpus, their sum is 1; None: one epoch of each is built
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
     size: int | None  # samples that are wanted; None: one epoch
     phases: list | None  # [(samples, weights), ...] instead of weights
@@ -2522,9 +2534,11 @@ def _do_nothing():
 #                       a part of its own                  hold
 #
 #   (a) consumed_samples is a whole number of the new rounds
-#   (b) the new sizes shuffle the same number of samples (the rest at the end, less than a
-#       micro-batch or, sharded, less than a round, is not shuffled)
-#   (c) the number of the turn, and the samples used in it, come out the same
+#   (b) as many samples are shuffled with the new ranks and micro-batch size as with the old ones.
+#       Of all samples a rest is left out: sharded, what fills no whole round; unsharded, what fills
+#       no whole micro-batch
+#   (c) consumed_samples divided by the samples of a turn gives the same turn, and the same rest,
+#       as with the old ones
 
 
 class _Sampler:
@@ -2644,11 +2658,11 @@ class MegatronPretrainingRandomSampler(_Sampler):
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
     seed           the order of turn t is drawn with seed + t (upstream: with t)
 
-    Unsharded, the samples beyond the last whole micro-batch are not shuffled at all (upstream's
-    rule).  Of the shuffled order, what fills no whole round is not read, so that all ranks stay in
-    the same turn (upstream reads some of it, and ranks get into different turns).  Sharded, only
-    the samples of whole rounds are shuffled.  A pass goes on at consumed_samples, which every batch
-    advances.
+    Unsharded, the samples beyond the last whole micro-batch are in no turn: they are never read
+    (upstream's rule).  Of the shuffled order, what fills no whole round is left out of this turn,
+    so that all ranks stay in the same turn (upstream reads some of it, and ranks get into different
+    turns).  Sharded, the samples beyond the last whole round are never read.  A pass goes on at
+    consumed_samples, which every batch advances.
 
     >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
     [[4], [0], [7], [3], [2], [5], [1], [6]]
@@ -2786,9 +2800,10 @@ class ParallelGroups:
 
     A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
     group differ in their places along these axes and in nothing else.  Every rank must make its
-    ParallelGroups at the same point.  Without torch.distributed the layout is one process.
+    ParallelGroups at the same point.  A job of one process needs no torch.distributed.
     A torch DeviceMesh has these groups if its names are ("pp", "dp", "cp", "tp"), in this order.
-    ValueError where the world cannot be cut so, or is not initialized.
+    ValueError where the ranks cannot be cut so, or where a launcher started several processes
+    (WORLD_SIZE) and torch.distributed is not initialized yet.
 
     Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp (ep, for experts,
     is 1 here).
@@ -3173,11 +3188,11 @@ def _take_chunks(tensor, dim, chunks):
 # ==============================================================================
 # Question answered here: how do the data-parallel ranks come to have the same gradients?
 #
-# Each data-parallel rank computes the gradients of its own batches.  Each then takes the average
-# over all ranks for its gradient, so all take the same step and stay equal.  If all ranks count as
-# many tokens, the average is the gradient of the global batch, which is the samples of all ranks in
-# one step.  If not, each rank gives the sum of its losses, and finalize_model_grads() divides by
-# the tokens of all.
+# All data-parallel ranks start with the same parameters.  Each computes the gradients of its own
+# batches, and then takes the average over all ranks for its gradient.  So all take the same step,
+# and stay equal.  If all ranks count equally many tokens, the average is the gradient of the global
+# batch, which is the samples of all ranks in one step.  If not, each rank gives the sum of its
+# losses, and finalize_model_grads() divides by the tokens of all.
 #
 # The average is made by a collective, which is a call that all ranks of a group make together:
 #
@@ -3201,11 +3216,15 @@ def _take_chunks(tensor, dim, chunks):
 # A tied parameter, which the model has under two names, is one parameter; it stands where the first
 # of the names does.
 #
-# A training step, with all that part I has made.  An example that runs is in the docstring of
+# A training step, with all that part I has made, where there is one pipeline stage.  (With several,
+# the schedule of the stages is the trainer's.)  An example that runs is in the docstring of
 # forward_backward_no_pipelining().
 #
 #   model = DistributedDataParallel(module, groups.group("dp-cp"))    once, before the first step;
 #                                          cp ranks have the same weights and different tokens
+#   model.broadcast_params()               once, if not all ranks made the same module: unlike
+#                                          torch's class, this one does not do it by itself
+#   batches = iter(loader)                 once, at tp 0; the other tp ranks have None
 #   model.zero_grad_buffer()
 #   forward_backward_no_pipelining(...)    for each micro-batch:
 #       batch = get_batch(...)                                         section 9
@@ -3534,7 +3553,7 @@ def forward_backward_no_pipelining(
     Returns            the reports, one for each micro-batch
 
     A whole step on the toy corpus, in one process.  The model is a table: the row of a token has a
-    number for each token that may follow.  All are 0, so each of 256 tokens is as likely.
+    number for each token that may follow.  All are 0, so all 256 tokens are equally likely.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
