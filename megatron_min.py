@@ -83,7 +83,8 @@ call the workshop are not listed: their docstrings say what they return.
                                      splits, weights and phases as numbers, after checks
     _drop_zero_weights, _note_dropped
                                      a blend without its corpora of weight 0; a note that names them
-    _warn_if_few_samples             a warning where an epoch of all corpora is too short
+    _warn_if_few_samples             a warning where an epoch of all corpora is too short; an error
+                                     where it is empty, and samples are wanted
     _BlendTooLarge                   the error of a blend that takes more samples than there are
     _in_threads, _allow_open_files   a function called for several items at a time; many open files
     _is_distributed, _rank, _device_of_group, _on_every_rank, _raise_error_of
@@ -477,7 +478,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         return self._tokens.read_many(spans)
 
     def _span(self, i, offset, length):
-        """Where a part of sequence i lies: (tokens of the .bin before the part, tokens of it)."""
+        """Where a part of sequence i lies: (number of tokens before it in the .bin, its length)."""
         start, rest = divmod(int(self.sequence_pointers[i]), self._token_bytes)
         size = int(self.sequence_lengths[i])
         offset = operator.index(offset)
@@ -924,7 +925,7 @@ class BlendedMegatronDatasetConfig:
                                 next start (section 12); None: those of a corpus lie in the folder
                                 <prefix>/cache, and those of a blend are not kept
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
-    mock                        made from the blends: are there none?
+    mock                        made from the blends: are there none?  Then split is 1,1,1
     tokenizer                   an object as in section 2: its eod and its pad are used
     mid_level_dataset_surplus   each corpus of a blend with weights is built for so many samples
                                 more: 0.005 is half a percent (section 7)
@@ -935,10 +936,10 @@ class BlendedMegatronDatasetConfig:
     fast_cache_load             trust a cache that exists, without any check
     blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
                                 blend that follow each other, instead of its weights (section 6).
-                                Use stable_order with it: a phase that is added makes corpora
-                                longer, and what was read before must stay as it was.  A corpus that
-                                only a later phase uses comes last in blend, with weight 0 in the
-                                phases before, so that the others keep their numbers
+                                Use stable_order with it: a phase that is added takes more samples
+                                of each corpus, and those before must stay as they were.  A corpus
+                                that only a later phase uses comes last in blend, with weight 0 in
+                                the phases before, so that the others keep their numbers
     Accepted, without effect    defer_npy_index_mmap: cache files are always opened at first access
 
     ValueError for a field that is wrong, and for fields that do not go together.
@@ -1063,6 +1064,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #   1 epoch                       0 1 2                 0 1 2
 #   2 epochs                      2 1 2 0 1 0           0 1 2 | 1 0 2
 #   3 epochs                      2 2 1 0 1 1 2 0 0     0 1 2 | 1 0 2 | 1 2 0
+#
+# (With this seed the first shuffle happens to leave the three documents in order.)
 #
 # The samples (3) are shuffled in the same piles.  A sample that begins in one epoch and ends in the
 # next belongs to the pile of the epoch in which it ends.
@@ -1392,8 +1395,9 @@ class _SampleTable(torch.utils.data.Dataset):
     fill(columns, rows, indices)   writes the samples of these indices into these rows
     fills_rows                     does each sample come from fill()?  In a subclass with its own
                                    __getitem__() it does not: there a batch is samples, collated
-    index_names                    names of index arrays, which are attributes.  At the first access
-                                   to one of them they are mapped from the files of the cache
+    index_names                    names of index arrays.  They become attributes when one of them
+                                   is used first: mapped from the files of the cache, or, where there
+                                   is none (a blend without path_to_cache), as they were built
     """
 
     index_names = ()
@@ -1483,7 +1487,7 @@ class MegatronDataset(abc.ABC, _SampleTable):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        self._documents = _as_range(indices)  # if it can be one: then no array is made at a start
+        self._documents = _as_range(indices)  # nearly always: so no start makes an array of D items
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
@@ -1551,7 +1555,7 @@ class GPTDataset(MegatronDataset):
     _query_document_sample_shuffle_indices(k) returns the tokens of a sample.  If one of these two
     is overridden, batches are made sample by sample.  The third,
     _build_document_sample_shuffle_indices(), returns the three arrays, and changes the orders only.
-    So does who sets the attribute document_index, sample_index or shuffle_index.
+    Setting document_index, sample_index or shuffle_index of an object changes the orders only, too.
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -1789,8 +1793,8 @@ class GPTDataset(MegatronDataset):
 
     def _find_arrays(self):
         """Find the three arrays in the cache; where they are not, _build_arrays() makes them."""
-        # Section 12 looks for them, and returns the plan that belongs to them.  The arrays become
-        # attributes at their first access: see __getattr__() of _SampleTable.
+        # Without a cache this is: plan, arrays = self._build_arrays().  Section 12 keeps them, in
+        # files or in memory; __getattr__() of _SampleTable makes them attributes.
         self.epoch_plan = EpochPlan(*_open_arrays(self))
 
     # ---- what subclasses override, under upstream's names
@@ -1798,8 +1802,8 @@ class GPTDataset(MegatronDataset):
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
 
-        This class itself does not call it.  If a subclass returns fewer than S + x tokens, padding
-        follows.  What it returns behind the tokens is not looked at.
+        It is called only where a subclass overrides it.  If that returns fewer than S + x tokens,
+        padding follows.  What it returns behind the tokens is not looked at.
         """
         [cut] = self._read_samples([idx])
         documents = [i for i, _, _ in self.pieces(idx)]
@@ -2260,6 +2264,8 @@ class BlendedDataset(_SampleTable):
 #                                                                 fewer
 #   None      None     one epoch                                  all samples of all corpora
 #
+# Without weights corpora are mixed in proportion to their numbers of samples.
+#
 # The surplus is for this: at some point of the run a corpus may be ahead of its share.  Where the
 # surplus is not enough (there upstream fails), that corpus alone is built again, larger.
 #
@@ -2459,7 +2465,8 @@ class BlendedMegatronDatasetBuilder:
             size = sum(math.ceil(entry.size * weight) for weight in entry.weights)
             return self._blend_of(parts, entry.weights, size)
         # One epoch of each corpus, or as many samples of these as are wanted.
-        _warn_if_few_samples(entry, parts)  # section 15; an error if there are none at all
+        # section 15: a warning, or an error if samples are wanted, and there are none
+        _warn_if_few_samples(entry, parts)
         parts = [part for part in parts if len(part) > 0]
         if len(parts) == 0:
             return None
@@ -2498,7 +2505,8 @@ def _do_nothing():
 # A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
 # micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
 # time are called a round here.  A training step, which changes the model once, takes one round or
-# several.  If every step has M rounds, step t reads the rounds t*M .. t*M + M - 1.
+# several.  With M = global batch size / (micro-batch size * ranks), step t reads the rounds
+# t*M .. t*M + M - 1.
 #
 # All ranks have one order of samples, and it is dealt to them round by round.  The sampler "single"
 # deals it in runs, the sampler "cyclic" sample by sample.  With micro_batch_size 2 and
@@ -3118,7 +3126,8 @@ def get_batch_on_this_cp_rank(
                With cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
                cu_seqlens, max_seqlen) is passed on.
     use_per_sequence_balancing
-               with cu_seqlens too, cut the whole row and not every document
+               with cu_seqlens too, cut the whole row and not every document (the name is upstream's:
+               it means the row by a sequence)
     Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size
     Upstream   get_batch_on_this_cp_rank, which changes the batch
@@ -3505,7 +3514,9 @@ def finalize_model_grads(
                 tokens, and this is how many tokens of this rank count; an int on all ranks, or a
                 tensor on all.  By then the gradients are the sum over the ranks, divided by the
                 ranks.  They are multiplied by ranks / (tokens of all ranks).  So they become the
-                sum divided by the tokens: the gradient of the mean loss of a token.
+                sum divided by the tokens: the gradient of the mean loss of a token.  With several
+                pipeline stages each gives the count of the last one, which has the loss mask: it is
+                not sent from stage to stage here.
     groups      count the tokens of the dp-cp ranks of this layout; None: those of each part's group
 
     >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
