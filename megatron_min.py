@@ -1396,8 +1396,8 @@ class _SampleTable(torch.utils.data.Dataset):
     fills_rows                     does each sample come from fill()?  In a subclass with its own
                                    __getitem__() it does not: there a batch is samples, collated
     index_names                    names of index arrays.  They become attributes when one of them
-                                   is used first: mapped from the files of the cache, or, where there
-                                   is none (a blend without path_to_cache), as they were built
+                                   is used first: mapped from the files of the cache, or as they
+                                   were built, where there is none (a blend without path_to_cache)
     """
 
     index_names = ()
@@ -3126,8 +3126,8 @@ def get_batch_on_this_cp_rank(
                With cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
                cu_seqlens, max_seqlen) is passed on.
     use_per_sequence_balancing
-               with cu_seqlens too, cut the whole row and not every document (the name is upstream's:
-               it means the row by a sequence)
+               with cu_seqlens too, cut the whole row and not every document (the name is
+               upstream's, which means the row by a sequence)
     Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size
     Upstream   get_batch_on_this_cp_rank, which changes the batch
