@@ -68,7 +68,6 @@ call the workshop are not listed: their docstrings say what they return.
     _open_arrays                     finds the arrays of a dataset in its cache, or has them built
                                      and saved there; returns what was noted with them: a plan of
                                      the epochs, or how many samples a blend takes of each dataset
-    _map_arrays                      maps these arrays, and sets them as attributes
     _as_range, _as_documents, _count_tokens
                                      numbers of documents, as a range where they follow each other,
                                      or as an array; how many tokens these documents have
@@ -1395,12 +1394,7 @@ class _SampleTable(torch.utils.data.Dataset):
     fill(columns, rows, indices)   writes the samples of these indices into these rows
     fills_rows                     does each sample come from fill()?  In a subclass with its own
                                    __getitem__() it does not: there a batch is samples, collated
-    index_names                    names of index arrays.  They become attributes when one of them
-                                   is used first: mapped from the files of the cache, or as they
-                                   were built, where there is none (a blend without path_to_cache)
     """
-
-    index_names = ()
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         columns = self.columns(1)
@@ -1440,13 +1434,6 @@ class _SampleTable(torch.utils.data.Dataset):
     ) -> None:
         """Write the samples of these indices (None: padding, without loss) into these rows."""
         raise NotImplementedError(f"{type(self).__name__} wants fill() or its own __getitem__()")
-
-    def __getattr__(self, name: str) -> np.ndarray:
-        """Map the index arrays: Python calls this where there is no attribute of this name yet."""
-        if name not in type(self).index_names:
-            return object.__getattribute__(self, name)  # AttributeError, in Python's own words
-        _map_arrays(self)  # section 12: from now on they are attributes
-        return vars(self)[name]
 
 
 def _row_of(columns, row):
@@ -1573,6 +1560,7 @@ class GPTDataset(MegatronDataset):
     """
 
     index_names = ("document_index", "sample_index", "shuffle_index")
+    # section 12 makes these attributes, when one of them is used first
     document_index: np.ndarray  # int32 (E*D,): the order of the documents
     sample_index: np.ndarray  # int32 or int64 (N+1, 2): where each sample of the stream starts
     shuffle_index: np.ndarray  # uint32 or int64 (N,): the order of the samples
@@ -1793,8 +1781,8 @@ class GPTDataset(MegatronDataset):
 
     def _find_arrays(self):
         """Find the three arrays in the cache; where they are not, _build_arrays() makes them."""
-        # Without a cache this is: plan, arrays = self._build_arrays().  Section 12 keeps them, in
-        # files or in memory; __getattr__() of _SampleTable makes them attributes.
+        # Without a cache this is: plan, arrays = self._build_arrays().  Section 12 keeps the arrays
+        # in files or in memory, and makes them attributes when one of them is used first.
         self.epoch_plan = EpochPlan(*_open_arrays(self))
 
     # ---- what subclasses override, under upstream's names
@@ -1811,7 +1799,8 @@ class GPTDataset(MegatronDataset):
 
     def _has_own_tokens(self):
         """Does a subclass say which tokens a sample has?"""
-        return _overrides(self, GPTDataset, "_query_document_sample_shuffle_indices")
+        own = type(self)._query_document_sample_shuffle_indices
+        return own is not GPTDataset._query_document_sample_shuffle_indices
 
     def _read_own_tokens(self, samples):
         """The S + x tokens of each of these samples, as a subclass says."""
@@ -2121,6 +2110,7 @@ class BlendedDataset(_SampleTable):
     """
 
     index_names = ("dataset_index", "dataset_sample_index")
+    # section 12 makes these attributes, when one of them is used first
     dataset_index: np.ndarray  # int16 (size,): which dataset a sample comes from
     dataset_sample_index: np.ndarray  # int64 (size,): which sample of that dataset it is
 
@@ -4427,10 +4417,23 @@ def _folder_of_cache(dataset):
     return f"{folder}/{type(dataset).__name__}_indices"
 
 
-def _map_arrays(dataset: typing.Any) -> None:
-    """Make the arrays of a dataset or blend its attributes, but for those that were set."""
-    for name, values in dataset._cache.arrays(dataset._build_arrays).items():
-        vars(dataset).setdefault(name, values)
+class _IndexArray:
+    """An attribute that is an index array: mapped, or taken from memory, at the first access."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, dataset: typing.Any, owner: type | None = None) -> np.ndarray:
+        if dataset is None:  # GPTDataset.document_index, of the class
+            return self
+        for name, values in dataset._cache.arrays(dataset._build_arrays).items():
+            vars(dataset).setdefault(name, values)  # but for those that were set
+        return vars(dataset)[self.name]
+
+
+for _cls in (GPTDataset, BlendedDataset):
+    for _array in _cls.index_names:
+        setattr(_cls, _array, _IndexArray(_array))
 
 
 def _without_mapped_arrays(dataset: typing.Any) -> dict:
