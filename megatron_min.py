@@ -63,7 +63,8 @@ call the workshop are not listed: their docstrings say what they return.
     _encode_tokens                   token ids -> the bytes that a .bin file has for them
     _as_sequences                    lengths and modes of new sequences, after checks
     _open_index, _open_bin           the bytes of an .idx, the tokens of its .bin; both are checked
-    _position, _error_of_span        an index, counted from the end if it is negative; its error
+    _position                        an index, counted from the end if it is negative
+    _error_of_span                   the error of a part that is not in its sequence, or in the file
     _read_pieces                     the tokens of several (sequence, offset, length)
     _open_arrays                     finds the arrays of a dataset in its cache, or has them built
                                      and saved there; returns what was noted with them: a plan of
@@ -604,8 +605,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def finalize(self, idx_path: str | os.PathLike) -> None:
         """Write the .idx file and give both files their names.
 
-        ValueError if sequences were added after the last document ended.  Memory: 16 bytes for each
-        sequence.
+        ValueError if sequences were added after the last document ended.  While it runs, it needs
+        16 bytes more for each sequence.
         """
         _check_finished(self)  # section 11
         n = len(self.sequence_lengths)
@@ -914,9 +915,9 @@ class BlendedMegatronDatasetConfig:
     blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
                                 of its corpora, where it has several
-    full_validation             with multiple_validation_sets: each validation dataset is one epoch.
-                                Give the builder None as the size of valid.  Without
-                                multiple_validation_sets this field changes no dataset
+    full_validation             a note that all of valid is read.  What makes each validation
+                                dataset one epoch is None as the builder's size of valid; with this
+                                field and multiple_validation_sets another size is a ValueError
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1071,7 +1072,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #
 # One exception to "epochs that are added change nothing": where a last, short sample is kept (see
 # count_samples()), an epoch that is added makes it a whole one, which ends in that epoch.  So it
-# moves there, and the samples of the epoch that was last come in another order.
+# moves into that pile, and the samples of the epoch that was last come in another order.
 
 
 def count_samples(
@@ -1224,8 +1225,8 @@ def build_sample_idx(
                       documents hold fewer tokens; IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  Two things differ, both where a last, short sample
-                      is kept: upstream computes N in float32; and with x = 1, behind an empty last
-                      document, its row N has the offset -1.
+                      is kept: upstream computes N in float32; and with x = 1, where the last
+                      document is empty, upstream's row N has the offset -1.
 
     >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
     >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
@@ -1474,7 +1475,7 @@ class MegatronDataset(abc.ABC, _SampleTable):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        self._documents = _as_range(indices)  # nearly always: so no start makes an array of D items
+        self._documents = _as_range(indices)  # nearly always a range: it takes no memory
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
@@ -1512,7 +1513,7 @@ class MegatronDataset(abc.ABC, _SampleTable):
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
     def made_from(self) -> dict:
-        """Return what the samples are made from, in numbers and texts, for a state to compare."""
+        """Return what the samples are made from, in numbers and texts: a saved state has them."""
         return {}
 
 
@@ -1781,8 +1782,11 @@ class GPTDataset(MegatronDataset):
 
     def _find_arrays(self):
         """Find the three arrays in the cache; where they are not, _build_arrays() makes them."""
-        # Without a cache this is: plan, arrays = self._build_arrays().  Section 12 keeps the arrays
-        # in files or in memory, and makes them attributes when one of them is used first.
+        # Without a cache this would be
+        #     self.epoch_plan, arrays = self._build_arrays()
+        #     self.document_index, self.sample_index, self.shuffle_index = arrays
+        # Section 12 keeps the arrays in files, or in memory, and makes them attributes when one of
+        # them is used first.
         self.epoch_plan = EpochPlan(*_open_arrays(self))
 
     # ---- what subclasses override, under upstream's names
@@ -2094,13 +2098,13 @@ class BlendedDataset(_SampleTable):
       made with           .size     .weights     .phases                   built by
       weights and size    size      normalized   [(size, weights)]         build_blending_indices
       weights alone       None      counts       None                      build_exhaustive_...
-      phases              the sum   None         with normalized weights   build_phase_indices
+      phases              the sum   None         their weights normalized  build_phase_indices
 
     ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.
     ValueError for weights, a size or phases that cannot be; also where a dataset has fewer samples
     than the blend takes of it, which in upstream is an IndexError in the middle of a run.
 
-    >>> config = GPTDatasetConfig(1234, 4, split="1", tokenizer=ByteTokenizer())
+    >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())
     >>> corpus = IndexedDataset(toy_corpus())
     >>> documents = np.arange(3, dtype=np.int32)
     >>> part = GPTDataset(corpus, corpus.path_prefix, documents, 3, Split.train, config)
@@ -2256,8 +2260,9 @@ class BlendedDataset(_SampleTable):
 #
 # Without weights corpora are mixed in proportion to their numbers of samples.
 #
-# The surplus is for this: at some point of the run a corpus may be ahead of its share.  Where the
-# surplus is not enough (there upstream fails), that corpus alone is built again, larger.
+# The surplus is for this: the rule of section 6 keeps to the shares only nearly, so the blend may
+# take more than n samples of a corpus.  Where the surplus is not enough (there upstream fails),
+# that corpus alone is built again, larger.
 #
 # With blend_phases, n is the sum of the n of all phases, and the blend of train has all samples of
 # all phases: these must be as many as size, or more.
@@ -2270,7 +2275,7 @@ class _Entry(typing.NamedTuple):
 
     split: Split
     prefixes: list  # of the corpora; [None] for mock data
-    weights: list | None  # one for each corpus, their sum is 1; None: one epoch of each is built
+    weights: list | None  # one for each corpus, their sum is 1; None: there are none (see above)
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
     size: int | None  # samples that are wanted; None: one epoch
     phases: list | None  # [(samples, weights), ...] instead of weights
@@ -2506,8 +2511,9 @@ def _do_nothing():
 #   order of "single"      0  1  2  3     4  5  6  7     8 ...
 #   rank                   0  0  1  1     0  0  1  1     0
 #
-#   order of "cyclic"      4  0  7  3     2  5  1  6                each turn in a new order; the
-#   rank                   0  1  0  1     0  1  0  1                samples of whole rounds only
+#   order of "cyclic",     4  0  7  3     2  5  1  6                each turn in a new order; the
+#   of 8 samples                                                    samples of whole rounds only
+#   rank                   0  1  0  1     0  1  0  1
 #
 # A turn is once through all samples of the dataset; a rest that fills no whole round is left out,
 # unless drop_last is False.  (An epoch, of section 4, is once through its documents, and a dataset
@@ -2535,8 +2541,8 @@ def _do_nothing():
 #   (b) as many samples are shuffled with the new ranks and micro-batch size as with the old ones.
 #       Of all samples a rest is left out: sharded, what fills no whole round; unsharded, what fills
 #       no whole micro-batch
-#   (c) consumed_samples divided by the samples of a turn gives the same turn, and the same rest,
-#       as with the old ones
+#   (c) consumed_samples divided by the samples of a turn (active_total_samples) gives the same
+#       turn, and the same rest, as with the old ones
 
 
 class _Sampler:
@@ -2812,7 +2818,8 @@ class ParallelGroups:
     1
     """
 
-    # The kinds with a process group.  ranks(), rank(), size() and rank_lists() take any other too.
+    # The kinds with a process group; those with pp are for the trainer.  ranks(), rank(), size()
+    # and rank_lists() take any other too.
     _KINDS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp")
 
     @staticmethod
@@ -3119,7 +3126,9 @@ def get_batch_on_this_cp_rank(
                with cu_seqlens too, cut the whole row and not every document (the name is
                upstream's, which means the row by a sequence)
     Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
-    Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size
+    Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size.
+               SFTDataset fills its documents up to such lengths; the documents of GPTDataset have
+               any length, so with inter_document_masking set use_per_sequence_balancing
     Upstream   get_batch_on_this_cp_rank, which changes the batch
 
     >>> batch = {"tokens": torch.arange(8)[None]}
@@ -3553,8 +3562,9 @@ def forward_backward_no_pipelining(
     forward_only       no backward, and nothing is sent; call it under torch.no_grad()
     Returns            the reports, one for each micro-batch
 
-    A whole step on the toy corpus, in one process.  The model is a table: the row of a token has a
-    number for each token that may follow.  All are 0, so all 256 tokens are equally likely.
+    A whole step on the toy corpus, in one process.  The model is a table: the row of a byte has a
+    number for each byte that may follow (256 of them, as the toy corpus has no eod).  All are 0, so
+    all 256 bytes are equally likely.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
