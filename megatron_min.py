@@ -915,9 +915,11 @@ class BlendedMegatronDatasetConfig:
     blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
                                 of its corpora, where it has several
-    full_validation             a note that all of valid is read.  What makes each validation
-                                dataset one epoch is None as the builder's size of valid; with this
-                                field and multiple_validation_sets another size is a ValueError
+    full_validation             upstream's trainer reads it; here it builds nothing, and the loader
+                                has an argument of this name.  To read all of valid, give the
+                                builder None as the size of valid, so that each dataset is one
+                                epoch.  With this field and multiple_validation_sets any other size
+                                is a ValueError
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1560,11 +1562,7 @@ class GPTDataset(MegatronDataset):
     ('bbbc', 'bbcc')
     """
 
-    index_names = ("document_index", "sample_index", "shuffle_index")
-    # section 12 makes these attributes, when one of them is used first
-    document_index: np.ndarray  # int32 (E*D,): the order of the documents
-    sample_index: np.ndarray  # int32 or int64 (N+1, 2): where each sample of the stream starts
-    shuffle_index: np.ndarray  # uint32 or int64 (N,): the order of the samples
+    index_names = ("document_index", "sample_index", "shuffle_index")  # of the files of the cache
     _cache = None  # section 12; none where a subclass makes the arrays
 
     def __init__(
@@ -1599,6 +1597,23 @@ class GPTDataset(MegatronDataset):
         return self.epoch_plan.num_samples
 
     __getitem__ = _SampleTable.__getitem__  # abstract in MegatronDataset: here a row of a table
+
+    # ---- the three arrays: each is read from the cache when it is used first, or may be set
+
+    @functools.cached_property
+    def document_index(self) -> np.ndarray:
+        """int32 (E*D,): the order of the documents."""
+        return _index_array(self, "document_index")  # section 12: from its file, or from memory
+
+    @functools.cached_property
+    def sample_index(self) -> np.ndarray:
+        """int32 or int64 (N+1, 2): where each sample of the stream starts."""
+        return _index_array(self, "sample_index")
+
+    @functools.cached_property
+    def shuffle_index(self) -> np.ndarray:
+        """uint32 or int64 (N,): the order of the samples."""
+        return _index_array(self, "shuffle_index")
 
     # ---- from k to the tokens and labels of sample k
 
@@ -1667,7 +1682,7 @@ class GPTDataset(MegatronDataset):
 
         columns["tokens"][row] = tokens
         columns["labels"][row] = labels
-        # -1 is in no table of embeddings.  Upstream writes 0 in the place of a real pad id, too.
+        # -1 is in no table of embeddings.  As upstream, write 0 even where pad is a real id.
         columns["tokens"][row, tokens == pad] = 0
         columns["labels"][row, labels == pad] = 0
         columns["loss_mask"][row] = loss_mask
@@ -1733,10 +1748,14 @@ class GPTDataset(MegatronDataset):
 
     @property
     def fills_rows(self) -> bool:
-        """Does each sample come from fill(), and are its tokens those of the corpus?"""
+        """Does each sample come from fill(), and are its tokens those of the corpus?
+
+        If not, batches are made sample by sample, and by processes (section 14): nobody knows
+        whether the method of a subclass may run in threads, as fill() does.
+        """
         return super().fills_rows and not self._has_own_tokens()
 
-    # ---- the three arrays
+    # ---- how the three arrays are built
 
     def _build_arrays(self):
         """Build the arrays of section 4: return the plan of the epochs, and the three of them."""
@@ -1785,8 +1804,7 @@ class GPTDataset(MegatronDataset):
         # Without a cache this would be
         #     self.epoch_plan, arrays = self._build_arrays()
         #     self.document_index, self.sample_index, self.shuffle_index = arrays
-        # Section 12 keeps the arrays in files, or in memory, and makes them attributes when one of
-        # them is used first.
+        # Section 12 keeps the arrays, in files or in memory, for _index_array().
         self.epoch_plan = EpochPlan(*_open_arrays(self))
 
     # ---- what subclasses override, under upstream's names
@@ -2113,10 +2131,7 @@ class BlendedDataset(_SampleTable):
     ([1, 0, 1, 1], [0, 0, 1, 2])
     """
 
-    index_names = ("dataset_index", "dataset_sample_index")
-    # section 12 makes these attributes, when one of them is used first
-    dataset_index: np.ndarray  # int16 (size,): which dataset a sample comes from
-    dataset_sample_index: np.ndarray  # int64 (size,): which sample of that dataset it is
+    index_names = ("dataset_index", "dataset_sample_index")  # of the files of the cache
 
     def __init__(
         self,
@@ -2152,6 +2167,18 @@ class BlendedDataset(_SampleTable):
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
+
+    # ---- the two arrays, as in GPTDataset
+
+    @functools.cached_property
+    def dataset_index(self) -> np.ndarray:
+        """int16 (size,): which dataset a sample comes from."""
+        return _index_array(self, "dataset_index")  # section 12
+
+    @functools.cached_property
+    def dataset_sample_index(self) -> np.ndarray:
+        """int64 (size,): which sample of that dataset it is."""
+        return _index_array(self, "dataset_sample_index")
 
     # ---- sample i
 
@@ -2360,7 +2387,7 @@ class BlendedMegatronDatasetBuilder:
     calls: that rank would wait for ever.
 
     In this example both corpora are the toy corpus, and yet their samples differ: corpus 0 is built
-    for 2 samples, corpus 1 for 4.  These take two epochs, which are shuffled in another way.
+    for 2 samples, corpus 1 for 4.  The 4 take two epochs, which are shuffled in another way.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -2523,9 +2550,10 @@ def _do_nothing():
 # One iteration over a sampler is called a pass.  It starts at consumed_samples and ends at the end
 # of the turn, so the first pass after a stop may be only the rest of a turn.
 #
-# One number, consumed_samples, says how many samples all ranks together have used.  The loader
-# counts it (section 14).  A sampler has an attribute of the same name, which only says where its
-# next pass starts.  A checkpoint keeps the number and what the samples so far depend on.  A job
+# One number, consumed_samples, says how many samples all ranks together have used: with "single"
+# in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader counts it
+# (section 14).  A sampler has an attribute of the same name, which only says where its next pass
+# starts.  A checkpoint keeps the number and what the samples so far depend on.  A job
 # that goes on may have other ranks, micro-batches or workers, wherever the order does not depend on
 # them:
 #
@@ -2549,8 +2577,9 @@ class _Sampler:
     """What the samplers share.
 
     kind                  the sampler's name in a saved state
-    consumed_samples      how many samples, of all ranks, come before the next pass; "cyclic" counts
-                          those of all turns
+    consumed_samples      where the next pass starts: how many samples, of all ranks, come before
+                          it.  "single" counts those of its turn; "cyclic" those of all turns, which
+                          must be whole rounds
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
@@ -4427,23 +4456,9 @@ def _folder_of_cache(dataset):
     return f"{folder}/{type(dataset).__name__}_indices"
 
 
-class _IndexArray:
-    """An attribute that is an index array: mapped, or taken from memory, at the first access."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, dataset: typing.Any, owner: type | None = None) -> np.ndarray:
-        if dataset is None:  # GPTDataset.document_index, of the class
-            return self
-        for name, values in dataset._cache.arrays(dataset._build_arrays).items():
-            vars(dataset).setdefault(name, values)  # but for those that were set
-        return vars(dataset)[self.name]
-
-
-for _cls in (GPTDataset, BlendedDataset):
-    for _array in _cls.index_names:
-        setattr(_cls, _array, _IndexArray(_array))
+def _index_array(dataset: typing.Any, name: str) -> np.ndarray:
+    """Return an index array of a dataset or blend: mapped from its file, or as it was built."""
+    return dataset._cache.arrays(dataset._build_arrays)[name]
 
 
 def _without_mapped_arrays(dataset: typing.Any) -> dict:
