@@ -25,8 +25,8 @@ Words       token        an integer that stands for a piece of text
             sample       S tokens that the model reads in one row, with labels and masks
             stream       the sequences of all epochs, laid end to end; samples are cut from it
             micro-batch  the samples that one rank reads at once
-            global batch the samples of all ranks in one step: one round or several, where a round
-                         is a micro-batch of each rank
+            global batch the samples of all data-parallel ranks in one step: one round or several,
+                         where a round is a micro-batch of each of these ranks
             blend        several corpora mixed by weights
             weight       of a corpus in a blend: its share of the samples
             sizes        upstream's name for three things: for build_sample_idx() the lengths of
@@ -685,7 +685,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 # Question answered here: how do lines of JSON become a pair?
 #
 #   a line of corpus.jsonl        its tokens         what the pair gets      document_indices
-#                                 ($ is eod)         tokens       length     so far: 0
+#                                 ($ is eod, which   tokens       length     so far: 0
+#                                 append_eod adds)
 #
 #   {"text": "aaaa"}       ->     a a a a $      ->  a a a a $    5          0 1
 #   {"text": ""}           ->     (no tokens)    ->                          0 1 1
@@ -693,7 +694,9 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # A line is a document; only blank lines do not count.  A document becomes one sequence, or, if the
 # text is a list of sentences, one sequence for each sentence that has tokens.  The end-of-document
-# token, eod, tells a model where one text stops and an unrelated one begins.
+# token, eod, tells a model where one text stops and an unrelated one begins.  It is added only with
+# append_eod=True, which is not the default.  Without it, the fields of section 3 that look for eods
+# find none.
 #
 # A document without tokens becomes no sequence and gets no eod.  But it has its entry in
 # document_indices, where the number of sequences is repeated.  So the pair has a document for each
@@ -703,8 +706,9 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 #   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
 #   eod                  the id that ends a document
-#   pad                  the id that fills up a sample which is too short; it may be missing, then
-#                        -1 fills, which is no token
+#   pad                  the id that marks the places of a sample which is too short; it may be
+#                        missing, then -1 marks them.  In the end the sample has token 0 there, and
+#                        no loss (section 5)
 #   tokenize(text)       str -> list of ids
 #   detokenize(ids)      ids -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
@@ -918,8 +922,9 @@ class BlendedMegatronDatasetConfig:
     full_validation             upstream's trainer reads it; here it builds nothing, and the loader
                                 has an argument of this name.  To read all of valid, give the
                                 builder None as the size of valid, so that each dataset is one
-                                epoch.  With this field and multiple_validation_sets any other size
-                                is a ValueError
+                                epoch (not for a blend with weights, which wants a size).  With this
+                                field and multiple_validation_sets, which drops the weights, any
+                                other size is a ValueError
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1124,9 +1129,9 @@ def plan_epochs(
 
     A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
     together with the others, the run would read some of its samples, and leave out as many samples
-    of earlier epochs.  So where fewer than 80 % of the samples of the last epoch are wanted (80 %
-    rounded down to whole samples, as upstream has it), that epoch is shuffled by itself and comes
-    last.
+    of earlier epochs.  So where few samples of the last epoch are wanted, that epoch is shuffled by
+    itself and comes last.  Few are fewer than 80 %, rounded down, of what one epoch alone holds (as
+    upstream has it; the last epoch may hold one sample more).
 
     ValueError for samples of a split without tokens (upstream never returns).  Cost: O(1).
     Upstream: GPTDataset._get_num_epochs.
@@ -1221,8 +1226,8 @@ def build_sample_idx(
                                    whole one
     add_extra_token_to_sequence    x
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
-                      starts at token offset of the d-th document.  Row N is where sample N would
-                      start.
+                      starts at token offset of the d-th document.  Row N ends the last sample: it
+                      is x tokens before its end, where sample N would start if that one is whole.
     Raises            TypeError for an array of another dtype; ValueError for S < 1, or where the
                       documents hold fewer tokens; IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
@@ -1298,8 +1303,8 @@ def build_stable_orders(
     """Shuffle each epoch by itself: its documents, then the samples that end in it.
 
     This is the order of stable_order, instead of build_document_index() and build_shuffle_index().
-    Epoch 0 is drawn with random_seed, as upstream's if it is the only one; epoch e > 0 is drawn
-    with [random_seed, e].
+    Epoch 0 is drawn with random_seed, so a dataset of one epoch has upstream's order; epoch e > 0
+    is drawn with [random_seed, e].
 
     documents     int32 (D,)   numbers of the split's documents
     sample_edges  E + 1 ints   epoch e has the samples sample_edges[e] .. sample_edges[e + 1] - 1 of
@@ -1682,7 +1687,8 @@ class GPTDataset(MegatronDataset):
 
         columns["tokens"][row] = tokens
         columns["labels"][row] = labels
-        # -1 is in no table of embeddings.  As upstream, write 0 even where pad is a real id.
+        # -1 is in no table of embeddings.  As in upstream, a place with the pad id becomes 0 even
+        # where the pad id is a real one.
         columns["tokens"][row, tokens == pad] = 0
         columns["labels"][row, labels == pad] = 0
         columns["loss_mask"][row] = loss_mask
@@ -1738,7 +1744,7 @@ class GPTDataset(MegatronDataset):
     ) -> None:
         """Write the samples of these indices (None: padding, without loss) into these rows."""
         samples = [0 if k is None else k for k in indices]
-        if self._has_own_tokens():
+        if self._has_own_tokens():  # a subclass has others than those of the corpus
             cuts = self._read_own_tokens(samples)
         else:
             cuts = self._read_samples(samples)
@@ -2379,7 +2385,8 @@ class BlendedMegatronDatasetBuilder:
 
     cls               a MegatronDataset class, such as GPTDataset
     sizes             samples wanted of train, valid and test; None: one epoch (not with weights)
-    is_built_on_rank  () -> bool; ranks where it is False get None three times
+    is_built_on_rank  () -> bool, asked only with torch.distributed: ranks where it is False get
+                      None three times.  (Rank 0 builds in any case, for the cache.)
     config            the config of cls
 
     A build is collective: with torch.distributed every rank calls build(), also where nothing is
@@ -2524,11 +2531,14 @@ def _do_nothing():
 # ==============================================================================
 # Question answered here: which samples does rank r get at step t, and after a stop?
 #
+# In this section a rank is a data-parallel one: a place along the axis dp of section 9, which
+# several processes may share.
+#
 # A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
 # micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
 # time are called a round here.  A training step, which changes the model once, takes one round or
-# several.  With M = global batch size / (micro-batch size * ranks), step t reads the rounds
-# t*M .. t*M + M - 1.
+# several: M = global batch size / (micro_batch_size * data_parallel_size), which section 10 calls
+# num_microbatches.  So step t reads the rounds t*M .. t*M + M - 1.
 #
 # All ranks have one order of samples, and it is dealt to them round by round.  The sampler "single"
 # deals it in runs, the sampler "cyclic" sample by sample.  With micro_batch_size 2 and
@@ -3150,7 +3160,7 @@ def get_batch_on_this_cp_rank(
 
     batch      dict; a tensor with the axis of the tokens (dim 1, of attention_mask dim 2) is cut.
                With cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
-               cu_seqlens, max_seqlen) is passed on.
+               cu_seqlens, max_seqlen) is passed on: the last two stay those of the whole row.
     use_per_sequence_balancing
                with cu_seqlens too, cut the whole row and not every document (the name is
                upstream's, which means the row by a sequence)
@@ -3227,9 +3237,10 @@ def _take_chunks(tensor, dim, chunks):
 #
 # All data-parallel ranks start with the same parameters.  Each computes the gradients of its own
 # batches, and then takes the average over all ranks for its gradient.  So all take the same step,
-# and stay equal.  If all ranks count equally many tokens, the average is the gradient of the global
-# batch, which is the samples of all ranks in one step.  If not, each rank gives the sum of its
-# losses, and finalize_model_grads() divides by the tokens of all.
+# and stay equal.  If the loss of a rank is a mean, and all ranks count equally many tokens, the
+# average is the gradient of the global batch, which is the samples of all ranks in one step.  If
+# not, each rank gives the sum of its losses, and finalize_model_grads() divides by the tokens of
+# all.
 #
 # The average is made by a collective, which is a call that all ranks of a group make together:
 #
@@ -3261,7 +3272,8 @@ def _take_chunks(tensor, dim, chunks):
 #                                          cp ranks have the same weights and different tokens
 #   model.broadcast_params()               once, if not all ranks made the same module: unlike
 #                                          torch's class, this one does not do it by itself
-#   batches = iter(loader)                 once, at tp 0; the other tp ranks have None
+#   batches = iter(loader)                 once a turn, at tp 0; the other tp ranks have None.  At
+#                                          its end get_batch() raises StopIteration
 #   model.zero_grad_buffer()
 #   forward_backward_no_pipelining(...)    for each micro-batch:
 #       batch = get_batch(...)                                         section 9
@@ -3545,7 +3557,8 @@ def finalize_model_grads(
                 sum divided by the tokens: the gradient of the mean loss of a token.  With several
                 pipeline stages each gives the count of the last one, which has the loss mask: it is
                 not sent from stage to stage here.
-    groups      count the tokens of the dp-cp ranks of this layout; None: those of each part's group
+    groups      None where the parts are averaged over dp-cp, as in the listing above.  Give it
+                where a part has another group: tokens are counted over the dp-cp ranks of the layout
 
     >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
@@ -3558,10 +3571,10 @@ def finalize_model_grads(
         if num_tokens is None:
             continue
         total = torch.as_tensor(num_tokens, device=_device_of_group(part.group)).clone()
-        if part.size > 1:
-            group = part.group
-            if groups is not None:
-                group = groups.group("dp-cp")
+        group, size = part.group, part.size
+        if groups is not None:
+            group, size = groups.group("dp-cp"), groups.size("dp-cp")
+        if size > 1:
             torch.distributed.all_reduce(total, group=group)
         total = total.item()
         if total != 0:  # without a token that counts, all gradients are 0 already
