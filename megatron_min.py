@@ -3558,7 +3558,7 @@ def finalize_model_grads(
                 pipeline stages each gives the count of the last one, which has the loss mask: it is
                 not sent from stage to stage here.
     groups      None where the parts are averaged over dp-cp, as in the listing above.  Give it
-                where a part has another group: tokens are counted over the dp-cp ranks of the layout
+                where a part has another group: tokens are counted over the dp-cp ranks of it
 
     >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
