@@ -397,7 +397,7 @@ class IndexedDataset(torch.utils.data.Dataset):
                            such as s3://bucket/corpus (section 13)
     multimodal             return (tokens, mode); the file must hold modes
     mmap                   True: the .bin is mapped, and what is read is a view of it; False: each
-                           access reads the file into a new array
+                           access reads its part of the file into a new array
     object_storage_config  ObjectStorageConfig; None: its defaults
     check                  True: check the whole .idx when it is opened, as verify() does
 
@@ -946,7 +946,7 @@ class BlendedMegatronDatasetConfig:
                                 Use stable_order with it: a phase that is added takes more samples
                                 of each corpus, and those before must stay as they were.  A corpus
                                 that only a later phase uses comes last in blend, with weight 0 in
-                                the phases before, so that the others keep their numbers
+                                the phases before, so that the others keep their places in blend
     Accepted, without effect    defer_npy_index_mmap: cache files are always opened at first access
 
     ValueError for a field that is wrong, and for fields that do not go together.
@@ -1227,7 +1227,7 @@ def build_sample_idx(
     add_extra_token_to_sequence    x
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
                       starts at token offset of the d-th document.  Row N ends the last sample: it
-                      is x tokens before its end, where sample N would start if that one is whole.
+                      is x tokens before its end; sample N would start there if the last is whole.
     Raises            TypeError for an array of another dtype; ValueError for S < 1, or where the
                       documents hold fewer tokens; IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
@@ -2805,7 +2805,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # Section 8 makes the batches of a data-parallel rank.  All ranks with the same place along dp share
 # them.  In the first and in the last stage, tp 0 of each cp rank has a loader of its own, and sends
 # its batches to the other tp ranks.  All loaders of one place along dp have equal samplers, so they
-# read the same batches.  The stages between read nothing.
+# read the same batches.  The stages between read nothing, as in upstream: the trainer
+# sends them what they need besides, such as a mask.
 #
 # With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
 #
@@ -3246,7 +3247,8 @@ def _take_chunks(tensor, dim, chunks):
 #
 #   all-reduce       every rank ends with the sum (or average) of the buffers of all ranks
 #   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
-#                    its own shard: enough for an optimizer that shares its work in the same way
+#                    its own shard: enough for an optimizer that shares its work in the same way,
+#                    and then sends the new parameters of its shard to the others itself
 #
 #   parameters, as the module has them   embed  w1  w2  w3  head
 #   buffer, one for each dtype: in       | head     | w3  w2   | w1  embed |   p.grad is a view
@@ -3283,7 +3285,7 @@ def _take_chunks(tensor, dim, chunks):
 #       tokens = batch["loss_mask"].sum()                              how many these are
 #       loss.backward()                                                adds to the gradients
 #     and then finalize_model_grads()      averages them, and divides by the tokens of all ranks
-#   optimizer.step()                       on each rank, with the same gradients
+#   optimizer.step()                       on each rank, with the same gradients (or its shard)
 #   loader.state_dict()                    for a checkpoint: which samples were used (section 14)
 #
 # The five lines from get_batch() to the number of tokens are the user's: the first three stand in
@@ -3558,7 +3560,8 @@ def finalize_model_grads(
                 pipeline stages each gives the count of the last one, which has the loss mask: it is
                 not sent from stage to stage here.
     groups      None where the parts are averaged over dp-cp, as in the listing above.  Give it
-                where a part has another group: tokens are counted over the dp-cp ranks of it
+                where a part has a smaller group, as experts have: its gradients were divided by the
+                ranks of that group, and the tokens are still those of all dp-cp ranks
 
     >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
