@@ -2805,8 +2805,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # Section 8 makes the batches of a data-parallel rank.  All ranks with the same place along dp share
 # them.  In the first and in the last stage, tp 0 of each cp rank has a loader of its own, and sends
 # its batches to the other tp ranks.  All loaders of one place along dp have equal samplers, so they
-# read the same batches.  The stages between read nothing, as in upstream: the trainer
-# sends them what they need besides, such as a mask.
+# read the same batches.  The stages between read nothing, as in upstream: the trainer sends them
+# what they need besides, such as a mask.
 #
 # With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
 #
@@ -3004,7 +3004,7 @@ def get_batch_on_this_tp_rank(
                            else the CPU
     Returns                a dict of five keys: tokens, labels, position_ids, int64 (B, S);
                            loss_mask, float32 (B, S); attention_mask, bool (B, 1, S, S), True =
-                           may not attend; None for what this pipeline stage does not need.
+                           may not attend; None for what this pipeline stage does not read.
                            cu_seqlens, int32 (B, S+1), and max_seqlen, int32 (B,), if the batch
                            has them.
     Raises                 what the reader met, on every rank of its tp group: StopIteration at the
