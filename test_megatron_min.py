@@ -6364,8 +6364,11 @@ def test_an_error_ahead_reaches_the_loop(mm, tmp_path, kind, num_workers):
         next(iterator)
     with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}") as caught:
         next(iterator)
-    traceback.clear_frames(caught.tb)  # torch waits for ten seconds for workers in a cycle
     assert loader.state_dict()["consumed_samples"] == len(dataset) // 4 * 4
+    # The traceback and this frame hold each other, and the loader holds torch's workers: torch
+    # waits for ten seconds for those that the garbage collector ends.
+    traceback.clear_frames(caught.tb)
+    del iterator, loader
 
 
 def noted(numbers, begun):
