@@ -1301,15 +1301,23 @@ def test_the_defaults_of_encode_jsonl(one, tmp_path):
     assert one.IndexedDataset(tmp_path / "out").dtype is np.uint16
 
 
-@pytest.mark.parametrize(
-    "line, error",
-    [
-        (b'{"text": "1"', ValueError),
-        (b'{"other": "1"}', KeyError),
-        (b'{"text": "70000"}', ValueError),  # a token beyond uint16
-    ],
-)
-def test_a_bad_line_leaves_no_pair(one, tmp_path, line, error):
+def test_ids_beyond_uint16_are_stored_as_int32(one, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ["1 70000"])
+    one.encode_jsonl(path, tmp_path / "out", Tok(vocab_size=70001))
+    assert texts_of(one, tmp_path / "out") == [[1, 70000]]
+    assert one.IndexedDataset(tmp_path / "out").dtype is np.int32
+
+
+BAD_LINES = {
+    "cut off": (b'{"text": "1"', ValueError),
+    "another key": (b'{"other": "1"}', KeyError),
+    "a token beyond uint16": (b'{"text": "70000"}', ValueError),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_a_bad_line_leaves_no_pair(one, tmp_path, case):
+    line, error = BAD_LINES[case]
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "1"}\n' + line + b'\n{"text": "2"}\n')
     with pytest.raises(error):
         one.encode_jsonl(tmp_path / "a.jsonl", tmp_path / "out", Tok())
@@ -1319,6 +1327,24 @@ def test_a_bad_line_leaves_no_pair(one, tmp_path, line, error):
 # ==============================================================================
 # 3. Split, blend, config
 # ==============================================================================
+
+# -- Split -------------------------------------------------------------------------------------
+
+
+def test_the_three_splits(one):
+    assert [(split.name, split.value) for split in one.Split] == [
+        ("train", 0),
+        ("valid", 1),
+        ("test", 2),
+    ]
+
+
+def test_weights_are_divided_by_numpys_sum(one):
+    """Which adds in groups, so that the last bit may be another one than that of a loop."""
+    for rng in cases(100):
+        weights = rng.random(rng.integers(1, 300)) * 100
+        assert one.normalize(weights.tolist()) == (weights / np.sum(weights)).tolist()
+    assert one.normalize(["30", "70"]) == [0.3, 0.7]
 
 
 def test_split_is_read(one):
@@ -1337,7 +1363,7 @@ def test_split_is_read(one):
 )
 def test_split_is_refused(one, text):
     """Upstream drops signs and empty fields, and takes what is left."""
-    with pytest.raises(ValueError, match="wanted up to 3 numbers"):
+    with pytest.raises(ValueError, match=f"split '{text}'"):
         one.parse_and_normalize_split(text)
 
 
@@ -1348,6 +1374,9 @@ def test_split_by_hand(one):
     assert matrix([0, 0.25, 0.75]) == [None, (0, 0.25), (0.25, 1.0)]
     assert matrix([0.5, 0.5, 0], [0.25, 0.75, 0]) == [(0, 0.25), (0.5, 1.0), None]
     assert matrix([0.5, 0.5, 0], [0.75, 0.25, 0]) == [(0, 0.5), (0.75, 1.0), None]
+    assert matrix([0.5, 0.5, 0], [0, 0, 1]) == [None, None, None]
+    with pytest.raises(ValueError, match="length"):
+        matrix([1.0, 0.0], [1.0])
     assert one.split_range((0, 0.98), 1000) == (0, 980)
     assert one.split_range((0, 0.5), 5) == (0, 2)  # Python rounds 2.5 to the even 2 ...
     assert one.split_range((0.5, 1.0), 7) == (4, 7)  # ... and 3.5 to the even 4
@@ -1361,6 +1390,9 @@ def test_splits_hold_each_document_once(one):
         matrix = one.convert_split_vector_to_split_matrix(shares)
         ranges = [one.split_range(bounds, n) for bounds in matrix if bounds is not None]
         assert [i for first, end in ranges for i in range(first, end)] == list(range(n))
+
+
+# -- Blend -------------------------------------------------------------------------------------
 
 
 def test_blend_from_list(one):
@@ -1377,49 +1409,63 @@ def test_blend_from_list(one):
 
 @pytest.mark.parametrize(
     "blend",
-    [["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], ["1"]],
-    ids=" ".join,
+    [["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], ["1"], "p1", 5],
+    ids=str,
 )
 def test_blend_from_list_does_not_guess(one, blend):
     """Upstream pairs them anyway, or takes weights for prefixes."""
-    with pytest.raises(ValueError, match="weights and prefixes in turn"):
+    with pytest.raises(ValueError, match="prefixes"):
         one.get_blend_from_list(blend)
 
 
+# -- Config ------------------------------------------------------------------------------------
+
 PER_SPLIT = [(["q"], None), None, None]
 PER_VALID = [None, (["q"], None), None]
+WITHOUT_BLEND = {"blend": None, "split": None}
 MASKS = ["reset_attention_mask", "create_attention_mask", "inter_document_masking"]
 PHASES = [(4, [1])]
 BAD_CONFIGS = {  # a word of the sentence: what is changed in a good config
     "sequence_length": [{"sequence_length": value} for value in (0, None, 8.0, 2**32)],
-    "random_seed": [{"random_seed": -1}, {"random_seed": 1.5}],
+    "random_seed": [{"random_seed": value} for value in (-1, 1.5, 2**32)],
     "num_dataset_builder_threads": [{"num_dataset_builder_threads": 0}],
-    "mid_level_dataset_surplus": [{"mid_level_dataset_surplus": n} for n in (-0.1, math.nan)],
+    "surplus": [{"mid_level_dataset_surplus": n} for n in (-0.1, math.nan, math.inf, "0.1")],
     "needs a split": [{"split": None}],
-    "up to 3 numbers": [{"split": [8, 1, 1, 1]}],
-    "to be None": [{"blend_per_split": PER_SPLIT, key: None} for key in ("blend", "split")],
-    "3 entries": [{"blend": None, "split": None, "blend_per_split": PER_SPLIT[:2]}],
-    "needs blend_per_split": [{"multiple_validation_sets": True}],
-    "a blend is": [{"blend": b} for b in (([], None), ("p", None), [("p", 1), ("q", 2)])],
+    "3 numbers": [{"split": [8, 1, 1, 1]}],
+    "a blend is": [
+        {"blend": blend}
+        for blend in (([], None), ("p", None), [("p", 1), ("q", 2)], 5, (None, None))
+    ],
+    "blend_per_split": [
+        {"blend_per_split": PER_SPLIT, "blend": None},
+        {"blend_per_split": PER_SPLIT, "split": None},
+        WITHOUT_BLEND | {"blend_per_split": PER_SPLIT[:2]},
+        WITHOUT_BLEND | {"blend_per_split": 5},
+        {"multiple_validation_sets": True},
+    ],
+    "list of weights": [
+        {"blend": (["p"], 5)},
+        {"blend": (["p"], "1")},
+        {"blend_phases": [(4, 5)]},
+    ],
     "1 weights for 2": [{"blend": (["p", "q"], [1.0])}],
     "weight of p": [{"blend": (["p", "q"], [w, 1.0])} for w in ("x", "nan", "-2", math.inf)],
     "weight of q": [{"blend": (["p", "q"], [1.0, w])} for w in (-1.0, math.nan, 10**309)],
-    "sum > 0": [{"blend": (["p", "q"], [0.0, 0.0])}],
-    "finite sum": [{"blend": (["p", "q"], [1e308, 1e308])}],
-    "blend_phases needs a blend": [
-        {"blend": None, "split": None, "blend_phases": PHASES},
-        {"blend": None, "split": None, "blend_per_split": PER_VALID, "blend_phases": PHASES},
+    "sum": [{"blend": (["p", "q"], weights)} for weights in ([0.0, 0.0], [1e308, 1e308])],
+    "blend_phases": [
+        WITHOUT_BLEND | {"blend_phases": PHASES},
+        WITHOUT_BLEND | {"blend_phases": PHASES, "blend_per_split": PER_VALID},
+        {"blend_phases": PHASES, "split": "0,1,1"},
     ],
-    "no train": [{"split": "0,1,1", "blend_phases": PHASES}],
     "tokenizer": [{"tokenizer": None}],
     "hybrid_context_parallel": [{"hybrid_context_parallel": True}],
-    "set create_attention_mask": [{MASKS[0]: True}],  # upstream: no effect, no word
-    "use inter_document_masking": [dict.fromkeys(MASKS, True)],
+    # upstream: no effect, no word
+    "reset_attention_mask": [{MASKS[0]: True}, dict.fromkeys(MASKS, True)],
 }
 
 
 @pytest.mark.parametrize("word", BAD_CONFIGS)
-def test_bad_config_is_a_sentence(one, word):
+def test_a_bad_config_is_a_sentence(one, word):
     for fields in BAD_CONFIGS[word]:
         with pytest.raises(ValueError, match=word):
             config(one, **{"blend": (["p"], None), "split": "1"} | fields)
@@ -1433,9 +1479,23 @@ def test_what_a_config_derives(one):
     assert nothing.mid_level_dataset_surplus == 0.005
     per_split = config(one, blend_per_split=PER_SPLIT)
     assert (per_split.mock, per_split.split, per_split.split_matrix) == (False, None, None)
+    for empty in ([None] * 3, [], None):
+        assert config(one, (["p"], None), blend_per_split=empty).blend_per_split is None
     assert config(one, create_attention_mask=True).has_dense_mask
     packed = config(one, create_attention_mask=True, inter_document_masking=True)
     assert not packed.has_dense_mask
+
+
+def test_weights_of_text_and_of_numpy_become_numbers(one):
+    """As they come out of a file of JSON; upstream takes them, too."""
+    wanted = (["p", "q"], [30.0, 0.5])
+    for weights in (["30", " .5 "], ("30", 0.5), np.array([30, 0.5], np.float32)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # numpy may warn where it compares with large numbers
+            assert config(one, (["p", "q"], weights)).blend == wanted
+            per_split = [None, (["p", "q"], weights), None]
+            found = config(one, blend_per_split=per_split).blend_per_split
+        assert found == [None, wanted, None]
 
 
 def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
@@ -1453,54 +1513,6 @@ def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
         state = json.dumps(loader.state_dict())
         descriptions.append((train.unique_description, blend.unique_description, state))
     assert descriptions[0] == descriptions[1]
-
-
-def test_weights_may_be_numbers_in_text(one):
-    """As they come out of a file of JSON; upstream takes them, too."""
-    wanted = (["p", "q"], [30.0, 0.5])
-    assert config(one, (["p", "q"], ["30", " .5 "])).blend == wanted
-    per_split = [None, (["p", "q"], ("30", 0.5)), None]
-    assert config(one, blend_per_split=per_split).blend_per_split == [None, wanted, None]
-    assert one.normalize(["30", "70"]) == [0.3, 0.7]
-
-
-BAD_TYPES = [  # fields of a config, words
-    ({"mid_level_dataset_surplus": math.inf}, "surplus: wanted a number"),
-    ({"mid_level_dataset_surplus": "0.1"}, "surplus: wanted a number"),
-    ({"blend": 5}, "a blend is"),
-    ({"blend": (None, None)}, "a blend is"),
-    ({"blend": (["p"], 5)}, "list of weights, got 5"),
-    ({"blend": (["p"], "1")}, "list of weights, got '1'"),
-    ({"blend": None, "split": None, "blend_per_split": 5}, "blend_per_split wants a list, got 5"),
-    ({"blend_phases": [(4, 5)]}, "phase 0: wanted a list of weights, got 5"),
-]
-
-
-@pytest.mark.parametrize("fields, words", BAD_TYPES, ids=str)
-def test_a_config_of_wrong_types_is_a_sentence(one, fields, words):
-    with pytest.raises(ValueError, match=words):
-        config(one, **{"blend": (["p"], None), "split": "1"} | fields)
-
-
-def test_a_blend_per_split_of_nothing_is_none(one):
-    for nothing in ([None] * 3, [], None):
-        assert config(one, (["p"], None), blend_per_split=nothing).blend_per_split is None
-
-
-def test_what_is_no_list_is_a_sentence(one):
-    for blend in ("p1", 5):
-        with pytest.raises(ValueError, match=f"wanted a list of prefixes.*{blend}"):
-            one.get_blend_from_list(blend)
-    with pytest.raises(ValueError, match="of one length"):
-        one.convert_split_vector_to_split_matrix([1.0, 0.0], [1.0])
-
-
-def test_weights_of_numpy_and_of_text_are_numbers(one):
-    """A numpy float32 warned that the largest double overflows."""
-    weights = np.array([30, 0.5], np.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert config(one, (["p", "q"], weights)).blend == (["p", "q"], [30.0, 0.5])
 
 
 # ==============================================================================
@@ -1532,9 +1544,10 @@ def test_epochs_by_hand(one):
     for wanted, separate in ((179, True), (180, False)):  # 80 of 100 samples of the last epoch
         assert one.plan_epochs(101, wanted, 1) == (2, 201, separate, 100)
     assert one.plan_epochs(0, 0, 4) == one.plan_epochs(0, None, 4) == (1, 0, False, 0)
-    for tokens, wanted in ((0, 1), (13, -1)):  # upstream never returns without tokens
-        with pytest.raises(ValueError, match="wanted"):
-            one.plan_epochs(tokens, wanted, 4)
+    with pytest.raises(ValueError, match="no tokens"):  # upstream never returns
+        one.plan_epochs(0, 1, 4)
+    with pytest.raises(ValueError, match="num_samples"):
+        one.plan_epochs(13, -1, 4)
 
 
 @pytest.mark.parametrize("wanted", [2**43, 2**44 + 1, 2**70])
@@ -1613,24 +1626,32 @@ def test_streams_longer_than_2_31_tokens(mm):
     same(rows, np.array(wanted, np.int32))
 
 
-@pytest.mark.parametrize(
-    "argument, value, sentence",
-    [
-        ("sizes", [4, 3, -6], "a size is negative"),
-        ("document_indices", [0, 3, 2], "document_indices[1] is 3 of 3 sequences"),
-        ("document_indices", [0, -1, 2], "document_indices[1] is -1 of 3 sequences"),
-        ("tokens_per_epoch", 400, "the samples need 397 tokens, the documents hold 13"),
-        ("tokens_per_epoch", 2**40, "3 documents cannot hold 1099511627776 tokens"),
-        ("sequence_length", 0, "sequence_length must be 1 to"),
-    ],
-)
-def test_a_wrong_stream_is_said(mm, argument, value, sentence):
+WRONG_STREAMS = [  # an argument, a wrong value of it, the error, and what it names
+    ("sizes", [4, 3, -6], ValueError, "size"),
+    ("document_indices", [0, 3, 2], IndexError, r"document_indices\[1\] is 3 "),
+    ("document_indices", [0, -1, 2], IndexError, r"document_indices\[1\] is -1 "),
+    ("tokens_per_epoch", 400, ValueError, "397 tokens"),
+    ("tokens_per_epoch", 2**40, ValueError, f"{2**40} tokens"),
+    ("sequence_length", 0, ValueError, "sequence_length"),
+]
+
+
+@pytest.mark.parametrize("argument, value, error, word", WRONG_STREAMS)
+def test_a_wrong_stream_is_said(mm, argument, value, error, word):
     stream = {"sizes": [4, 3, 6], "document_indices": [0, 1, 2], "sequence_length": 4}
     stream |= {"num_epochs": 1, "tokens_per_epoch": 13, argument: value}
     for name in ("sizes", "document_indices"):
         stream[name] = np.array(stream[name], np.int32)
-    with pytest.raises((IndexError, ValueError), match=re.escape(sentence)):
+    with pytest.raises(error, match=word):
         mm.build_sample_idx(**stream)
+
+
+def test_the_dtypes_of_long_orders(one):
+    """Only which dtype they get: an order of this length would take 16 GB."""
+    assert one._sample_index_dtype(2**31 - 1) is np.int32
+    assert one._sample_index_dtype(2**31) is np.int64
+    assert one._shuffle_index_dtype(2**32 - 3) is np.uint32
+    assert one._shuffle_index_dtype(2**32 - 2) is np.int64
 
 
 def test_partial_samples_are_counted_in_integers(mm):
@@ -1792,11 +1813,12 @@ def test_a_stable_cache_has_a_name_of_its_own(one, tmp_path):
 
 def test_numbers_of_documents_beyond_int32(mm):
     """They must not wrap."""
-    documents = np.array([1, 2**31 + 5])
-    with pytest.raises(ValueError, match="document 2147483653"):
-        mm.build_document_index(documents, 1, np.random.RandomState(0), False)
-    with pytest.raises(ValueError, match="document 2147483653"):
-        mm.build_stable_orders(documents, [0, 1], 1234)
+    for number in (2**31, 2**31 + 5):
+        documents = np.array([1, number])
+        with pytest.raises(ValueError, match=f"document {number}"):
+            mm.build_document_index(documents, 1, np.random.RandomState(0), False)
+        with pytest.raises(ValueError, match=f"document {number}"):
+            mm.build_stable_orders(documents, [0, 1], 1234)
 
 
 # ==============================================================================
