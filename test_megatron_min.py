@@ -4728,6 +4728,9 @@ def test_gradients_of_parallel_batches(one, run_on_ranks, world):
 # ==============================================================================
 
 
+# -- One file ----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("mode", [0o600, 0o666])
 def test_a_file_appears_whole_at_the_end(one, tmp_path, mode):
     """With the permissions of the file that it replaces."""
@@ -4741,6 +4744,29 @@ def test_a_file_appears_whole_at_the_end(one, tmp_path, mode):
         file.write(b"w")
     assert files_of(tmp_path) == {"a": b"new"}
     assert path.stat().st_mode & 0o777 == mode
+
+
+def test_a_file_system_that_refuses_permissions(one, tmp_path, monkeypatch):
+    """As vfat does: the file is replaced all the same."""
+    (tmp_path / "a").write_bytes(b"old")
+    monkeypatch.setattr(shutil, "copymode", mock.Mock(side_effect=PermissionError("rights")))
+    with one._NewFile(tmp_path / "a") as file:
+        file.write(b"new")
+    assert files_of(tmp_path) == {"a": b"new"}
+
+
+def test_a_missing_folder_is_named_at_once(one, tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "none", tmp_path / "file"):
+        with pytest.raises(FileNotFoundError, match=f"{folder}: .*folder"):
+            one._NewFile(folder / "a")
+
+
+def test_a_name_without_a_folder_is_of_the_current_one(one, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with one._NewFile("a") as file:
+        file.write(b"here")
+    assert files_of(tmp_path) == {"a": b"here"}
 
 
 def test_a_discard_after_the_commit_does_nothing(one, tmp_path):
@@ -4758,6 +4784,16 @@ def test_a_discard_after_the_commit_does_nothing(one, tmp_path):
     assert files_of(tmp_path) == {"a": b"one"}
 
 
+def test_what_can_be_made_again_is_not_synced(one, tmp_path, monkeypatch):
+    """Then a start need not wait for the disk."""
+    sync = mock.Mock()
+    monkeypatch.setattr(os, "fsync", sync)
+    for synced in (False, True):
+        with one._NewFile(tmp_path / "a", synced=synced) as file:
+            file.write(b"a")
+        assert sync.call_count == synced
+
+
 def write_file(one, folder, size, error):
     with one._NewFile(folder / "a") as file:
         file.write(bytes(size))
@@ -4772,22 +4808,23 @@ def write_pair(one, folder, size, error):
             raise error
 
 
+FAILURES = {  # where it fails, after how many bytes, and the error
+    "in the block": ("block", 1, ValueError()),
+    "in the block, behind the buffer": ("block", 2 << 20, KeyboardInterrupt()),
+    "disk full while it is written": ("disk", 1 << 22, OSError(errno.EFBIG, "full")),
+    "disk full at the commit": ("disk", 1 << 17, OSError(errno.EFBIG, "full")),
+    "disk full at the sync": ("sync", 1, OSError(errno.ENOSPC, "full")),
+}
+
+
 @linux
 @pytest.mark.parametrize("write", [write_file, write_pair])
-@pytest.mark.parametrize(
-    "failing, size, error",
-    [
-        ("block", 2 << 20, KeyboardInterrupt()),  # more than the buffer holds
-        ("block", 1, ValueError()),
-        ("disk", 1 << 22, OSError(errno.EFBIG, "full while it is written")),
-        ("disk", 1 << 17, OSError(errno.EFBIG, "full at the commit")),
-        ("sync", 1, OSError(errno.ENOSPC, "full at the commit")),
-    ],
-)
-def test_nothing_appears_on_an_error(one, tmp_path, monkeypatch, write, failing, size, error):
+@pytest.mark.parametrize("case", FAILURES)
+def test_nothing_appears_on_an_error(one, tmp_path, monkeypatch, write, case):
     """Nor changes what was there.  A limit on the bytes of a file stands in for a full disk."""
     resource = importlib.import_module("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    failing, size, error = FAILURES[case]
     for before in ("nothing", "old files"):
         if before == "old files":
             write(one, tmp_path, 3, None)
@@ -4802,16 +4839,12 @@ def test_nothing_appears_on_an_error(one, tmp_path, monkeypatch, write, failing,
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert caught.value.args[:1] == error.args[:1]
+        if failing != "block":
+            assert str(tmp_path) in caught.value.filename, "the error names the file"
         assert files_of(tmp_path) == files, before
 
 
-def test_a_folder_that_is_missing_and_one_that_is_not_named(one, tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/none: no such folder"):
-        one._NewFile(tmp_path / "none" / "a")
-    monkeypatch.chdir(tmp_path)
-    with one._NewFile("a") as file:
-        file.write(b"here")
-    assert files_of(tmp_path) == {"a": b"here"}
+# -- The two files of a pair -------------------------------------------------------------------
 
 
 def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkeypatch):
@@ -4868,6 +4901,9 @@ def test_a_pair_that_cannot_be_uploaded_is_kept(one, bucket, tmp_path, monkeypat
     assert lists(one.IndexedDataset(f"{bucket.root}/p")) == [[1, 2]]
 
 
+# -- Mapped files ------------------------------------------------------------------------------
+
+
 def test_a_mapped_file_is_read_only_and_outlives_its_name(one, tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
     (tmp_path / "empty").write_bytes(b"")
@@ -4877,15 +4913,6 @@ def test_a_mapped_file_is_read_only_and_outlives_its_name(one, tmp_path):
     with pytest.raises(ValueError, match="read-only"):
         mapped[0] = 1
     same(one._map_file(tmp_path / "empty"), np.empty(0, np.uint8))
-
-
-def test_a_file_system_that_refuses_rights(one, tmp_path, monkeypatch):
-    """As vfat does: the file is replaced all the same."""
-    (tmp_path / "a").write_bytes(b"old")
-    monkeypatch.setattr(shutil, "copymode", mock.Mock(side_effect=PermissionError("rights")))
-    with one._NewFile(tmp_path / "a") as file:
-        file.write(b"new")
-    assert files_of(tmp_path) == {"a": b"new"}
 
 
 # ==============================================================================
@@ -10753,56 +10780,45 @@ def test_nothing_in_the_module_runs_data(tree):
     assert "_object_list" not in ast.unparse(tree), "collectives of torch that pickle"
 
 
-AUDITED_JOB = """
-import os, sys
-
-seen = []  # what was connected to, started or unpickled
-written = []  # what was opened for writing, renamed, removed or made
-
-
-def hook(event, arguments):
-    if event.startswith(("socket.", "subprocess.", "ctypes.dlopen", "pickle.find", "urllib.")):
-        seen.append((event, str(arguments)[:100]))
-    elif event == "open" and isinstance(arguments[0], str):
-        if arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            written.append(os.path.realpath(arguments[0]))
-    elif event in ("os.rename", "os.remove", "os.mkdir"):
-        written.append(os.path.realpath(arguments[0]))
+def do_a_job():
+    """Import the module, preprocess, merge, build, load and verify, in the current folder."""
+    mm = types.SimpleNamespace(**runpy.run_path(str(HERE / "megatron_min.py")))
+    pair = mm.preprocess("in.jsonl", "pair", append_eod=True)["text"]
+    mm.merge([pair, pair], "both")
+    cfg = config(mm, (["both", pair], [1, 2]), path_to_cache="cache", split="1,1,0")
+    train = build(mm, [20, 4, 0], cfg)[0]
+    assert len(list(mm.build_pretraining_data_loader(train, 0, micro_batch_size=4))) == 5
+    mm.IndexedDataset("both").verify()
 
 
-sys.dont_write_bytecode = True
-import torch.utils.data, torch.distributed, numpy  # what these do is theirs
-sys.addaudithook(hook)
-import megatron_min as mm
+def audited_job():
+    """Do a job under an audit hook, which no process can take away: so this one is forked."""
+    refused = ("socket.", "subprocess.", "ctypes.dlopen", "pickle.find", "urllib.")
+    seen = []  # what was connected to, started or unpickled
+    written = set()  # what was opened for writing, renamed, removed or made
 
-pairs = mm.preprocess("in.jsonl", "pair", append_eod=True)
-mm.merge([pairs["text"]] * 2, "both")
-fields = {"blend": (["both", pairs["text"]], [1, 2]), "split": "1,1,0"}
-fields |= {"tokenizer": mm.ByteTokenizer(), "path_to_cache": "cache"}
-config = mm.GPTDatasetConfig(1, 8, create_attention_mask=False, **fields)
-builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [20, 4, 0], lambda: True, config)
-train = builder.build()[0]
-assert len(list(mm.build_pretraining_data_loader(train, 0, micro_batch_size=4))) == 5
-mm.IndexedDataset("both").verify()
-print(seen)
-print(*written, sep="\\n")
-"""
+    def note(event, arguments):
+        if event.startswith(refused):
+            seen.append((event, str(arguments)))
+        elif event == "open" and isinstance(arguments[0], str):
+            if arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                written.add(os.path.relpath(arguments[0]))
+        elif event in ("os.rename", "os.remove", "os.mkdir"):
+            written.add(os.path.relpath(arguments[0]))
+
+    sys.addaudithook(note)
+    do_a_job()
+    assert seen == []
+    names = {re.sub(r"\.[0-9a-f]{16}(\.old)?\.tmp$", "", name) for name in written}
+    assert names == files_of(".").keys() - {"in.jsonl"} | {"cache"}
 
 
 @linux
-def test_a_job_touches_nothing_but_what_was_named(tmp_path):
-    """Import, preprocess, merge, build and load under an audit hook.
-
-    Nothing is connected to, started or unpickled; what is written lies where it was asked for.
-    """
-    jsonl(tmp_path / "in.jsonl", ["some text", "and more of it"] * 9)
-    done = python(AUDITED_JOB, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    seen, *written = done.stdout.strip().split("\n")
-    assert seen == "[]"
-    names = {os.path.relpath(path, tmp_path) for path in written}
-    targets = {re.sub(r"\.[0-9a-f]{16}(\.old)?\.tmp$", "", name) for name in names}
-    assert targets == files_of(tmp_path).keys() - {"in.jsonl"} | {"cache"}
+def test_a_job_touches_nothing_but_what_was_named(tmp_path, monkeypatch):
+    """Nothing is connected to, started or unpickled; what is written lies where it is asked for."""
+    monkeypatch.chdir(tmp_path)
+    jsonl("in.jsonl", ["some text", "and more of it"] * 9)
+    assert in_children(audited_job) == [0]
 
 
 # ==============================================================================
