@@ -633,8 +633,7 @@ def test_a_vocabulary_below_65500_is_stored_in_two_bytes(one):
     assert one.DType.optimal_dtype(None) is np.int32
 
 
-def test_the_paths_of_a_pair(one, pair):
-    """It exists if both of its files do."""
+def test_a_pair_exists_if_both_files_do(one, pair):
     assert one.get_bin_path("corpus") == "corpus.bin"
     assert one.get_idx_path(pathlib.Path("folder", "corpus")) == "folder/corpus.idx"
     assert one.IndexedDataset.exists(pair)
@@ -649,7 +648,7 @@ def test_the_paths_of_a_pair(one, pair):
 
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("docs", [[[1, 2, 3], [4, 5], [], [6, 7, 8, 9]], [], [[], []]], ids=str)
-def test_access_is_a_lists(one, tmp_path, docs, mmap):
+def test_sequences_are_read_as_from_a_list(one, tmp_path, docs, mmap):
     """Upstream: no empty slices nor datasets, and get() reads on behind the sequence."""
     ds = one.IndexedDataset(mk(one, tmp_path / "p", docs), mmap=mmap)
     n = len(docs)
@@ -845,7 +844,10 @@ def replace_pair(one, prefix):
 
 
 def test_a_pair_that_is_replaced_while_it_is_opened_is_refused(one, pair, monkeypatch):
-    """The .idx of the old pair must not be used with a .bin of equal size of the new one."""
+    """The .idx of the old pair must not be used with a .bin of equal size of the new one.
+
+    Another process would meet this moment too seldom: here what maps the .idx replaces the pair.
+    """
     map_file = np.memmap
 
     def map_and_replace(path, *arguments):
@@ -863,12 +865,13 @@ def test_identity_tells_one_index_from_another(one, tmp_path):
     """By its size, its time, and its first and last page; section 12 tries the first two."""
     prefix = mk(one, tmp_path / "p", [[1]] * 7000)
     identities = set()
-    for offset in (34, -16):  # a length at the begin, a document at the end
-        patch(f"{prefix}.idx", offset, b"\2")
+    for length, document in ((1, 0), (2, 0), (2, 1)):
+        patch(f"{prefix}.idx", 34, bytes([length]))  # in the first page
+        patch(f"{prefix}.idx", -16, bytes([document]))  # in the last
         os.utime(f"{prefix}.idx", (1, 1))
         for _ in range(2):
             identities.add(str(one.IndexedDataset(prefix).identity()))
-    assert len(identities) == 2
+    assert len(identities) == 3
 
 
 def test_identity_is_computed_once(one, pair):
@@ -995,7 +998,7 @@ def test_a_pickle_of_a_remote_pair_that_was_replaced_is_refused(one, bucket, pai
 # -- The builder -------------------------------------------------------------------------------
 
 
-def test_all_ways_to_add(one, tmp_path):
+def test_sequences_are_added_in_many_ways(one, tmp_path):
     """Tensors, arrays and lists; a document goes on until it is ended.
 
     Modes are 0 where none are given.  Upstream: they cannot be left out.
@@ -1050,7 +1053,7 @@ def test_a_builder_refuses_before_it_writes(one, tmp_path, case):
 
 
 @pytest.mark.parametrize("eod", [None, 7])
-def test_many_documents_at_once(one, tmp_path, eod):
+def test_many_documents_at_once_equal_one_by_one(one, tmp_path, eod):
     """They equal documents that are added one by one; only those with tokens get an eod."""
     awkward = pytest.importorskip("awkward")
     documents = [[1, 2, 3], [], [4], [5, 6], []]
@@ -1074,7 +1077,7 @@ def test_many_documents_at_once(one, tmp_path, eod):
         assert bytes_of_pair(tmp_path / kind) == bytes_of_pair(tmp_path / "one"), kind
 
 
-def test_the_life_of_a_builder(one, pair, tmp_path):
+def test_a_finalized_builder_takes_nothing_more(one, pair, tmp_path):
     """finalize() gives both files their names, once."""
     builder = one.IndexedDatasetBuilder(tmp_path / "p.bin")
     builder.add_document([1], [1])
@@ -1094,7 +1097,7 @@ def test_the_life_of_a_builder(one, pair, tmp_path):
     assert lists(one.IndexedDataset(tmp_path / "p")) == [[1]]
 
 
-def test_the_with_block_of_a_builder(one, tmp_path):
+def test_a_with_block_leaves_both_files_or_none(one, tmp_path):
     """Both files appear at its end; after an error there is none, nor a temporary one."""
     for error, word in ((KeyError, "stop"), (ValueError, "end_document")):
         with pytest.raises(error, match=word):
@@ -1179,7 +1182,7 @@ def test_a_long_pair_is_appended_in_parts(one, tmp_path):
     same(one.IndexedDataset(tmp_path / "o")[0], tokens)
 
 
-def test_merge_refuses(one, pair, tmp_path):
+def test_a_merge_that_is_refused_changes_nothing(one, pair, tmp_path):
     """And leaves the folder as it was.  Upstream: an input that is the output too is destroyed."""
     other = mk(one, tmp_path / "other", [[1]], np.uint16)
     os.symlink(pair + ".bin", tmp_path / "link.bin")
@@ -1251,7 +1254,7 @@ TEXTS = [  # a text, its sequences, these with an eod; " " is a text, but no tok
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
-def test_texts_and_lists_of_sentences(one, tmp_path, append_eod):
+def test_a_text_is_a_sequence_and_so_is_each_of_a_list_of_sentences(one, tmp_path, append_eod):
     """A list of sentences is a document of several sequences, as for upstream's tool.
 
     Each line of a file is a document, and preprocess() writes the same pair.
@@ -1347,7 +1350,7 @@ def test_weights_are_divided_by_numpys_sum(one):
     assert one.normalize(["30", "70"]) == [0.3, 0.7]
 
 
-def test_split_is_read(one):
+def test_a_split_is_read(one):
     read = one.parse_and_normalize_split
     assert read("3,1") == [0.75, 0.25, 0.0]
     assert read("0,0,5.") == [0.0, 0.0, 1.0]
@@ -1361,7 +1364,7 @@ def test_split_is_read(one):
     "text",
     ["99,-1,0", "98,,2", "0,0,0", "", "a,b", "1,2,3,4", "nan,1,0", "inf,0,0", "1_0,1", "1e999,1"],
 )
-def test_split_is_refused(one, text):
+def test_a_wrong_split_is_refused(one, text):
     """Upstream drops signs and empty fields, and takes what is left."""
     with pytest.raises(ValueError, match=f"split '{text}'"):
         one.parse_and_normalize_split(text)
@@ -1395,7 +1398,7 @@ def test_splits_hold_each_document_once(one):
 # -- Blend -------------------------------------------------------------------------------------
 
 
-def test_blend_from_list(one):
+def test_a_list_is_read_as_prefixes_and_weights(one):
     """Weights and prefixes in turn, or prefixes alone; numbers are decimal numbers."""
     read = one.get_blend_from_list
     assert read(None) is None
@@ -1412,7 +1415,7 @@ def test_blend_from_list(one):
     [["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], ["1"], "p1", 5],
     ids=str,
 )
-def test_blend_from_list_does_not_guess(one, blend):
+def test_a_list_that_is_neither_is_refused(one, blend):
     """Upstream pairs them anyway, or takes weights for prefixes."""
     with pytest.raises(ValueError, match="prefixes"):
         one.get_blend_from_list(blend)
@@ -1471,7 +1474,7 @@ def test_a_bad_config_is_a_sentence(one, word):
             config(one, **{"blend": (["p"], None), "split": "1"} | fields)
 
 
-def test_what_a_config_derives(one):
+def test_a_config_derives_its_other_fields(one):
     cut = config(one, (["p"], None), split="3,1")
     assert (cut.mock, cut.split_matrix) == (False, [(0, 0.75), (0.75, 1.0), None])
     nothing = config(one, random_seed=0)
@@ -1601,7 +1604,7 @@ def check_sample_index(mm, sizes, documents, S):
 
 
 @pytest.mark.parametrize("S", [1, 2, 3, 5, 2**31 - 1, 2**31, 2**32 - 1])
-def test_every_small_sample_index(mm, S):
+def test_every_small_sample_index_by_brute_force(mm, S):
     """Of all corpora of up to three documents of up to three tokens."""
     for n in range(4):
         for sizes in itertools.product(range(4), repeat=n):
@@ -1616,7 +1619,7 @@ def test_random_sample_indices_by_brute_force(mm):
         check_sample_index(mm, sizes, documents, int(rng.integers(1, rng.choice([3, 9, 50]))))
 
 
-def test_streams_longer_than_2_31_tokens(mm):
+def test_streams_longer_than_2_31_tokens_do_not_wrap(mm):
     """Documents of 2**31 - 1 tokens and one of a single token: the running count passes int32."""
     sizes = np.array([2**31 - 1, 1], np.int32)
     documents = np.array([0, 1, 0, 0], np.int32)  # they begin at 0, 2**31 - 1, 2**31, 2**32 - 1
@@ -1646,7 +1649,7 @@ def test_a_wrong_stream_is_said(mm, argument, value, error, word):
         mm.build_sample_idx(**stream)
 
 
-def test_the_dtypes_of_long_orders(one):
+def test_long_orders_have_64_bits(one):
     """Only which dtype they get: an order of this length would take 16 GB."""
     assert one._sample_index_dtype(2**31 - 1) is np.int32
     assert one._sample_index_dtype(2**31) is np.int64
@@ -1687,7 +1690,7 @@ def test_shuffle_is_numpys(mm, items):
         assert generator.bytes(4 * 624) == numpys.bytes(4 * 624)
 
 
-def test_shuffle_of_views(mm):
+def test_views_are_shuffled_in_place(mm):
     found = np.arange(9000)
     wanted = np.arange(9000)
     for step in (2, -1):
@@ -1811,7 +1814,7 @@ def test_a_stable_cache_has_a_name_of_its_own(one, tmp_path):
         assert not np.array_equal(stable.document_index, plain.document_index)
 
 
-def test_numbers_of_documents_beyond_int32(mm):
+def test_document_numbers_beyond_int32_are_refused(mm):
     """They must not wrap."""
     for number in (2**31, 2**31 + 5):
         documents = np.array([1, number])
