@@ -626,13 +626,11 @@ def test_a_vocabulary_below_65500_is_stored_in_two_bytes(one):
 
 
 def test_a_pair_exists_if_both_files_do(one, pair):
-    assert one.get_bin_path("corpus") == "corpus.bin"
-    assert one.get_idx_path(pathlib.Path("folder", "corpus")) == "folder/corpus.idx"
-    assert one.IndexedDataset.exists(pair)
-    for path in (one.get_bin_path(pair), one.get_idx_path(pair)):
-        os.rename(path, "away")
-        assert not one.IndexedDataset.exists(pair)
-        os.rename("away", path)
+    for path in (one.get_bin_path(pair), one.get_idx_path(pathlib.Path(pair))):
+        assert one.IndexedDataset.exists(pair)
+        os.rename(path, f"{path}.away")
+        assert not one.IndexedDataset.exists(pathlib.Path(pair))
+        os.rename(f"{path}.away", path)
 
 
 # -- Reading -----------------------------------------------------------------------------------
@@ -770,14 +768,16 @@ CORRUPT = {
 
 @pytest.mark.parametrize("case", CORRUPT)
 def test_a_corrupt_field_is_refused(one, pair, case):
+    """The error says four things: the file, the field, what was wanted, and what is there."""
     assert lists(one.IndexedDataset(pair, check=True)) == PAIR
     offset, code, value, word, is_always_seen = CORRUPT[case]
     patch(pair + ".idx", offset, struct.pack(code, value))
     for check in (True, False):
-        with pytest.raises(one.DatasetFormatError, match=rf"pair\..*{word}"):
+        with pytest.raises(one.DatasetFormatError, match=rf"pair\..*{word}") as caught:
             ds = one.IndexedDataset(pair, check=check)
             assert not check and not is_always_seen
             ds.verify()
+        assert re.search(": wanted .+, got .+", str(caught.value))
 
 
 @pytest.mark.parametrize("place", [1, 2**13 - 1, 2**14 - 1, 2**14, 2**14 + 1, 2**15, 49_998])
