@@ -10773,8 +10773,8 @@ def do_a_job():
     mm = types.SimpleNamespace(**runpy.run_path(str(HERE / "megatron_min.py")))
     pair = mm.preprocess("in.jsonl", "pair", append_eod=True)["text"]
     mm.merge([pair, pair], "both")
-    cfg = config(mm, (["both", pair], [1, 2]), path_to_cache="cache", split="1,1,0")
-    train = build(mm, [20, 4, 0], cfg)[0]
+    fields = {"path_to_cache": "cache", "split": "1,1,0", "tokenizer": mm.ByteTokenizer()}
+    train = build(mm, [20, 4, 0], config(mm, (["both", pair], [1, 2]), **fields))[0]
     assert len(list(mm.build_pretraining_data_loader(train, 0, micro_batch_size=4))) == 5
     mm.IndexedDataset("both").verify()
 
@@ -10794,6 +10794,7 @@ def audited_job():
         elif event in ("os.rename", "os.remove", "os.mkdir"):
             written.add(os.path.relpath(arguments[0]))
 
+    sys.dont_write_bytecode = True
     sys.addaudithook(note)
     do_a_job()
     assert seen == []
