@@ -1259,26 +1259,25 @@ def test_a_text_is_a_sequence_and_so_is_each_of_a_list_of_sentences(one, tmp_pat
         assert (lists(ds), ds.document_indices.tolist()) == (all_sequences, ends)
 
 
-LINES_OF_TEXT = [
-    (b"", []),
-    (b'{"text": "1 2"}\n{"text": "3"}', [[1, 2, 0], [3, 0]]),  # no newline at the end
-    (b'{"text": "1"}\r\n{"text": ""}\r\n{"text": "2"}\r\n', [[1, 0], [], [2, 0]]),
-    (b'{"text":\r"1"}\n', [[1, 0]]),  # a return within a line
-    (b'{"text": "1", "other": 3}\n', [[1, 0]]),
-    (b'\n{"text": "1"}\n \t\r\n{"text": "2"}\n\n', [[1, 0], [2, 0]]),  # blank lines are skipped
-]
+LINES_OF_TEXT = {  # the contents of a file, and its documents
+    "nothing": (b"", []),
+    "no newline at the end": (b'{"text": "1 2"}\n{"text": "3"}', [[1, 2, 0], [3, 0]]),
+    "line ends of Windows": (b'{"text": "1"}\r\n{"text": ""}\r\n', [[1, 0], []]),
+    "a return within a line": (b'{"text":\r"1"}\n', [[1, 0]]),
+    "another key": (b'{"text": "1", "other": 3}\n', [[1, 0]]),
+    "blank lines": (b'\n{"text": "1"}\n \t\r\n{"text": "2"}\n\n', [[1, 0], [2, 0]]),
+}
 
 
-@pytest.mark.parametrize("content, documents", LINES_OF_TEXT)
-def test_lines_become_documents(one, tmp_path, content, documents):
-    """One each, with an eod; preprocess() writes the same pair."""
+@pytest.mark.parametrize("case", LINES_OF_TEXT)
+def test_lines_become_documents(one, tmp_path, case):
+    """One each, with an eod; blank lines are skipped.  preprocess() writes the same pair."""
+    content, documents = LINES_OF_TEXT[case]
     (tmp_path / "a.jsonl").write_bytes(content)
     one.encode_jsonl(tmp_path / "a.jsonl", tmp_path / "plain", Tok(), append_eod=True)
     assert texts_of(one, tmp_path / "plain") == documents
-    quiet(one.preprocess, tmp_path / "a.jsonl", tmp_path / "fast", Tok(), append_eod=True)
-    files = files_of(tmp_path)
-    for extension in ("bin", "idx"):
-        assert files[f"plain.{extension}"] == files[f"fast_text_document.{extension}"]
+    made = quiet(one.preprocess, tmp_path / "a.jsonl", tmp_path / "fast", Tok(), append_eod=True)
+    assert bytes_of_pair(made["text"]) == bytes_of_pair(tmp_path / "plain")
 
 
 def test_the_defaults_of_encode_jsonl(one, tmp_path):
@@ -1320,11 +1319,7 @@ def test_a_bad_line_leaves_no_pair(one, tmp_path, case):
 
 
 def test_the_three_splits(one):
-    assert [(split.name, split.value) for split in one.Split] == [
-        ("train", 0),
-        ("valid", 1),
-        ("test", 2),
-    ]
+    assert {split.name: split.value for split in one.Split} == {"train": 0, "valid": 1, "test": 2}
 
 
 def test_weights_are_divided_by_numpys_sum(one):
