@@ -1502,7 +1502,7 @@ def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
 # 4. Three orders
 # ==============================================================================
 
-# -- how many epochs and samples -------------------------------------------------------------------
+# -- How many epochs and samples ---------------------------------------------------------------
 
 
 def test_epochs_are_counted_one_by_one(one):
@@ -1523,9 +1523,12 @@ def test_epochs_are_counted_one_by_one(one):
             assert plan.samples_before_final_epoch == before_final
 
 
-def test_epochs_by_hand(one):
+def test_a_last_epoch_of_which_less_than_80_percent_is_wanted_is_apart(one):
     for wanted, separate in ((179, True), (180, False)):  # 80 of 100 samples of the last epoch
         assert one.plan_epochs(101, wanted, 1) == (2, 201, separate, 100)
+
+
+def test_a_split_without_tokens_has_no_samples(one):
     assert one.plan_epochs(0, 0, 4) == one.plan_epochs(0, None, 4) == (1, 0, False, 0)
     with pytest.raises(ValueError, match="no tokens"):  # upstream never returns
         one.plan_epochs(0, 1, 4)
@@ -1544,7 +1547,41 @@ def test_counts_are_exact_integers(one, wanted):
     assert one.count_samples(tokens + 1, S, False) == wanted + 1
 
 
-# -- the sample index ------------------------------------------------------------------------------
+# -- The shuffles ------------------------------------------------------------------------------
+
+
+ITEMS = [np.arange(5000).astype(dtype) for dtype in ("i4", "u4", "i8", float, "i2", ">i4", object)]
+ITEMS += [np.arange(1500, dtype="i4"), np.arange(12).reshape(4, 3), list("abcdef")]
+
+
+@pytest.mark.parametrize("items", ITEMS, ids=repr)
+def test_shuffle_is_numpys(mm, items):
+    """It does to the items and to the generator what numpy does; section 16 tries more states."""
+    of_another_kind = np.random.RandomState(np.random.PCG64(7))
+    for generator in (np.random.RandomState(7), of_another_kind, np.random.default_rng(7)):
+        numpys = copy.deepcopy(generator)
+        found = items.copy()
+        wanted = items.copy()
+        for _ in range(2):  # the second time begins in the middle of a block of numbers
+            mm.shuffle(found, generator)
+            numpys.shuffle(wanted)
+            same(found, wanted)
+        assert generator.bytes(4 * 624) == numpys.bytes(4 * 624)
+
+
+def test_views_are_shuffled_in_place(mm):
+    found = np.arange(9000)
+    wanted = np.arange(9000)
+    for step in (2, -1):
+        mm.shuffle(found[::step], np.random.RandomState(3))
+        np.random.RandomState(3).shuffle(wanted[::step])
+        same(found, wanted)
+    found.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        mm.shuffle(found, np.random.RandomState(0))
+
+
+# -- The sample index --------------------------------------------------------------------------
 
 
 def cut_into_samples(sizes, documents, S, drop_last, x):
@@ -1648,41 +1685,7 @@ def test_partial_samples_are_counted_in_integers(mm):
     assert mm.count_samples(2**40 + 70000, 16384, False) == 2**26 + 5
 
 
-# -- the shuffles ----------------------------------------------------------------------------------
-
-
-ITEMS = [np.arange(5000).astype(dtype) for dtype in ("i4", "u4", "i8", float, "i2", ">i4", object)]
-ITEMS += [np.arange(1500, dtype="i4"), np.arange(12).reshape(4, 3), list("abcdef")]
-
-
-@pytest.mark.parametrize("items", ITEMS, ids=repr)
-def test_shuffle_is_numpys(mm, items):
-    """It does to the items and to the generator what numpy does; section 16 tries more states."""
-    of_another_kind = np.random.RandomState(np.random.PCG64(7))
-    for generator in (np.random.RandomState(7), of_another_kind, np.random.default_rng(7)):
-        numpys = copy.deepcopy(generator)
-        found = items.copy()
-        wanted = items.copy()
-        for _ in range(2):  # the second time begins in the middle of a block of numbers
-            mm.shuffle(found, generator)
-            numpys.shuffle(wanted)
-            same(found, wanted)
-        assert generator.bytes(4 * 624) == numpys.bytes(4 * 624)
-
-
-def test_views_are_shuffled_in_place(mm):
-    found = np.arange(9000)
-    wanted = np.arange(9000)
-    for step in (2, -1):
-        mm.shuffle(found[::step], np.random.RandomState(3))
-        np.random.RandomState(3).shuffle(wanted[::step])
-        same(found, wanted)
-    found.flags.writeable = False
-    with pytest.raises(ValueError, match="read-only"):
-        mm.shuffle(found, np.random.RandomState(0))
-
-
-# -- both orders, and stable_order -----------------------------------------------------------------
+# -- Both orders, and stable_order -------------------------------------------------------------
 
 
 def random_orders(rng):
