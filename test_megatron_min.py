@@ -672,6 +672,7 @@ def test_a_multimodal_pair_gives_tokens_and_modes(one, pair, tmp_path):
         assert (tokens.tolist(), mode) == wanted
     sequences, modes = ds[1:]
     assert (lists(sequences), modes.tolist()) == ([[2, 3], [4, 5]], [-2, 7])
+    same(pickle.loads(pickle.dumps(ds)).sequence_modes, ds.sequence_modes)
     assert lists(one.IndexedDataset(tmp_path / "m")) == [[1], [2, 3], [4, 5]]  # tokens alone
     with pytest.raises(one.DatasetFormatError, match="modes"):
         one.IndexedDataset(pair, multimodal=True)
@@ -978,9 +979,10 @@ def test_a_pickle_of_files_that_were_replaced_is_refused(one, pair, replace):
 
 
 def test_a_pickle_of_a_remote_pair_that_was_replaced_is_refused(one, bucket, pair):
-    ds = one.IndexedDataset(bucket.put(pair))
-    assert lists(pickle.loads(pickle.dumps(ds))) == PAIR
-    pickled = pickle.dumps(ds)
+    blocks = one.ObjectStorageConfig(bin_chunk_nbytes=100)
+    pickled = pickle.dumps(one.IndexedDataset(bucket.put(pair), object_storage_config=blocks))
+    again = pickle.loads(pickled)
+    assert (again.object_storage_config, lists(again)) == (blocks, PAIR)
     replace_pair(one, pair)
     bucket.put(pair)
     with pytest.raises(one.DatasetFormatError, match="/pair: .*replaced"):
