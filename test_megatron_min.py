@@ -10799,6 +10799,7 @@ def audited_job():
     assert seen == []
     names = {re.sub(r"\.[0-9a-f]{16}(\.old)?\.tmp$", "", name) for name in written}
     assert names == files_of(".").keys() - {"in.jsonl"} | {"cache"}
+    assert all(name.startswith(("pair_text_document.", "both.", "cache")) for name in names)
 
 
 @linux
