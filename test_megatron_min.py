@@ -1918,6 +1918,15 @@ def test_a_dataset_that_is_made_by_hand_needs_samples_alone(one, missing):
         build(one, [3, 3, 0], cfg, cls)
 
 
+@linux
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_mmap_bin_files_says_whether_tokens_are_mapped(one, pair, is_mapped):
+    cfg = config(one, ([pair], None), mmap_bin_files=is_mapped)
+    opened = one.GPTDataset.build_low_level_dataset(pair, cfg)
+    assert (f"{pair}.bin" in pathlib.Path("/proc/self/maps").read_text()) == is_mapped
+    assert len(opened) == len(PAIR)
+
+
 # -- samples by loops ------------------------------------------------------------------------------
 
 
@@ -2143,6 +2152,16 @@ def test_one_epoch_may_have_no_samples(mm, tmp_path, documents):
     """The only document has 8 tokens, and a sample is 8 tokens and a label."""
     prefix = mk(mm, tmp_path / "p", [[1] * 8])
     assert len(gpt(mm, prefix, documents=np.array(documents, np.int32))) == 0
+
+
+def test_valid_alone_may_keep_a_short_sample(one, tmp_path):
+    """Twelve tokens are a sample of 8 and a label, and a short one."""
+    prefix = mk(one, tmp_path / "p", [np.arange(12)])
+    lengths = {}
+    for split in ("train", "valid", "test"):
+        ds = gpt(one, prefix, None, split, drop_last_partial_validation_sequence=False)
+        lengths[split] = len(ds)
+    assert lengths == {"train": 1, "valid": 2, "test": 1}
 
 
 # Sample 1 of the stream is between rows 1 and 2 of sample_index, (1, 0) and (2, 1): b b b c c.
@@ -5238,83 +5257,46 @@ def test_other_samples_have_another_key(one, pair, cache):
 
 
 # -- what a start finds ----------------------------------------------------------------------------
-#
-# A change takes the bytes of a file, and returns those of the file that takes its place.
 
 
-def cut_off(content):
-    return content[:-5]
-
-
-def null(content):
-    return b"null"
-
-
-def nested(content):
-    return b"[" * 100_000
-
-
-def no_text(content):
-    return b"\xff"
-
-
-def not_signed(content):
+def wrong_manifests(content):
+    """{what is wrong: other bytes of a manifest}."""
     manifest = json.loads(content)
-    del manifest["crc32"]
-    return json.dumps(manifest).encode()
+    unsigned = {key: value for key, value in manifest.items() if key != "crc32"}
+    other_facts = manifest | {"facts": [2, *manifest["facts"][1:]]}
+    other_data = unsigned | {"made_from": manifest["made_from"] | {"end_document": 8999}}
+    without_files = {key: value for key, value in unsigned.items() if key != "files"}
+    return {
+        "null": b"null",
+        "nested": b"[" * 100_000,
+        "no text": b"\xff",
+        "not signed": json.dumps(unsigned).encode(),
+        "signed before it was changed": json.dumps(other_facts).encode(),
+        "of other data": json.dumps(signed(other_data)).encode(),
+        "without files": json.dumps(signed(without_files)).encode(),
+    }
 
 
-def with_wrong_facts(content):
-    return content.replace(b'"facts": [3, ', b'"facts": [2, ')
-
-
-def of_other_data(content):
-    manifest = json.loads(content)
-    manifest["made_from"]["end_document"] = 8999
-    return json.dumps(signed(manifest)).encode()
-
-
-def without_files(content):
-    manifest = json.loads(content)
-    del manifest["files"]
-    return json.dumps(signed(manifest)).encode()
-
-
-def gone(content):
-    return None
-
-
-WRONG_AT_A_START = [
-    ("sample_index.npy", cut_off),
-    ("document_index.npy", gone),
-    ("manifest.json", null),
-    ("manifest.json", nested),
-    ("manifest.json", no_text),
-    ("manifest.json", not_signed),
-    ("manifest.json", with_wrong_facts),
-    ("manifest.json", of_other_data),
-    ("manifest.json", without_files),
-]
-
-
-@pytest.mark.parametrize("file, change", WRONG_AT_A_START)
-def test_what_a_start_finds_wrong_is_rebuilt(
-    one, long_corpus, long_arrays, cache, builds, file, change
-):
+def test_what_a_start_finds_wrong_is_rebuilt(one, long_corpus, long_arrays, cache, builds):
     """With one warning, which says why; the next job finds the cache whole."""
     start(one, long_corpus, cache)
-    path = file_of(cache, file)
-    content = path.read_bytes()
-    assert change(content) != content
-    replace_file(path, change(content))
-    _, [message] = start(one, long_corpus, cache)
-    assert re.search("is rebuilt: .+", message)
-    assert file in message or not file.endswith(".npy")
-    assert builds.call_count == 2
-    found, messages = cached(one, long_corpus, cache, N)
-    assert messages == []
-    same_arrays(found, long_arrays)
-    assert builds.call_count == 2
+    wrong = []
+    for case, content in wrong_manifests(file_of(cache, "-manifest.json").read_bytes()).items():
+        wrong.append((case, "manifest.json", content))
+    array = file_of(cache, "sample_index.npy").read_bytes()
+    wrong.append(("cut off", "sample_index.npy", array[:-5]))
+    wrong.append(("gone", "document_index.npy", None))
+    for case, file, content in wrong:
+        replace_file(file_of(cache, file), content)
+        builds.reset_mock()
+        _, [message] = start(one, long_corpus, cache)
+        assert re.search("is rebuilt: .+", message), case
+        assert file in message or file == "manifest.json", case
+        assert builds.call_count == 1, case
+        found, messages = cached(one, long_corpus, cache, N)
+        assert messages == [], case
+        same_arrays(found, long_arrays)
+        assert builds.call_count == 1, case
 
 
 def test_without_a_manifest_the_same_bytes_are_saved_again(one, long_corpus, cache, builds):
@@ -5477,92 +5459,65 @@ class Trap:
         return open, ("ran", "w")
 
 
+def npy(array):
+    """The bytes of an .npy file."""
+    with io.BytesIO() as file:
+        np.save(file, array)
+        return file.getvalue()
+
+
 def flipped(content, at):
     """One bit of a byte changed."""
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
-def in_no_page_that_is_compared(content):
-    return flipped(content, 50_000)
+IN_NO_PAGE = 50_000  # a byte of document_index.npy that is in none of the four pages
 
 
-def in_the_last_byte(content):
-    return flipped(content, len(content) - 1)
+def wrong_arrays(content):
+    """{what is wrong: other bytes of an array; None: there is no file}."""
+    last = len(content) - 4096
+    assert last // 3 + 4096 < IN_NO_PAGE < last * 2 // 3
+    return {
+        "a bit of the header": flipped(content, 20),
+        "a bit of the second page": flipped(content, last // 3),
+        "a bit of the third page": flipped(content, last * 2 // 3),
+        "the last bit": flipped(content, len(content) - 1),
+        "an empty page, as after a power loss": content[:last] + bytes(4096),
+        "an array of another job": npy(np.load(io.BytesIO(content))[::-1]),
+        "cut off": content[:-5],
+        "empty": b"",
+        "gone": None,
+        "code": npy(np.array([Trap()], object)).ljust(len(content)),
+        "pickled code": pickle.dumps(Trap()).ljust(len(content)),
+    }
 
 
-def in_the_second_page(content):
-    return flipped(content, (len(content) - 4096) // 3)
-
-
-def in_the_third_page(content):
-    return flipped(content, (len(content) - 4096) * 2 // 3)
-
-
-def in_the_header(content):
-    return flipped(content, 20)
-
-
-def last_page_empty(content):
-    """As after a power loss."""
-    return content[:-4096] + bytes(4096)
-
-
-def of_another_job(content):
-    with io.BytesIO() as file:
-        np.save(file, np.load(io.BytesIO(content))[::-1])
-        return file.getvalue()
-
-
-def empty(content):
-    return b""
-
-
-def array_of_objects(content):
-    """Code in an .npy file of the same size."""
-    with io.BytesIO() as file:
-        np.save(file, np.array([Trap()], object))
-        return file.getvalue().ljust(len(content))
-
-
-def pickled_code(content):
-    return pickle.dumps(Trap()).ljust(len(content))
-
-
-WRONG_AT_THE_FIRST_ACCESS = [  # change of document_index.npy, has the file the time of the old one?
-    (in_no_page_that_is_compared, False),
-    (in_the_last_byte, True),
-    (in_the_second_page, True),
-    (in_the_third_page, True),
-    (in_the_header, True),
-    (last_page_empty, True),
-    (of_another_job, False),
-    (cut_off, False),
-    (empty, False),
-    (gone, False),
-    (array_of_objects, False),
-    (pickled_code, True),
-]
-
-
-@pytest.mark.parametrize("change, same_time", WRONG_AT_THE_FIRST_ACCESS)
 def test_what_the_first_access_finds_wrong_is_built_in_memory(
-    one, long_corpus, long_arrays, tmp_path, cache, builds, monkeypatch, change, same_time
+    one, long_corpus, long_arrays, tmp_path, cache, builds, monkeypatch
 ):
     """With one warning; nothing in it is run.  Also in the job that has saved the cache."""
     monkeypatch.chdir(tmp_path)
-    saved, _ = start(one, long_corpus, cache)
-    found, messages = start(one, long_corpus, cache)
-    assert messages == []
-    path = file_of(cache, "document_index.npy")
-    content = path.read_bytes()
-    assert change(content) != content
-    replace_file(path, change(content), path.stat().st_mtime_ns if same_time else None)
-    for ds in (saved, found):
-        values, [message] = heard(arrays, ds)
-        assert "document_index.npy" in message and "in memory" in message
-        same_arrays(values, long_arrays)
-        same_arrays(arrays(pickle.loads(pickle.dumps(ds))), long_arrays)
-    assert builds.call_count == 3
+    start(one, long_corpus, cache)
+    content = file_of(cache, "document_index.npy").read_bytes()
+    cases_of_wrong = [("a bit of no page", flipped(content, IN_NO_PAGE), False)]
+    for case, wrong in wrong_arrays(content).items():
+        cases_of_wrong += [(case, wrong, False), (case, wrong, True)]
+    for case, wrong, has_the_old_time in cases_of_wrong:
+        shutil.rmtree(cache)
+        saved, _ = start(one, long_corpus, cache)
+        found, messages = start(one, long_corpus, cache)
+        assert messages == []
+        builds.reset_mock()
+        path = file_of(cache, "document_index.npy")
+        replace_file(path, wrong, path.stat().st_mtime_ns if has_the_old_time else 1)
+        for ds in (saved, found):
+            values, messages = heard(arrays, ds)
+            assert len(messages) == 1, case
+            assert "document_index.npy" in messages[0] and "in memory" in messages[0], case
+            same_arrays(values, long_arrays)
+            same_arrays(arrays(pickle.loads(pickle.dumps(ds))), long_arrays)
+        assert builds.call_count == 2, case
     assert not os.path.exists("ran")
 
 
@@ -5577,24 +5532,21 @@ def test_a_copied_cache_is_believed_by_all_its_bytes(one, long_corpus, long_arra
     assert builds.call_count == 1
 
 
-def header_of_nothing(content):
-    """As no program writes it: numpy's parser of headers raises errors of many kinds."""
-    return b"\x93NUMPY\x01\x00\x76\x00" + b"{" * 118
-
-
-@pytest.mark.parametrize("change", [array_of_objects, pickled_code, header_of_nothing, empty])
 def test_what_is_trusted_and_is_no_array_is_an_error(
-    one, long_corpus, tmp_path, cache, monkeypatch, change
+    one, long_corpus, tmp_path, cache, monkeypatch
 ):
-    """And nothing in it is run."""
+    """Nothing in it is run.  The header is one for which numpy raises an error of its own kind."""
     monkeypatch.chdir(tmp_path)
     start(one, long_corpus, cache)
     path = file_of(cache, "document_index.npy")
-    replace_file(path, change(path.read_bytes()))
-    ds, messages = start(one, long_corpus, cache, fast_cache_load=True)
-    assert messages == []
-    with pytest.raises(one.DatasetFormatError, match="document_index.npy"):
-        arrays(ds)
+    wrong = wrong_arrays(path.read_bytes())
+    header = b"\x93NUMPY\x01\x00\x76\x00" + b"{" * 118
+    for content in (wrong["code"], wrong["pickled code"], wrong["empty"], header):
+        replace_file(path, content)
+        ds, messages = start(one, long_corpus, cache, fast_cache_load=True)
+        assert messages == []
+        with pytest.raises(one.DatasetFormatError, match="document_index.npy"):
+            arrays(ds)
     assert not os.path.exists("ran")
 
 
@@ -5606,7 +5558,7 @@ def test_verify_reads_all_bytes(one, long_corpus, cache):
     assert one.verify_cache(cache) == {stem: sizes}
     path = file_of(cache, "document_index.npy")
     content = path.read_bytes()
-    replace_file(path, in_no_page_that_is_compared(content), path.stat().st_mtime_ns)
+    replace_file(path, flipped(content, IN_NO_PAGE), path.stat().st_mtime_ns)
     assert cached(one, long_corpus, cache, N)[1] == [], "a job does not see it"
     with pytest.raises(one.DatasetFormatError, match="document_index.npy"):
         one.verify_cache(cache)
