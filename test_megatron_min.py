@@ -5051,7 +5051,7 @@ def test_a_file_system_that_refuses_rights(one, tmp_path, monkeypatch):
 
 
 N = 10_000  # samples of the long corpus, in three epochs: each array has pages that no check reads
-ARRAYS = ["document_index", "sample_index", "shuffle_index"]
+INDEX_ARRAYS = ["document_index", "sample_index", "shuffle_index"]
 BLEND_ARRAYS = ["dataset_index", "dataset_sample_index"]
 
 
@@ -5136,7 +5136,7 @@ def test_a_cache_is_built_once_then_found(
     before = stamps(cache)
     found, messages = start(one, long_corpus, cache)
     assert messages == []
-    for name, wanted in zip(ARRAYS, long_arrays, strict=True):
+    for name, wanted in zip(INDEX_ARRAYS, long_arrays, strict=True):
         same(np.load(file_of(cache, f"-{name}.npy")), wanted)
         for ds in (saved, found):  # both are mapped
             values, messages = heard(getattr, ds, name)
@@ -5161,7 +5161,11 @@ def test_names_and_descriptions_are_upstreams(one, pair, cache):
     blend = {"class": "BlendedDataset", "datasets": parts, "split": "train"}
     blend |= {"weights": [0.25, 0.75], "size": 4}
     names = set()
-    for described, of_class in ((parts[0], ARRAYS), (parts[1], ARRAYS), (blend, BLEND_ARRAYS)):
+    for described, of_class in (
+        (parts[0], INDEX_ARRAYS),
+        (parts[1], INDEX_ARRAYS),
+        (blend, BLEND_ARRAYS),
+    ):
         text = json.dumps(described, indent=4).encode()
         stem = f"{hashlib.md5(text).hexdigest()}-{described['class']}-train"
         assert pathlib.Path(cache, f"{stem}-description.txt").read_bytes() == text
@@ -5197,7 +5201,7 @@ def test_the_manifest_of_a_cache(one, long_corpus, cache):
         "idx_ends": hashlib.md5(content[:4096] + content[-4096:]).hexdigest(),
     }
     manifest = {"made_from": made_from, "facts": list(ds.epoch_plan), "files": {}}
-    for name in ARRAYS:
+    for name in INDEX_ARRAYS:
         path = file_of(cache, f"-{name}.npy")
         content = path.read_bytes()
         last = len(content) - 4096
@@ -5554,7 +5558,7 @@ def test_verify_reads_all_bytes(one, long_corpus, cache):
     """Also those that the four pages leave out, of a file of the noted time."""
     ds, _ = start(one, long_corpus, cache)
     stem = f"{ds.unique_description_hash}-GPTDataset-train"
-    sizes = {name: file_of(cache, f"-{name}.npy").stat().st_size for name in ARRAYS}
+    sizes = {name: file_of(cache, f"-{name}.npy").stat().st_size for name in INDEX_ARRAYS}
     assert one.verify_cache(cache) == {stem: sizes}
     path = file_of(cache, "document_index.npy")
     content = path.read_bytes()
@@ -7096,7 +7100,6 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
 
 
 READ_DTYPES = [np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64]
-INDEX_ARRAYS = ["document_index", "sample_index", "shuffle_index"]
 ENTRIES = ["sequence_lengths", "sequence_pointers"]
 FLAGS = ["create_attention_mask", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"]
 FLAGS += ["inter_document_masking", "allow_ambiguous_pad_tokens"]
