@@ -5435,12 +5435,16 @@ def test_trust_checks_nothing_but_that_the_files_are_there(one, pair, cache, bui
     mk(one, pair, [[1] * 20] * 4)  # of which a dataset has fewer epochs
     new, _ = start(one, pair, f"{cache} of the new", 50)
     os.utime(file_of(cache, "document_index.npy"), ns=(1, 1))
-    for has_manifest in (True, False):
-        if not has_manifest:
-            file_of(cache, "-manifest.json").unlink()
+    manifest = file_of(cache, "-manifest.json")
+    for content, plan in (
+        (manifest.read_bytes(), old.epoch_plan),
+        (b"{}", new.epoch_plan),
+        (None, new.epoch_plan),
+    ):
+        replace_file(manifest, content)
         before = stamps(cache)
         ds, messages = start(one, pair, cache, 50, fast_cache_load=True)
-        assert ds.epoch_plan == (old.epoch_plan if has_manifest else new.epoch_plan)
+        assert ds.epoch_plan == plan
         found, more_messages = heard(arrays, ds)
         same_arrays(found, wanted)
         assert messages + more_messages == []
