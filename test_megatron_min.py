@@ -13,6 +13,7 @@ take `mm` or `up` (ours or upstream's names in one namespace), so a parity test 
 twice.  "Upstream: ..." in a test says what megatron-core does instead.
 """
 
+import abc
 import ast
 import bz2
 import collections
@@ -230,6 +231,8 @@ def same(found, wanted, note=""):
     """Equal in dtype, shape and every value."""
     found, wanted = np.asarray(found), np.asarray(wanted)
     assert found.dtype == wanted.dtype, note
+    if found.shape == wanted.shape and (found == wanted).all():
+        return  # what follows takes ten times as long, and says what differs
     np.testing.assert_array_equal(found, wanted, err_msg=str(note), strict=True)
 
 
@@ -1812,9 +1815,10 @@ def test_document_numbers_beyond_int32_are_refused(mm):
 # ==============================================================================
 # 5. GPTDataset
 # ==============================================================================
-# The toy corpus by hand stands in front of section 1.
+# The toy corpus by hand stands in front of section 1; the three orders are tested in section 4.
 
 INTEGERS = [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16]  # dtypes of token ids
+QUERY = "_query_document_sample_shuffle_indices"  # upstream's name, for subclasses
 
 
 def arrays(ds):
@@ -1833,6 +1837,15 @@ def file_of(folder, ending):
     return path
 
 
+def read_in_all_ways(ds, indices):
+    """Lists of these samples: read one by one, several at once, and cut out of a batch."""
+    batch = ds.batch(indices)
+    rows = []
+    for row in range(len(indices)):
+        rows.append({key: column[row] for key, column in batch.items()})
+    return [ds[k] for k in indices], ds.__getitems__(indices), rows
+
+
 def ways_to_read(ds, k):
     """Sample k alone, among several, and in a batch: [(method, argument), ...]."""
     return [(ds.__getitem__, k), (ds.__getitems__, [0, k]), (ds.batch, [k])]
@@ -1845,13 +1858,144 @@ def check_refused(ds, k, error, words=None):
             read(argument)
 
 
-def read_in_all_ways(ds, indices):
-    """Lists of these samples: read one by one, several at once, and cut out of a batch."""
-    batch = ds.batch(indices)
-    rows = []
-    for row in range(len(indices)):
-        rows.append({key: column[row] for key, column in batch.items()})
-    return [ds[k] for k in indices], ds.__getitems__(indices), rows
+# -- a batch is a table, and a sample is a row of it -----------------------------------------------
+
+
+@pytest.fixture
+def toy_datasets(mm, toy):
+    """A GPTDataset and a BlendedDataset of three samples each."""
+    ds = gpt(mm, toy, 3, sequence_length=4)
+    return [ds, mm.BlendedDataset([ds, ds], [1, 2], 3, ds.config)]
+
+
+def test_samples_are_written_into_the_rows_that_are_asked_for(toy_datasets):
+    """And into no other row."""
+    for data in toy_datasets:
+        table = data.columns(3)
+        for values in table.values():
+            values.fill(77)
+        data.fill(table, [2, 0], [1, None])
+        for key, values in table.items():
+            same(values[2], data[1][key])
+            same(values[0], data[None][key])
+            assert (values[1] == 77).all()
+
+
+def test_only_whole_numbers_are_indices(toy_datasets):
+    for data in toy_datasets:
+        for k in (1.0, "1", [1]):
+            check_refused(data, k, TypeError)
+        for k in (np.int64(1), torch.tensor(1), True):
+            same_samples(data[k], data[1])
+        for indices in (np.array([0, 1]), torch.tensor([0, 1]), (0, 1), range(2)):
+            same_samples(data.batch(indices), data.batch([0, 1]))
+        assert data.__getitems__([]) == []
+
+
+@pytest.mark.parametrize("k", [3, -4, 2**32, 2**63 - 1, 2**63, -(2**63) - 1, 2**64])
+def test_samples_that_do_not_exist(toy_datasets, k):
+    for data in toy_datasets:
+        check_refused(data, k, IndexError, f"index {k} ")
+    with pytest.raises(IndexError, match=f"index {k} "):
+        toy_datasets[0].pieces(k)
+
+
+def check_memory_is_not_shared(samples, others):
+    """What is written into a tensor of one of these samples is in no other one, nor in others."""
+    values = list(others)
+    for sample in samples:
+        values += [tensor.numpy() for tensor in sample.values()]
+    for a, b in itertools.combinations(values, 2):
+        assert not np.shares_memory(a, b)
+
+
+@pytest.mark.parametrize("flag", ["create_attention_mask", "inter_document_masking"])
+def test_no_two_samples_share_memory(mm, tmp_path, flag):
+    """Nor does one with the corpus, though int64 tokens could be views of it.
+
+    Upstream: masks are shared, and padding stays in them.
+    """
+    prefix = mk(mm, tmp_path / "p", [np.arange(90)], np.int64)
+    ds = gpt(mm, prefix, **{flag: True})
+    for data in (ds, mm.BlendedDataset([ds, ds], [1, 1], 6, ds.config)):
+        one_by_one, several, _ = read_in_all_ways(data, [0, 1, 0, None])
+        samples = [*one_by_one, *several, data.batch([0, 1])]
+        check_memory_is_not_shared(samples, [ds.dataset[0], ds.shuffle_index])
+
+
+# -- datasets of the user's own --------------------------------------------------------------------
+
+
+def numbers_class(mm, missing=None):
+    """A dataset of the user's own: sample k is the number of its element.
+
+    missing   a method that the class does not have
+    """
+
+    class Numbers(mm.MegatronDataset):
+        @staticmethod
+        def build_low_level_dataset(dataset_path, config):
+            return range(10, 20) if dataset_path == "ten" else range(20)
+
+        @staticmethod
+        def numel_low_level_dataset(opened):
+            return len(opened)
+
+        def __len__(self):
+            return len(self.indices)
+
+        def __getitem__(self, idx):
+            return {"number": self.dataset[self.indices[0 if idx is None else idx]]}
+
+    if missing is not None:
+        delattr(Numbers, missing)
+        abc.update_abstractmethods(Numbers)
+    return Numbers
+
+
+def test_the_builder_cuts_and_blends_datasets_of_the_users_own(one):
+    cls = numbers_class(one)
+    cfg = config(one, (["ten"], None), split="5,5,0")
+    train, valid, test = build(one, [3, 3, 0], cfg, cls)
+    assert len(train) == 5
+    assert test is None
+    assert valid.__getitems__([4, 0]) == [{"number": 19}, {"number": 15}]
+    assert valid.batch([4, 0])["number"].tolist() == [19, 15]
+
+    cfg = config(one, (["ten", "zero"], [1, 1]), split="5,5,0")
+    train, valid, _ = build(one, [4, 4, 0], cfg, cls)
+    places = [(sample["dataset_id"], sample["number"]) for sample in train]
+    assert places == [(0, 10), (1, 0), (0, 11), (1, 1)]
+    assert valid.batch([0, 1])["number"].tolist() == [15, 10]
+
+
+@pytest.mark.parametrize("missing", ["__len__", "__getitem__"])
+def test_a_dataset_without_samples_is_abstract(one, missing):
+    with pytest.raises(TypeError, match=f"abstract.*{missing}"):
+        numbers_class(one, missing)([0], "x", [0], None, one.Split.train, config(one))
+
+
+@pytest.mark.parametrize("missing", ["build_low_level_dataset", "numel_low_level_dataset"])
+def test_a_dataset_that_is_made_by_hand_needs_samples_alone(one, missing):
+    """As in upstream: only the builder asks for the two static methods."""
+    cls = numbers_class(one, missing)
+    cfg = config(one, (["ten"], None), tokenizer=Tok(pad=7))
+    without_tokenizer = one.BlendedMegatronDatasetConfig(1, 8, blend=(["ten"], None), split="1")
+    for any_config, pad in ((cfg, 7), (without_tokenizer, -1)):
+        ds = cls(range(30, 40), None, [2, 3], None, one.Split.train, any_config)
+        assert [ds[k] for k in range(2)] == [{"number": 32}, {"number": 33}]
+        assert ds._pad_token_id == pad
+    with pytest.raises(NotImplementedError, match=missing):
+        build(one, [3, 3, 0], cfg, cls)
+
+
+@linux
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_mmap_bin_files_says_whether_tokens_are_mapped(one, pair, is_mapped):
+    cfg = config(one, ([pair], None), mmap_bin_files=is_mapped)
+    opened = one.GPTDataset.build_low_level_dataset(pair, cfg)
+    assert (f"{pair}.bin" in pathlib.Path("/proc/self/maps").read_text()) == is_mapped
+    assert len(opened) == len(PAIR)
 
 
 # -- samples by loops ------------------------------------------------------------------------------
@@ -1862,20 +2006,23 @@ def latest(starts, at):
     return max(start for start in starts if start <= at)
 
 
-def text_of_sample(ds, k):
-    """The S inputs of sample k and the label of the last, where they are there."""
+def brute_text(ds, whole, k):
+    """The S inputs of sample k and the label of the last, where they are there.
+
+    whole   all tokens of the dataset, end to end
+    """
     S = ds.config.sequence_length
     begin = int(ds.shuffle_index[k]) * S
-    return stream(ds)[begin : begin + S + int(ds.config.add_extra_token_to_sequence)]
+    return whole[begin : begin + S + int(ds.config.add_extra_token_to_sequence)]
 
 
-def brute_sample(ds, k):
+def brute_sample(ds, whole, k):
     """Sample k of a GPTDataset from its whole stream of tokens, by loops; its keys are in order."""
     cfg = ds.config
     S = cfg.sequence_length
     eod = cfg.tokenizer.eod
     pad = cfg.tokenizer.pad
-    text = text_of_sample(ds, k).tolist()
+    text = brute_text(ds, whole, k).tolist()
     text += [pad] * (S + 1 - len(text))
     tokens = text[:-1]
     labels = text[1:]
@@ -1934,7 +2081,7 @@ def random_flags(rng):
     }
 
 
-def random_dataset(mm, rng, prefix, dtype=np.int32, most=40):
+def random_dataset(mm, rng, prefix, dtype):
     """A GPTDataset of random documents, of which some end in eod (0), of one or more epochs."""
     docs = []
     for doc in random_docs(rng, vocab=5):
@@ -1944,7 +2091,7 @@ def random_dataset(mm, rng, prefix, dtype=np.int32, most=40):
     documents = np.arange(len(docs), dtype=np.int32)
     if rng.random() < 0.3:
         documents = rng.permutation(documents)[: rng.integers(1, len(docs) + 1)]
-    n = None if rng.random() < 0.3 else int(rng.integers(1, most))
+    n = None if rng.random() < 0.3 else int(rng.integers(1, 40))
     if sum(len(docs[i]) for i in documents) < 3:
         n = None
     split = str(rng.choice(["train", "valid"]))
@@ -1958,17 +2105,33 @@ def test_samples_equal_the_loops(mm, tmp_path):
         ds = random_dataset(mm, rng, tmp_path / f"{case}/p", INTEGERS[case % len(INTEGERS)])
         if len(ds) == 0:
             continue
+        whole = stream(ds)
         some = [-1, 0, *rng.integers(len(ds), size=20).tolist()]
-        wanted = {k: brute_sample(ds, k) for k in some}
+        wanted = {k: brute_sample(ds, whole, k) for k in some}
         wanted[None] = wanted[0] | {"loss_mask": torch.zeros(ds.config.sequence_length)}
         for mmap in (True, False):
             ds.dataset = mm.IndexedDataset(ds.dataset_path, mmap=mmap)
             for samples in read_in_all_ways(ds, list(wanted)):
                 for k, sample in zip(wanted, samples, strict=True):
                     same_samples(sample, wanted[k], (case, k, mmap, ds.config))
-        for k in some:
-            pieces = [ds.dataset.get(*piece) for piece in ds.pieces(k)]
-            same(np.concatenate(pieces).astype(np.int64), text_of_sample(ds, k))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_where_the_tokens_of_a_sample_are(mm, tmp_path):
+    """Their pieces, and what upstream's method returns: the tokens, padded, and the sequences."""
+    for case, rng in enumerate(cases(20)):
+        ds = random_dataset(mm, rng, tmp_path / f"{case}/p", np.int32)
+        whole = stream(ds)
+        for k in rng.integers(len(ds), size=10 if len(ds) else 0).tolist():
+            pieces = ds.pieces(k)
+            wanted = brute_text(ds, whole, k)
+            found = np.concatenate([ds.dataset.get(*piece) for piece in pieces])
+            same(found.astype(np.int64), wanted)
+            tokens, sequences = getattr(ds, QUERY)(k)
+            room = ds.config.sequence_length + int(ds.config.add_extra_token_to_sequence)
+            padding = np.full(room - len(wanted), ds.config.tokenizer.pad)
+            same(tokens, np.concatenate([wanted, padding]))
+            same(sequences, np.array([sequence for sequence, _, _ in pieces]))
 
 
 # -- padding, and resets that find nothing ---------------------------------------------------------
@@ -1987,29 +2150,30 @@ class NoEod:
     eos = special_tokens_dict = eod
 
 
-PADS = [  # tokenizer, the pad id that counts, and where it may be ambiguous
-    (Tok(), -1, -1),
-    (Tok(pad=None), -1, -1),
-    (NoEod(), 7, 7),
-    (Tok(pad=7), 7, 7),
-    (Tok(pad=0), -1, 0),  # it is eod
-    (Tok(pad=3, eos=3), -1, 3),
-    (Tok(pad=0, special_tokens_dict={"bos": 9}), 0, 0),
-    (Tok(pad=9, special_tokens_dict={"bos": 9}), -1, 9),
-    (Tok(pad=0, special_tokens_dict={}), -1, 0),
-    (Tok(pad=9, special_tokens_dict={"pad_token": 9}), 9, 9),
-    (Tok(pad=9, special_tokens_dict={"pad": 9}), -1, 9),
-]
+PADS = {  # a tokenizer, the pad id that counts, and the one where it may be ambiguous
+    "there is none": (Tok(), -1, -1),
+    "it is None": (Tok(pad=None), -1, -1),
+    "there is no other special token": (NoEod(), 7, 7),
+    "it is no other special token": (Tok(pad=7), 7, 7),
+    "it is eod": (Tok(pad=0), -1, 0),
+    "it is eos": (Tok(pad=3, eos=3), -1, 3),
+    "it is eod, which is not in the dict": (Tok(pad=0, special_tokens_dict={"bos": 9}), 0, 0),
+    "it is in the dict": (Tok(pad=9, special_tokens_dict={"bos": 9}), -1, 9),
+    "it is eod, and the dict is empty": (Tok(pad=0, special_tokens_dict={}), -1, 0),
+    "the dict names it pad_token": (Tok(pad=9, special_tokens_dict={"pad_token": 9}), 9, 9),
+    "the dict names it pad": (Tok(pad=9, special_tokens_dict={"pad": 9}), -1, 9),
+}
 
 
-@pytest.mark.parametrize("tokenizer, pad, if_allowed", PADS)
-def test_pad_id(one, toy, tokenizer, pad, if_allowed):
+@pytest.mark.parametrize("case", PADS)
+def test_pad_id(one, pair, case):
     """A pad that is also another special token is not used, with a warning."""
+    tokenizer, pad, if_allowed = PADS[case]
     for allowed, wanted in ((False, pad), (True, if_allowed)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ds = gpt(one, toy, tokenizer=tokenizer, allow_ambiguous_pad_tokens=allowed)
-        assert ds._pad_token_id == wanted
+            ds = gpt(one, pair, tokenizer=tokenizer, allow_ambiguous_pad_tokens=allowed)
+        assert ds._pad_token_id == wanted  # upstream's name, too
         warned = ["pad id" in str(warning.message) for warning in caught]
         assert warned == ([] if wanted == if_allowed else [True])
 
@@ -2018,7 +2182,7 @@ def test_real_tokens_that_equal_the_pad_id(mm, tmp_path):
     """As in upstream they become 0, without loss, as the loops say; here with a warning."""
     ds = gpt(mm, mk(mm, tmp_path / "p", [[36, 5, 38]]), 1, sequence_length=2, tokenizer=Tok(pad=5))
     for read, argument in ways_to_read(ds, 0):
-        with pytest.warns(UserWarning, match="equal the pad id 5"):
+        with pytest.warns(UserWarning, match="pad id 5"):
             read(argument)
 
 
@@ -2035,46 +2199,21 @@ def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag, last_token, n
 # -- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def toy_datasets(mm, toy):
-    """A GPTDataset and a BlendedDataset of three samples each."""
-    ds = gpt(mm, toy, 3, sequence_length=4)
-    return [ds, mm.BlendedDataset([ds, ds], [1, 2], 3, ds.config)]
+BAD_DATASETS = {  # documents of 9 tokens, their dtype, those of the dataset, the error, a word
+    "a document too many": ([[1] * 9] * 3, np.int32, [0, 3], IndexError, "0 .. 3 of 3"),
+    "a document below 0": ([[1] * 9] * 3, np.int32, [-1, 0], IndexError, "-1 .. 0 of 3"),
+    "both": ([[1] * 9] * 3, np.int32, [-1, 3], IndexError, "-1 .. 3 of 3"),
+    "tokens that are no integers": ([[1] * 9] * 3, np.float32, [0], ValueError, "float32"),
+    "no documents": ([[1] * 9] * 3, np.int32, [], ValueError, "train of split '1,0,0'"),
+    "empty documents": ([[]] * 3, np.int32, [0, 1, 2], ValueError, "no tokens"),
+}
 
 
-@pytest.mark.parametrize("k", [3, -4, 2**32, 2**63 - 1, 2**63, -(2**63) - 1, 2**64])
-def test_samples_that_do_not_exist(toy_datasets, k):
-    for data in toy_datasets:
-        check_refused(data, k, IndexError, f"index {k} of the samples of .* has 3")
-    with pytest.raises(IndexError, match=f"index {k} of"):
-        toy_datasets[0].pieces(k)
-
-
-def test_only_whole_numbers_are_indices(toy_datasets):
-    for data in toy_datasets:
-        for k in (1.0, "1", [1]):
-            check_refused(data, k, TypeError)
-        for k in (np.int64(1), torch.tensor(1), True):
-            same_samples(data[k], data[1])
-        for indices in (np.array([0, 1]), torch.tensor([0, 1]), (0, 1), range(2)):
-            same_samples(data.batch(indices), data.batch([0, 1]))
-        assert data.__getitems__([]) == []
-
-
-BAD_DATASETS = [  # length and dtype of three documents, documents of the dataset, error, words
-    (9, np.int32, [0, 3], IndexError, "documents 0 .. 3 of 3"),
-    (9, np.int32, [-1, 0], IndexError, "documents -1 .. 0 of 3"),
-    (9, np.int32, [-1, 3], IndexError, "documents -1 .. 3 of 3"),
-    (9, np.float32, [0], ValueError, "float32"),
-    (9, np.int32, [], ValueError, "train of split '1,0,0' holds no tokens for 1 samples"),
-    (0, np.int32, [0, 1, 2], ValueError, "no tokens"),
-]
-
-
-@pytest.mark.parametrize("length, dtype, documents, error, words", BAD_DATASETS)
-def test_datasets_that_cannot_be(mm, tmp_path, length, dtype, documents, error, words):
+@pytest.mark.parametrize("case", BAD_DATASETS)
+def test_datasets_that_cannot_be(mm, tmp_path, case):
     """Upstream never returns where there are no tokens for the samples that are wanted."""
-    prefix = mk(mm, tmp_path / "p", [[1] * length] * 3, dtype)
+    docs, dtype, documents, error, words = BAD_DATASETS[case]
+    prefix = mk(mm, tmp_path / "p", docs, dtype)
     with pytest.raises(error, match=words):
         gpt(mm, prefix, 1, documents=np.array(documents, np.int32))
 
@@ -2086,195 +2225,102 @@ def test_one_epoch_may_have_no_samples(mm, tmp_path, documents):
     assert len(gpt(mm, prefix, documents=np.array(documents, np.int32))) == 0
 
 
+def test_valid_alone_may_keep_a_short_sample(one, tmp_path):
+    """Twelve tokens are a sample of 8 and a label, and a short one."""
+    prefix = mk(one, tmp_path / "p", [np.arange(12)])
+    lengths = {}
+    for split in ("train", "valid", "test"):
+        ds = gpt(one, prefix, None, split, drop_last_partial_validation_sequence=False)
+        lengths[split] = len(ds)
+    assert lengths == {"train": 1, "valid": 2, "test": 1}
+
+
 # Sample 1 of the stream is between rows 1 and 2 of sample_index, (1, 0) and (2, 1): b b b c c.
-DAMAGE = [  # array, place, value, extra token, a word of the error
-    ("sample_index", (1, 0), 3, True, "rebuild"),
-    ("sample_index", (1, 0), -1, True, "rebuild"),
-    ("sample_index", (1, 1), -1, True, "rebuild"),
-    ("sample_index", (1, 1), 99, True, "wanted 99"),
-    ("sample_index", (2, 0), 0, True, "rebuild"),
-    ("sample_index", (2, 0), 3, True, "rebuild"),
-    ("sample_index", (2, 1), 5, True, "rebuild"),
-    # without an extra token S is 4, and a kernel has room for the fifth token
-    ("sample_index", (2, 1), 2, False, "rebuild"),
-    ("document_index", 1, 3, True, "document_index"),
-    ("document_index", 1, -1, True, "document_index"),
-    ("shuffle_index", 0, 3, True, "rebuild"),
-    ("shuffle_index", 0, 2**32 - 1, True, "rebuild"),
-    ("sequence_lengths", 1, 9, True, "wanted"),
-    ("sequence_lengths", 1, -1, True, "wanted"),
-    ("sequence_pointers", 1, 2**40, True, "wanted"),
-    ("sequence_pointers", 1, -1, True, "wanted"),
-    ("sequence_pointers", 1, 11, True, "wanted"),  # in the middle of a token
-    ("sequence_pointers", 1, 2**63 - 4, True, "wanted"),  # the end of the sequence wraps
-    ("sequence_pointers", 1, -(2**63), True, "wanted"),
+DAMAGED_ARRAYS = [  # array of the cache, place, value, extra token
+    ("sample_index", (1, 0), 3, True),
+    ("sample_index", (1, 0), -1, True),
+    ("sample_index", (1, 1), -1, True),
+    ("sample_index", (1, 1), 99, True),
+    ("sample_index", (2, 0), 0, True),
+    ("sample_index", (2, 0), 3, True),
+    ("sample_index", (2, 1), 5, True),
+    ("sample_index", (2, 1), 2, False),  # S is 4, and a kernel has room for the fifth token
+    ("document_index", 1, 3, True),
+    ("document_index", 1, -1, True),
+    ("shuffle_index", 0, 3, True),
+    ("shuffle_index", 0, 2**32 - 1, True),
 ]
 
 
-@pytest.mark.parametrize("name, place, value, extra, word", DAMAGE)
-def test_damage_that_is_not_looked_for(mm, toy, tmp_path, name, place, value, extra, word):
-    """With fast_cache_load the error comes where a sample meets it, or when indices are built."""
+@pytest.mark.parametrize("name, place, value, extra", DAMAGED_ARRAYS)
+def test_damaged_arrays_that_are_trusted(mm, toy, tmp_path, name, place, value, extra):
+    """With fast_cache_load the error comes where a sample meets the damage."""
     fields = {"fast_cache_load": True, "sequence_length": 4, "add_extra_token_to_sequence": extra}
-    cfg = config(mm, ([toy], None), path_to_cache=str(tmp_path / "cache"), **fields)
-    k = build(mm, [3, 0, 0], cfg)[0].shuffle_index.tolist().index(1)
+    fields["path_to_cache"] = str(tmp_path / "cache")
+    k = gpt(mm, toy, 3, **fields).shuffle_index.tolist().index(1)
     if name == "shuffle_index":
         k = place
-    if name == "sequence_lengths":
-        values = np.memmap(f"{toy}.idx", "<i4", "r+", offset=34, shape=3)
-    elif name == "sequence_pointers":
-        values = np.memmap(f"{toy}.idx", "<i8", "r+", offset=34 + 3 * 4, shape=3)
-    else:
-        values = np.load(file_of(tmp_path / "cache", f"-{name}.npy"), mmap_mode="r+")
+    values = np.load(file_of(tmp_path / "cache", f"-{name}.npy"), mmap_mode="r+")
     values[place] = value
     values.flush()
-    ds = build(mm, [3, 0, 0], cfg)[0]
-    check_refused(ds, k, (IndexError, mm.DatasetFormatError), f"{re.escape(toy)}.*{word}")
-    if name.startswith("sequence"):
-        cfg.path_to_cache = str(tmp_path / "new")
-        with pytest.raises(mm.DatasetFormatError, match=re.escape(toy)):
-            build(mm, [3, 0, 0], cfg)
+    check_refused(gpt(mm, toy, 3, **fields), k, IndexError, re.escape(toy))
 
 
-def test_a_reader_that_returns_too_few_tokens(one, tmp_path):
-    ds = gpt(one, mk(one, tmp_path / "p", [[1] * 9]))
-    ds.dataset = mock.Mock(wraps=ds.dataset, sequence_lengths=ds.dataset.sequence_lengths)
-    ds.dataset.__len__ = mock.Mock(return_value=1)
-    ds.dataset.get = mock.Mock(return_value=np.ones(8, np.int32))
-    check_refused(ds, 0, ValueError, "wanted 9 tokens of .* got 8")
+DAMAGED_ENTRIES = [  # entry of the .idx of sequence 1, value
+    ("sequence_lengths", 9),
+    ("sequence_lengths", -1),
+    ("sequence_pointers", 2**40),
+    ("sequence_pointers", -1),
+    ("sequence_pointers", 11),  # in the middle of a token
+    ("sequence_pointers", 2**63 - 4),  # the end of the sequence wraps
+    ("sequence_pointers", -(2**63)),
+]
 
 
-# -- subclasses and other datasets -----------------------------------------------------------------
+@pytest.mark.parametrize("name, value", DAMAGED_ENTRIES)
+def test_damaged_entries_are_found_by_a_sample_and_by_a_build(mm, toy, tmp_path, name, value):
+    """A cache that is trusted is of the time before the damage."""
+    fields = {"fast_cache_load": True, "sequence_length": 4}
+    k = gpt(mm, toy, 3, **fields).shuffle_index.tolist().index(1)
+    if name == "sequence_lengths":
+        values = np.memmap(f"{toy}.idx", "<i4", "r+", offset=34, shape=3)
+    else:
+        values = np.memmap(f"{toy}.idx", "<i8", "r+", offset=34 + 3 * 4, shape=3)
+    values[1] = value
+    values.flush()
+    errors = (IndexError, mm.DatasetFormatError)
+    check_refused(gpt(mm, toy, 3, **fields), k, errors, re.escape(toy))
+    with pytest.raises(mm.DatasetFormatError, match=re.escape(toy)):
+        gpt(mm, toy, 3, path_to_cache=str(tmp_path / "new"), **fields)
 
 
-class OwnMethods:
-    """Methods of subclasses of GPTDataset: k, k + 1, ... are the tokens of sample k, or no loss."""
+class ShortReader:
+    """A reader of the user's own: a sequence of nine tokens, of which it returns eight."""
 
-    def __getitem__(self, k):
-        return {"tokens": torch.arange(k, k + 8)}
-
-    def _query_document_sample_shuffle_indices(self, k):
-        return np.arange(k, k + 9), np.array([0])
-
-
-class NewestOwnMethods:
-    """Upstream's newest class returns a third value."""
-
-    def _query_document_sample_shuffle_indices(self, k):
-        return np.arange(k, k + 9), np.array([0]), np.array([9])
-
-
-QUERY = "_query_document_sample_shuffle_indices"
-
-
-@pytest.mark.parametrize(
-    "methods, method",
-    [(OwnMethods, "__getitem__"), (OwnMethods, QUERY), (NewestOwnMethods, QUERY)],
-)
-def test_a_subclass_keeps_its_own_method(mm, tmp_path, methods, method):
-    """Alone, in a batch, in a blend with a dataset that C reads, and in a batch of that blend."""
-    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
-    cls = type("Own", (mm.GPTDataset,), {method: vars(methods)[method]})
-    arguments = plain.dataset, plain.dataset_path, plain.indices, None, mm.Split.train
-    own = cls(*arguments, plain.config)
-    wanted = [torch.arange(k, k + 8) for k in range(5)]
-    assert not torch.equal(plain[1]["tokens"], wanted[1])
-    assert (plain.fills_rows, own.fills_rows) == (True, False)
-    # the other part of the blend has to have the same keys
-    others = [own, own] if method == "__getitem__" else [own, plain]
-    blend = mm.BlendedDataset(others, [1, 1], 10, plain.config)  # samples 0, 2, ... are own ones
-    of_own = read_in_all_ways(own, range(5))
-    of_blend = [samples[::2] for samples in read_in_all_ways(blend, range(10))]
-    for samples in [*of_own, *of_blend]:
-        for sample, values in zip(samples, wanted, strict=True):
-            same(sample["tokens"], values)
-
-
-def test_a_sample_is_no_view_of_what_a_subclass_read(mm, tmp_path):
-    """Whoever writes into a sample, such as -100 into its labels, changes nothing else."""
-    read = np.arange(9)
-
-    class Cached(mm.GPTDataset):
-        def _query_document_sample_shuffle_indices(self, k):
-            return read, np.array([0])
-
-    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)]))
-    arguments = plain.dataset, plain.dataset_path, plain.indices, None, mm.Split.train
-    for tensor in Cached(*arguments, plain.config)[0].values():
-        tensor.zero_()
-    same(read, np.arange(9))
-
-
-class NumbersMethods:
-    """Methods of a dataset that is the user's own: sample k is the number of its element."""
-
-    @staticmethod
-    def build_low_level_dataset(dataset_path, config):
-        return range(10, 20) if dataset_path == "ten" else range(20)
-
-    numel_low_level_dataset = staticmethod(len)
+    sequence_lengths = np.array([9], np.int32)
 
     def __len__(self):
-        return len(self.indices)
+        return 1
 
-    def __getitem__(self, idx):
-        return {"number": self.dataset[self.indices[0 if idx is None else idx]]}
-
-
-def numbers_class(mm, missing=None):
-    """A dataset of the user's own, without one of its methods."""
-    methods = dict(vars(NumbersMethods))
-    for name in ("__dict__", "__weakref__", missing):  # the first two are those of this class
-        methods.pop(name, None)
-    return type("Numbers", (mm.MegatronDataset,), methods)
+    def get(self, i, offset=0, length=None):
+        return np.ones(8, np.int32)
 
 
-def test_datasets_of_the_users_own(one):
-    """MegatronDataset is a base for them: the builder cuts and blends them."""
-    cls = numbers_class(one)
-    cfg = config(one, (["ten"], None), split="5,5,0")
-    train, valid, test = build(one, [3, 3, 0], cfg, cls)
-    assert len(train) == 5
-    assert test is None
-    assert valid.__getitems__([4, 0]) == [{"number": 19}, {"number": 15}]
-    assert valid.batch([4, 0])["number"].tolist() == [19, 15]
-
-    cfg = config(one, (["ten", "zero"], [1, 1]), split="5,5,0")
-    train, valid, _ = build(one, [4, 4, 0], cfg, cls)
-    places = [(sample["dataset_id"], sample["number"]) for sample in train]
-    assert places == [(0, 10), (1, 0), (0, 11), (1, 1)]
-    assert valid.batch([0, 1])["number"].tolist() == [15, 10]
+def test_a_reader_that_returns_too_few_tokens(mm):
+    documents = np.arange(1, dtype=np.int32)
+    ds = mm.GPTDataset(ShortReader(), None, documents, None, mm.Split.train, config(mm))
+    check_refused(ds, 0, ValueError, "wanted 9 .* got 8")
 
 
-@pytest.mark.parametrize("missing", ["__len__", "__getitem__"])
-def test_a_dataset_without_samples_is_abstract(one, missing):
-    with pytest.raises(TypeError, match=f"abstract.*{missing}"):
-        numbers_class(one, missing)([0], "x", [0], None, one.Split.train, config(one))
+# -- arrays that are set, and subclasses -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("missing", ["build_low_level_dataset", "numel_low_level_dataset"])
-def test_a_dataset_that_is_made_by_hand_needs_samples_alone(one, missing):
-    """As in upstream: only the builder asks for the two static methods."""
-    cls = numbers_class(one, missing)
-    cfg = config(one, (["ten"], None), tokenizer=Tok(pad=7))
-    without_tokenizer = one.BlendedMegatronDatasetConfig(1, 8, blend=(["ten"], None), split="1")
-    for any_config, pad in ((cfg, 7), (without_tokenizer, -1)):
-        ds = cls(range(30, 40), None, [2, 3], None, one.Split.train, any_config)
-        assert [ds[k] for k in range(2)] == [{"number": 32}, {"number": 33}]
-        assert ds._pad_token_id == pad
-    with pytest.raises(NotImplementedError, match=missing):
-        build(one, [3, 3, 0], cfg, cls)
-
-
-# -- arrays that are set, and the methods that subclasses of upstream's class override ---------
-
-
-@pytest.mark.parametrize("defer", [False, True])
-def test_arrays_may_be_set(mm, tmp_path, defer):
+def test_arrays_may_be_set(mm, tmp_path):
     """They count from then on, in batches, in blends and in a pickle; the cache keeps its own."""
     prefix = mk(mm, tmp_path / "p", [np.arange(90)] * 3)
     plain = gpt(mm, prefix)
     before = files_of(tmp_path)
-    ds = gpt(mm, prefix, defer_npy_index_mmap=defer)
+    ds = gpt(mm, prefix)
     last = len(plain) - 1
     ds.shuffle_index = np.array(plain.shuffle_index[::-1])
     for found in (ds, pickle.loads(pickle.dumps(ds))):
@@ -2295,8 +2341,12 @@ def test_arrays_may_be_set(mm, tmp_path, defer):
     check_refused(plain, 0, IndexError, "rebuild")
 
 
-@pytest.mark.parametrize("defer", [False, True])
-def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path, defer):
+def with_class(cls, ds):
+    """A GPTDataset again, of another class."""
+    return cls(ds.dataset, ds.dataset_path, ds.indices, ds.num_samples, ds.index_split, ds.config)
+
+
+def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path):
     """It is asked each time, and what it returns is not put into the cache."""
 
     class InOrder(mm.GPTDataset):
@@ -2305,14 +2355,111 @@ def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path, defer):
             return documents, samples, np.sort(order)
 
     prefix = mk(mm, tmp_path / "p", [np.arange(100), np.arange(50), np.arange(200, 214)])
-    plain = gpt(mm, prefix)
     folder = tmp_path / "cache"
-    cfg = config(mm, ([prefix], None), path_to_cache=str(folder), defer_npy_index_mmap=defer)
+    plain = gpt(mm, prefix, path_to_cache=str(folder))
     for _ in range(2):
-        ds = InOrder(plain.dataset, prefix, plain.indices, None, mm.Split.train, cfg)
+        ds = with_class(InOrder, plain)
         same(ds[1]["tokens"], stream(plain)[8:16])
         same(ds.batch([1, 0])["labels"][0], stream(plain)[9:17])
-    same(np.load(file_of(folder, "shuffle_index.npy")), plain.shuffle_index)
+    same(np.load(file_of(folder, "-InOrder-train-shuffle_index.npy")), plain.shuffle_index)
+
+
+def subclass_of(mm, name, method):
+    """A subclass of GPTDataset with this method."""
+    return type("Own", (mm.GPTDataset,), {name: method})
+
+
+# Methods of subclasses: k, k + 1, ... are the tokens of sample k.
+
+
+def own_sample(self, k):
+    return {"tokens": torch.arange(k, k + 8)}
+
+
+def own_tokens(self, k):
+    return np.arange(k, k + 9), np.array([0])
+
+
+def own_tokens_and_more(self, k):
+    """Upstream's newest class returns a third value."""
+    return np.arange(k, k + 9), np.array([0]), np.array([9])
+
+
+@pytest.mark.parametrize(
+    "name, method",
+    [("__getitem__", own_sample), (QUERY, own_tokens), (QUERY, own_tokens_and_more)],
+)
+def test_a_subclass_keeps_its_own_method(mm, tmp_path, name, method):
+    """Alone, in a batch, in a blend with a dataset that C reads, and in a batch of that blend."""
+    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
+    own = with_class(subclass_of(mm, name, method), plain)
+    wanted = [torch.arange(k, k + 8) for k in range(5)]
+    assert not torch.equal(plain[1]["tokens"], wanted[1])
+    assert (plain.fills_rows, own.fills_rows) == (True, False)
+    # the other part of the blend has to have the same keys
+    others = [own, own] if name == "__getitem__" else [own, plain]
+    blend = mm.BlendedDataset(others, [1, 1], 10, plain.config)  # samples 0, 2, ... are own ones
+    of_own = read_in_all_ways(own, range(5))
+    of_blend = [samples[::2] for samples in read_in_all_ways(blend, range(10))]
+    for samples in [*of_own, *of_blend]:
+        for sample, values in zip(samples, wanted, strict=True):
+            same(sample["tokens"], values)
+
+
+def test_tokens_of_a_subclass_are_filled_up(mm, tmp_path):
+    """Where there are fewer than S + 1 of them; where there are more, it is an error."""
+    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)]), tokenizer=Tok(pad=7))
+
+    def so_many_tokens(self, k):
+        return np.arange(k), []
+
+    own = with_class(subclass_of(mm, QUERY, so_many_tokens), plain)
+    same(own[5]["tokens"], np.array([0, 1, 2, 3, 4, 0, 0, 0]))
+    same(own[5]["loss_mask"], np.array([1, 1, 1, 1, 0, 0, 0, 0], np.float32))
+    check_refused(own, 10, IndexError, "wanted 9 .* got 10")
+
+
+def test_a_sample_is_no_view_of_what_a_subclass_read(mm, tmp_path):
+    """Whoever writes into a sample, such as -100 into its labels, changes nothing else."""
+    read = np.arange(9)
+
+    def kept_tokens(self, k):
+        return read, np.array([0])
+
+    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)]))
+    for tensor in with_class(subclass_of(mm, QUERY, kept_tokens), plain)[0].values():
+        tensor.zero_()
+    same(read, np.arange(9))
+
+
+def test_a_class_that_adds_to_samples_keeps_the_kernel(c, tmp_path, monkeypatch):
+    """Its __getitem__() calls ours, which C fills: the definition in Python is not needed."""
+
+    class More(c.GPTDataset):
+        def __getitem__(self, k):
+            return super().__getitem__(k) | {"more": 1}
+
+    plain = gpt(c, mk(c, tmp_path / "p", [np.arange(90)]))
+    wanted = plain[3] | {"more": 1}
+    monkeypatch.setattr(c.GPTDataset.fill, "__wrapped__", None)  # C alone has to do it
+    same_samples(with_class(More, plain)[3], wanted)
+
+
+# -- mock data -------------------------------------------------------------------------------------
+
+
+def test_mock_data_count_up_to_an_eod(mm):
+    """Their lengths are upstream's, and no blend means mock data, cut into three equal parts."""
+    lengths = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
+    cfg = config(mm, sequence_length=4096, tokenizer=Tok(eod=5))
+    built = build(mm, [3, 2, 1], cfg, mm.MockGPTDataset)
+    for ds, first, end in zip(built, (0, 33_333, 66_667), (33_333, 66_667, 100_000), strict=True):
+        same(ds.dataset.sequence_lengths, lengths)
+        same(ds.indices, np.arange(first, end, dtype=np.int32))
+        i, offset, length = ds.pieces(0)[0]
+        sequence = [number % 1000 for number in range(1, lengths[i])] + [5]
+        assert ds.dataset[i].tolist() == sequence
+        assert ds[0]["tokens"][:length].tolist() == sequence[offset : offset + length]
 
 
 # ==============================================================================
@@ -2320,9 +2467,180 @@ def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path, defer):
 # ==============================================================================
 
 
+def blend_by_a_loop(weights, size, most=None):
+    """[(dataset, its sample), ...]: always of the first dataset with the largest lag.
+
+    most   how many samples each dataset has; None: no end of them
+    """
+    most = [math.inf] * len(weights) if most is None else most
+    taken = [0] * len(weights)
+    pairs = []
+    for i in range(size):
+        lags = []
+        for weight, count, end in zip(weights, taken, most, strict=True):
+            lags.append(weight * max(i, 1) - count if count < end else -math.inf)
+        d = lags.index(max(lags))
+        pairs.append((d, taken[d]))
+        taken[d] += 1
+    return pairs
+
+
+def check_blends(mm):
+    """Of weights with ties, near ties and tiny ones; the arrays may be long, or have gaps."""
+    for rng in cases(60):
+        n = int(rng.choice([rng.integers(1, 40), rng.integers(33, 300)]))  # C has loops for both
+        shapes = [rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]
+        weights = shapes[rng.integers(4)] + 1e-9
+        if rng.random() < 0.7:
+            weights = weights / weights.sum()
+        size = int(rng.integers(0, 1000 if n < 33 else 300))
+        sizes = rng.integers(0, 2 + 300 // n, n)
+        total = int(sizes.sum())
+        shares = sizes / max(total, 1)
+        of_weights = blend_by_a_loop(weights.tolist(), size)
+        of_sizes = blend_by_a_loop(shares.tolist(), total, sizes.tolist())
+        for function, inputs, wanted in (
+            (mm.build_blending_indices, (weights, n, size), of_weights),
+            (mm.build_exhaustive_blending_indices, (sizes, n), of_sizes),
+        ):
+            step = int(rng.choice([1, 1, 2, -1]))
+            places = 2 * len(wanted) + int(rng.choice([0, 9]))
+            outputs = np.full(places, 77, np.int16)[::step], np.full(places, 77)[::step]
+            function(*outputs, *inputs)
+            found = list(zip(*lists(outputs), strict=True))
+            assert found == wanted + [(77, 77)] * (len(found) - len(wanted)), inputs
+
+
+def test_blends_by_a_loop(mm):
+    check_blends(mm)
+
+
+def test_blend_of_as_many_datasets_as_int16_can_number(mm):
+    """Upstream has arrays of so many doubles on its stack."""
+    which, sample = np.zeros(50, np.int16), np.zeros(50, np.int64)
+    mm.build_blending_indices(which, sample, np.full(32766, 1 / 32766), 32766, 50)
+    assert which.tolist() == list(range(50))
+    with pytest.raises(ValueError, match="32766"):
+        mm.build_blending_indices(which, sample, np.full(32767, 1 / 32767), 32767, 5)
+
+
+# -- phases ----------------------------------------------------------------------------------------
+
+
 def bare(mm, *sizes):
     """Datasets of so many samples, which need no kernel."""
     return [Bare(n, mm.Split.train) for n in sizes]
+
+
+def in_phases(mm, sizes, phases, **fields):
+    """A blend in phases of datasets that have so many samples."""
+    cfg = config(mm, (["x"], None), **fields)
+    return mm.BlendedDataset(bare(mm, *sizes), None, None, cfg, phases=phases)
+
+
+def phases_by_hand(phases):
+    """[(dataset, its sample), ...]: in each phase a blend of those with a weight, numbered on."""
+    pairs = []
+    taken = [0] * len(phases[0][1])  # before this phase
+    for samples, weights in phases:
+        used = [d for d, weight in enumerate(weights) if weight > 0]
+        before = list(taken)
+        for place, k in blend_by_a_loop([weights[d] for d in used], samples):
+            d = used[place]
+            pairs.append((d, before[d] + k))
+            taken[d] += 1
+    return pairs
+
+
+def pairs_of(ds):
+    return list(zip(ds.dataset_index.tolist(), ds.dataset_sample_index.tolist(), strict=True))
+
+
+def random_phases(rng, num_datasets):
+    """Up to five phases, in which some datasets have no weight."""
+    phases = []
+    for _ in range(rng.integers(1, 6)):
+        weights = rng.integers(0, 6, num_datasets) * rng.choice([1, 0.3])
+        weights[rng.integers(num_datasets)] += 1
+        phases.append((int(rng.integers(1, 40)), weights.tolist()))
+    return phases
+
+
+def test_phases_by_hand(mm):
+    """The drawing at the top of the section, and a phase in which a dataset rests."""
+    ds = in_phases(mm, [9, 9], [(4, [1, 3]), (4, [1, 1]), (2, [0, 5])])
+    same(ds.dataset_index, np.array([1, 0, 1, 1, 0, 1, 0, 1, 1, 1], np.int16))
+    same(ds.dataset_sample_index, np.array([0, 0, 1, 2, 1, 3, 2, 4, 5, 6]))
+    assert ds.phases == [(4, [0.25, 0.75]), (4, [0.5, 0.5]), (2, [0.0, 1.0])]
+    assert len(ds) == ds.size == 10
+    assert ds.weights is None
+    assert ds[9] == {"dataset_id": 1, "sample": 6}
+    alone = in_phases(mm, [9, 9], [(3, [0, 1])])
+    assert pairs_of(alone) == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_phases_by_a_loop(mm):
+    """A dataset without weight gives nothing, though its lag, 0, would often be the largest."""
+    for rng in cases(100):
+        phases = random_phases(rng, int(rng.integers(1, 6)))
+        ds = in_phases(mm, [999] * len(phases[0][1]), phases)
+        assert pairs_of(ds) == phases_by_hand(ds.phases), phases
+
+
+def test_one_phase_is_the_plain_blend(mm, tmp_path):
+    fields = {"path_to_cache": str(tmp_path)}
+    for rng in cases(30):
+        weights = (rng.random(rng.integers(1, 12)) + 0.01).tolist()
+        size = int(rng.integers(1, 200))
+        sizes = [size] * len(weights)
+        plain = blended(mm, sizes, weights, size, **fields)
+        one_phase = in_phases(mm, sizes, [(size, weights)], **fields)
+        assert one_phase.unique_description == plain.unique_description
+        assert one_phase.phases == plain.phases == [(size, plain.weights)]
+        assert pairs_of(one_phase) == pairs_of(plain) == phases_by_hand(plain.phases)
+    assert blended(mm, [3, 4], [3, 4], None).phases is None, "these weights are counts"
+
+
+def test_phases_are_in_the_key(one, tmp_path):
+    phases = [(4, [1, 3]), (4, [1, 1])]
+    kinds = [phases, phases[:1], phases[::-1], [(5, [1, 3]), (3, [1, 1])], [(4, [1, 3])] * 2]
+    for _ in range(2):  # the second time from the cache
+        for kind in kinds:
+            ds = in_phases(one, [9, 9], kind, path_to_cache=str(tmp_path))
+            assert pairs_of(ds) == phases_by_hand(ds.phases)
+    assert len(os.listdir(tmp_path)) == 4 * len(kinds)
+
+
+BAD_PHASES = {  # a word of the sentence: phases of two datasets
+    "wanted": [[], 5],
+    "phase 0": [[5], [(4, [1, 1], 2)], [(4.0, [1, 1])], [(4, [1])], [(4, [0, 0])], [(4, 5)]],
+    "phase 1": [[(4, [1, 1]), (0, [1, 1])]],
+    "phase 1: weight of bare": [[(4, [1, 1]), (4, [1, -1])]],
+}
+
+
+@pytest.mark.parametrize("word", BAD_PHASES)
+def test_bad_phases(one, word):
+    """In a config too."""
+    for phases in BAD_PHASES[word]:
+        with pytest.raises(ValueError, match=word):
+            in_phases(one, [9, 9], phases)
+        with pytest.raises(ValueError, match=word):
+            config(one, (["p", "bare"], None), blend_phases=phases)
+
+
+@pytest.mark.parametrize("weights, size", [([1, 1], None), (None, 4), ([1, 1], 4)])
+def test_phases_stand_for_weights_and_size(one, weights, size):
+    with pytest.raises(ValueError, match="None"):
+        one.BlendedDataset(bare(one, 9, 9), weights, size, config(one), phases=[(4, [1, 1])])
+
+
+def test_no_phases_at_all(one):
+    with pytest.raises(ValueError, match="one phase"):
+        one.build_phase_indices(np.zeros(0, np.int16), np.zeros(0, np.int64), [])
+
+
+# -- weights and sizes -----------------------------------------------------------------------------
 
 
 def blended(mm, sizes, weights, size, **fields):
@@ -2350,9 +2668,84 @@ def test_blend_by_hand(mm, weights, size, datasets, samples):
     ds = blended(mm, [9, 9], weights, size)
     same(ds.dataset_index, np.array(datasets, np.int16))
     same(ds.dataset_sample_index, np.array(samples, np.int64))
+    same(ds.samples_taken(), np.array([datasets.count(0), datasets.count(1)]))
     assert len(ds) == len(datasets)
     for i, (d, k) in enumerate(zip(datasets, samples, strict=True)):
         assert ds[i] == ds[i - len(ds)] == {"dataset_id": d, "sample": k}
+
+
+def test_the_samples_of_a_long_blend_are_counted(mm):
+    """Of more samples than are counted at a time; the weights make two in three even."""
+    ds = blended(mm, [99_999] * 2, [1, 2], 30_000)
+    same(ds.samples_taken(), np.array([10_000, 20_000]))
+
+
+BAD_BLENDS = {  # a word of the sentence: weights of two datasets, and sizes
+    "weight of bare": [([w, 1], 4) for w in (-1, math.nan, math.inf, 10**400, "x", None)],
+    "finite sum": [([0, 0], 4), ([1e308, 1.7e308], 4)],
+    "1 weights for 2": [([1], 4)],
+    "numbers of samples": [([1.5, 2.5], None)],
+    "size": [([1, 1], -1), ([1, 1], 4.7)],
+}
+
+
+@pytest.mark.parametrize("word", BAD_BLENDS)
+def test_refused_weights_and_sizes(one, word):
+    for weights, size in BAD_BLENDS[word]:
+        with pytest.raises(ValueError, match=word):
+            blended(one, [9, 9], weights, size)
+
+
+@pytest.mark.parametrize("n", [2**52, 2**63, 2**70])
+def test_indices_that_no_memory_can_hold(mm, toy, n):
+    """An error before anything is written."""
+    before = files_of(os.path.dirname(toy))
+    for prefixes in ([toy], [toy, toy]):
+        with pytest.raises((ValueError, MemoryError, OverflowError)):
+            quiet(build, mm, [n, 0, 0], config(mm, (prefixes, [1] * len(prefixes))))
+    for weights, size in (([1, 2], n), ([n, n], None)):
+        with pytest.raises((ValueError, MemoryError, OverflowError)):
+            blended(mm, [9, 9], weights, size)
+    assert files_of(os.path.dirname(toy)) == before
+
+
+def test_weight_0_drops_the_dataset(one, caplog):
+    """With a note; the others are numbered without it."""
+    ds = blended(one, [9, 8, 7], [0.0, 1, 1], 4)
+    assert [len(dataset) for dataset in ds.datasets] == [8, 7]
+    assert ds.dataset_index.tolist() == [0, 1, 0, 1]
+    [note] = caplog.messages
+    assert "weight 0: bare" in note
+    blended(one, [9, 9], [1, 1], 4)
+    assert len(caplog.messages) == 1
+
+
+DEMANDS = [  # sizes of datasets, weights, size, (samples taken, samples there are) of which
+    ([4, 9], [1, 1], 10, [(5, 4)]),
+    ([9, 4], [1, 1], 10, [(5, 4)]),
+    ([2, 3], [1, 1], 10, [(5, 2), (5, 3)]),
+    ([9, 2], [9, 3], None, [(3, 2)]),
+    ([0, 2], [9, 3], None, [(9, 0), (3, 2)]),
+]
+
+
+@pytest.mark.parametrize("sizes, weights, size, wanted", DEMANDS)
+def test_a_blend_that_asks_for_too_much(mm, tmp_path, sizes, weights, size, wanted):
+    """Nothing is cached, which fast_cache_load would trust.  Upstream: an IndexError in the run."""
+    with pytest.raises(ValueError, match="bare") as error:
+        blended(mm, sizes, weights, size, path_to_cache=str(tmp_path))
+    found = re.findall(r"takes (\d+) .*? has (\d+)", str(error.value))
+    assert [(int(taken), int(held)) for taken, held in found] == wanted
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_cached_blend_of_data_that_shrank(one, tmp_path):
+    datasets = bare(one, 5, 5)
+    cfg = config(one, (["x"], None), path_to_cache=str(tmp_path))
+    one.BlendedDataset(datasets, [1, 1], 10, cfg)
+    datasets[0].n = 4
+    with pytest.raises(ValueError, match="takes 5 .* has 4"):
+        one.BlendedDataset(datasets, [1, 1], 10, cfg)
 
 
 # -- samples and batches ---------------------------------------------------------------------------
@@ -2369,26 +2762,17 @@ def three(mm, tmp_path):
 
 
 def check_samples_of_blend(ds, indices):
-    """They are those of the datasets; None is sample 0 of dataset 0, without any loss.
-
-    No two samples share memory.  Upstream: masks are shared, and padding stays in them.
-    """
+    """They are those of the datasets; None is sample 0 of dataset 0, without any loss."""
     wanted = []
     for i in indices:
         d = 0 if i is None else int(ds.dataset_index[i])
         k = None if i is None else int(ds.dataset_sample_index[i])
         wanted.append({"dataset_id": torch.tensor(d), **ds.datasets[d][k]})
         assert wanted[-1]["loss_mask"].any() == (i is not None)
-    one_by_one, several, rows = read_in_all_ways(ds, indices)
-    for samples in (one_by_one, several, rows):
+    for samples in read_in_all_ways(ds, indices):
         for sample, expected in zip(samples, wanted, strict=True):
             same_samples(sample, expected)
-    assert one_by_one[0]["dataset_id"].dtype == torch.int64, "gloo sends no int16"
-    tensors = [ds.batch(indices)["tokens"]]
-    for sample in [*wanted, *one_by_one, *several]:
-        tensors += [value for value in sample.values() if isinstance(value, torch.Tensor)]
-    for a, b in itertools.combinations(tensors, 2):
-        assert not np.shares_memory(a.numpy(), b.numpy())
+    assert ds[indices[0]]["dataset_id"].dtype == torch.int64, "gloo sends no int16"
 
 
 CONFIGS_OF_BLENDS = [  # fields of all datasets, of the blend, of its last dataset
@@ -2412,6 +2796,17 @@ def test_a_blend_has_the_samples_of_its_datasets(mm, three, fields, of_blend, of
     check_samples_of_blend(ds, [7, 0, None, 29, 7, -1, 3, *range(12)])
 
 
+def test_datasets_of_a_blend_may_have_other_keys(mm, toy):
+    """A batch of samples of one of them has the keys of that one."""
+    fields = {"n": 3, "sequence_length": 4}
+    parts = [gpt(mm, toy, **fields), gpt(mm, toy, create_attention_mask=True, **fields)]
+    blend = mm.BlendedDataset(parts, [1, 1], 6, parts[0].config)
+    for d, part in enumerate(parts):
+        batch = blend.batch([d, d + 2])  # datasets 0, 1, 0, 1
+        wanted = part.batch([0, 1])
+        same_samples(batch, {"dataset_id": torch.tensor([d, d]), **wanted})
+
+
 def test_blend_of_blends(mm, three):
     inner = build(mm, [4, 0, 0], config(mm, (three[:2], [1, 1])))[0]
     inner.index_split = inner.split
@@ -2419,198 +2814,17 @@ def test_blend_of_blends(mm, three):
     check_samples_of_blend(outer, [0, 1, None, 5])
 
 
-# -- weights and sizes -----------------------------------------------------------------------------
+def test_a_subclass_of_a_blend_keeps_its_own_method(mm, toy):
+    """Batches too have what it adds to samples."""
 
+    class More(mm.BlendedDataset):
+        def __getitem__(self, i):
+            return super().__getitem__(i) | {"more": torch.tensor(i)}
 
-BAD_BLENDS = [  # weights of two datasets, size, words
-    ([1, -1], 4, "weight of bare: wanted a finite number >= 0, got -1"),
-    ([1, math.nan], 4, "weight of bare: .*nan"),
-    ([math.inf, 1], 4, "weight of bare: .*inf"),
-    ([1, 10**400], 4, "weight of bare: wanted a finite number"),
-    (["x", 1], 4, "weight of bare: .*'x'"),
-    ([None, 1], 4, "weight of bare: .*None"),
-    ([0, 0], 4, "finite sum > 0"),
-    ([1e308, 1.7e308], 4, "finite sum > 0"),
-    ([1], 4, "1 weights for 2 datasets"),
-    ([1.5, 2.5], None, "numbers of samples"),
-    ([1, 1], -1, "number >= 0, got -1"),
-    ([1, 1], 4.7, "number >= 0, got 4.7"),
-]
-
-
-@pytest.mark.parametrize("weights, size, words", BAD_BLENDS)
-def test_refused_weights_and_sizes(mm, weights, size, words):
-    with pytest.raises(ValueError, match=words):
-        blended(mm, [9, 9], weights, size)
-
-
-@pytest.mark.parametrize("n", [2**52, 2**63, 2**70])
-def test_indices_that_no_memory_can_hold(mm, toy, n):
-    """An error before anything is written."""
-    before = files_of(os.path.dirname(toy))
-    for prefixes in ([toy], [toy, toy]):
-        with pytest.raises((ValueError, MemoryError, OverflowError)):
-            quiet(build, mm, [n, 0, 0], config(mm, (prefixes, [1] * len(prefixes))))
-    for weights, size in (([1, 2], n), ([n, n], None)):
-        with pytest.raises((ValueError, MemoryError, OverflowError)):
-            blended(mm, [9, 9], weights, size)
-    assert files_of(os.path.dirname(toy)) == before
-
-
-def test_weight_0_drops_the_dataset(mm, caplog):
-    """With a note; the others are numbered without it."""
-    ds = blended(mm, [9, 8, 7], [0.0, 1, 1], 4)
-    assert [len(dataset) for dataset in ds.datasets] == [8, 7]
-    assert ds.dataset_index.tolist() == [0, 1, 0, 1]
-    assert caplog.messages == ["dropped from the blend, weight 0: bare"]
-    blended(mm, [9, 9], [1, 1], 4)
-    assert len(caplog.messages) == 1
-
-
-# sizes of the datasets, weights, size, {size: samples that the blend takes of that dataset}
-DEMANDS = [
-    ([4, 9], [1, 1], 10, {4: 5}),
-    ([9, 4], [1, 1], 10, {4: 5}),
-    ([2, 3], [1, 1], 10, {2: 5, 3: 5}),
-    ([9, 2], [9, 3], None, {2: 3}),
-    ([0, 2], [9, 3], None, {0: 9, 2: 3}),
-]
-
-
-@pytest.mark.parametrize("sizes, weights, size, needed", DEMANDS)
-def test_a_blend_that_asks_for_too_much(mm, tmp_path, sizes, weights, size, needed):
-    """Nothing is cached, which fast_cache_load would trust.  Upstream: an IndexError in the run."""
-    with pytest.raises(mm._BlendTooLarge) as error:
-        blended(mm, sizes, weights, size, path_to_cache=str(tmp_path))
-    assert os.listdir(tmp_path) == []
-    assert {dataset.n: taken for dataset, taken in error.value.needed.items()} == needed
-    for n, taken in needed.items():
-        assert f"takes {taken} samples of bare, which has {n}" in str(error.value)
-
-
-def test_a_cached_blend_of_data_that_shrank(mm, tmp_path):
-    datasets = bare(mm, 5, 5)
-    cfg = config(mm, (["x"], None), path_to_cache=str(tmp_path))
-    mm.BlendedDataset(datasets, [1, 1], 10, cfg)
-    datasets[0].n = 4
-    with pytest.raises(mm._BlendTooLarge):
-        mm.BlendedDataset(datasets, [1, 1], 10, cfg)
-
-
-# -- phases ----------------------------------------------------------------------------------------
-
-
-def in_phases(mm, sizes, phases, **fields):
-    """A blend in phases of datasets that have so many samples."""
-    cfg = config(mm, (["x"], None), **fields)
-    return mm.BlendedDataset(bare(mm, *sizes), None, None, cfg, phases=phases)
-
-
-def phases_by_hand(phases):
-    """The pairs (dataset, its sample) of a blend, one by one; the weights are normalized."""
-    pairs = []
-    for samples, weights in phases:
-        taken = [0] * len(weights)
-        before = [sum(which == d for which, _ in pairs) for d in range(len(weights))]
-        for i in range(samples):
-            lags = {d: w * max(i, 1) - taken[d] for d, w in enumerate(weights) if w > 0}
-            d = max(lags, key=lags.get)  # the first of equals
-            pairs.append((d, before[d] + taken[d]))
-            taken[d] += 1
-    return pairs
-
-
-def pairs_of(ds):
-    return list(zip(ds.dataset_index.tolist(), ds.dataset_sample_index.tolist(), strict=True))
-
-
-def random_phases(rng, num_datasets, most=5):
-    """Some phases, in which some datasets have no weight."""
-    phases = []
-    for _ in range(rng.integers(1, most + 1)):
-        weights = rng.integers(0, 6, num_datasets) * rng.choice([1, 0.3])
-        weights[rng.integers(num_datasets)] += 1
-        phases.append((int(rng.integers(1, 40)), weights.tolist()))
-    return phases
-
-
-def test_phases_by_hand(mm):
-    """The drawing at the top of the section, and a phase in which a dataset rests."""
-    ds = in_phases(mm, [9, 9], [(4, [1, 3]), (4, [1, 1]), (2, [0, 5])])
-    same(ds.dataset_index, np.array([1, 0, 1, 1, 0, 1, 0, 1, 1, 1], np.int16))
-    same(ds.dataset_sample_index, np.array([0, 0, 1, 2, 1, 3, 2, 4, 5, 6]))
-    assert ds.phases == [(4, [0.25, 0.75]), (4, [0.5, 0.5]), (2, [0.0, 1.0])]
-    assert len(ds) == ds.size == 10
-    assert ds.weights is None
-    assert ds[9] == {"dataset_id": 1, "sample": 6}
-    alone = in_phases(mm, [9, 9], [(3, [0, 1])])
-    assert pairs_of(alone) == [(1, 0), (1, 1), (1, 2)]
-
-
-def test_phases_by_brute_force(mm, monkeypatch):
-    """A dataset without weight gives nothing, though its lag, 0, would often be the largest."""
-    monkeypatch.setattr(mm, "_CHUNK", 7)
-    for rng in cases(100):
-        phases = random_phases(rng, int(rng.integers(1, 6)))
-        ds = in_phases(mm, [999] * len(phases[0][1]), phases)
-        assert pairs_of(ds) == phases_by_hand(ds.phases), phases
-
-
-def test_one_phase_is_the_plain_blend(mm, tmp_path):
-    fields = {"path_to_cache": str(tmp_path)}
-    for rng in cases(30):
-        weights = (rng.random(rng.integers(1, 12)) + 0.01).tolist()
-        size = int(rng.integers(1, 200))
-        sizes = [size] * len(weights)
-        plain = blended(mm, sizes, weights, size, **fields)
-        one_phase = in_phases(mm, sizes, [(size, weights)], **fields)
-        assert one_phase.unique_description == plain.unique_description
-        assert one_phase.phases == plain.phases == [(size, plain.weights)]
-        assert pairs_of(one_phase) == pairs_of(plain) == phases_by_hand(plain.phases)
-    assert blended(mm, [3, 4], [3, 4], None).phases is None, "these weights are counts"
-
-
-def test_phases_are_in_the_key(mm, tmp_path):
-    phases = [(4, [1, 3]), (4, [1, 1])]
-    kinds = [phases, phases[:1], phases[::-1], [(5, [1, 3]), (3, [1, 1])], [(4, [1, 3])] * 2]
-    for _ in range(2):  # the second time from the cache
-        for kind in kinds:
-            ds = in_phases(mm, [9, 9], kind, path_to_cache=str(tmp_path))
-            assert pairs_of(ds) == phases_by_hand(ds.phases)
-    assert len(os.listdir(tmp_path)) == 4 * len(kinds)
-
-
-BAD_PHASES = [
-    ([], "wanted"),
-    (5, "wanted"),
-    ([5], "phase 0: wanted .samples, weights., got 5"),
-    ([(4, [1, 1], 2)], "phase 0: wanted .samples, weights., got"),
-    ([(4, [1, 1]), (0, [1, 1])], "phase 1: wanted 1 sample or more, got 0"),
-    ([(4.0, [1, 1])], "phase 0: wanted 1 sample or more, got 4.0"),
-    ([(4, [1])], "phase 0: 1 weights for 2"),
-    ([(4, [1, 1]), (4, [1, -1])], "phase 1: weight of bare"),
-    ([(4, [0, 0])], "phase 0: .*sum > 0"),
-]
-
-
-@pytest.mark.parametrize("phases, words", BAD_PHASES, ids=str)
-def test_bad_phases(one, phases, words):
-    """In a config too."""
-    with pytest.raises(ValueError, match=words):
-        in_phases(one, [9, 9], phases)
-    with pytest.raises(ValueError, match=words):
-        config(one, (["p", "bare"], None), blend_phases=phases)
-
-
-@pytest.mark.parametrize("weights, size", [([1, 1], None), (None, 4), ([1, 1], 4)])
-def test_phases_stand_for_weights_and_size(one, weights, size):
-    with pytest.raises(ValueError, match="must be None"):
-        one.BlendedDataset(bare(one, 9, 9), weights, size, config(one), phases=[(4, [1, 1])])
-
-
-def test_no_phases_at_all(mm):
-    with pytest.raises(ValueError, match="one phase or more"):
-        mm.build_phase_indices(np.zeros(0, np.int16), np.zeros(0, np.int64), [])
+    ds = gpt(mm, toy, 3, sequence_length=4)
+    blend = More([ds, ds], [1, 1], 4, ds.config)
+    for samples in read_in_all_ways(blend, [2, 0]):
+        assert [int(sample["more"]) for sample in samples] == [2, 0]
 
 
 # ==============================================================================
@@ -2624,12 +2838,12 @@ C = "in/c"
 
 
 @pytest.fixture
-def corpora(mm, tmp_path, monkeypatch):
+def corpora(one, tmp_path, monkeypatch):
     """A, B and C: pairs of 40, 25 and 10 documents, in the current folder."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(11)
     for prefix, count in ((A, 40), (B, 25), (C, 10)):
-        mk(mm, prefix, [rng.integers(1, 50, n) for n in rng.integers(5, 30, count)])
+        mk(one, prefix, [rng.integers(1, 50, n) for n in rng.integers(5, 30, count)])
     return [A, B, C]
 
 
@@ -2645,6 +2859,9 @@ def outline(built):
     return built.index_split.name, first, end, built.num_samples
 
 
+# -- which datasets a config means -----------------------------------------------------------------
+
+
 def test_a_corpus_is_cut_by_the_split(mm, corpora):
     built = build(mm, [100, 10, None], config(mm, ([A], None), split="8,1,1"))
     wanted = [("train", 0, 32, 100), ("valid", 32, 36, 10), ("test", 36, 40, None)]
@@ -2653,10 +2870,21 @@ def test_a_corpus_is_cut_by_the_split(mm, corpora):
 
 
 def test_each_corpus_of_a_blend_is_cut_by_the_split(mm, corpora):
+    """Each is built for its share, rounded up, and a surplus; the blend has the shares alone."""
     train, valid, test = build(mm, [50, 20, 5], config(mm, ([A, B], [3, 2]), split="8,2,0"))
     assert outline(train) == [("train", 0, 32, 31), ("train", 0, 20, 21)]
     assert outline(valid) == [("valid", 32, 40, 13), ("valid", 20, 25, 9)]
     assert test is None
+    rounded_up = build(mm, [7, 0, 0], config(mm, ([A, B], [1, 1])))[0]
+    assert (len(train), len(valid), len(rounded_up)) == (50, 20, 8)
+    same(train.samples_taken(), np.array([30, 20]))
+
+
+def test_one_corpus_with_a_weight_is_a_blend(one, corpora):
+    """As in upstream, where the blend is cut by the split."""
+    train = build(one, [50, 0, 0], config(one, ([A], [7])))[0]
+    assert outline(train) == [("train", 0, 40, 51)]
+    assert len(train) == 50
 
 
 def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora):
@@ -2676,21 +2904,55 @@ def test_a_note_of_the_corpora_of_weight_0(one, caplog):
         caplog.clear()
         given = config(one, **fields)
         one.BlendedMegatronDatasetBuilder(one.GPTDataset, [1, 1, 1], bool, given)
-        assert caplog.messages == ["dropped from the blend, weight 0: b"] * count
+        assert ["weight 0: b" in message for message in caplog.messages] == [True] * count
 
 
 def test_validation_sets(one, corpora):
-    """Several ones are a list, a single one is none."""
+    """Several ones are a list, a single one is none; other splits are blends."""
     fields = {"multiple_validation_sets": True}
-    sets = config(one, blend_per_split=[None, ([A, C], None), None], **fields)
+    blend = ([A, C], None)
+    sets = config(one, blend_per_split=[blend, blend, None], **fields)
+    train, valid, _ = build(one, [None, 5, 0], sets)
     wanted = [("valid", 0, 40, 5), ("valid", 0, 10, 5)]
-    assert [outline(dataset) for dataset in build(one, [0, 5, 0], sets)[1]] == wanted
+    assert [outline(dataset) for dataset in valid] == wanted
+    assert outline(train) == [("train", 0, 40, None), ("train", 0, 10, None)]
     alone = config(one, blend_per_split=[None, ([A], None), None], **fields)
     assert outline(build(one, [0, 5, 0], alone)[1]) == wanted[0]
 
 
+def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
+    """All samples, or as many as are wanted; a corpus too short for a sample gives none."""
+    short = mk(mm, "in/short", [[1, 2]])
+    cfg = config(mm, ([A, short, B, C], None))
+    whole = quiet(build, mm, [None, None, None], cfg)[0]
+    lengths = [len(gpt(mm, prefix)) for prefix in (A, B, C)]
+    assert np.bincount(whole.dataset_index).tolist() == lengths
+    assert len(quiet(build, mm, [10, 0, 0], cfg)[0]) == 10
+    with (
+        pytest.warns(UserWarning, match="in/short"),
+        pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1,000,000"),
+    ):
+        large = build(mm, [1000000, 0, 0], cfg)[0]
+    assert len(large) == sum(lengths)
+
+    nothing = config(mm, ([short, short], None))
+    for size in (None, 5):
+        with pytest.raises(ValueError, match="train: .* no corpus"):
+            build(mm, [size, 0, 0], nothing)
+    assert build(mm, [0, 0, 0], nothing) == [None, None, None]
+
+
+def test_a_corpus_without_a_sample_has_no_weight(one, corpora, caplog):
+    """So it is left out with a warning, and not noted as one of weight 0."""
+    short = mk(one, "in/short", [[1, 2]])
+    with pytest.warns(UserWarning, match="in/short"):
+        train = build(one, [None, None, None], config(one, ([A, short], None)))[0]
+    assert [part.dataset_path for part in train.datasets] == [A]
+    assert caplog.messages == []
+
+
 def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
-    """And only that one, however files are opened.  Upstream: IndexError in the middle of a run.
+    """And only that one.  Upstream: IndexError in the middle of a run.
 
     With a document of S tokens, a corpus has exactly as many samples as were asked for.
     """
@@ -2700,8 +2962,7 @@ def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
         weights = (rng.dirichlet(np.ones(int(rng.integers(2, 12)))) + 1e-3).tolist()
         size = int(rng.integers(50, 300))
         fields = {"mid_level_dataset_surplus": 0.0, "path_to_cache": str(tmp_path / "cache")}
-        for flag in ("defer_npy_index_mmap", "fast_cache_load"):
-            fields[flag] = bool(rng.integers(2))
+        fields["fast_cache_load"] = bool(rng.integers(2))
         cfg = config(mm, ([prefix] * len(weights), weights), **fields)
         for _ in range(2):  # the second time from the cache
             train = build(mm, [size, 0, 0], cfg)[0]
@@ -2714,100 +2975,15 @@ def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
     assert larger, "no case needed it: the test shows nothing"
 
 
-def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
-    """All samples, or as many as are wanted; a corpus too short for a sample gives none."""
-    short = mk(mm, "in/short", [[1, 2]])
-    cfg = config(mm, ([A, short, B, C], None))
-    whole = quiet(build, mm, [None, None, None], cfg)[0]
-    lengths = [len(gpt(mm, prefix)) for prefix in (A, B, C)]
-    assert np.bincount(whole.dataset_index).tolist() == lengths
-    assert len(quiet(build, mm, [10, 0, 0], cfg)[0]) == 10
-    with (
-        pytest.warns(UserWarning, match="in/short holds no whole sample"),
-        pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1,000,000"),
-    ):
-        large = build(mm, [1000000, 0, 0], cfg)[0]
-    assert len(large) == sum(lengths)
+def test_another_class_gets_an_array_of_documents(one, corpora):
+    """As upstream's builder gives it, to whatever __init__() such a class has."""
 
-    nothing = config(mm, ([short, short], None))
-    for size in (None, 5):
-        with pytest.raises(ValueError, match="train: wanted .* no corpus has a sample"):
-            build(mm, [size, 0, 0], nothing)
-    assert build(mm, [0, 0, 0], nothing) == [None, None, None]
+    class Even(one.GPTDataset):
+        def __init__(self, opened, prefix, indices, *others):
+            super().__init__(opened, prefix, indices[indices % 2 == 0], *others)
 
-
-MANY_CORPORA = """
-import resource, sys
-import numpy as np
-import megatron_min as mm
-
-folder, soft, hard = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-prefixes = []
-for number in range(30):
-    prefixes.append(f"{folder}/{number}")
-    with mm.IndexedDatasetBuilder(f"{prefixes[-1]}.bin", np.uint8) as builder:
-        for _ in range(60):
-            builder.add_document([1] * 9, [9])
-config = mm.GPTDatasetConfig(
-    1, 8, blend=(prefixes, [1] * 30), split="8,1,1", path_to_cache=f"{folder}/cache",
-    tokenizer=mm.ByteTokenizer(), create_attention_mask=False)
-resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [300, 60, 60], lambda: True, config)
-print([len(dataset.batch(range(len(dataset)))["tokens"]) for dataset in builder.build()])
-"""
-
-
-@linux
-def test_a_build_of_many_corpora_may_open_enough_files(tmp_path):
-    """Each corpus has 2 files open, and 3 arrays for each split.  Upstream: a bare [Errno 24]."""
-    ran = python(MANY_CORPORA, tmp_path, 64, 2000)
-    assert ran.stdout == "[300, 60, 60]\n", ran.stderr
-    ran = python(MANY_CORPORA, tmp_path, 64, 300)
-    assert re.search("OSError: 30 corpora need 4.. open files.* may open 300.*ulimit", ran.stderr)
-
-
-# -- what is refused -------------------------------------------------------------------------------
-
-
-TWO = ([A, B], [1, 1])
-VALID_SETS = {"blend_per_split": [None, TWO, TWO], "multiple_validation_sets": True}
-WHOLE_SETS = {"blend_per_split": [None, ([A, B], None), None], "full_validation": True}
-BAD_BUILDS = [  # sizes, fields of the config, words
-    ([1, 2], {"blend": ([A], None)}, r"sizes.*\[1, 2\]"),
-    ([-1, 0, 0], {"blend": ([A], None)}, "size of train.*-1"),
-    (["9", 0, 0], {"blend": ([A], None)}, "size of train.*'9'"),
-    ([None, 0, 0], {"blend": TWO}, "needs a size"),
-    ([0, None, None], {"blend_per_split": [None, TWO, ([A], [1])]}, "needs a size"),
-    ([0, None, None], VALID_SETS, "needs a size"),  # valid is two datasets, and test a blend
-    ([0, 5, 0], WHOLE_SETS | {"multiple_validation_sets": True}, "size of valid must be None"),
-    ([9, 0, 0], {"blend": ([A, "in/none"], [1, 1])}, "in/none"),
-    ([9, 0, 0], {}, "MockGPTDataset"),
-]
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("sizes, fields, words", BAD_BUILDS)
-def test_builds_that_are_refused(one, corpora, sizes, fields, words, threads):
-    """Wrong sizes before the build, as upstream refuses them."""
-    cfg = config(one, num_dataset_builder_threads=threads, **fields)
-    with pytest.raises((ValueError, FileNotFoundError), match=words):
-        builder = one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, yes, cfg)
-        assert "size" not in words
-        builder.build()
-
-
-def test_no_more_sizes_are_needed(one, corpora):
-    """None of a split without documents, nor of a single corpus."""
-    for fields in ({"blend": TWO}, {"blend_per_split": [TWO, None, ([A], [1])]}):
-        assert len(build(one, [9, None, None], config(one, **fields))[0]) >= 9
-
-
-def test_more_sequences_than_int32_numbers(one, corpora, monkeypatch):
-    """Upstream: the numbers wrap."""
-    huge = mock.Mock(return_value=2**31 + 2)
-    monkeypatch.setattr(one.GPTDataset, "numel_low_level_dataset", huge)
-    with pytest.raises(ValueError, match="2147483650 sequences"):
-        build(one, [9, 0, 0], config(one, ([A], None)))
+    ds = build(one, [None, None, None], config(one, ([A], None), split="1"), Even)[0]
+    assert ds.indices.tolist() == list(range(0, 40, 2))
 
 
 # -- phases ----------------------------------------------------------------------------------------
@@ -2834,9 +3010,8 @@ def test_each_corpus_lasts_for_all_phases(mm, tmp_path):
 @pytest.mark.parametrize("weights", [None, [0, 1, 1]])
 def test_phases_are_for_train(mm, corpora, weights):
     """Valid and test are made as ever: by weights, or one epoch of each corpus."""
-    cfg = config(
-        mm, (corpora, weights), split="8,1,1", blend_phases=[(9, [1, 1, 0]), (6, [0, 1, 2])]
-    )
+    phases = [(9, [1, 1, 0]), (6, [0, 1, 2])]
+    cfg = config(mm, (corpora, weights), split="8,1,1", blend_phases=phases)
     train, valid, test = quiet(build, mm, [None, 5, 5], cfg)
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (6, [0.0, 1 / 3, 2 / 3])]
     plain = quiet(build, mm, [15, 5, 5], config(mm, (corpora, weights), split="8,1,1"))
@@ -2859,53 +3034,118 @@ def test_phases_of_a_blend_of_trains_own(mm, corpora):
     train, valid, _ = build(mm, [12, 5, 0], cfg)
     assert pairs_of(train) == phases_by_hand(train.phases)
     assert len(valid.datasets) == 2
-    with pytest.raises(ValueError, match="has 15 samples, but 20 are wanted.*phase of 5"):
+    with pytest.raises(ValueError, match="15 samples, but 20"):
         build(mm, [20, 0, 0], cfg)
 
 
-def test_a_class_of_its_own_gets_an_array_of_documents(mm, corpora):
-    """As upstream's builder gives it, to whatever __init__() such a class has."""
-
-    class Even(mm.GPTDataset):
-        def __init__(self, opened, prefix, indices, *others):
-            super().__init__(opened, prefix, indices[indices % 2 == 0], *others)
-
-    ds = build(mm, [None, None, None], config(mm, ([A], None), split="1"), Even)[0]
-    assert ds.indices.tolist() == list(range(0, 40, 2))
+# -- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_after_a_wrong_prefix_no_further_corpus_is_begun(one, corpora, place):
+TWO = ([A, B], [1, 1])
+VALID_SETS = {"blend_per_split": [None, TWO, TWO], "multiple_validation_sets": True}
+WHOLE_SETS = {"blend_per_split": [None, ([A, B], None), None], "full_validation": True}
+BAD_SIZES = [  # sizes, fields of the config, words
+    ([1, 2], {"blend": ([A], None)}, r"sizes.*\[1, 2\]"),
+    ([-1, 0, 0], {"blend": ([A], None)}, "train.*-1"),
+    (["9", 0, 0], {"blend": ([A], None)}, "train.*'9'"),
+    ([None, 0, 0], {"blend": TWO}, "train .*needs a size"),
+    ([0, None, None], {"blend_per_split": [None, TWO, ([A], [1])]}, "valid .*needs a size"),
+    ([0, None, None], VALID_SETS, "test .*needs a size"),  # valid is two datasets, and test a blend
+    ([0, 5, 0], WHOLE_SETS | {"multiple_validation_sets": True}, "valid must be None"),
+]
+
+
+@pytest.mark.parametrize("sizes, fields, words", BAD_SIZES)
+def test_sizes_are_refused_before_the_build(one, corpora, sizes, fields, words):
+    """As upstream refuses them."""
+    cfg = config(one, **fields)
+    with pytest.raises(ValueError, match=words):
+        one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, yes, cfg)
+
+
+def test_no_more_sizes_are_needed(one, corpora):
+    """None of a split without documents, nor of a single corpus."""
+    for fields in ({"blend": TWO}, {"blend_per_split": [TWO, None, ([A], [1])]}):
+        assert len(build(one, [9, None, None], config(one, **fields))[0]) >= 9
+
+
+def test_a_build_without_a_blend_is_of_mock_data(one):
+    """Which no other class has."""
+    cfg = config(one, sequence_length=4096)
+    assert len(build(one, [3, 0, 0], cfg, one.MockGPTDataset)[0]) >= 3
+    with pytest.raises(ValueError, match="MockGPTDataset"):
+        build(one, [3, 0, 0], cfg)
+
+
+def test_more_sequences_than_int32_numbers(one, corpora, monkeypatch):
+    """Upstream: the numbers wrap."""
+    huge = mock.Mock(return_value=2**31 + 2)
+    monkeypatch.setattr(one.GPTDataset, "numel_low_level_dataset", huge)
+    with pytest.raises(ValueError, match="2147483650 sequences"):
+        build(one, [9, 0, 0], config(one, ([A], None)))
+
+
+# -- several corpora at a time ---------------------------------------------------------------------
+
+
+def test_threads_build_what_a_loop_builds(mm, corpora):
+    """The same datasets in the same order, and the same bytes in the cache."""
+    found = []
+    for threads in (1, 3):
+        fields = {"num_dataset_builder_threads": threads, "path_to_cache": f"cache{threads}"}
+        train, valid, _ = build(mm, [60, 9, 0], config(mm, (corpora, [3, 1, 2]), **fields))
+        assert [part.dataset_path for part in train.datasets] == corpora
+        names = files_of(fields["path_to_cache"])
+        found.append({k: names[k] for k in names if not k.endswith("manifest.json")})
+    assert found[0] == found[1] != {}
+
+
+@pytest.mark.parametrize("threads, place", [(1, 0), (3, 2)])
+def test_after_a_wrong_prefix_no_further_corpus_is_begun(one, corpora, threads, place):
     """Those that were begun are waited for, so that nothing is written after the error."""
-    opened = []
+    begun = []
     ended = []
 
     class Slow(one.GPTDataset):
         @staticmethod
         def build_low_level_dataset(path, cfg):
-            if path == "in/none":
-                raise FileNotFoundError(path)
-            opened.append(path)
-            time.sleep(0.2)
+            if path == "none":
+                return one.GPTDataset.build_low_level_dataset(path, cfg)
+            begun.append(path)
+            time.sleep(0.1)
             ended.append(path)
-            return one.GPTDataset.build_low_level_dataset(path, cfg)
+            return one.GPTDataset.build_low_level_dataset(A, cfg)
 
-    prefixes = [A, *[B] * 9]
-    prefixes.insert(place, "in/none")
-    cfg = config(one, (prefixes, None), num_dataset_builder_threads=place + 1)
-    with pytest.raises(FileNotFoundError, match="in/none"):
+    prefixes = list("0123456789")
+    prefixes.insert(place, "none")
+    cfg = config(one, (prefixes, None), num_dataset_builder_threads=threads)
+    with pytest.raises(FileNotFoundError, match="none.idx"):
         build(one, [None, None, None], cfg, Slow)
-    assert len(opened) < 10
-    assert sorted(ended) == sorted(opened)
+    assert len(begun) < 10
+    assert sorted(ended) == sorted(begun)
 
 
-def test_a_corpus_without_a_sample_is_left_out_with_a_warning(mm, corpora, caplog):
-    """It has no weight, and so none of 0."""
-    short = mk(mm, "in/short", [[1, 2]])
-    with pytest.warns(UserWarning, match="train of in/short holds no whole sample"):
-        train = build(mm, [None, None, None], config(mm, ([A, short], None)))[0]
-    assert [part.dataset_path for part in train.datasets] == [A]
-    assert caplog.messages == []
+def build_with_few_open_files(one, prefixes, soft, hard):
+    """Build a blend of corpora in a process that may open so many files, and read all of it."""
+    resource = importlib.import_module("resource")
+    cfg = config(one, (prefixes, [1] * len(prefixes)), split="8,1,1")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if hard < 400:
+        with pytest.raises(OSError, match=f"{hard}.*ulimit"):
+            build(one, [300, 60, 60], cfg)
+        return
+    for dataset in build(one, [300, 60, 60], cfg):
+        assert len(dataset.batch(range(len(dataset)))["tokens"]) == len(dataset)
+
+
+@linux
+def test_a_build_of_many_corpora_may_open_enough_files(one, tmp_path):
+    """Each of 30 has 2 files open, and 3 arrays for each split.  Upstream: a bare [Errno 24]."""
+    prefixes = [mk(one, tmp_path / str(number), [[1] * 9] * 20) for number in range(30)]
+    jobs = []
+    for hard in (2000, 300):
+        jobs.append(functools.partial(build_with_few_open_files, one, prefixes, 64, hard))
+    assert in_children(*jobs) == [0, 0]
 
 
 # ==============================================================================
@@ -4907,56 +5147,57 @@ def test_a_mapped_file_is_read_only_and_outlives_its_name(one, tmp_path):
 # ==============================================================================
 
 
-def toy_arrays(first=0):
-    order = np.arange(first, first + 20_000, dtype=np.int32)
-    return [order, np.stack([order, order * 2], 1).astype(np.int64)]
+N = 10_000  # samples of the long corpus, in three epochs: each array has pages that no check reads
+INDEX_ARRAYS = ["document_index", "sample_index", "shuffle_index"]
+BLEND_ARRAYS = ["dataset_index", "dataset_sample_index"]
 
 
-def toy_build(first=0):
-    """A build function for two arrays and a fact, which counts its calls."""
-    return mock.Mock(return_value=([first], toy_arrays(first)))
+@pytest.fixture(scope="module")
+def long_corpus(one, tmp_path_factory):
+    """The prefix of a corpus of 9,000 documents of three tokens."""
+    docs = np.arange(27_000).reshape(9000, 3) % 50
+    return mk(one, tmp_path_factory.mktemp("long") / "p", docs)
 
 
-TOY_FILES = ["k-description.txt", "k-manifest.json", "k-order.npy", "k-rows.npy"]
-OF_13 = {"tokens": 13}
-OF_14 = {"tokens": 14}
+@pytest.fixture(scope="module")
+def long_arrays(one, long_corpus, tmp_path_factory):
+    """The three arrays of N samples of the long corpus."""
+    folder = tmp_path_factory.mktemp("arrays")
+    return arrays(gpt(one, long_corpus, N, path_to_cache=str(folder)))
 
 
-def toy_cache(one, folder, description="a toy", made_from=OF_13):
-    """An _IndexCache of two arrays, not yet loaded."""
-    return one._IndexCache(folder, "k", ("order", "rows"), description, made_from)
+@pytest.fixture
+def cache(tmp_path):
+    """The folder of a cache, which is not there yet."""
+    return str(tmp_path / "cache")
 
 
-def messages_of(function, *arguments, **options):
-    """The messages of its warnings."""
+@pytest.fixture
+def builds(one, monkeypatch):
+    """Counts how often the arrays of a GPTDataset are built."""
+    counted = mock.Mock(wraps=one.build_sample_idx)
+    monkeypatch.setattr(one, "build_sample_idx", counted)
+    return counted
+
+
+def heard(function, *arguments, **options):
+    """What a call returns, and the messages of its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        function(*arguments, **options)
-    return [str(warning.message) for warning in caught]
+        found = function(*arguments, **options)
+    return found, [str(warning.message) for warning in caught]
 
 
-def start_toy(cache, build, **how):
-    """load_or_build() -> the messages of its warnings; the facts are those of build."""
-    facts, _ = build.return_value
-    found = []
-    messages = messages_of(lambda: found.append(cache.load_or_build(build, **how)))
-    assert found == [facts]
-    return messages
+def start(mm, corpus, cache, n=N, **fields):
+    """A job that starts: its GPTDataset, no array of which was read, and its warnings."""
+    return heard(gpt, mm, corpus, n, path_to_cache=cache, **fields)
 
 
-def use_toy(cache, build):
-    """The first access -> the messages of its warnings; the arrays are those of build."""
-    messages = messages_of(cache.arrays, build)
-    _, wanted = build.return_value
-    same_arrays([cache.arrays(build)[name] for name in ("order", "rows")], wanted)
-    return messages
-
-
-def save_toy(one, folder, first=0, made_from=OF_13):
-    """A saved cache."""
-    cache = toy_cache(one, folder, made_from=made_from)
-    cache.load_or_build(toy_build(first))
-    return cache
+def cached(mm, corpus, cache, n=50, **fields):
+    """A job that starts and reads: the arrays of its GPTDataset, and its warnings."""
+    ds, of_start = start(mm, corpus, cache, n, **fields)
+    found, of_access = heard(arrays, ds)
+    return found, of_start + of_access
 
 
 def stamps(folder):
@@ -4967,343 +5208,84 @@ def stamps(folder):
     return found
 
 
-# -- the cache alone, with a toy build function ----------------------------------------------------
+def replace_file(path, content, time_ns=None):
+    """Put another file in its place, as another job does; None: no file.
 
-
-def test_built_once_then_found(one, tmp_path):
-    """Plain .npy files and no warning; a second job writes nothing.
-
-    A later version must read the manifest: whoever changes it makes all caches of users stale.
+    time_ns   the time of the last change that it shall have
     """
-    build = toy_build()
-    folder = tmp_path / "new" / "cache"
-    saved = toy_cache(one, folder)
-    assert start_toy(saved, build) == []
-    files = files_of(folder)
-    assert sorted(files) == TOY_FILES
-    assert files["k-description.txt"] == b"a toy"
-    manifest = {"made_from": {"format": 3, "tokens": 13}, "facts": [0], "files": {}}
-    _, wanted = build.return_value
-    for name, array in zip(("order", "rows"), wanted, strict=True):
-        content = files[f"k-{name}.npy"]
-        same(np.load(io.BytesIO(content)), array)
-        last = len(content) - 4096
-        pages = b"".join(content[p : p + 4096] for p in (0, last // 3, last * 2 // 3, last))
-        manifest["files"][name] = {
-            "size": len(content),
-            "mtime_ns": os.stat(folder / f"k-{name}.npy").st_mtime_ns,
-            "crc32": zlib.crc32(content),
-            "crc32_of_pages": zlib.crc32(pages),
-            "dtype": array.dtype.str,
-            "shape": list(array.shape),
-        }
-    assert json.loads(files["k-manifest.json"]) == json.loads(signed(manifest))
-    before = stamps(folder)
-    found = toy_cache(one, folder)
-    assert start_toy(found, build) == []
-    assert build.call_count == 1
-    assert stamps(folder) == before
-    for cache in (saved, found):  # both are mapped
-        assert use_toy(cache, build) == []
-        with pytest.raises(ValueError, match="read-only"):
-            cache.arrays(build)["order"][0] = 1
-    assert build.call_count == 1
-
-
-def signed(manifest):
-    """The bytes of a manifest, with its own CRC."""
-    crc32 = zlib.crc32(json.dumps(manifest).encode())
-    return json.dumps(manifest | {"crc32": crc32}).encode()
-
-
-class Trap:
-    """Unpickled, it leaves a file named ran."""
-
-    def __reduce__(self):
-        return open, ("ran", "w")
-
-
-def npy(array):
-    """The bytes of an .npy file."""
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
-
-
-ORDER, PAIRS = (npy(array) for array in toy_arrays())
-NO_MANIFEST = ("manifest.json", None)  # as in upstream's caches, and in those being written
-OF_ANOTHER = signed({"made_from": {"format": 3, "tokens": 14}, "facts": [0], "files": {}})
-WITHOUT_FILES = signed({"made_from": {"format": 3, "tokens": 13}, "facts": [0]})
-UNSIGNED = b'{"made_from": {"format": 3, "tokens": 13}, "facts": [0], "files": {}}'
-WRONG_FACTS = signed({"made_from": {"format": 3, "tokens": 13}, "facts": [0], "files": {}})
-WRONG_FACTS = WRONG_FACTS.replace(b"[0]", b"[9]")
-TORN_AT_A_START = [  # (name of a file, its new bytes; None: there is no file)
-    ("rows.npy", PAIRS[:-5]),
-    ("order.npy", None),
-    NO_MANIFEST,
-    ("manifest.json", b"null"),
-    ("manifest.json", b"[" * 100_000),
-    ("manifest.json", b"\xff"),
-    ("manifest.json", b'{"made_from": null}'),
-    ("manifest.json", OF_ANOTHER),
-    ("manifest.json", WITHOUT_FILES),
-    ("manifest.json", UNSIGNED),
-    ("manifest.json", WRONG_FACTS),
-]
-
-
-def replace_file(path, content):
-    """Put another file in its place, as another job does; None: no file."""
     path.unlink()
     if content is not None:
         path.write_bytes(content)
+        if time_ns is not None:
+            os.utime(path, ns=(time_ns, time_ns))
 
 
-@pytest.mark.parametrize("file, content", TORN_AT_A_START)
-def test_what_a_start_finds_wrong_is_rebuilt(one, tmp_path, file, content):
-    """With one warning, which says why; the next job finds the cache whole.
-
-    Without a manifest it is built and saved, the same bytes, and there is no reason to warn.
-    """
-    save_toy(one, tmp_path)
-    replace_file(tmp_path / f"k-{file}", content)
-    build = toy_build()
-    messages = start_toy(toy_cache(one, tmp_path), build)
-    assert len(messages) == (0 if (file, content) == NO_MANIFEST else 1)
-    for message in messages:
-        assert re.search("is rebuilt: .+", message)
-        assert file in message or not file.endswith(".npy")
-    assert build.call_count == 1
-    again = toy_cache(one, tmp_path)
-    assert start_toy(again, build) == []
-    assert use_toy(again, build) == []
-    assert build.call_count == 1
+# -- what is in the files --------------------------------------------------------------------------
 
 
-def altered(content, at):
-    """Other bytes of the same length."""
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-
-
-LAST_PAGE_EMPTY = PAIRS[:-4096] + bytes(4096)
-TRAPS = [npy(np.array([Trap()], object)).ljust(len(ORDER)), pickle.dumps(Trap()).ljust(len(ORDER))]
-WRONG_AT_THE_FIRST_ACCESS = [  # name of a file, its new bytes, has it the time of the old one?
-    ("order.npy", altered(ORDER, 50_000), False),  # in none of the four pages
-    ("order.npy", altered(ORDER, len(ORDER) - 1), True),
-    ("order.npy", altered(ORDER, 20), True),
-    ("rows.npy", LAST_PAGE_EMPTY, True),  # as after a power loss
-    ("rows.npy", npy(toy_arrays(7)[1]), False),  # of another job
-    ("order.npy", ORDER[:-4], False),
-    ("order.npy", b"", False),
-    ("order.npy", None, False),
-    ("order.npy", TRAPS[0], False),
-    ("order.npy", TRAPS[1], True),
-]
-
-
-@pytest.mark.parametrize("file, content, same_time", WRONG_AT_THE_FIRST_ACCESS)
-def test_what_the_first_access_finds_wrong_is_built_in_memory(
-    one, tmp_path, monkeypatch, file, content, same_time
+def test_a_cache_is_built_once_then_found(
+    one, long_corpus, long_arrays, cache, builds, monkeypatch
 ):
-    """With one warning; nothing in it is run.  Also in the job that has saved the cache."""
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "cache"
-    build = toy_build()
-    saved = save_toy(one, folder)
-    found = toy_cache(one, folder)
-    assert start_toy(found, build) == []
-    path = folder / f"k-{file}"
-    time_ns = path.stat().st_mtime_ns
-    replace_file(path, content)
-    if same_time:
-        os.utime(path, ns=(time_ns, time_ns))
-    for cache in (saved, found):
-        [message] = use_toy(cache, build)
-        assert file in message
-        assert "in memory" in message
-        same_arrays(pickled(cache, None), build.return_value[1])
-    assert build.call_count == 2
-    assert not os.path.exists("ran")
+    """Plain .npy files and no warning; a second job writes nothing.  Nothing is synced."""
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=AssertionError))
+    saved, messages = start(one, long_corpus, cache)
+    assert messages == []
+    before = stamps(cache)
+    found, messages = start(one, long_corpus, cache)
+    assert messages == []
+    for name, wanted in zip(INDEX_ARRAYS, long_arrays, strict=True):
+        same(np.load(file_of(cache, f"-{name}.npy")), wanted)
+        for ds in (saved, found):  # both are mapped
+            values, messages = heard(getattr, ds, name)
+            assert messages == []
+            same(values, wanted)
+            with pytest.raises(ValueError, match="read-only"):
+                values[0] = 1
+    assert builds.call_count == 1
+    assert stamps(cache) == before
 
 
-def pickled(cache, build):
-    """The two arrays of a copy of the cache, as another process gets them."""
-    again = pickle.loads(pickle.dumps(cache))
-    return [again.arrays(build)[name] for name in ("order", "rows")]
+def test_names_and_descriptions_are_upstreams(one, pair, cache):
+    """The description says what was asked for; the other files are named after its md5."""
+    cfg = config(one, ([pair, pair], [1, 3]), path_to_cache=cache)
+    build(one, [4, 0, 0], cfg)
+    parts = []
+    for num_samples in (2, 4):  # shares of 4, and the surplus
+        part = {"class": "GPTDataset", "dataset_path": pair, "num_samples": num_samples}
+        part |= {"index_split": "train", "random_seed": 1234, "sequence_length": 8}
+        part |= {"split": "1,0,0", "split_matrix": [[0, 1.0], None, None]}
+        parts.append(part | {"tokenizer": {"class": "Tok", "eod": 0}})
+    blend = {"class": "BlendedDataset", "datasets": parts, "split": "train"}
+    blend |= {"weights": [0.25, 0.75], "size": 4}
+    names = set()
+    for described, of_class in (
+        (parts[0], INDEX_ARRAYS),
+        (parts[1], INDEX_ARRAYS),
+        (blend, BLEND_ARRAYS),
+    ):
+        text = json.dumps(described, indent=4).encode()
+        stem = f"{hashlib.md5(text).hexdigest()}-{described['class']}-train"
+        assert pathlib.Path(cache, f"{stem}-description.txt").read_bytes() == text
+        names |= {f"{stem}-{name}.npy" for name in of_class}
+        names |= {f"{stem}-description.txt", f"{stem}-manifest.json"}
+    assert set(os.listdir(cache)) == names
 
 
-def test_a_copied_cache_is_believed_by_all_its_bytes(one, tmp_path):
-    """Its files have other times, and the same bytes."""
-    save_toy(one, tmp_path / "cache")
-    shutil.copytree(tmp_path / "cache", tmp_path / "copy", copy_function=shutil.copyfile)
-    assert stamps(tmp_path / "cache") != stamps(tmp_path / "copy")
-    cache = toy_cache(one, tmp_path / "copy")
-    build = toy_build()
-    assert start_toy(cache, build) == use_toy(cache, build) == []
-    assert build.call_count == 0
+def signed(manifest):
+    """A manifest with its own CRC."""
+    unsigned = {key: value for key, value in manifest.items() if key != "crc32"}
+    return unsigned | {"crc32": zlib.crc32(json.dumps(unsigned).encode())}
 
 
-@linux
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_too_many_open_files_are_no_fault_of_the_cache(one, tmp_path, monkeypatch, number):
-    """Upstream and a bare [Errno 24] do not say what to do."""
-    cache = save_toy(one, tmp_path)
-    monkeypatch.setattr("builtins.open", mock.Mock(side_effect=OSError(number, "Too many")))
-    for function in (cache.arrays, toy_cache(one, tmp_path).load_or_build):
-        with pytest.raises(OSError, match="Too many.*ulimit -n"):
-            function(toy_build())
+def test_the_manifest_of_a_cache(one, long_corpus, cache):
+    """What the arrays were made from, what a start needs to know of them, and their checks.
 
-
-# -- errors of the build, and of the disk ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [KeyError, OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("file, content", [NO_MANIFEST, ("rows.npy", PAIRS[:-5])])
-def test_an_error_of_the_build_is_no_fault_of_the_cache(one, tmp_path, file, content, error):
-    """It is raised as it is, after one call; a warning is of what was wrong with the files."""
-    save_toy(one, tmp_path)
-    replace_file(tmp_path / f"k-{file}", content)
-    before = files_of(tmp_path)
-    reason = error("the build")
-    build = mock.Mock(side_effect=reason)
-    with warnings.catch_warnings(record=True) as caught, pytest.raises(error) as raised:
-        warnings.simplefilter("always")
-        toy_cache(one, tmp_path).load_or_build(build)
-    assert raised.value is reason
-    assert build.call_count == 1
-    assert len(caught) == (content is not None)
-    assert files_of(tmp_path) == before
-
-
-@pytest.mark.parametrize("trust", [False, True])
-@pytest.mark.parametrize("folder", [None, "", "file/cache"])
-def test_without_a_folder_the_arrays_stay_in_memory(one, tmp_path, monkeypatch, folder, trust):
-    """Below a regular file not even root can make a folder, so there is a warning."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("")
-    build = toy_build()
-    cache = toy_cache(one, folder)
-    messages = start_toy(cache, build, trust=trust)
-    assert len(messages) == (1 if folder else 0)
-    assert all("cannot be written" in message for message in messages)
-    assert use_toy(cache, build) == []
-    same_arrays(pickled(cache, None), build.return_value[1])
-    assert build.call_count == 1
-    assert os.listdir(tmp_path) == ["file"]
-
-
-@pytest.mark.parametrize("num_renames", range(4))
-def test_a_disk_that_is_full_in_the_middle(one, tmp_path, monkeypatch, num_renames):
-    """The arrays stay in memory, are pickled whole, and the next job builds right ones."""
-    save_toy(one, tmp_path, 7)  # of other data
-    full = OSError(errno.ENOSPC, "No space left on device")
-    results = [mock.DEFAULT] * num_renames + [full] * 4
-    monkeypatch.setattr(os, "replace", mock.Mock(wraps=os.replace, side_effect=results))
-    build = toy_build()
-    cache = toy_cache(one, tmp_path, made_from=OF_14)
-    *_, message = start_toy(cache, build)
-    monkeypatch.undo()
-    assert "No space left" in message
-    assert use_toy(cache, build) == []
-    same_arrays(pickled(cache, None), build.return_value[1])
-    assert not glob.glob(f"{tmp_path}/*.tmp")
-    assert not (tmp_path / "k-manifest.json").exists(), "nothing vouches for these files"
-    next_job = toy_cache(one, tmp_path, made_from=OF_14)
-    start_toy(next_job, build)
-    assert use_toy(next_job, build) == []
-    assert build.call_count == 2
-    assert sorted(os.listdir(tmp_path)) == TOY_FILES
-
-
-def test_trust_checks_nothing_but_that_the_files_are_there(one, tmp_path):
-    """Not even the time, or the data; without a manifest (upstream's) the facts are not known."""
-    other = toy_build(7)
-    save_toy(one, tmp_path, 7)
-    os.utime(tmp_path / "k-order.npy", ns=(1, 1))
-    before = stamps(tmp_path)
-    for with_manifest in (True, False):
-        if not with_manifest:
-            os.remove(tmp_path / "k-manifest.json")
-            del before["k-manifest.json"]
-        cache = toy_cache(one, tmp_path, "another", OF_14)
-        facts = cache.load_or_build(other, trust=True)
-        assert facts == ([7] if with_manifest else None)
-        assert use_toy(cache, other) == []
-        assert stamps(tmp_path) == before
-    assert other.call_count == 0
-    os.remove(tmp_path / "k-rows.npy")
-    build = toy_build()
-    assert start_toy(toy_cache(one, tmp_path), build, trust=True) == []
-    assert build.call_count == 1
-
-
-@pytest.mark.parametrize(
-    "content", [*TRAPS, ORDER[:100], b"\x93NUMPY\x01\x00\x76\x00" + b"{" * 118]
-)
-def test_an_array_that_is_trusted_is_not_unpickled(one, tmp_path, monkeypatch, content):
-    """What is no array is a DatasetFormatError, whatever numpy's parser of headers raises."""
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "cache"
-    save_toy(one, folder)
-    replace_file(folder / "k-order.npy", content)
-    cache = toy_cache(one, folder)
-    cache.load_or_build(toy_build(), trust=True)
-    with pytest.raises(one.DatasetFormatError, match="npy"):
-        cache.arrays(toy_build())
-    assert not os.path.exists("ran")
-
-
-def test_verify_reads_all_bytes(one, tmp_path):
-    """Also those that the four pages leave out, of a file of the noted time."""
-    save_toy(one, tmp_path)
-    assert one.verify_cache(tmp_path) == {"k": {"order": len(ORDER), "rows": len(PAIRS)}}
-    path = tmp_path / "k-order.npy"
-    time_ns = path.stat().st_mtime_ns
-    path.write_bytes(altered(ORDER, 50_000))
-    os.utime(path, ns=(time_ns, time_ns))
-    cache = toy_cache(one, tmp_path)
-    cache.load_or_build(toy_build())
-    assert messages_of(cache.arrays, toy_build()) == [], "a start does not see it"
-    with pytest.raises(one.DatasetFormatError, match="k-order.npy"):
-        one.verify_cache(tmp_path)
-    replace_file(tmp_path / "k-manifest.json", b"{}")
-    with pytest.raises(one.DatasetFormatError, match="manifest.json"):
-        one.verify_cache(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no index cache"):
-        one.verify_cache(tmp_path / "empty")
-
-
-# -- the caches of datasets and blends -------------------------------------------------------------
-
-DOCS = random_docs(np.random.default_rng(5), most=40) * 3
-
-
-@pytest.fixture
-def corpus(mm, tmp_path):
-    """A pair of some hundred tokens."""
-    return mk(mm, tmp_path / "corpus", DOCS)
-
-
-@pytest.fixture
-def cache(tmp_path):
-    return str(tmp_path / "cache")
-
-
-def cached(mm, corpus, cache, n=50, **fields):
-    """Build a GPTDataset with a cache -> its arrays, and the messages of the warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = arrays(gpt(mm, corpus, n, path_to_cache=cache, **fields))
-    return found, [str(warning.message) for warning in caught]
-
-
-def test_the_manifest_tells_the_state_of_a_pair(one, tmp_path, cache):
-    """The other files, their names and what is in them are compared with upstream's at the end."""
-    corpus = mk(one, tmp_path / "p", [[1] * 3] * 9000)  # an .idx of 180,042 bytes
-    gpt(one, corpus, 50, path_to_cache=cache)
-    content = pathlib.Path(f"{corpus}.idx").read_bytes()
-    manifest = json.loads(file_of(cache, "-GPTDataset-train-manifest.json").read_text())
-    assert manifest["made_from"] == {
+    A later version must read it: whoever changes it makes all caches of users stale.
+    """
+    ds, _ = start(one, long_corpus, cache)
+    idx = pathlib.Path(f"{long_corpus}.idx")
+    content = idx.read_bytes()
+    made_from = {
         "format": 3,
         "first_document": 0,
         "end_document": 9000,
@@ -5312,11 +5294,39 @@ def test_the_manifest_tells_the_state_of_a_pair(one, tmp_path, cache):
         "extra_token": 1,
         "stable_order": False,
         "idx_size": len(content),
-        "idx_mtime_ns": os.stat(f"{corpus}.idx").st_mtime_ns,
+        "idx_mtime_ns": idx.stat().st_mtime_ns,
         "idx_ends": hashlib.md5(content[:4096] + content[-4096:]).hexdigest(),
     }
-    gpt(one, corpus)
-    assert os.listdir(f"{corpus}/cache/GPTDataset_indices"), "the default folder"
+    manifest = {"made_from": made_from, "facts": list(ds.epoch_plan), "files": {}}
+    for name in INDEX_ARRAYS:
+        path = file_of(cache, f"-{name}.npy")
+        content = path.read_bytes()
+        last = len(content) - 4096
+        pages = b"".join(content[p : p + 4096] for p in (0, last // 3, last * 2 // 3, last))
+        manifest["files"][name] = {
+            "size": len(content),
+            "mtime_ns": path.stat().st_mtime_ns,
+            "crc32": zlib.crc32(content),
+            "crc32_of_pages": zlib.crc32(pages),
+            "dtype": getattr(ds, name).dtype.str,
+            "shape": list(getattr(ds, name).shape),
+        }
+    assert json.loads(file_of(cache, "-manifest.json").read_text()) == signed(manifest)
+
+
+def test_the_manifest_of_a_blend(one, pair, cache):
+    """Its arrays are made from the description alone; a start needs the samples of each part."""
+    cfg = config(one, ([pair, pair], [1, 3]), path_to_cache=cache)
+    build(one, [4, 0, 0], cfg)
+    path = file_of(cache, "-BlendedDataset-train-manifest.json")
+    manifest = json.loads(path.read_text())
+    assert (manifest["made_from"], manifest["facts"]) == ({"format": 3}, [1, 3])
+    assert list(manifest["files"]) == BLEND_ARRAYS
+
+
+def test_without_path_to_cache_a_cache_is_beside_its_pair(one, pair):
+    gpt(one, pair, 1)
+    assert len(os.listdir(f"{pair}/cache/GPTDataset_indices")) == 5
 
 
 def test_other_samples_have_another_key(one, pair, cache):
@@ -5336,63 +5346,99 @@ def test_other_samples_have_another_key(one, pair, cache):
         kinds.append({"documents": np.array(documents, np.int32)})
     built = []
     for number, fields in enumerate(kinds):
-        found, caught = cached(one, pair, cache, **fields)
-        assert not caught
+        found, messages = cached(one, pair, cache, **fields)
+        assert messages == []
         assert len(os.listdir(cache)) == 5 * (number + 1), fields
         built.append(found)
     for fields, found in zip(kinds, built, strict=True):
-        again, caught = cached(one, pair, cache, fast_cache_load=True, **fields)
+        again, messages = cached(one, pair, cache, fast_cache_load=True, **fields)
         same_arrays(again, found)
-        assert not caught
+        assert messages == []
     assert len(os.listdir(cache)) == 5 * len(kinds)
 
 
-@pytest.mark.parametrize(
-    "docs, same_time, word",
-    [
-        ([[1, 2, 3]] * 20, False, "was"),
-        ([[1] * 9] * 400, False, "was"),
-        (DOCS[::-1], True, "idx_ends"),
-        (DOCS, False, "idx_mtime_ns"),
-    ],
-    ids=["smaller", "larger", "reversed", "touched"],
-)
-def test_regenerated_data_make_a_cache_stale(mm, corpus, cache, docs, same_time, word):
+# -- what a start finds ----------------------------------------------------------------------------
+
+
+def wrong_manifests(content):
+    """{what is wrong: other bytes of a manifest}."""
+    manifest = json.loads(content)
+    unsigned = {key: value for key, value in manifest.items() if key != "crc32"}
+    other_facts = manifest | {"facts": [2, *manifest["facts"][1:]]}
+    other_data = unsigned | {"made_from": manifest["made_from"] | {"end_document": 8999}}
+    without_files = {key: value for key, value in unsigned.items() if key != "files"}
+    return {
+        "null": b"null",
+        "nested": b"[" * 100_000,
+        "no text": b"\xff",
+        "not signed": json.dumps(unsigned).encode(),
+        "signed before it was changed": json.dumps(other_facts).encode(),
+        "of other data": json.dumps(signed(other_data)).encode(),
+        "without files": json.dumps(signed(without_files)).encode(),
+    }
+
+
+def test_what_a_start_finds_wrong_is_rebuilt(one, long_corpus, long_arrays, cache, builds):
+    """With one warning, which says why; the next job finds the cache whole."""
+    start(one, long_corpus, cache)
+    wrong = []
+    for case, content in wrong_manifests(file_of(cache, "-manifest.json").read_bytes()).items():
+        wrong.append((case, "manifest.json", content))
+    array = file_of(cache, "sample_index.npy").read_bytes()
+    wrong.append(("cut off", "sample_index.npy", array[:-5]))
+    wrong.append(("gone", "document_index.npy", None))
+    for case, file, content in wrong:
+        replace_file(file_of(cache, file), content)
+        builds.reset_mock()
+        _, [message] = start(one, long_corpus, cache)
+        assert re.search("is rebuilt: .+", message), case
+        assert file in message or file == "manifest.json", case
+        assert builds.call_count == 1, case
+        found, messages = cached(one, long_corpus, cache, N)
+        assert messages == [], case
+        same_arrays(found, long_arrays)
+        assert builds.call_count == 1, case
+
+
+def test_without_a_manifest_the_same_bytes_are_saved_again(one, long_corpus, cache, builds):
+    """As in upstream's caches, and in those being written: there is no reason to warn."""
+    start(one, long_corpus, cache)
+    before = files_of(cache)
+    manifest = file_of(cache, "-manifest.json")
+    manifest.unlink()
+    _, messages = start(one, long_corpus, cache)
+    assert messages == []
+    assert builds.call_count == 2
+    after = files_of(cache)
+    assert after.keys() == before.keys()
+    for name, content in before.items():
+        assert after[name] == content or name == manifest.name
+
+
+DOCS = random_docs(np.random.default_rng(5), most=40) * 3
+REGENERATED = {  # documents, has the .idx the time of the old one?, a word of the warning
+    "smaller": ([[1, 2, 3]] * 20, False, "was"),
+    "larger": ([[1] * 9] * 400, False, "was"),
+    "reversed": (DOCS[::-1], True, "idx_ends"),
+    "touched": (DOCS, False, "idx_mtime_ns"),
+}
+
+
+@pytest.mark.parametrize("case", REGENERATED)
+def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache, case):
     """Upstream: the key is the path and the config, so the old indices are used."""
-    cached(mm, corpus, cache)
+    docs, same_time, word = REGENERATED[case]
+    corpus = mk(one, tmp_path / "p", DOCS)
+    cached(one, corpus, cache)
     time_ns = os.stat(f"{corpus}.idx").st_mtime_ns if same_time else 1
-    mk(mm, corpus, docs)
+    mk(one, corpus, docs)
     os.utime(f"{corpus}.idx", ns=(time_ns, time_ns))
-    found, [message] = cached(mm, corpus, cache)
+    found, [message] = cached(one, corpus, cache)
     assert word in message
-    same_arrays(found, cached(mm, corpus, cache + "2")[0])
-    again, caught = cached(mm, corpus, cache)
+    same_arrays(found, cached(one, corpus, f"{cache} of the new")[0])
+    again, messages = cached(one, corpus, cache)
     same_arrays(again, found)
-    assert not caught
-
-
-def build_together(mm, corpus, cache, n, barrier, wanted):
-    """What one of several jobs does."""
-    barrier.wait(60)
-    same_arrays(cached(mm, corpus, cache, n)[0], wanted)
-
-
-@linux
-@pytest.mark.parametrize("stale", [False, True])
-def test_jobs_may_build_at_once(one, tmp_path, cache, stale):
-    """Over nothing, and over a cache of other data: all get right arrays; the files are whole."""
-    corpus = mk(one, tmp_path / "corpus", DOCS)
-    if stale:
-        cached(one, corpus, cache)
-        mk(one, corpus, [[1] * 20] * 40)
-    barrier = FORK.Barrier(4)
-    jobs = []
-    for n in (50, 50, 50, None):
-        wanted, _ = cached(one, corpus, f"{cache} {n}", n)
-        jobs.append(functools.partial(build_together, one, corpus, cache, n, barrier, wanted))
-    assert in_children(*jobs) == [0, 0, 0, 0]
-    assert len(os.listdir(cache)) == 10, "nothing temporary"
-    assert not cached(one, corpus, cache)[1]
+    assert messages == []
 
 
 def test_a_cache_of_data_that_were_regenerated_while_they_were_open(one, pair, cache):
@@ -5406,22 +5452,66 @@ def test_a_cache_of_data_that_were_regenerated_while_they_were_open(one, pair, c
     same_arrays(found, cached(one, pair, f"{cache} of the new", 20)[0])
 
 
+def kib_in_memory(folder, ending):
+    """How many KiB this process has read of each mapped file with such a name, on Linux."""
+    found = []
+    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+        field, _, rest = line.partition(":")
+        if "-" in field:  # the first line of a mapping, which begins with its addresses
+            is_wanted = str(folder) in rest and rest.endswith(ending)
+        elif is_wanted and field == "Rss":
+            found.append(int(rest.split()[0]))
+    return found
+
+
+@linux
+def test_what_a_second_start_opens_and_reads(one, tmp_path, cache, builds, monkeypatch):
+    """Of each corpus the .idx and the .bin, which are mapped; of each dataset its manifest.
+
+    No array of an index, and no token; whatever is opened is opened once.
+    """
+    prefixes = []
+    for name in "abc":
+        prefixes.append(mk(one, tmp_path / name, [[1] * 9] * 40))
+    fields = {"path_to_cache": cache, "split": "8,1,1", "reset_position_ids": True}
+    cfg = config(one, (prefixes, [1, 2, 3]), **fields)
+    quiet(build, one, [60, 8, 8], cfg)
+    builds.reset_mock()
+    opened = []
+
+    def note(path, *arguments, **options):
+        opened.append(os.path.basename(os.fspath(path)))
+        return real_open(path, *arguments, **options)
+
+    real_open = open
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", note)
+        built = build(one, [60, 8, 8], cfg)
+    assert builds.call_count == 0
+    assert kib_in_memory(tmp_path, ".bin") == [0, 0, 0]
+    pairs = [name for name in opened if not name.endswith("-manifest.json")]
+    assert sorted(pairs) == ["a.bin", "a.idx", "b.bin", "b.idx", "c.bin", "c.idx"]
+    manifests = [name for name in opened if name.endswith("-manifest.json")]
+    assert len(manifests) == len(set(manifests)) == 3 * 3 + 3
+    built[0].batch(range(60))
+    assert min(kib_in_memory(tmp_path, ".bin")) > 0, "what is read is seen in this way"
+
+
 def is_mapped(folder):
     """Has this process mapped a file of the folder?"""
     return str(folder) in pathlib.Path("/proc/self/maps").read_text()
 
 
 @linux
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("flag", [None, "fast_cache_load", "defer_npy_index_mmap"])
 @pytest.mark.parametrize("blend", [False, True], ids=["gpt", "blend"])
-def test_a_start_maps_nothing_before_the_first_access(mm, corpus, cache, fast, blend):
+def test_a_start_maps_nothing_before_the_first_access(mm, tmp_path, cache, flag, blend):
     """Nor does a blend, not even to see that its datasets have enough samples, nor a pickle."""
-    cfg = config(
-        mm,
-        ([corpus, corpus], [1, 2]) if blend else ([corpus], None),
-        path_to_cache=cache,
-        fast_cache_load=fast,
-    )
+    corpus = mk(mm, tmp_path / "p", DOCS)
+    fields = {"path_to_cache": cache}
+    if flag is not None:
+        fields[flag] = True
+    cfg = config(mm, ([corpus, corpus], [1, 2]) if blend else ([corpus], None), **fields)
     built = build(mm, [40, 0, 0], cfg)[0]
     assert not is_mapped(cache)
     wanted = built.batch(range(40))
@@ -5435,86 +5525,340 @@ def test_a_start_maps_nothing_before_the_first_access(mm, corpus, cache, fast, b
         same_samples(dataset.batch(range(40)), wanted)
 
 
-def test_threads_that_map_at_once_get_the_same_arrays(one, corpus, cache):
-    """A thread's own mapping was taken for an array that the user had set: another state."""
-    cfg = config(one, ([corpus], None), path_to_cache=cache)
-    state = run_over(one, build(one, [40, 0, 0], cfg)[0], 4)
-    for _ in range(30):
-        dataset = build(one, [40, 0, 0], cfg)[0]
-        barrier = threading.Barrier(8)
-
-        def access(dataset=dataset, barrier=barrier):
-            barrier.wait()
-            return dataset.shuffle_index
-
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            found = [pool.submit(access) for _ in range(8)]
-        assert len({id(array.result()) for array in found}) == 1
-        assert run_over(one, dataset, 4) == state
-
-
-def test_a_class_that_adds_to_samples_keeps_the_kernel(one, corpus, monkeypatch):
-    """Its __getitem__() calls ours, which C fills: the definition in Python is not needed."""
-
-    class More(one.GPTDataset):
-        def __getitem__(self, k):
-            return super().__getitem__(k) | {"more": 1}
-
-    if one.IMPLEMENTATION != "c":
-        pytest.skip("the kernels are not built")
-    dataset = build(one, [40, 0, 0], config(one, ([corpus], None)), More)[0]
-    wanted = build(one, [40, 0, 0], config(one, ([corpus], None)))[0][3]
-    monkeypatch.setattr(one.GPTDataset, "_write_sample", mock.Mock(side_effect=AssertionError))
-    same_samples(dataset[3], wanted | {"more": 1})
+def test_trust_checks_nothing_but_that_the_files_are_there(one, pair, cache, builds):
+    """Not even the data, or a time.  Upstream has no manifest, so it does not say the epochs."""
+    old, _ = start(one, pair, cache, 50)
+    wanted = arrays(old)
+    mk(one, pair, [[1] * 20] * 4)  # of which a dataset has fewer epochs
+    new, _ = start(one, pair, f"{cache} of the new", 50)
+    os.utime(file_of(cache, "document_index.npy"), ns=(1, 1))
+    manifest = file_of(cache, "-manifest.json")
+    for content, plan in (
+        (manifest.read_bytes(), old.epoch_plan),
+        (b"{}", new.epoch_plan),
+        (None, new.epoch_plan),
+    ):
+        replace_file(manifest, content)
+        before = stamps(cache)
+        ds, messages = start(one, pair, cache, 50, fast_cache_load=True)
+        assert ds.epoch_plan == plan
+        found, more_messages = heard(arrays, ds)
+        same_arrays(found, wanted)
+        assert messages + more_messages == []
+        assert stamps(cache) == before
+    assert builds.call_count == 2
+    for name in ("sample_index.npy", "description.txt"):
+        file_of(cache, name).unlink()
+        found, messages = cached(one, pair, cache, fast_cache_load=True)
+        assert messages == []
+        same_arrays(found, arrays(new))
 
 
-@linux
-def test_what_a_second_start_opens_and_reads(one, tmp_path, cache):
-    """Of each corpus the .idx and the .bin, which are mapped; of each dataset its manifest.
+# -- what the first access finds -------------------------------------------------------------------
 
-    No array of an index, and no token; whatever is opened is opened once.
-    """
-    prefixes = []
-    for name in "abc":
-        prefixes.append(mk(one, tmp_path / name, [[1] * 9] * 40))
-    fields = {"path_to_cache": cache, "split": "8,1,1", "reset_position_ids": True}
-    cfg = config(one, (prefixes, [1, 2, 3]), **fields)
-    quiet(build, one, [60, 8, 8], cfg)
-    opened = []
 
-    def note(path, *arguments, **options):
-        opened.append(os.path.basename(os.fspath(path)))
-        return real_open(path, *arguments, **options)
+class RunsCode:
+    """What unpickles it makes the file "ran"."""
 
-    real_open = open
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.open", note)
-        patch.setattr(one._MappedTokens, "read", mock.Mock(side_effect=AssertionError))
-        patch.setattr(one.GPTDataset, "_build_arrays", mock.Mock(side_effect=AssertionError))
-        build(one, [60, 8, 8], cfg)
-    pairs = [name for name in opened if not name.endswith("-manifest.json")]
-    wanted = [
-        f"{os.path.basename(prefix)}.{ending}" for prefix in prefixes for ending in ("bin", "idx")
-    ]
-    assert sorted(pairs) == sorted(wanted)
-    manifests = [name for name in opened if name.endswith("-manifest.json")]
-    assert len(manifests) == len(set(manifests)) == 3 * 3 + 3
+    def __reduce__(self):
+        return open, ("ran", "w")
+
+
+def npy(array):
+    """The bytes of an .npy file."""
+    with io.BytesIO() as file:
+        np.save(file, array)
+        return file.getvalue()
+
+
+def flipped(content, at):
+    """One bit of a byte changed."""
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+IN_NO_PAGE = 50_000  # a byte of document_index.npy that is in none of the four pages
+
+
+def wrong_arrays(content):
+    """{what is wrong: other bytes of an array; None: there is no file}."""
+    last = len(content) - 4096
+    assert last // 3 + 4096 < IN_NO_PAGE < last * 2 // 3
+    return {
+        "a bit of the header": flipped(content, 20),
+        "a bit of the second page": flipped(content, last // 3),
+        "a bit of the third page": flipped(content, last * 2 // 3),
+        "the last bit": flipped(content, len(content) - 1),
+        "an empty page, as after a power loss": content[:last] + bytes(4096),
+        "an array of another job": npy(np.load(io.BytesIO(content))[::-1]),
+        "cut off": content[:-5],
+        "empty": b"",
+        "gone": None,
+        "code": npy(np.array([RunsCode()], object)).ljust(len(content)),
+        "pickled code": pickle.dumps(RunsCode()).ljust(len(content)),
+    }
+
+
+def test_what_the_first_access_finds_wrong_is_built_in_memory(
+    one, long_corpus, long_arrays, tmp_path, cache, builds, monkeypatch
+):
+    """With one warning; nothing in it is run.  Also in the job that has saved the cache."""
+    monkeypatch.chdir(tmp_path)
+    start(one, long_corpus, cache)
+    content = file_of(cache, "document_index.npy").read_bytes()
+    cases_of_wrong = [("a bit of no page", flipped(content, IN_NO_PAGE), False)]
+    for case, wrong in wrong_arrays(content).items():
+        cases_of_wrong += [(case, wrong, False), (case, wrong, True)]
+    for case, wrong, has_the_old_time in cases_of_wrong:
+        shutil.rmtree(cache)
+        saved, _ = start(one, long_corpus, cache)
+        found, messages = start(one, long_corpus, cache)
+        assert messages == []
+        builds.reset_mock()
+        path = file_of(cache, "document_index.npy")
+        replace_file(path, wrong, path.stat().st_mtime_ns if has_the_old_time else 1)
+        for ds in (saved, found):
+            values, messages = heard(arrays, ds)
+            assert len(messages) == 1, case
+            assert "document_index.npy" in messages[0] and "in memory" in messages[0], case
+            same_arrays(values, long_arrays)
+            same_arrays(arrays(pickle.loads(pickle.dumps(ds))), long_arrays)
+        assert builds.call_count == 2, case
+    assert not os.path.exists("ran")
+
+
+def test_a_copied_cache_is_believed_by_all_its_bytes(one, long_corpus, long_arrays, cache, builds):
+    """Its files have other times, and the same bytes."""
+    start(one, long_corpus, cache)
+    shutil.copytree(cache, f"{cache} copied", copy_function=shutil.copyfile)
+    assert stamps(cache) != stamps(f"{cache} copied")
+    found, messages = cached(one, long_corpus, f"{cache} copied", N)
+    assert messages == []
+    same_arrays(found, long_arrays)
+    assert builds.call_count == 1
+
+
+def test_what_is_trusted_and_is_no_array_is_an_error(
+    one, long_corpus, tmp_path, cache, monkeypatch
+):
+    """Nothing in it is run.  The header is one for which numpy raises an error of its own kind."""
+    monkeypatch.chdir(tmp_path)
+    start(one, long_corpus, cache)
+    path = file_of(cache, "document_index.npy")
+    wrong = wrong_arrays(path.read_bytes())
+    header = b"\x93NUMPY\x01\x00\x76\x00" + b"{" * 118
+    for content in (wrong["code"], wrong["pickled code"], wrong["empty"], header):
+        replace_file(path, content)
+        ds, messages = start(one, long_corpus, cache, fast_cache_load=True)
+        assert messages == []
+        with pytest.raises(one.DatasetFormatError, match="document_index.npy"):
+            arrays(ds)
+    assert not os.path.exists("ran")
+
+
+def test_verify_reads_all_bytes(one, long_corpus, cache):
+    """Also those that the four pages leave out, of a file of the noted time."""
+    ds, _ = start(one, long_corpus, cache)
+    stem = f"{ds.unique_description_hash}-GPTDataset-train"
+    sizes = {name: file_of(cache, f"-{name}.npy").stat().st_size for name in INDEX_ARRAYS}
+    assert one.verify_cache(cache) == {stem: sizes}
+    path = file_of(cache, "document_index.npy")
+    content = path.read_bytes()
+    replace_file(path, flipped(content, IN_NO_PAGE), path.stat().st_mtime_ns)
+    assert cached(one, long_corpus, cache, N)[1] == [], "a job does not see it"
+    with pytest.raises(one.DatasetFormatError, match="document_index.npy"):
+        one.verify_cache(cache)
+    replace_file(file_of(cache, "-manifest.json"), b"{}")
+    with pytest.raises(one.DatasetFormatError, match="manifest.json"):
+        one.verify_cache(cache)
+    with pytest.raises(FileNotFoundError, match="no index cache"):
+        one.verify_cache(f"{cache} that is not there")
+
+
+def test_threads_that_map_at_once_get_the_same_arrays(one, long_corpus, cache, monkeypatch):
+    """A thread's own mapping was taken for an array that the user had set: it was pickled."""
+    start(one, long_corpus, cache)
+    ds, _ = start(one, long_corpus, cache)
+    real_mmap = one.mmap.mmap
+
+    def slow_mmap(*arguments, **options):
+        time.sleep(0.05)  # meanwhile the other threads come here, too
+        return real_mmap(*arguments, **options)
+
+    def access(number):
+        name = INDEX_ARRAYS[number % 3]
+        return name, id(getattr(ds, name))
+
+    monkeypatch.setattr(one.mmap, "mmap", slow_mmap)
+    with concurrent.futures.ThreadPoolExecutor(9) as pool:
+        found = set(pool.map(access, range(9)))
+    assert len(found) == 3
+    assert len(pickle.dumps(ds)) < 10_000
 
 
 @pytest.mark.parametrize("blend", [False, True], ids=["gpt", "blend"])
 def test_a_pickled_dataset_is_small_and_works(mm, tmp_path, cache, blend):
     """The arrays stay in their files.  Upstream: all of them travel to each worker."""
-    prefix = mk(mm, tmp_path / "p", [[1] * 5] * 20_000)
+    prefix = mk(mm, tmp_path / "p", [[1] * 45] * 2000)
     corpora = ([prefix, prefix], [1, 1]) if blend else ([prefix], None)
     ds = build(mm, [10_000, 0, 0], config(mm, corpora, path_to_cache=cache))[0]
+    ks = [0, 77, len(ds) - 1, None]
+    wanted = ds.batch(ks)  # now the arrays are mapped
     text = pickle.dumps(ds)
     assert len(text) < 10_000
-    again = pickle.loads(text)
-    ks = [0, 77, len(again) - 1, None]
-    same_samples(again.batch(ks), ds.batch(ks))
+    same_samples(pickle.loads(text).batch(ks), wanted)
     shutil.rmtree(cache)
     with pytest.warns(UserWarning, match="in memory"):
-        same_samples(pickle.loads(text).batch(ks), ds.batch(ks))
+        same_samples(pickle.loads(text).batch(ks), wanted)
+
+
+# -- errors of the build, of the disk and of the system --------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyError, OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_an_error_of_the_build_is_no_fault_of_the_cache(
+    one, long_corpus, cache, builds, error, is_torn
+):
+    """It is raised as it is, after one call; a warning is of what was wrong with the files."""
+    start(one, long_corpus, cache)
+    if is_torn:
+        os.truncate(file_of(cache, "sample_index.npy"), 100)
+    else:
+        file_of(cache, "-manifest.json").unlink()
+    before = files_of(cache)
+    builds.reset_mock()
+    reason = error("the build")
+    builds.side_effect = reason
+    with pytest.raises(error) as raised, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gpt(one, long_corpus, N, path_to_cache=cache)
+    assert raised.value is reason
+    assert ["rebuilt" in str(warning.message) for warning in caught] == [True] * is_torn
+    assert builds.call_count == 1
+    assert files_of(cache) == before
+
+
+def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(
+    one, long_corpus, long_arrays, cache, builds
+):
+    """Below a regular file not even root can make a folder, so there is a warning."""
+    pathlib.Path(cache).write_text("")
+    for number, trust in enumerate((False, True), 1):
+        ds, [message] = start(one, long_corpus, f"{cache}/below", fast_cache_load=trust)
+        assert "cannot be written" in message
+        same_arrays(arrays(ds), long_arrays)
+        same_arrays(arrays(pickle.loads(pickle.dumps(ds))), long_arrays)
+        assert builds.call_count == number
+
+
+@pytest.mark.parametrize("folder", [None, ""])
+def test_a_blend_without_a_folder_stays_in_memory(one, pair, tmp_path, folder):
+    """It belongs to no pair."""
+    parts = [gpt(one, pair, 9, path_to_cache=str(tmp_path / "cache"))] * 2
+    before = stamps(tmp_path)
+    cfg = config(one, (["x"], None), path_to_cache=folder)
+    blend, messages = heard(one.BlendedDataset, parts, [1, 2], 9, cfg)
+    assert messages == []
+    assert pairs_of(pickle.loads(pickle.dumps(blend))) == pairs_of(blend)
+    assert pairs_of(blend) == blend_by_a_loop(blend.weights, 9)
+    assert stamps(tmp_path) == before
+
+
+@pytest.mark.parametrize("num_renames", range(5))
+def test_a_disk_that_is_full_in_the_middle(one, pair, cache, builds, monkeypatch, num_renames):
+    """The arrays stay in memory, are pickled whole, and the next job builds right ones."""
+    cached(one, pair, cache)
+    mk(one, pair, [[1] * 20] * 7)
+    wanted, _ = cached(one, pair, f"{cache} of the new")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    results = [mock.DEFAULT] * num_renames + [full] * 5
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", mock.Mock(wraps=os.replace, side_effect=results))
+        ds, [*_, message] = start(one, pair, cache, 50)
+    assert "No space left" in message
+    same_arrays(arrays(ds), wanted)
+    same_arrays(arrays(pickle.loads(pickle.dumps(ds))), wanted)
+    assert builds.call_count == 3
+    names = os.listdir(cache)
+    assert all(name.endswith((".npy", "description.txt")) for name in names), "nothing temporary"
+    same_arrays(cached(one, pair, cache)[0], wanted)
+    assert builds.call_count == 4
+    assert len(os.listdir(cache)) == 5
+
+
+def die_in_the_middle(one, corpus, cache, num_renames):
+    """A job that is killed while it gives the files of a cache their names."""
+    rename = os.replace
+    renamed = []
+
+    def rename_or_die(source, target):
+        if len(renamed) == num_renames:
+            os.kill(os.getpid(), signal.SIGKILL)
+        renamed.append(target)
+        rename(source, target)
+
+    os.replace = rename_or_die
+    gpt(one, corpus, 50, path_to_cache=cache)
+
+
+@linux
+def test_a_job_that_is_killed_leaves_nothing_that_is_believed(one, pair, cache):
+    """Wherever it was; the cache of other data that was there before is not believed, either."""
+    cached(one, pair, cache)
+    mk(one, pair, [[1] * 20] * 7)
+    wanted, _ = cached(one, pair, f"{cache} of the new")
+    jobs = []
+    for num_renames in range(5):
+        shutil.copytree(cache, f"{cache} {num_renames}")
+        arguments = one, pair, f"{cache} {num_renames}", num_renames
+        jobs.append(functools.partial(die_in_the_middle, *arguments))
+    assert in_children(*jobs) == [-signal.SIGKILL] * 5
+    for num_renames in range(5):
+        found, _ = cached(one, pair, f"{cache} {num_renames}")
+        same_arrays(found, wanted)
+        again, messages = cached(one, pair, f"{cache} {num_renames}")
+        same_arrays(again, wanted)
+        assert messages == []
+
+
+@linux
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_too_many_open_files_are_no_fault_of_the_cache(one, pair, cache, monkeypatch, number):
+    """Upstream and a bare [Errno 24] do not say what to do."""
+    ds, _ = start(one, pair, cache, 50)
+    opened = one.IndexedDataset(pair)
+    documents = np.arange(4, dtype=np.int32)
+    monkeypatch.setattr("builtins.open", mock.Mock(side_effect=OSError(number, "Too many")))
+    with pytest.raises(OSError, match="Too many.*ulimit"):
+        arrays(ds)
+    with pytest.raises(OSError, match="Too many.*ulimit"):
+        one.GPTDataset(opened, pair, documents, 50, one.Split.train, ds.config)
+
+
+# -- several jobs at once --------------------------------------------------------------------------
+
+
+def build_together(one, corpus, cache, n, barrier, wanted):
+    """What one of several jobs does."""
+    barrier.wait(60)
+    same_arrays(cached(one, corpus, cache, n)[0], wanted)
+
+
+@linux
+@pytest.mark.parametrize("stale", [False, True])
+def test_jobs_may_build_at_once(one, pair, cache, stale):
+    """Over nothing, and over a cache of other data: all get right arrays; the files are whole."""
+    if stale:
+        cached(one, pair, cache)
+        mk(one, pair, [[1] * 20] * 40)
+    barrier = FORK.Barrier(4)
+    jobs = []
+    for n in (50, 50, 50, None):
+        wanted, _ = cached(one, pair, f"{cache} {n}", n)
+        jobs.append(functools.partial(build_together, one, pair, cache, n, barrier, wanted))
+    assert in_children(*jobs) == [0, 0, 0, 0]
+    assert len(os.listdir(cache)) == 10, "nothing temporary"
+    assert cached(one, pair, cache)[1] == []
 
 
 # ==============================================================================
@@ -6863,60 +7207,7 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
         assert repr(state.get_state()) == repr(other.get_state())
 
 
-def blend_by_a_loop(weights, size, most):
-    """[(dataset, its sample), ...]: always of the dataset with the largest lag, if it has more."""
-    taken = [0] * len(weights)
-    pairs = []
-    for i in range(size):
-        lags = []
-        for d, weight in enumerate(weights.tolist()):
-            lags.append(weight * max(i, 1) - taken[d] if taken[d] < most[d] else -math.inf)
-        d = lags.index(max(lags))
-        pairs.append((d, taken[d]))
-        taken[d] += 1
-    return pairs
-
-
-def check_blends(mm):
-    """Of weights with ties, near ties and tiny ones; the arrays may be long, or have gaps."""
-    for rng in cases(60):
-        n = int(rng.choice([rng.integers(1, 40), rng.integers(33, 300)]))  # C has loops for both
-        shapes = [rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]
-        weights = shapes[rng.integers(4)] + 1e-9
-        if rng.random() < 0.7:
-            weights = weights / weights.sum()
-        size = int(rng.integers(0, 1000))
-        sizes = rng.integers(0, 2 + 300 // n, n)
-        total = int(sizes.sum())
-        of_weights = blend_by_a_loop(weights, size, [size] * n)
-        of_sizes = blend_by_a_loop(sizes / max(total, 1), total, sizes)
-        for function, inputs, wanted in (
-            (mm.build_blending_indices, (weights, n, size), of_weights),
-            (mm.build_exhaustive_blending_indices, (sizes, n), of_sizes),
-        ):
-            step = int(rng.choice([1, 1, 2, -1]))
-            places = 2 * len(wanted) + int(rng.choice([0, 9]))
-            outputs = np.full(places, 77, np.int16)[::step], np.full(places, 77)[::step]
-            function(*outputs, *inputs)
-            found = list(zip(*lists(outputs), strict=True))
-            assert found == wanted + [(77, 77)] * (len(found) - len(wanted)), inputs
-
-
-def test_blends_by_a_loop(mm):
-    check_blends(mm)
-
-
-def test_blend_of_as_many_datasets_as_int16_can_number(mm):
-    """Upstream has arrays of so many doubles on its stack."""
-    which, sample = np.zeros(50, np.int16), np.zeros(50, np.int64)
-    mm.build_blending_indices(which, sample, np.full(32766, 1 / 32766), 32766, 50)
-    assert which.tolist() == list(range(50))
-    with pytest.raises(ValueError, match="32766"):
-        mm.build_blending_indices(which, sample, np.full(32767, 1 / 32767), 32767, 5)
-
-
 READ_DTYPES = [np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64]
-INDEX_ARRAYS = ["document_index", "sample_index", "shuffle_index"]
 ENTRIES = ["sequence_lengths", "sequence_pointers"]
 FLAGS = ["create_attention_mask", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"]
 FLAGS += ["inter_document_masking", "allow_ambiguous_pad_tokens"]
@@ -10538,13 +10829,6 @@ FEW_AND_MANY = [60, pytest.param(round(1500 * FUZZ), marks=pytest.mark.slow)]
 # -- Damaged pairs and caches: the right data or a sentence, never a signal or all the memory --
 
 FORGED = [-(2**63), -1, 0, 1, 2, 7, 2**15, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1]
-
-
-class RunsCode:
-    """What unpickles it makes the file "ran"."""
-
-    def __reduce__(self):
-        return open, ("ran", "w")
 
 
 def damaged_bytes(rng, data, other):
