@@ -6051,7 +6051,9 @@ def numbers_of_a_run(mm, folder):
 
 
 KEPT = {"drop_last_partial_validation_sequence": False}
-TWO_PHASES = [(24, [1, 2, 0]), (16, [3, 1, 0])]
+FIRST = (24, [1, 2, 0])  # samples, weights
+SECOND = (16, [3, 1, 0])
+PHASES_OF_CORPORA = {"phases": [FIRST, SECOND], "corpora": "abc"}
 RUNS = {  # {the data of a run: (function, its arguments)}
     "corpus": (data_of_a_run, {}),
     "stable corpus": (data_of_a_run, {"size": 20, "stable_order": True}),
@@ -6061,8 +6063,8 @@ RUNS = {  # {the data of a run: (function, its arguments)}
     "blend": (mixture, {"phases": (40, [1, 2]), "stable_order": False}),
     "stable blend": (mixture, {"phases": (40, [1, 2])}),
     "whole corpora": (mixture, {"phases": (None, None)}),
-    "phases": (mixture, {"phases": TWO_PHASES, "corpora": "abc"}),
-    "unstable phases": (mixture, {"phases": TWO_PHASES, "corpora": "abc", "stable_order": False}),
+    "phases": (mixture, PHASES_OF_CORPORA),
+    "unstable phases": (mixture, PHASES_OF_CORPORA | {"stable_order": False}),
     "own samples": (own_samples, {}),
     "own rows": (own_rows, {}),
     "own rows, with made_from": (own_rows, {"made_from": {"path": ["a", {"b": 1}]}}),
@@ -6134,12 +6136,7 @@ OTHER_PASTS = {  # the data of a run, its consumed samples, what is other then, 
     "documents of other lengths": ("corpus", 8, {"lengths": (9, 17, 30)}, "contents"),
     "other tokens": ("corpus", 8, {"token": 2}, "contents"),
     "fewer documents": ("corpus", 8, {"documents": (0, 1)}, "documents"),
-    "other documents of a list": (
-        "some documents",
-        8,
-        {"documents": (0, 2, 3)},
-        "contents of the list",
-    ),
+    "other documents of a list": ("some documents", 8, {"documents": (0, 2, 3)}, "the list"),
     "another seed": ("corpus", 8, {"random_seed": 5}, "random_seed"),
     "another S": ("corpus", 8, {"sequence_length": 4}, "sequence_length"),
     "more epochs": ("corpus", 8, {"size": 60}, "epochs"),
@@ -6152,57 +6149,31 @@ OTHER_PASTS = {  # the data of a run, its consumed samples, what is other then, 
     "another corpus": ("blend", 8, {"corpora": "ac"}, "contents of corpus 1"),
     "a corpus more": ("blend", 8, {"corpora": "abc", "phases": (40, [1, 2, 1])}, "weight in"),
     "a blend that ends early": ("whole corpora", 4, {"phases": (5, None)}, "samples of the blend"),
-    "other weights in the first phase": (
-        "phases",
-        32,
-        {"phases": [(24, [1, 3, 0]), TWO_PHASES[1]]},
-        "phase 0",
-    ),
-    "other weights in a phase that has begun": (
-        "phases",
-        25,
-        {"phases": [TWO_PHASES[0], (16, [3, 2, 0])]},
-        "phase 1",
-    ),
-    "a shorter first phase": (
+    "a corpus that the first phase uses": (
         "phases",
         24,
-        {"phases": [(23, [1, 2, 0]), (17, [3, 1, 0])]},
-        "samples of phase 0",
+        {"corpora": "adc"},
+        "contents of corpus 1",
     ),
-    "a longer first phase": ("phases", 30, {"phases": [(40, [1, 2, 0])]}, "samples of phase 0"),
-    "a shorter second phase": (
-        "phases",
-        30,
-        {"phases": [TWO_PHASES[0], (4, [3, 1, 0])] * 2},
-        "samples of phase 1",
-    ),
-    "phases that end before this place": (
-        "phases",
-        32,
-        {"phases": [TWO_PHASES[0], (4, [3, 1, 0])]},
-        "consumed_samples",
-    ),
-    "another corpus in phases": ("phases", 24, {"corpora": "adc"}, "contents of corpus 1"),
     "a corpus in another place": (
         "phases",
         24,
-        {"phases": [(24, [1, 0, 2])], "corpora": "acb"},
-        "of corpus 1",
+        {"corpora": "acb", "phases": [(24, [1, 0, 2])]},
+        "corpus 1",
     ),
     "another seed of phases": ("phases", 24, {"random_seed": 5}, "random_seed"),
     "phases without stable_order": ("phases", 24, {"stable_order": False}, "stable_order"),
-    "a phase more, without stable_order": (
-        "unstable phases",
-        24,
-        {"phases": [*TWO_PHASES, (50, [1, 1, 1])]},
-        "epochs",
-    ),
     "other weights, without stable_order": (
         "unstable phases",
         25,
-        {"phases": [TWO_PHASES[0], (16, [3, 2, 0])]},
+        {"phases": [FIRST, (16, [3, 2, 0])]},
         "phase 1",
+    ),
+    "a phase more, without stable_order": (
+        "unstable phases",
+        24,
+        {"phases": [FIRST, SECOND, (50, [1, 1, 1])]},
+        "epochs",
     ),
     "other lengths of one's own reader": ("own samples", 4, {"lengths": (19, 21) * 2}, "contents"),
     "other tokens of one's own reader": ("own samples", 4, {"token": 8}, "contents"),
@@ -6214,6 +6185,17 @@ OTHER_PASTS = {  # the data of a run, its consumed samples, what is other then, 
     "as many documents of one's own": ("own rows", 4, {"documents": range(2, 14)}, "documents"),
     "another vocabulary of mock data": ("mock data", 4, {"vocabulary": 50}, "contents"),
 }
+OTHER_PHASES = {  # consumed samples, phases that are other than those of RUNS, the key that differs
+    "other weights at first": (32, [(24, [1, 3, 0]), SECOND], "weight in phase 0"),
+    "other weights since then": (25, [FIRST, (16, [3, 2, 0])], "weight in phase 1"),
+    "a shorter first one": (24, [(23, [1, 2, 0]), SECOND], "samples of phase 0"),
+    "a longer first one": (30, [(40, [1, 2, 0])], "samples of phase 0"),
+    "a shorter second one": (30, [FIRST, (4, [3, 1, 0]), SECOND], "samples of phase 1"),
+    "too few samples": (32, [FIRST, (4, [3, 1, 0])], "consumed_samples"),
+    "another corpus": (20, [(24, [1, 0, 2])], "corpus 1"),
+}
+for case, (consumed, phases, key) in OTHER_PHASES.items():
+    OTHER_PASTS[f"{case}, of phases"] = "phases", consumed, {"phases": phases}, key
 
 
 @pytest.mark.parametrize("case", OTHER_PASTS)
@@ -6232,33 +6214,20 @@ EQUAL_PASTS = {  # the data of a run, its consumed samples, what is other in the
     "more epochs, with stable_order": ("stable corpus", 20, {"size": 60}),
     "more epochs of valid, with stable_order": ("stable valid", 20, {"size": 60}),
     "a longer blend, with stable_order": ("stable blend", 20, {"phases": (60, [1, 2])}),
-    "a longer last phase": ("phases", 32, {"phases": [TWO_PHASES[0], (100, [3, 1, 0])]}),
-    "a shorter last phase": ("phases", 32, {"phases": [TWO_PHASES[0], (12, [3, 1, 0])]}),
-    "a phase more": ("phases", 40, {"phases": [*TWO_PHASES, (20, [1, 1, 1])]}),
-    "a phase that ends here, and another": (
-        "phases",
-        32,
-        {"phases": [TWO_PHASES[0], (8, [3, 1, 0]), (20, [1, 1, 1])]},
-    ),
-    "another second phase, before it began": (
-        "phases",
-        24,
-        {"phases": [TWO_PHASES[0], (20, [1, 1, 1])]},
-    ),
-    "no second phase": ("phases", 24, {"phases": [TWO_PHASES[0]]}),
-    "no phases, and no corpus that was not used": (
-        "phases",
-        20,
-        {"phases": (30, [1, 2]), "corpora": "ab"},
-    ),
-    "a corpus more, of weight 0": (
-        "phases",
-        32,
-        {"phases": [(24, [1, 2, 0, 0]), (60, [3, 1, 0, 0])], "corpora": "abcd"},
-    ),
-    "the same shares": ("phases", 32, {"phases": [(24, [2, 4, 0]), (16, [6, 2, 0])]}),
-    "anything, at the start": ("phases", 0, {"phases": [(9, [0, 0, 1])]}),
+    "no phases": ("phases", 20, {"phases": (30, [1, 2]), "corpora": "ab"}),
 }
+EQUAL_PHASES = {  # consumed samples, other phases that have these samples, too
+    "a longer last phase": (32, [FIRST, (100, [3, 1, 0])]),
+    "a shorter last phase": (32, [FIRST, (12, [3, 1, 0])]),
+    "a phase more": (40, [FIRST, SECOND, (20, [1, 1, 1])]),
+    "the second phase ends here": (32, [FIRST, (8, [3, 1, 0]), (20, [1, 1, 1])]),
+    "another second phase, before it began": (24, [FIRST, (20, [1, 1, 1])]),
+    "no second phase": (24, [FIRST]),
+    "the same shares": (32, [(24, [2, 4, 0]), (16, [6, 2, 0])]),
+    "anything, at the start": (0, [(9, [0, 0, 1])]),
+}
+for case, (consumed, phases) in EQUAL_PHASES.items():
+    EQUAL_PASTS[case] = "phases", consumed, {"phases": phases}
 
 
 @pytest.mark.parametrize("case", EQUAL_PASTS)
@@ -6540,7 +6509,7 @@ def test_a_run_that_cannot_be(one, arguments, word):
 
 RAMPS = [  # ramp-up to 32 samples, {consumed samples: global batch size}
     (None, {0: 32, 10**9: 32}),
-    ((16, 8, 100), {0: 16, 49: 16, 50: 24, 99: 24, 101: 32, 1000: 32}),
+    ((16, 8, 100), {0: 16, 49: 16, 50: 24, 99: 24, 101: 32, 150: 32}),
     ((16, 8, 0), {0: 32}),
     ((32, 8, 100), {0: 32, 101: 32}),
 ]
