@@ -5773,7 +5773,7 @@ def test_with_arguments_of_dataloader_torch_makes_the_batches(mm, tmp_path):
 def test_batches_are_pinned_where_there_is_a_gpu(mm, tmp_path, monkeypatch):
     """Here nothing can be pinned: what would be is replaced by 5."""
     monkeypatch.setattr(torch.cuda, "is_available", yes)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: 5)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", mock.Mock(return_value=5))
     loader = loader_of(mm, dataset_of(mm, tmp_path, "plain"))
     assert loader.pin_memory
     if loader.makes_batches:  # else torch's DataLoader does it
@@ -5953,9 +5953,10 @@ def test_an_external_loader_is_returned_as_it_is(one):
 
 
 @pytest.mark.parametrize("field, value", [("dataloader_type", "odd"), ("num_workers", -1)])
-def test_a_loader_that_cannot_be(one, field, value):
+def test_a_loader_that_cannot_be(mm, tmp_path, field, value):
+    dataset = dataset_of(mm, tmp_path, "plain")
     with pytest.raises(ValueError, match=field):
-        loader_of(one, [1, 2], **{field: value})
+        loader_of(mm, dataset, **{field: value})
 
 
 # -- The state: what the past depends on -------------------------------------------------------
