@@ -10244,16 +10244,16 @@ def random_num_samples(rng, tokens, flags):
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_datasets_equal_upstreams(mm, up, tmp_path, split):
     """Indices and samples, under every flag."""
+    caches = [str(tmp_path / side) for side in ("ours", "theirs")]
     compared = 0
     for case, rng in enumerate(cases(100)):
         docs = [np.array([1, 2, 3])]
         for doc in random_docs(rng, vocab=int(rng.choice([9, 9, 250]))):
             docs.append(np.append(doc, 0) if rng.random() < 0.6 else doc)
         dtype = rng.choice([np.uint8, np.int16, np.uint16, np.int32, np.int64])
-        prefix = mk(mm, tmp_path / str(case) / "pair", docs, dtype)
+        prefix = mk(mm, tmp_path / f"pair{case}", docs, dtype)
         flags = random_parity_flags(rng)
         n = random_num_samples(rng, sum(map(len, docs)), flags)
-        caches = [str(tmp_path / f"{case}{side}") for side in ("ours", "theirs")]
         ours = quiet(gpt, mm, prefix, n, split, path_to_cache=caches[0], **flags)
         try:
             theirs = quiet(gpt, up, prefix, n, split, path_to_cache=caches[1], **flags)
