@@ -6811,7 +6811,7 @@ def test_a_refusal_shows_no_digest_and_no_key_that_follows_from_another(one, tmp
     before = data_of(one, tmp_path / "here", "corpus")
     after = data_of(one, tmp_path / "there", "corpus", token=2)
     assert not re.search("[0-9a-f]{32}", refusal(one, before, after))
-    assert "seed" not in refusal(one, before, before, **CYCLIC), "a plain order has none"
+    assert "data_sharding" not in refusal(one, before, before, **CYCLIC), "a plain order has none"
 
 
 NO_STATES = [{}, None, 5, [], {"consumed_samples": 8}, {"version": 99}]
