@@ -1228,7 +1228,9 @@ def test_bytes_are_tokens(one):
     for text, ids in ids_of.items():
         assert tokenizer.tokenize(text) == ids
         assert tokenizer.detokenize(np.array([*ids, 256], np.uint16)) == text, "eod is no text"
-        assert tokenizer.detokenize([*ids, 195]) == text + "\N{REPLACEMENT CHARACTER}", "half of é"
+        assert tokenizer.detokenize([*ids, 300]) == text, "an id of another tokenizer"
+        for no_text in (195, 255):  # half of é, and a byte that no text has
+            assert tokenizer.detokenize([*ids, no_text]) == text + "\N{REPLACEMENT CHARACTER}"
 
 
 TEXTS = [  # a text, its sequences, these with an eod; " " is a text, but no token
@@ -2156,6 +2158,7 @@ PADS = {  # a tokenizer, the pad id that counts, and the one where it may be amb
     "it is no other special token": (Tok(pad=7), 7, 7),
     "it is eod": (Tok(pad=0), -1, 0),
     "it is eos": (Tok(pad=3, eos=3), -1, 3),
+    "it equals a large eos": (Tok(pad=int("50256"), eos=int("50256")), -1, 50256),
     "it is eod, which is not in the dict": (Tok(pad=0, special_tokens_dict={"bos": 9}), 0, 0),
     "it is in the dict": (Tok(pad=9, special_tokens_dict={"bos": 9}), -1, 9),
     "it is eod, and the dict is empty": (Tok(pad=0, special_tokens_dict={}), -1, 0),
@@ -2458,7 +2461,7 @@ def test_mock_data_count_up_to_an_eod(mm):
         same(ds.indices, np.arange(first, end, dtype=np.int32))
         i, offset, length = ds.pieces(0)[0]
         sequence = [number % 1000 for number in range(1, lengths[i])] + [5]
-        assert ds.dataset[i].tolist() == sequence
+        assert ds.dataset[i].tolist() == ds.dataset.get(i).tolist() == sequence
         assert ds[0]["tokens"][:length].tolist() == sequence[offset : offset + length]
 
 
@@ -2520,8 +2523,9 @@ def test_blend_of_as_many_datasets_as_int16_can_number(mm):
     which, sample = np.zeros(50, np.int16), np.zeros(50, np.int64)
     mm.build_blending_indices(which, sample, np.full(32766, 1 / 32766), 32766, 50)
     assert which.tolist() == list(range(50))
-    with pytest.raises(ValueError, match="32766"):
-        mm.build_blending_indices(which, sample, np.full(32767, 1 / 32767), 32767, 5)
+    for n in (32767, 32768):
+        with pytest.raises(ValueError, match="32766"):
+            mm.build_blending_indices(which, sample, np.full(n, 1 / n), n, 5)
 
 
 # -- phases ----------------------------------------------------------------------------------------
@@ -6861,13 +6865,25 @@ def test_a_state_with_one_other_entry_is_refused(one, kind):
 # -- What a training loop needs beside it ------------------------------------------------------
 
 
+class Passes:
+    """Each pass over it is over the next of these lists."""
+
+    def __init__(self, *lists_of_items):
+        self.lists_of_items = iter(lists_of_items)
+
+    def __iter__(self):
+        return iter(next(self.lists_of_items))
+
+
 def test_cyclic_iter_goes_on_over_one_empty_pass_and_not_over_two(one):
     """One may be empty, as at the end of a run; two in a row would never end."""
     ended = one.cyclic_iter(sampler_of(one, "single", 7, 6, 3, 0, 1))
     assert list(itertools.islice(ended, 3)) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
     used_up = one.cyclic_iter(iter([1, 2]))
     assert [next(used_up), next(used_up)] == [1, 2]
-    for nothing in (used_up, one.cyclic_iter([])):
+    passes = one.cyclic_iter(Passes([], [1], [], [2], [], []))
+    assert [next(passes), next(passes)] == [1, 2]
+    for nothing in (used_up, passes, one.cyclic_iter([])):
         with pytest.raises(ValueError, match="passes"):
             next(nothing)
 
@@ -8137,6 +8153,36 @@ def test_when_gigatoken_works(one, tmp_path, monkeypatch, capsys, trained_models
     assert "no special tokens" in tokenizer.choose_engine([])
 
 
+class WrongOf:
+    """What gigatoken makes, but backwards for texts with this one among them."""
+
+    def __init__(self, tokenizer, text):
+        self.tokenizer = tokenizer
+        self.text = text
+
+    def encode_batch(self, texts, parallel):
+        ids = self.tokenizer.encode_batch(texts, parallel=parallel)
+        return ids[:, ::-1] if self.text.encode() in texts else ids
+
+
+@pytest.mark.parametrize("place", range(0, 100, 10))
+def test_gigatoken_is_compared_all_over_an_input(
+    one, tmp_path, monkeypatch, capsys, trained_models, place
+):
+    """A tenth of the lines has a text for which it makes other ids."""
+    gigatoken = pytest.importorskip("gigatoken")
+    path = write_kind(tmp_path / "t.json", trained_models, "gpt2")
+    texts = ["some words"] * 100
+    texts[place : place + 10] = ["other word"] * 10
+    new = gigatoken.Tokenizer.from_json
+    monkeypatch.setattr(
+        gigatoken.Tokenizer, "from_json", lambda content: WrongOf(new(content), "other word")
+    )
+    text = jsonl(tmp_path / "a.jsonl", texts)
+    one.preprocess(text, tmp_path / "o", path, verbose=True)
+    assert "other ids for texts of these" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_lines_with_a_tokenizer_json(one, tmp_path, trained_models, workers):
     """They are no reason to stop where two tokenizers are compared, and are found by the job."""
@@ -8899,6 +8945,25 @@ def test_progress_in_the_middle_of_the_work(
     assert re.match(r"408 documents, 8\.\d MB, [\d.]+ MB/s, \d+ documents/s, done in ", last)
     left = [re.search(r" 8\.\d MB, .*, (.+) left$", line)[1] for line in middle]
     assert left == sorted(left, reverse=True)
+
+
+def test_progress_where_bytes_are_no_lines(one, tmp_path, monkeypatch, capsys):
+    """The bytes of a Parquet file are those of its rows; texts in memory have no size before."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(time, "perf_counter", mock.Mock(side_effect=itertools.count(0, 60)))
+    texts = [str(number) * 500 for number in range(1000)]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(sys.modules["pyarrow"].table({"text": texts}), path, compression="none")
+    one.preprocess(path, tmp_path / "rows", verbose=True)
+    megabytes = path.stat().st_size / 1e6
+    *middle, last = capsys.readouterr().err.strip().split("\n")
+    assert last.startswith(f"1,000 documents, {megabytes:.1f} MB, ")
+    assert len(middle) > 1
+    assert all(f" MB of {megabytes:.1f} MB, " in line for line in middle[:-1])
+    one.preprocess(texts=texts, output_prefix=tmp_path / "texts", verbose=True)
+    *middle, last = capsys.readouterr().err.strip().split("\n")
+    assert len(middle) > 1
+    assert not any("inf" in line or " of " in line for line in middle)
 
 
 def test_memory_of_a_long_line(one, tmp_path):
