@@ -5168,9 +5168,10 @@ def test_verify_reads_all_bytes(one, long_corpus, cache):
     assert cached(one, long_corpus, cache, N)[1] == [], "a job does not see it"
     with pytest.raises(one.DatasetFormatError, match="document_index.npy"):
         one.verify_cache(cache)
-    replace_file(file_of(cache, "-manifest.json"), b"{}")
-    with pytest.raises(one.DatasetFormatError, match="manifest.json"):
-        one.verify_cache(cache)
+    for content in (b"{}", b"null", b"\xff"):
+        replace_file(file_of(cache, "-manifest.json"), content)
+        with pytest.raises(one.DatasetFormatError, match="manifest.json"):
+            one.verify_cache(cache)
     with pytest.raises(FileNotFoundError, match="no index cache"):
         one.verify_cache(f"{cache} that is not there")
 
