@@ -4858,6 +4858,29 @@ def test_other_samples_have_another_key(one, pair, cache):
     assert len(os.listdir(cache)) == 5 * len(kinds)
 
 
+@pytest.mark.parametrize(
+    "split, flag",
+    [
+        ("train", "add_extra_token_to_sequence"),
+        ("valid", "drop_last_partial_validation_sequence"),
+    ],
+)
+def test_a_flag_that_upstreams_key_leaves_out_is_in_ours(one, pair, split, flag):
+    """Where it is not as by default."""
+    plain = gpt(one, pair, 9, split)
+    found = gpt(one, pair, 9, split, **{flag: False})
+    assert flag not in json.loads(plain.unique_description)
+    assert json.loads(found.unique_description)[flag] is False
+
+
+def test_documents_may_be_a_range(one, pair):
+    for documents in (range(1, 4), range(0, 4, 2), range(3, 0, -1)):
+        found = gpt(one, pair, 9, documents=documents)
+        wanted = gpt(one, pair, 9, documents=np.array(documents, np.int32))
+        assert found.unique_description == wanted.unique_description
+        same_arrays(arrays(found), arrays(wanted))
+
+
 # -- what a start finds ----------------------------------------------------------------------------
 
 
