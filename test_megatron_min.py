@@ -3522,6 +3522,12 @@ def test_one_process_cannot_be_cut(one, sizes):
         one.ParallelGroups(tensor=tensor, context=context, pipeline=pipeline)
 
 
+def test_ranks_that_cannot_be_shared_out_evenly(one, group, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", mock.Mock(return_value=3))
+    with pytest.raises(ValueError, match="3 ranks"):
+        one.ParallelGroups(tensor=2)
+
+
 def test_a_job_that_is_not_initialized_has_no_layout(one, monkeypatch):
     """All ranks would be rank 0 of one, and read the same samples."""
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -4150,11 +4156,13 @@ def test_a_bucket_has_at_least_one_element(one):
         one.DistributedDataParallel(Net(), bucket_size=0)
 
 
-@pytest.mark.parametrize("average_in_collective", [False, True])
-def test_nccl_may_divide_by_the_ranks(one, group, monkeypatch, average_in_collective):
-    """One process that stands for two ranks of NCCL: what it would send, and how it is added."""
+@pytest.mark.parametrize(
+    "backend, average_in_collective", [("nccl", True), ("nccl", False), ("gloo", True)]
+)
+def test_nccl_may_divide_by_the_ranks(one, group, monkeypatch, backend, average_in_collective):
+    """One process that stands for two ranks: what it would send, and how it is added."""
     sent = mock.Mock()
-    monkeypatch.setattr(torch.distributed, "get_backend", mock.Mock(return_value="nccl"))
+    monkeypatch.setattr(torch.distributed, "get_backend", mock.Mock(return_value=backend))
     monkeypatch.setattr(torch.distributed, "get_world_size", mock.Mock(return_value=2))
     monkeypatch.setattr(torch.distributed, "all_reduce", sent)
     net = torch.nn.Linear(2, 1, bias=False)
@@ -4162,7 +4170,7 @@ def test_nccl_may_divide_by_the_ranks(one, group, monkeypatch, average_in_collec
     ddp(torch.tensor([[3.0, 4.0]])).sum().backward()
     ddp.finish_grad_sync()
     buffer, operation, *_ = sent.call_args.args
-    if average_in_collective:
+    if backend == "nccl" and average_in_collective:
         assert operation == torch.distributed.ReduceOp.AVG
         assert buffer.tolist() == [3, 4]
     else:
@@ -4261,7 +4269,7 @@ def gradients_of_several_steps(job, options):
     To finish a step twice changes nothing.
     """
     ddp = wrapped(job, options)
-    for seed, reset in ((0, "buffer"), (9, "none"), (0, "zero"), (0, "none")):
+    for seed, reset in ((0, "none"), (9, "buffer"), (0, "zero"), (0, "none")):
         wanted = gradients_of_one([seed])
         assert wanted["sometimes.bias"].any() == (seed == 0)
         backward(job, ddp, seed)
@@ -6507,10 +6515,10 @@ def own_rows(mm, folder, documents=range(12), made_from=None):
     return dataset
 
 
-def conversations_of_a_run(mm, folder):
+def conversations_of_a_run(mm, folder, size=20):
     """An SFTDataset."""
     rows = random_rows(np.random.default_rng(1), 30, 5)
-    return chat(mm, write_rows(folder / "rows.jsonl", rows), 20)
+    return chat(mm, write_rows(folder / "rows.jsonl", rows), size)
 
 
 def mock_data_of_a_run(mm, folder, vocabulary=1000):
@@ -6658,6 +6666,7 @@ OTHER_PASTS = {  # the data of a run, its consumed samples, what is other then, 
     "made_from() of one's own dataset": ("own rows", 4, {"made_from": {"rows": 4}}, "rows"),
     "another made_from()": ("own rows, with made_from", 4, {"made_from": {"path": []}}, "path"),
     "as many documents of one's own": ("own rows", 4, {"documents": range(2, 14)}, "documents"),
+    "more conversations": ("conversations", 4, {"size": 21}, "samples of corpus"),
     "another vocabulary of mock data": ("mock data", 4, {"vocabulary": 50}, "contents"),
 }
 OTHER_PHASES = {  # consumed samples, phases that are other than those of RUNS, the key that differs
