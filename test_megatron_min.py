@@ -3130,7 +3130,7 @@ def test_after_a_wrong_prefix_no_further_corpus_is_begun(one, corpora, threads, 
 
 
 def build_with_few_open_files(one, prefixes, soft, hard):
-    """Build a blend of corpora in a process that may open so many more files, and read all of it."""
+    """Build and read a blend of corpora in a process that may open so many more files."""
     resource = importlib.import_module("resource")
     cfg = config(one, (prefixes, [1] * len(prefixes)), split="8,1,1")
     opened = len(os.listdir("/proc/self/fd"))
