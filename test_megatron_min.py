@@ -805,6 +805,12 @@ def test_the_whole_check_sees_each_entry_of_a_long_index(mm, tmp_path, place):
             mm.IndexedDataset(tmp_path / "p", check=True)
 
 
+def test_of_several_wrong_entries_the_first_is_named(one, pair):
+    patch(pair + ".idx", 90, struct.pack("<4q", 3, 1, 0, 4))  # document_indices[1] to [4]
+    with pytest.raises(one.DatasetFormatError, match=r"document_indices\[2\]: wanted >= 3, got 1$"):
+        one.IndexedDataset(pair, check=True)
+
+
 # the right sizes are 122 bytes, or 126 with modes, and 36
 WRONG_SIZES = {".idx": [127, 123, 121, 118, 19, 0], ".bin": [40, 37, 35, 32, 0]}
 
@@ -1550,6 +1556,7 @@ def test_counts_are_exact_integers(one, wanted):
     plan = one.plan_epochs(13, wanted, S)
     assert 13 * (plan.num_epochs - 1) < tokens <= 13 * plan.num_epochs
     assert one.count_samples(tokens, S) == one.count_samples(tokens, S, False) == wanted
+    assert one.count_samples(tokens + 1, S) == wanted
     assert one.count_samples(tokens + 1, S, False) == wanted + 1
 
 
@@ -2932,12 +2939,11 @@ def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
     lengths = [len(gpt(mm, prefix)) for prefix in (A, B, C)]
     assert np.bincount(whole.dataset_index).tolist() == lengths
     assert len(quiet(build, mm, [10, 0, 0], cfg)[0]) == 10
-    with (
-        pytest.warns(UserWarning, match="in/short"),
-        pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1,000,000"),
-    ):
-        large = build(mm, [1000000, 0, 0], cfg)[0]
+    [large, _, _], messages = heard(build, mm, [1_000_000, 0, 0], cfg)
     assert len(large) == sum(lengths)
+    of_size, of_corpus = messages
+    assert f"{sum(lengths)} samples, not 1,000,000" in of_size
+    assert "in/short" in of_corpus
 
     nothing = config(mm, ([short, short], None))
     for size in (None, 5):
@@ -5087,6 +5093,16 @@ def test_trust_checks_nothing_but_that_the_files_are_there(one, pair, cache, bui
         same_arrays(found, arrays(new))
 
 
+def test_a_blend_that_is_trusted_counts_its_samples(one, pair, cache):
+    """Also where upstream made the cache, which does not say how many it takes of each dataset."""
+    cfg = config(one, ([pair, pair], [1, 2]), path_to_cache=cache, fast_cache_load=True)
+    wanted = build(one, [30, 0, 0], cfg)[0].samples_taken()
+    assert wanted.tolist() == [10, 20]
+    for path in pathlib.Path(cache).glob("*-manifest.json"):
+        path.unlink()
+    same(build(one, [30, 0, 0], cfg)[0].samples_taken(), wanted)
+
+
 # -- what the first access finds -------------------------------------------------------------------
 
 
@@ -6983,6 +6999,7 @@ BAD_RUNS = [  # arguments on top of A_RUN, the one that is wrong
     ({"train_iters": 10, "eval_interval": 0}, "eval_interval"),
     ({"train_iters": 10, "global_batch_size": 0}, "global_batch_size"),
     ({"train_iters": -5}, "-40 samples"),
+    ({"train_samples": -1}, "-1 samples"),
     ({"train_samples": 80, "eval_iters": -2}, "eval_iters"),
     ({}, "train_iters"),
     ({"train_iters": 10, "train_samples": 80}, "train_iters"),
@@ -8203,7 +8220,7 @@ class WrongOf:
 def test_gigatoken_is_compared_all_over_an_input(
     one, tmp_path, monkeypatch, capsys, trained_models, place
 ):
-    """A tenth of the lines has a text for which it makes other ids."""
+    """A tenth of the lines has a text for which it makes other ids.  A shard looks at its part."""
     gigatoken = pytest.importorskip("gigatoken")
     path = write_kind(tmp_path / "t.json", trained_models, "gpt2")
     texts = ["some words"] * 100
@@ -8213,8 +8230,11 @@ def test_gigatoken_is_compared_all_over_an_input(
         gigatoken.Tokenizer, "from_json", lambda content: WrongOf(new(content), "other word")
     )
     text = jsonl(tmp_path / "a.jsonl", texts)
-    one.preprocess(text, tmp_path / "o", path, verbose=True)
-    assert "other ids for texts of these" in capsys.readouterr().err
+    for shard in ((0, 1), (place // 50, 2)):
+        one.preprocess(text, tmp_path / f"o{shard}", path, verbose=True, shard=shard)
+        assert "other ids for texts of these" in capsys.readouterr().err
+    one.preprocess(text, tmp_path / "other", path, verbose=True, shard=(1 - place // 50, 2))
+    assert "gigatoken works" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -8506,6 +8526,20 @@ def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
         assert len(one.read_record("all")["inputs"]) == 9
         for prefix in (whole, merged, "all"):
             check_ways_back(one, prefix, tmp_path)
+
+
+def test_parts_of_an_input_with_a_gap_between_them_are_two(one, tmp_path, monkeypatch):
+    """Of three shards the middle one is not merged."""
+    monkeypatch.chdir(tmp_path)
+    path = jsonl("a.jsonl", ["abcdefg"] * 9)
+    shards = []
+    for number in range(3):
+        made = one.preprocess(path, f"o{number}", shard=(number, 3))
+        shards.append(made["text"])
+    for merged, documents in ((shards, [9]), ([shards[0], shards[2]], [3, 3])):
+        one.merge(merged, "merged")
+        inputs = one.read_record("merged")["inputs"]
+        assert [part["documents"] for part in inputs] == documents
 
 
 def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
