@@ -5066,7 +5066,7 @@ def test_what_a_second_start_opens_and_reads(one, tmp_path, cache, builds, monke
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", note)
         built = build(one, [60, 8, 8], cfg)
-        one.build_pretraining_data_loader(built[0], 0, micro_batch_size=2)
+        one.build_pretraining_data_loader(built[0], 8, micro_batch_size=2)
     assert builds.call_count == 0
     assert kib_in_memory(tmp_path, ".bin") == [0, 0, 0]
     pairs = [name for name in opened if not name.endswith("-manifest.json")]
@@ -9821,7 +9821,7 @@ def returned_or_refused(function, *arguments):
 
 
 def test_plan_equals_what_is_built_and_drawn(mm, six_corpora, tmp_path):
-    """And a plan writes no file."""
+    """And a plan makes no cache."""
     for number, rng in enumerate(cases(40)):
         sizes, fields = random_build(rng, six_corpora)
         fields |= {name: bool(rng.integers(2)) for name in FLAGS_OF_PLANS}
