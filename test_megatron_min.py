@@ -4332,7 +4332,10 @@ def gradients_over_micro_batches(job, options):
 
 
 def gradients_are_sent_during_backward(job, options):
-    """Those of the bias, then those of the weight; without overlap both at the end, and once."""
+    """Those of the bias, then those of the weight; without overlap both at the end, and once.
+
+    With overlap each as soon as it is there: the last layer's before those of the first are known.
+    """
     options = options | {"bucket_size": 4, "use_distributed_optimizer": False}
     ddp = wrapped(job, options, torch.nn.Linear(4, 4))
     with Collectives() as during:
@@ -4345,6 +4348,16 @@ def gradients_are_sent_during_backward(job, options):
     assert during.calls == (both if options["overlap_grad_reduce"] else [])
     assert during.calls + after.calls == both
     assert at_the_end.calls == []
+
+    first, last = (torch.nn.Linear(4, size, bias=False) for size in (4, 8))
+    ddp = wrapped(job, options, torch.nn.Sequential(first, last))
+    hidden = first(torch.ones(1, 4))
+    sent_before = []
+    with Collectives() as collectives:
+        hidden.register_hook(lambda gradient: sent_before.extend(collectives.calls))
+        last(hidden).sum().backward()
+    assert sent_before == ([("all_reduce", 128)] if options["overlap_grad_reduce"] else [])
+    ddp.finish_grad_sync()
 
 
 def a_second_backward_without_no_sync(job, options):
@@ -5007,7 +5020,8 @@ def kib_in_memory(folder, ending):
 def test_what_a_second_start_opens_and_reads(one, tmp_path, cache, builds, monkeypatch):
     """Of each corpus the .idx and the .bin, which are mapped; of each dataset its manifest.
 
-    No array of an index, and no token; whatever is opened is opened once.
+    No array of an index, and no token; whatever is opened is opened once.  Each dataset and each
+    blend is described once, without an array of its documents, and in no thread.
     """
     prefixes = []
     for name in "abc":
@@ -5025,8 +5039,15 @@ def test_what_a_second_start_opens_and_reads(one, tmp_path, cache, builds, monke
     real_open = open
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", note)
+        described = mock.Mock(wraps=one._describe)
+        patch.setattr(one, "_describe", described)
+        arrays = mock.Mock(wraps=one._as_documents)
+        patch.setattr(one, "_as_documents", arrays)
+        threads = mock.Mock(wraps=threading.Thread.start)
+        patch.setattr(threading.Thread, "start", threads)
         built = build(one, [60, 8, 8], cfg)
-    assert builds.call_count == 0
+    assert builds.call_count == arrays.call_count == threads.call_count == 0
+    assert described.call_count == 3 * 3 + 3
     assert kib_in_memory(tmp_path, ".bin") == [0, 0, 0]
     pairs = [name for name in opened if not name.endswith("-manifest.json")]
     assert sorted(pairs) == ["a.bin", "a.idx", "b.bin", "b.idx", "c.bin", "c.idx"]
@@ -7170,6 +7191,13 @@ def caches_are_shared_or_of_ones_own(job):
     assert not test
     assert built_tokens(job, "shared") == shared, "again"
     assert built_tokens(job, f"own {job.rank}") == shared
+    if job.rank == 0:  # the others have read what they built before
+        files = (job.folder / f"{job.mm.IMPLEMENTATION} shared").glob("*-document_index.npy")
+        torn = min(files)
+        os.truncate(torn, torn.stat().st_size - 1)
+    with counted as calls:
+        assert quiet(built_tokens, job, "shared") == shared, "a file of another size"
+    assert calls.call_count == (1 if job.rank == 0 else 0)
     for wanting in range(job.world):
         is_wanted = job.rank == wanting
         found = built_tokens(job, f"by {wanting}", Failing(value=is_wanted))
@@ -9489,6 +9517,26 @@ def test_trace_and_find_of_blends(mm, tmp_path, kind):
         for sequence in range(len(mm.IndexedDataset(prefix))):
             wanted = samples_with(mm, blend, prefix, sequence)
             assert finder.find(prefix, sequence) == mm.find(blend, prefix, sequence) == wanted
+
+
+def test_a_finder_sorts_the_orders_of_a_part_once(one, tmp_path, monkeypatch):
+    """When it is first asked about the part; each question then takes a few samples an epoch."""
+    a, b = (mk(one, tmp_path / name, [[1] * 9] * 40) for name in "ab")
+    blend = build(one, [400, 0, 0], config(one, ([a, b], [1, 1])))[0]
+    inverted = mock.Mock(wraps=one._InvertedOrders)
+    monkeypatch.setattr(one, "_InvertedOrders", inverted)
+    finder = one.SampleFinder(blend)
+    assert inverted.call_count == 0
+    part = blend.datasets[1]
+    num_epochs = part.epoch_plan.num_epochs
+    for sequence in range(40):
+        with mock.patch.object(part, "pieces", wraps=part.pieces) as pieces:
+            found = finder.find(b, sequence)
+        assert len(found) >= num_epochs > 1
+        assert pieces.call_count <= 3 * num_epochs + 1 < len(part) / 10
+    inverted.assert_called_once_with(part)
+    finder.find(a, 0)
+    assert inverted.call_count == 2
 
 
 def test_a_span_names_the_input_by_the_record(one, tmp_path, monkeypatch):
