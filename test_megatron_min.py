@@ -1021,6 +1021,13 @@ def test_sequences_are_added_in_many_ways(one, tmp_path):
     assert (tmp_path / "m.bin").read_bytes() == np.arange(1, 14, dtype="<i2").tobytes()
 
 
+def test_tokens_are_int32_unless_another_dtype_is_given(one, tmp_path):
+    with one.IndexedDatasetBuilder(tmp_path / "p.bin") as builder:
+        builder.add_document([1, 2], [2])
+    assert (tmp_path / "p.bin").read_bytes() == np.array([1, 2], "<i4").tobytes()
+    assert (tmp_path / "p.idx").read_bytes() == idx_bytes([2], [0, 1], code=4, size=4)
+
+
 # name: (dtype, method, arguments, the word that matters)
 REFUSED_BY_BUILDER = {
     # upstream: such ids are wrapped, and written as others
@@ -1055,29 +1062,45 @@ def test_a_builder_refuses_before_it_writes(one, tmp_path, case):
     assert [(tokens.tolist(), mode) for tokens, mode in ds] == [([1, 2], 7), ([3], 0)]
 
 
+MANY_DOCUMENTS = [[1, 2, 3], [], [4], [5, 6], []]
+KINDS_OF_MANY = {
+    "arrays": lambda: [np.array(document, np.int64) for document in MANY_DOCUMENTS],
+    "tensors": lambda: [torch.tensor(document, dtype=torch.int16) for document in MANY_DOCUMENTS],
+    "awkward": lambda: pytest.importorskip("awkward").Array(MANY_DOCUMENTS),
+    "sliced": lambda: pytest.importorskip("awkward").Array([[9], *MANY_DOCUMENTS])[1:],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MANY)
 @pytest.mark.parametrize("eod", [None, 7])
-def test_many_documents_at_once_equal_one_by_one(one, tmp_path, eod):
+def test_many_documents_at_once_equal_one_by_one(one, tmp_path, kind, eod):
     """They equal documents that are added one by one; only those with tokens get an eod."""
-    awkward = pytest.importorskip("awkward")
-    documents = [[1, 2, 3], [], [4], [5, 6], []]
+    many = KINDS_OF_MANY[kind]()
     with one.IndexedDatasetBuilder(tmp_path / "one.bin", np.uint16) as builder:
-        for document in documents:
+        for document in MANY_DOCUMENTS:
             tokens = document
             if eod is not None and document:
                 tokens = [*document, eod]
             builder.add_document(tokens, [len(tokens)])
-    kinds = {
-        "arrays": [np.array(document, np.int64) for document in documents],
-        "tensors": [torch.tensor(document, dtype=torch.int16) for document in documents],
-        "awkward": awkward.Array(documents),
-        "sliced": awkward.Array([[9], *documents])[1:],
-    }
-    for kind, many in kinds.items():
-        with one.IndexedDatasetBuilder(tmp_path / f"{kind}.bin", np.uint16) as builder:
-            builder.add_documents(many[:2], eod_token=eod)
-            builder.add_documents(many[2:], eod_token=eod)
-            builder.add_documents(many[:0], eod_token=eod)
-        assert bytes_of_pair(tmp_path / kind) == bytes_of_pair(tmp_path / "one"), kind
+    with one.IndexedDatasetBuilder(tmp_path / "many.bin", np.uint16) as builder:
+        builder.add_documents(many[:2], eod_token=eod)
+        builder.add_documents(many[2:], eod_token=eod)
+        builder.add_documents(many[:0], eod_token=eod)
+    assert bytes_of_pair(tmp_path / "many") == bytes_of_pair(tmp_path / "one")
+
+
+def test_a_builder_keeps_few_bytes_for_each_sequence_and_document(one, tmp_path):
+    """4 for a length, 1 for a mode and 8 for the end of a document, not an object for each."""
+    many = 5000
+    tokens = np.zeros(300, np.uint8)
+    with one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint8, multimodal=True) as builder:
+        tracemalloc.start()
+        for _ in range(many):
+            builder.add_item(tokens)
+            builder.end_document()
+        left, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert left < 16 * many
 
 
 def test_a_finalized_builder_takes_nothing_more(one, pair, tmp_path):
@@ -1532,6 +1555,9 @@ def test_epochs_are_counted_one_by_one(one):
         before_final = max(0, (epochs - 1) * tokens - x) // S
         separate = epochs > 1 and wanted - before_final < int(0.80 * ((tokens - x) // S))
         plan = one.plan_epochs(tokens, wanted, S, drop, bool(x))
+        if epochs > 1:
+            of_final = wanted - plan.samples_before_final_epoch
+            assert 0 <= of_final <= (tokens - x) // S + 1, (tokens, wanted, S, drop, x)
         assert plan == (epochs, num_samples, separate, before_final), (tokens, wanted, S, drop, x)
 
 
@@ -3292,6 +3318,16 @@ def test_without_drop_last_the_last_round_is_shared_out(one):
             assert one_pass(samplers(one, "full_validation", total, consumed, 9, ranks)) == rounds
 
 
+def test_full_validation_gives_each_rank_one_sample_a_round(one):
+    """To the last sample, in order, whatever micro-batch size it is given."""
+    for micro in (1, 4):
+        all_ranks = samplers(one, "full_validation", 7, 1, micro, 3)
+        assert one_pass(all_ranks) == [[[1], [2], [3]], [[4], [5], [6]]]
+        whole = [[[0], [1], [2]], [[3], [4], [5]], [[6], [None], [None]]]
+        assert one_pass(all_ranks) == whole, "a second pass starts at 0"
+        assert [len(sampler) for sampler in all_ranks] == [3, 3, 3]
+
+
 def test_upstreams_name_for_the_part_of_a_rank_in_a_round(one):
     for rank in range(3):
         sampler = one.MegatronPretrainingSampler(24, 0, 4, rank, 3)
@@ -3987,7 +4023,7 @@ READER_FAILURES = [  # (what the reader meets, class on every rank of its group,
 
 
 def a_failing_reader_fails_on_all_ranks_of_its_group(job, layout):
-    """And the batches before and after it arrive."""
+    """And the batches before and after it arrive.  The error follows in a second broadcast."""
     groups = job.groups(layout)
     good = hand_made_batch(np.random.default_rng(0))
     wanted = part_of_stage(good, groups)
@@ -3997,8 +4033,14 @@ def a_failing_reader_fails_on_all_ranks_of_its_group(job, layout):
         source = mock.MagicMock()  # an iterator that goes on after an error
         source.__next__ = mock.Mock(side_effect=[good, item, good])
         same_batch(job.mm.get_batch_on_this_tp_rank(source, groups, **SHAPE), wanted)
-        with pytest.raises((kind, ZeroDivisionError), match=words) as caught:
+        with (
+            Collectives() as collectives,
+            pytest.raises((kind, ZeroDivisionError), match=words) as caught,
+        ):
             job.mm.get_batch_on_this_tp_rank(source, groups, **SHAPE)
+        num_bytes = 8 + sum(value.nbytes for value in wanted.values())
+        sent = [("broadcast", num_bytes), ("broadcast", 8192)]
+        assert collectives.calls == (sent if groups.size("tp") > 1 else [])
         if groups.size("tp") > 1:
             assert type(caught.value) is kind
             assert str(caught.value).startswith(f"rank {groups.ranks('tp')[0]}: ")
@@ -5043,8 +5085,8 @@ def test_what_a_second_start_opens_and_reads(one, tmp_path, cache, builds, monke
         patch.setattr(one, "_describe", described)
         arrays = mock.Mock(wraps=one._as_documents)
         patch.setattr(one, "_as_documents", arrays)
-        threads = mock.Mock(wraps=threading.Thread.start)
-        patch.setattr(threading.Thread, "start", threads)
+        threads = mock.Mock(wraps=threading.Thread)
+        patch.setattr(threading, "Thread", threads)
         built = build(one, [60, 8, 8], cfg)
     assert builds.call_count == arrays.call_count == threads.call_count == 0
     assert described.call_count == 3 * 3 + 3
@@ -9298,6 +9340,19 @@ def test_rows_are_found_wherever_they_lie(one, tmp_path, kind):
             assert copy_of_rows[row]["messages"] == wanted[row]
 
 
+def test_rows_are_found_in_one_pass_and_none_is_kept(one, tmp_path):
+    row = [{"role": "user", "content": "1 " * 5000}]
+    path = write_rows(tmp_path / "chat.jsonl", [row] * 200)
+    tracemalloc.start()
+    with mock.patch("builtins.open", wraps=open) as opened:
+        rows = one.SFTDataset.build_low_level_dataset(str(path), None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert opened.call_count == 1
+    assert peak < path.stat().st_size / 10
+    assert rows[199] == {"messages": row}
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -9336,6 +9391,28 @@ def test_what_fine_tuning_refuses(one, tmp_path, name, fields, words):
     path = write_rows(tmp_path / name, [ROW])
     with pytest.raises(ValueError, match=words):
         chat(one, path, **fields)
+
+
+def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path):
+    """Lines of role and content; what the assistant says, and the eod behind it, are learned."""
+    turns = [("system", "be brief"), ("user", "2+2"), ("assistant", "4")]
+    turns += [("user", "3+3"), ("assistant", "six")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    path = write_rows(tmp_path / "chat.jsonl", [messages])
+    tokens = []
+    targets = []
+    for prompt, answer in (
+        ("system: be brief\nuser: 2+2\nassistant: ", "4"),
+        ("user: 3+3\nassistant: ", "six"),
+    ):
+        learned = [*answer.encode(), 256]
+        tokens += [*prompt.encode(), *learned]
+        targets += [-100] * len(prompt) + learned
+    loss_mask = [float(target != -100) for target in targets]
+    ds = chat(one, path, sequence_length=len(tokens), tokenizer=one.ByteTokenizer())
+    assert ds[0]["tokens"].tolist() == tokens
+    assert ds[0]["labels"].tolist() == [*targets[1:], 256], "filled up with eod"
+    assert ds[0]["loss_mask"].tolist() == [*loss_mask[1:], 0]
 
 
 def test_a_tokenizer_with_fewer_targets_than_tokens_is_named(one, tmp_path):
