@@ -1032,6 +1032,13 @@ def test_sequences_are_added_in_many_ways(one, tmp_path):
     assert (tmp_path / "m.bin").read_bytes() == np.arange(1, 14, dtype="<i2").tobytes()
 
 
+def test_tokens_are_int32_unless_another_dtype_is_given(one, tmp_path):
+    with one.IndexedDatasetBuilder(tmp_path / "p.bin") as builder:
+        builder.add_document([1, 2], [2])
+    assert (tmp_path / "p.bin").read_bytes() == np.array([1, 2], "<i4").tobytes()
+    assert (tmp_path / "p.idx").read_bytes() == idx_bytes([2], [0, 1], code=4, size=4)
+
+
 # name: (dtype, method, arguments, the word that matters)
 REFUSED_BY_BUILDER = {
     # upstream: such ids are wrapped, and written as others
@@ -1095,6 +1102,20 @@ def test_many_documents_at_once_equal_one_by_one(one, tmp_path, kind, eod):
         builder.add_documents(many[2:], eod_token=eod)
         builder.add_documents(many[:0], eod_token=eod)
     assert bytes_of_pair(tmp_path / "many") == bytes_of_pair(tmp_path / "one")
+
+
+def test_a_builder_keeps_few_bytes_for_each_sequence_and_document(one, tmp_path):
+    """4 for a length, 1 for a mode and 8 for the end of a document, not an object for each."""
+    many = 5000
+    tokens = np.zeros(300, np.uint8)
+    with one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint8, multimodal=True) as builder:
+        tracemalloc.start()
+        for _ in range(many):
+            builder.add_item(tokens)
+            builder.end_document()
+        left, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert left < 16 * many
 
 
 def test_a_finalized_builder_takes_nothing_more(one, pair, tmp_path):
@@ -1553,6 +1574,9 @@ def test_epochs_are_counted_one_by_one(one):
         before_final = max(0, (epochs - 1) * tokens - x) // S
         separate = epochs > 1 and wanted - before_final < int(0.80 * ((tokens - x) // S))
         plan = one.plan_epochs(tokens, wanted, S, drop, bool(x))
+        if epochs > 1:
+            of_final = wanted - plan.samples_before_final_epoch
+            assert 0 <= of_final <= (tokens - x) // S + 1, (tokens, wanted, S, drop, x)
         assert plan == (epochs, num_samples, separate, before_final), (tokens, wanted, S, drop, x)
 
 
@@ -3332,6 +3356,16 @@ def test_without_drop_last_the_last_round_is_shared_out(one):
             assert one_pass(samplers(one, "full_validation", total, consumed, 9, ranks)) == rounds
 
 
+def test_full_validation_gives_each_rank_one_sample_a_round(one):
+    """To the last sample, in order, whatever micro-batch size it is given."""
+    for micro in (1, 4):
+        all_ranks = samplers(one, "full_validation", 7, 1, micro, 3)
+        assert one_pass(all_ranks) == [[[1], [2], [3]], [[4], [5], [6]]]
+        whole = [[[0], [1], [2]], [[3], [4], [5]], [[6], [None], [None]]]
+        assert one_pass(all_ranks) == whole, "a second pass starts at 0"
+        assert [len(sampler) for sampler in all_ranks] == [3, 3, 3]
+
+
 def test_upstreams_name_for_the_part_of_a_rank_in_a_round(one):
     for rank in range(3):
         sampler = one.MegatronPretrainingSampler(24, 0, 4, rank, 3)
@@ -4027,7 +4061,7 @@ READER_FAILURES = [  # (what the reader meets, class on every rank of its group,
 
 
 def a_failing_reader_fails_on_all_ranks_of_its_group(job, layout):
-    """And the batches before and after it arrive."""
+    """And the batches before and after it arrive.  The error follows in a second broadcast."""
     groups = job.groups(layout)
     good = hand_made_batch(np.random.default_rng(0))
     wanted = part_of_stage(good, groups)
@@ -4037,8 +4071,14 @@ def a_failing_reader_fails_on_all_ranks_of_its_group(job, layout):
         source = mock.MagicMock()  # an iterator that goes on after an error
         source.__next__ = mock.Mock(side_effect=[good, item, good])
         same_batch(job.mm.get_batch_on_this_tp_rank(source, groups, **SHAPE), wanted)
-        with pytest.raises((kind, ZeroDivisionError), match=words) as caught:
+        with (
+            Collectives() as collectives,
+            pytest.raises((kind, ZeroDivisionError), match=words) as caught,
+        ):
             job.mm.get_batch_on_this_tp_rank(source, groups, **SHAPE)
+        num_bytes = 8 + sum(value.nbytes for value in wanted.values())
+        sent = [("broadcast", num_bytes), ("broadcast", 8192)]
+        assert collectives.calls == (sent if groups.size("tp") > 1 else [])
         if groups.size("tp") > 1:
             assert type(caught.value) is kind
             assert str(caught.value).startswith(f"rank {groups.ranks('tp')[0]}: ")
@@ -4372,7 +4412,10 @@ def gradients_over_micro_batches(job, options):
 
 
 def gradients_are_sent_during_backward(job, options):
-    """Those of the bias, then those of the weight; without overlap both at the end, and once."""
+    """Those of the bias, then those of the weight; without overlap both at the end, and once.
+
+    With overlap each as soon as it is there: the last layer's before those of the first are known.
+    """
     options = options | {"bucket_size": 4, "use_distributed_optimizer": False}
     ddp = wrapped(job, options, torch.nn.Linear(4, 4))
     with Collectives() as during:
@@ -4385,6 +4428,16 @@ def gradients_are_sent_during_backward(job, options):
     assert during.calls == (both if options["overlap_grad_reduce"] else [])
     assert during.calls + after.calls == both
     assert at_the_end.calls == []
+
+    first, last = (torch.nn.Linear(4, size, bias=False) for size in (4, 8))
+    ddp = wrapped(job, options, torch.nn.Sequential(first, last))
+    hidden = first(torch.ones(1, 4))
+    sent_before = []
+    with Collectives() as collectives:
+        hidden.register_hook(lambda gradient: sent_before.extend(collectives.calls))
+        last(hidden).sum().backward()
+    assert sent_before == ([("all_reduce", 128)] if options["overlap_grad_reduce"] else [])
+    ddp.finish_grad_sync()
 
 
 def a_second_backward_without_no_sync(job, options):
@@ -5047,7 +5100,7 @@ def kib_in_memory(folder, ending):
 def test_what_a_second_start_opens_and_reads(one, tmp_path, cache, builds, monkeypatch):
     """Of each corpus the .idx and the .bin, which are mapped; of each dataset its manifest.
 
-    No array of an index, and no token; whatever is opened is opened once.
+    No array of an index, and no token; whatever is opened is opened once, and no thread is started.
     """
     prefixes = []
     for name in "abc":
@@ -5065,9 +5118,11 @@ def test_what_a_second_start_opens_and_reads(one, tmp_path, cache, builds, monke
     real_open = open
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", note)
+        threads = mock.Mock(wraps=threading.Thread)
+        patch.setattr(threading, "Thread", threads)
         built = build(one, [60, 8, 8], cfg)
         one.build_pretraining_data_loader(built[0], 8, micro_batch_size=2)
-    assert builds.call_count == 0
+    assert builds.call_count == threads.call_count == 0
     assert kib_in_memory(tmp_path, ".bin") == [0, 0, 0]
     pairs = [name for name in opened if not name.endswith("-manifest.json")]
     assert sorted(pairs) == ["a.bin", "a.idx", "b.bin", "b.idx", "c.bin", "c.idx"]
@@ -7232,6 +7287,13 @@ def caches_are_shared_or_of_ones_own(job):
     assert not test
     assert built_tokens(job, "shared") == shared, "again"
     assert built_tokens(job, f"own {job.rank}") == shared
+    if job.rank == 0:  # the others have read what they built before
+        files = (job.folder / f"{job.mm.IMPLEMENTATION} shared").glob("*-document_index.npy")
+        torn = min(files)
+        os.truncate(torn, torn.stat().st_size - 1)
+    with counted as calls:
+        assert quiet(built_tokens, job, "shared") == shared, "a file of another size"
+    assert calls.call_count == (1 if job.rank == 0 else 0)
     for wanting in range(job.world):
         is_wanted = job.rank == wanting
         found = built_tokens(job, f"by {wanting}", Failing(value=is_wanted))
@@ -9364,6 +9426,19 @@ def test_rows_are_found_wherever_they_lie(one, tmp_path, kind):
             assert copy_of_rows[row]["messages"] == wanted[row]
 
 
+def test_rows_are_found_in_one_pass_and_none_is_kept(one, tmp_path):
+    row = [{"role": "user", "content": "1 " * 5000}]
+    path = write_rows(tmp_path / "chat.jsonl", [row] * 200)
+    tracemalloc.start()
+    with mock.patch("builtins.open", wraps=open) as opened:
+        rows = one.SFTDataset.build_low_level_dataset(str(path), None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert opened.call_count == 1
+    assert peak < path.stat().st_size / 10
+    assert rows[199] == {"messages": row}
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -9402,6 +9477,28 @@ def test_what_fine_tuning_refuses(one, tmp_path, name, fields, words):
     path = write_rows(tmp_path / name, [ROW])
     with pytest.raises(ValueError, match=words):
         chat(one, path, **fields)
+
+
+def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path):
+    """Lines of role and content; what the assistant says, and the eod behind it, are learned."""
+    turns = [("system", "be brief"), ("user", "2+2"), ("assistant", "4")]
+    turns += [("user", "3+3"), ("assistant", "six")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    path = write_rows(tmp_path / "chat.jsonl", [messages])
+    tokens = []
+    targets = []
+    for prompt, answer in (
+        ("system: be brief\nuser: 2+2\nassistant: ", "4"),
+        ("user: 3+3\nassistant: ", "six"),
+    ):
+        learned = [*answer.encode(), 256]
+        tokens += [*prompt.encode(), *learned]
+        targets += [-100] * len(prompt) + learned
+    loss_mask = [float(target != -100) for target in targets]
+    ds = chat(one, path, sequence_length=len(tokens), tokenizer=one.ByteTokenizer())
+    assert ds[0]["tokens"].tolist() == tokens
+    assert ds[0]["labels"].tolist() == [*targets[1:], 256], "filled up with eod"
+    assert ds[0]["loss_mask"].tolist() == [*loss_mask[1:], 0]
 
 
 def test_a_tokenizer_with_fewer_targets_than_tokens_is_named(one, tmp_path):
@@ -9591,6 +9688,26 @@ def test_trace_and_find_of_blends(mm, tmp_path, kind):
         for sequence in range(len(mm.IndexedDataset(prefix))):
             wanted = samples_with(mm, blend, prefix, sequence)
             assert finder.find(prefix, sequence) == mm.find(blend, prefix, sequence) == wanted
+
+
+def test_a_finder_sorts_the_orders_of_a_part_once(one, tmp_path, monkeypatch):
+    """When it is first asked about the part; each question then takes a few samples an epoch."""
+    a, b = (mk(one, tmp_path / name, [[1] * 9] * 40) for name in "ab")
+    blend = build(one, [400, 0, 0], config(one, ([a, b], [1, 1])))[0]
+    inverted = mock.Mock(wraps=one._InvertedOrders)
+    monkeypatch.setattr(one, "_InvertedOrders", inverted)
+    finder = one.SampleFinder(blend)
+    assert inverted.call_count == 0
+    part = blend.datasets[1]
+    num_epochs = part.epoch_plan.num_epochs
+    for sequence in range(40):
+        with mock.patch.object(part, "pieces", wraps=part.pieces) as pieces:
+            found = finder.find(b, sequence)
+        assert len(found) >= num_epochs > 1
+        assert pieces.call_count <= 3 * num_epochs + 1 < len(part) / 10
+    inverted.assert_called_once_with(part)
+    finder.find(a, 0)
+    assert inverted.call_count == 2
 
 
 def test_a_span_names_the_input_by_the_record(one, tmp_path, monkeypatch):
