@@ -1106,7 +1106,7 @@ def test_many_documents_at_once_equal_one_by_one(one, tmp_path, kind, eod):
 
 def test_a_builder_keeps_few_bytes_for_each_sequence_and_document(one, tmp_path):
     """4 for a length, 1 for a mode and 8 for the end of a document, not an object for each."""
-    many = 5000
+    many = 20_000
     tokens = np.zeros(300, np.uint8)
     with one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint8, multimodal=True) as builder:
         tracemalloc.start()
