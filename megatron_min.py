@@ -55,43 +55,6 @@ Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             "list -> tuple" in a docstring: the function takes a list and returns a tuple
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
 
-Borrowed from the workshop: part I calls these, and a reader may take them at their word.  What
-begins with _check_ raises an error for wrong input, and returns nothing.  Methods of one line that
-call the workshop are not listed: their docstrings say what they return.
-    _map_file                        the bytes of a file as an array, mapped: read where it is used
-    _NewFile, _commit_pair           files that have temporary names until they are whole
-    _encode_tokens                   token ids -> the bytes that a .bin file has for them
-    _as_sequences                    lengths and modes of new sequences, after checks
-    _open_index, _open_bin           the bytes of an .idx, the tokens of its .bin; both are checked
-    _position                        an index, counted from the end if it is negative
-    _error_of_span                   the error of a part that is not in its sequence, or in the file
-    _read_pieces                     the tokens of several (sequence, offset, length)
-    _open_arrays                     finds the arrays of a dataset in its cache, or has them built
-                                     and saved there; returns what was noted with them: a plan of
-                                     the epochs, or how many samples a blend takes of each dataset
-    _as_range, _as_documents, _count_tokens
-                                     numbers of documents, as a range where they follow each other,
-                                     or as an array; how many tokens these documents have
-    _set_identifiers                 what tells a dataset from others, and names its cache files
-    _random_state                    np.random.RandomState(seed), in less time
-    _count_datasets                  how often each dataset occurs in dataset_index
-    _pad_token_id                    the id that fills short samples: the tokenizer's pad, or -1
-    _attribute                       an attribute of the tokenizer; None if it has none of this name
-    _name                            what a dataset is called in a message
-    _common_ranges                   what two cuts of a corpus have in common
-    _read_shares, _checked_blend, _as_phases, _as_counts
-                                     splits, weights and phases as numbers, after checks
-    _drop_zero_weights, _note_dropped
-                                     a blend without its corpora of weight 0; a note that names them
-    _warn_if_few_samples             a warning where an epoch of all corpora is too short; an error
-                                     where it is empty, and samples are wanted
-    _BlendTooLarge                   the error of a blend that takes more samples than there are
-    _in_threads, _allow_open_files   a function called for several items at a time; many open files
-    _is_distributed, _rank, _device_of_group, _on_every_rank, _raise_error_of
-                                     this rank among others, and one error for all of them
-    _GradientHook, _reduce_scatter, _note_nan, _raise_if_nan
-                                     what torch calls when a gradient is ready; sums; a look for nan
-
 Contents
 Part I, the path of a token
     1. The file pair              where on disk are the tokens of sequence i?
@@ -183,79 +146,30 @@ except ModuleNotFoundError as error:
 
 __version__ = "0.1.0"
 
+# fmt: off
 __all__ = [
-    "BlendedDataset",
-    "BlendedMegatronDatasetBuilder",
-    "BlendedMegatronDatasetConfig",
-    "ByteTokenizer",
-    "DType",
-    "DatasetFormatError",
-    "DistributedDataParallel",
-    "GPTDataset",
-    "GPTDatasetConfig",
-    "HuggingFaceTokenizer",
-    "IMPLEMENTATION",
-    "IndexedDataset",
-    "IndexedDatasetBuilder",
-    "MegatronDataset",
-    "MegatronFullValidationSampler",
-    "MegatronPretrainingRandomSampler",
-    "MegatronPretrainingSampler",
-    "MockGPTDataset",
-    "MockGPTLowLevelDataset",
-    "NullTokenizer",
-    "NumMicroBatches",
-    "ObjectStorageConfig",
-    "ParallelGroups",
-    "PretrainingDataLoader",
-    "RerunDataIterator",
-    "SFTDataset",
-    "SampleFinder",
-    "Span",
-    "Split",
-    "__version__",
-    "batches_of",
-    "build_blending_indices",
-    "build_document_index",
-    "build_exhaustive_blending_indices",
-    "build_phase_indices",
-    "build_pretraining_data_loader",
-    "build_sample_idx",
-    "build_shuffle_index",
-    "build_stable_orders",
-    "build_tokenizer",
+    "DType", "get_idx_path", "get_bin_path", "DatasetFormatError", "IndexedDataset",
+    "IndexedDatasetBuilder", "ObjectStorageConfig", "toy_corpus",
+    "ByteTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "build_tokenizer", "encode_document",
+    "encode_jsonl", "preprocess", "merge",
+    "Split", "normalize", "parse_and_normalize_split", "convert_split_vector_to_split_matrix",
+    "split_range", "get_blend_from_list", "BlendedMegatronDatasetConfig", "GPTDatasetConfig",
+    "count_samples", "plan_epochs", "shuffle", "build_document_index", "build_sample_idx",
+    "build_shuffle_index", "build_stable_orders",
+    "MegatronDataset", "GPTDataset", "MockGPTDataset", "MockGPTLowLevelDataset", "SFTDataset",
     "causal_mask",
-    "check_data_consistency",
-    "convert_split_vector_to_split_matrix",
-    "count_samples",
-    "cyclic_iter",
-    "encode_document",
-    "encode_jsonl",
-    "explain",
-    "finalize_model_grads",
-    "find",
-    "forward_backward_no_pipelining",
-    "get_batch",
-    "get_batch_on_this_cp_rank",
-    "get_batch_on_this_tp_rank",
-    "get_bin_path",
-    "get_blend_from_list",
-    "get_idx_path",
-    "get_train_valid_test_num_samples",
-    "input_of_document",
-    "merge",
-    "normalize",
-    "parse_and_normalize_split",
-    "plan",
-    "plan_epochs",
-    "preprocess",
-    "read_record",
-    "shuffle",
-    "split_range",
-    "toy_corpus",
-    "trace",
-    "verify_cache",
+    "build_blending_indices", "build_exhaustive_blending_indices", "build_phase_indices",
+    "BlendedDataset", "BlendedMegatronDatasetBuilder",
+    "MegatronPretrainingSampler", "MegatronPretrainingRandomSampler",
+    "MegatronFullValidationSampler", "batches_of", "PretrainingDataLoader",
+    "build_pretraining_data_loader", "cyclic_iter", "RerunDataIterator",
+    "get_train_valid_test_num_samples", "NumMicroBatches", "check_data_consistency",
+    "ParallelGroups", "get_batch", "get_batch_on_this_tp_rank", "get_batch_on_this_cp_rank",
+    "DistributedDataParallel", "finalize_model_grads", "forward_backward_no_pipelining",
+    "Span", "trace", "find",
+    "IMPLEMENTATION", "__version__",
 ]
+# fmt: on
 
 log = logging.getLogger("megatron_min")
 
