@@ -70,7 +70,7 @@ Part I, the path of a token
 Part II, the workshop
     11. Whole files               how does a file appear whole, or not at all?
     12. The index cache           when may arrays made earlier be used again?
-    13. Token sources             how are tokens read from a mapping, a file, or object storage?
+    13. Object storage            how are tokens read over a network?
     14. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
     15. Checks and errors         what is refused, and what do the others do when one rank fails?
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
@@ -287,13 +287,12 @@ def get_bin_path(path_prefix: str | os.PathLike) -> str:
 class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
-    A read is a view: nothing is copied, and the view keeps the mapping alive.  Section 13 has the
-    same two methods for an open file, and for object storage.
+    A read is a view: nothing is copied, and the view keeps the mapping alive.  _FileTokens, and
+    _RemoteFile in section 13, have the same two methods.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        content = _map_file(path)  # section 11: all bytes of the file, as an array
-        self.tokens = content.view(dtype)
+        self.tokens = _map_file(path).view(dtype)
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return count tokens from token first on."""
@@ -302,6 +301,58 @@ class _MappedTokens:
     def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return the tokens of several (first, count)."""
         return [self.read(first, count) for first, count in spans]
+
+
+class _FileTokens:
+    """The tokens of a .bin file that stays open; a read is a new array."""
+
+    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
+        self.path = os.fspath(path)
+        self.dtype = np.dtype(dtype)
+        self._file = open(path, "rb", buffering=0)
+        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return count tokens from token first on; DatasetFormatError if the file ends before."""
+        begin = first * self.dtype.itemsize
+        size = count * self.dtype.itemsize
+        content = bytearray()
+        while len(content) < size:  # the system may return a part of what is there
+            place = begin + len(content)
+            part = os.pread(self._file.fileno(), size - len(content), place)
+            if not part:
+                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
+            content += part
+        return np.frombuffer(content, self.dtype)
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (first, count)."""
+        return [self.read(first, count) for first, count in spans]
+
+
+def _map_file(path: str | os.PathLike) -> np.ndarray:
+    """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive.
+
+    Cost: O(1), whatever the size: a page is read when one of its bytes is used for the first time.
+
+    >>> _map_file(get_bin_path(toy_corpus()))[:5].tobytes()
+    b'aaaab'
+    """
+    if os.path.getsize(path) == 0:
+        return np.empty(0, np.uint8)  # an empty file cannot be mapped
+    return np.asarray(np.memmap(path, np.uint8, "r"))
+
+
+# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
+#
+#   what              when                              against
+#   header and sizes  at every open, in O(1)            the table above, the size of the .bin
+#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
+#   entries                                             sequence ends where the .bin ends
+#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
+#                     and before section 4 orders the   of the lengths before it, in bytes, and
+#                     sequences, in O(n)                documents never go back
+#   one place         at every access                   the bounds of the sequence and of the .bin
 
 
 class IndexedDataset(torch.utils.data.Dataset):
@@ -339,7 +390,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.mmap = mmap
         self.object_storage_config = object_storage_config
         self.check = check
-        content = _open_index(self)  # section 13: the bytes of the .idx, after a look at its header
+        self._verified = False
+        content = self._open_index()
+        self._idx_content = content
         _, _, code, n, m = _HEADER.unpack_from(content)
         self.dtype = DType.dtype_from_code(code)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
@@ -349,9 +402,79 @@ class IndexedDataset(torch.utils.data.Dataset):
         if multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
         self._token_bytes = DType.size(self.dtype)
-        self._tokens, self.num_tokens = _open_bin(self)  # section 13: usually _MappedTokens
+        self._tokens = self._open_bin()
+        self.num_tokens = self._bin_stamp["size"] // self._token_bytes
         if check:
             self.verify()
+
+    def _open_index(self):
+        """The bytes of the .idx, mapped, after a look at its header, and at its size."""
+        path = get_idx_path(self.path_prefix)
+        self._idx_stamp = _file_stamp(path)
+        local_path = path
+        if _is_remote(path):
+            local_path = _fetch_index(path, self._idx_stamp, self.object_storage_config)
+        content = _map_file(local_path)
+        found = len(content)
+        if found < _HEADER.size:
+            raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
+        magic, version, code, n, m = _HEADER.unpack_from(content)
+        if magic != _MAGIC or version != _VERSION:
+            raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
+        if not 1 <= code <= 8:
+            raise _format_error(path, "dtype code", "1 to 8", code)
+        without_modes = 34 + 12 * n + 8 * m
+        with_modes = without_modes + n
+        if self.multimodal and found != with_modes:
+            raise _format_error(path, "file size", f"{with_modes} bytes with modes", found)
+        if found not in (without_modes, with_modes):
+            wanted = f"{with_modes} bytes with modes or {without_modes} without"
+            raise _format_error(path, "file size", wanted, found)
+        return content
+
+    def _open_bin(self):
+        """Where the tokens come from; the .bin has the size that the .idx says."""
+        idx_path = get_idx_path(self.path_prefix)
+        bin_path = get_bin_path(self.path_prefix)
+        self._bin_stamp = _file_stamp(bin_path)
+        self._check_ends(self._bin_stamp["size"])
+        if _is_remote(bin_path):
+            tokens = _RemoteFile(bin_path, self.dtype)
+        elif self.mmap:
+            tokens = _MappedTokens(bin_path, self.dtype)
+        else:
+            tokens = _FileTokens(bin_path, self.dtype)
+        # Another process may replace the pair meanwhile.  It does so in this order: the old .idx
+        # goes, the new .bin comes, the new .idx comes (section 11).  So if the .idx is the same
+        # before and after the .bin was opened, they belong together.
+        if _file_stamp(idx_path) != self._idx_stamp:
+            raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
+        return tokens
+
+    def _check_ends(self, bin_size):
+        """The documents run from 0 to n, and the last sequence ends where the .bin ends."""
+        path = get_idx_path(self.path_prefix)
+        n = len(self)
+        documents = []
+        if len(self.document_indices):
+            documents = self.document_indices[[0, -1]].tolist()
+        if documents != [0, n]:
+            raise _format_error(path, "document_indices", f"from 0 to {n}", documents)
+        end = 0
+        if n:
+            last_size = int(self.sequence_lengths[-1]) * self._token_bytes
+            end = int(self.sequence_pointers[-1]) + last_size
+        tokens = f"{self.dtype.__name__} tokens"
+        if end % self._token_bytes:
+            field = f"end of the last sequence ({tokens})"
+            raise _format_error(path, field, f"a multiple of {self._token_bytes}", end)
+        if bin_size != end:
+            raise _format_error(
+                get_bin_path(self.path_prefix),
+                f"file size ({tokens})",
+                f"{end} bytes, as {path} says",
+                f"{bin_size}: the file is truncated, or belongs to another .idx",
+            )
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -373,7 +496,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         The result is a 1-D array of the dtype of the file; with modes it is (tokens, mode).
         IndexError for a place outside of the sequence.  Upstream: the same name.
         """
-        i = _position(idx, len(self), self.path_prefix)  # -1 is the last sequence; section 15
+        i = _position(idx, len(self), self.path_prefix)  # -1 is the last sequence
         first, count = self._span(i, offset, length)
         tokens = self._tokens.read(first, count)
         if self.multimodal:
@@ -393,14 +516,20 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def _span(self, i, offset, length):
         """Where a part of sequence i lies: (number of tokens before it in the .bin, its length)."""
-        start, rest = divmod(int(self.sequence_pointers[i]), self._token_bytes)
+        pointer = int(self.sequence_pointers[i])
         size = int(self.sequence_lengths[i])
+        start, rest = divmod(pointer, self._token_bytes)
+        if rest != 0 or start < 0 or size < 0 or start + size > self.num_tokens:
+            # only an .idx that was not checked as a whole can be wrong in this way
+            path = get_idx_path(self.path_prefix)
+            found = f"byte {pointer}, {size} tokens"
+            raise _format_error(path, f"sequence {i}", "a place in .bin", found)
         offset = operator.index(offset)
         length = size - offset if length is None else operator.index(length)
-        is_in_file = rest == 0 and start >= 0 and size >= 0 and start + size <= self.num_tokens
-        is_in_sequence = offset >= 0 and length >= 0 and offset + length <= size
-        if not (is_in_file and is_in_sequence):
-            raise _error_of_span(self, i, offset, length)  # section 13
+        if offset < 0 or length < 0 or offset + length > size:
+            field = f"tokens of sequence {i}"
+            wanted = f"{offset} to {offset + length}"
+            raise _format_error(self.path_prefix, field, wanted, size, IndexError)
         return start + offset, length
 
     def verify(self) -> None:
@@ -409,7 +538,39 @@ class IndexedDataset(torch.utils.data.Dataset):
         Lengths are >= 0, each pointer is the bytes of the sequences before it, and documents never
         go back.
         """
-        _verify_pair(self)  # section 13
+        if not self._verified:
+            self._verify_sequences()
+            self._verify_documents()
+            self._verified = True
+
+    def _verify_sequences(self):
+        """Each sequence begins where the one before it ends."""
+        path = get_idx_path(self.path_prefix)
+        end = 0
+        for low in range(0, len(self), _CHUNK):
+            lengths = self.sequence_lengths[low : low + _CHUNK]
+            pointers = self.sequence_pointers[low : low + _CHUNK]
+            ends = pointers + lengths * np.int64(self._token_bytes)
+            wanted = np.concatenate([[end], ends[:-1]])
+            wrong = np.flatnonzero((lengths < 0) | (pointers != wanted))
+            if len(wrong):
+                at = wrong[0]
+                if lengths[at] < 0:
+                    raise _format_error(path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
+                field = f"sequence_pointers[{low + at}]"
+                raise _format_error(path, field, wanted[at], pointers[at])
+            end = ends[-1]
+
+    def _verify_documents(self):
+        """Each document begins where, or after, the one before it begins."""
+        path = get_idx_path(self.path_prefix)
+        for low in range(0, len(self.document_indices) - 1, _CHUNK):
+            found = self.document_indices[low : low + _CHUNK + 1]
+            wrong = np.flatnonzero(found[1:] < found[:-1])
+            if len(wrong):
+                at = wrong[0]
+                field = f"document_indices[{low + at + 1}]"
+                raise _format_error(path, field, f">= {found[at]}", found[at + 1])
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
@@ -425,22 +586,72 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices, under upstream's name."""
         return self.document_indices
 
-    # ---- The rest is for caches and pickles (sections 12 and 13).  Skip it.
+    # ---- The rest is for caches (section 12) and pickles.  Skip it.
 
     def identity(self) -> dict:
-        """Return what tells this .idx from one that is written later."""
-        return _identity_of_index(self)
+        """Return what tells this .idx from one that is written later.
 
-    def digest_of_contents(self) -> str:
-        """Return an md5 of the sizes of both files and of some of their pages."""
-        return _digest_of_contents(self)
+        These are its size, the time of its last change, and a digest of its first and last page.
+        """
+        ends = self._idx_content[:4096].tobytes() + self._idx_content[-4096:].tobytes()
+        return {
+            "idx_size": self._idx_stamp["size"],
+            "idx_mtime_ns": self._idx_stamp["changed"],
+            "idx_ends": _md5(ends),
+        }
 
     def __reduce__(self):
         """Pickle the path: who unpickles it opens the pair again."""
-        return _pickle_pair(self)
+        arguments = (
+            self.path_prefix,
+            self.multimodal,
+            self.mmap,
+            self.object_storage_config,
+            self.check,
+        )
+        return type(self), arguments, [self._idx_stamp, self._bin_stamp]
 
     def __setstate__(self, stamps):
-        _check_stamps(self, stamps)
+        """Refuse files that were opened just now, and are not those of the pickle."""
+        found = [self._idx_stamp, self._bin_stamp]
+        if found != stamps:
+            reason = "the pair was replaced after the dataset was pickled: build it again"
+            raise _format_error(self.path_prefix, "files", stamps, f"{found}: {reason}")
+
+
+_CHUNK = 1 << 14  # entries that verify() takes at a time: its arrays stay in the CPU's cache
+
+
+def _position(idx, n, name):
+    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
+    i = operator.index(idx)
+    if not -n <= i < n:
+        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
+    return i % n
+
+
+def _format_error(path, field, wanted, got, kind=DatasetFormatError):
+    """The error that names the four things a reader of the message needs."""
+    return kind(_hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
+
+
+def _file_stamp(path: str | os.PathLike) -> dict:
+    """Return what tells a file from one that is written later: its size, its last change, ..."""
+    if _is_remote(path):
+        return _RemoteFile(path).stamp()
+    stat = os.stat(path)
+    return {"size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
+
+
+def _file_exists(path: str | os.PathLike) -> bool:
+    """Return True if there is such a file or object."""
+    if not _is_remote(path):
+        return os.path.exists(path)
+    try:
+        _RemoteFile(path).stamp()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
@@ -472,7 +683,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.sequence_lengths = array.array("i")  # int32
         self.sequence_modes = array.array("b")  # int8
         self.document_indices = array.array("q", [0])  # int64
-        self._bin = _NewFile(bin_path)  # section 11: it has a temporary name until _commit_pair()
+        self._bin = _NewFile(bin_path)  # it has a temporary name until _commit_pair(), section 11
 
     def add_document(
         self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
@@ -481,7 +692,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
         Sequences that add_item() added since the last end belong to the document too.
         """
-        content = _encode_tokens(tensor, self._token_dtype)  # bytes, as the .bin file has them
+        content = _encode_tokens(tensor, self._token_dtype)
         self._append(content, lengths, modes)
         self.document_indices.append(len(self.sequence_lengths))
 
@@ -496,25 +707,44 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     def end_document(self) -> None:
         """End the document of the sequences that were added since the last end."""
-        _check_open(self)
+        self._check_open()
         self.document_indices.append(len(self.sequence_lengths))
 
-    def _append(self, content, lengths, modes=None):
-        """Append sequences: their bytes, as the .bin file has them, their lengths and modes."""
-        lengths, modes = _as_sequences(self, content, lengths, modes)  # section 11: after checks
-        self._write(content)
-        self.sequence_lengths.extend(lengths)
-        if self.multimodal:
-            self.sequence_modes.extend(modes)
+    def add_index(self, path_prefix: str | os.PathLike) -> None:
+        """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
 
-    def _write(self, content):
-        """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
-        _check_open(self)  # section 11
-        try:
-            self._bin.file.write(content)
-        except BaseException:
-            self._bin.discard()
-            raise
+        ValueError if the pair has another dtype, or modes that would be lost, or is the one that is
+        being written.  Upstream: the same name.
+        """
+        self._check_open()
+        source = get_bin_path(path_prefix)
+        target = self._bin.path
+        if os.path.realpath(source) == os.path.realpath(target):
+            raise ValueError(f"{source} is both input and output: choose another output prefix")
+        other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"{source} holds {other.dtype.__name__} tokens, "
+                f"wanted {self.dtype.__name__} as in {target}"
+            )
+        without_modes = 34 + 12 * len(other) + 8 * len(other.document_indices)
+        if not self.multimodal and len(other._idx_content) > without_modes:
+            raise ValueError(
+                f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
+                "multimodal=True"
+            )
+        before = len(self.sequence_lengths)
+        at_a_time = (16 << 20) // self._token_dtype.itemsize  # 16 MiB of tokens
+        for first in range(0, other.num_tokens, at_a_time):
+            self._write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
+        self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
+        self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
+        if self.multimodal:
+            self.sequence_modes.frombytes(other.sequence_modes.tobytes())
+
+    def sync(self) -> None:
+        """Have the disk hold all tokens so far; OSError if it is full."""
+        self._bin.sync()
 
     def finalize(self, idx_path: str | os.PathLike) -> None:
         """Write the .idx file and give both files their names.
@@ -522,9 +752,14 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         ValueError if sequences were added after the last document ended.  While it runs, it needs
         16 bytes more for each sequence.
         """
-        _check_finished(self)  # section 11
+        self._check_open()
         n = len(self.sequence_lengths)
         m = len(self.document_indices)
+        if self.document_indices[-1] != n:
+            raise ValueError(
+                f"{self._bin.path}: no document ends after sequence {self.document_indices[-1]}: "
+                "call end_document() before finalize()"
+            )
         code = DType.code_from_dtype(self.dtype)
         lengths = np.frombuffer(self.sequence_lengths, np.int32)
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
@@ -548,30 +783,106 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         finally:
             self._bin.discard()  # does nothing once the file has its name
 
-    # ---- many documents at once; section 11 has what these do
+    # ---- The rest is what these methods share, and what section 18 calls.
 
-    def add_documents(
-        self, documents: typing.Any, modes: typing.Any = None, eod_token: int | None = None
-    ) -> None:
-        """Append many documents, each of which is one sequence.
+    def _append_documents(self, tokens, lengths, ends):
+        """Append sequences, and end documents.
 
-        documents   a list of arrays, or an array of the package awkward
-        modes       one int8 for each document; None: all 0
-        eod_token   put this id after each document that has tokens
+        tokens   an array of the builder's dtype: the sequences, laid end to end
+        lengths  of the sequences
+        ends     one number for each document that ends here: how many sequences of this call come
+                 before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no
+                 sequence ends first, then one of two sequences, then one of one.
         """
-        _append_documents(self, documents, modes, eod_token)
+        first = len(self.sequence_lengths)
+        self._append(tokens.view(np.uint8), lengths)
+        for end in ends:
+            self.document_indices.append(first + int(end))
 
-    def add_index(self, path_prefix: str | os.PathLike) -> None:
-        """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
+    def _append(self, content, lengths, modes=None):
+        """Append sequences: their bytes, as the .bin file has them, their lengths and modes."""
+        lengths = _as_compact_array(lengths, "i", "lengths of sequences")
+        num_tokens = len(content) // self._token_dtype.itemsize
+        if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
+            raise ValueError(
+                f"{self._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
+                f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
+            )
+        if self.multimodal:
+            if modes is None:
+                modes = bytes(len(lengths))
+            modes = _as_compact_array(modes, "b", "modes of sequences")
+            if len(modes) != len(lengths):
+                raise ValueError(
+                    f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
+                    f"got {len(modes)} modes"
+                )
+        self._write(content)
+        self.sequence_lengths.extend(lengths)
+        if self.multimodal:
+            self.sequence_modes.extend(modes)
 
-        ValueError if the pair has another dtype, or modes that would be lost, or is the one that is
-        being written.  Upstream: the same name.
-        """
-        _append_pair(self, path_prefix)
+    def _write(self, content):
+        """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
+        self._check_open()
+        try:
+            self._bin.file.write(content)
+        except BaseException:
+            self._bin.discard()
+            raise
 
-    def sync(self) -> None:
-        """Have the disk hold all tokens so far; OSError if it is full."""
-        self._bin.sync()
+    def _check_open(self):
+        """ValueError once the pair is finished, or a write has failed."""
+        if self._bin.file.closed:
+            path = self._bin.path
+            raise ValueError(f"{path} is finalized, or has failed: nothing can be added")
+
+
+def _encode_tokens(values, dtype):
+    """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
+
+    ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
+    floating-point dtype, which the format knows too, are converted as numpy does.
+    """
+    if not isinstance(values, np.ndarray):
+        values = _as_array(values, dtype)
+    ids = np.asarray(values).reshape(-1)
+    if ids.dtype == dtype or dtype.kind == "f" or len(ids) == 0:
+        return ids.astype(dtype, copy=False).tobytes()
+    if ids.dtype.kind == "U":  # decimal strings
+        ids = np.array([int(text) for text in ids])
+    if ids.dtype.kind not in "biu":  # bool, signed, unsigned
+        raise ValueError(f"{dtype} tokens must be integers, got {ids.dtype}")
+    tokens = ids.astype(dtype)
+    misfits = np.flatnonzero(tokens != ids)
+    if len(misfits):
+        at = misfits[0]
+        raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
+    return tokens.tobytes()
+
+
+def _as_array(values, dtype):
+    """Tensor, list or tuple -> array, of any dtype."""
+    if isinstance(values, torch.Tensor):
+        return values.numpy(force=True)  # from any device
+    if isinstance(values, list):
+        # For integers that fit this is faster than np.asarray(), which looks for their least common
+        # dtype first.  A list of anything else falls through.
+        with contextlib.suppress(TypeError, OverflowError):
+            return np.frombuffer(array.array(dtype.char, values), dtype)
+    return np.asarray(values)
+
+
+def _as_compact_array(values, typecode, name):
+    """Integers -> array.array, a few bytes each.
+
+    ValueError if one does not fit the typecode, TypeError if one is no integer.
+    """
+    try:
+        return array.array(typecode, values)
+    except OverflowError:
+        bits = 8 * array.array(typecode).itemsize
+        raise ValueError(f"{name}: {values!s:.60} does not fit {bits} bits") from None
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
@@ -3614,10 +3925,6 @@ def _finish_step(model, num_tokens):
 #   sync    the same                             the operating system has written it to the disk
 #   rename  corpus.bin                           in one step: a reader finds the old or the new one
 #
-# Object storage has no rename.  There the temporary file is a local one, in the folder TMPDIR, and
-# in the place of the rename it is uploaded as a whole: readers find the old object until the upload
-# is complete.
-#
 # After an error, or Ctrl-C, or SIGTERM in our commands, the temporary file is removed.  A process
 # that is killed (kill -9, no power, a second signal meanwhile) leaves it behind; it can be deleted
 # by hand.
@@ -3629,7 +3936,6 @@ class _NewFile:
     synced     have the disk hold the file before it gets its name; False for what can be made again
     file       the open file, to write to
     temporary  its name until commit()
-    is_kept    True: discard() leaves it, because it is finished, and could not be uploaded
 
     In a with block the file is committed at the end, or removed if an exception ends the block.
     OSError if the folder is missing, or the disk is full.
@@ -3648,33 +3954,16 @@ class _NewFile:
     def __init__(self, path: str | os.PathLike, synced: bool = True) -> None:
         self.path = os.fspath(path)
         self.synced = synced
-        self.is_kept = False
-        self.is_remote = _is_remote(self.path)
         self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
-        if self.is_remote:
-            # A wrong URL, or a missing right, is an error now and not after hours of work.
-            _file_exists(self.path)
-            name = os.path.basename(self.temporary)
-            self.temporary = os.path.join(tempfile.gettempdir(), name)
-        try:
-            self.file = io.BufferedWriter(_NamedFile(self.temporary, "x+b"), 1 << 20)
-        except (FileNotFoundError, NotADirectoryError):
-            folder = os.path.dirname(self.temporary)
-            raise FileNotFoundError(f"{folder}: no such folder") from None
-        # Readers of the old file keep their rights.  Some file systems, such as vfat, refuse to set
-        # rights.
-        if os.path.exists(self.path):
-            with contextlib.suppress(OSError):
-                shutil.copymode(self.path, self.temporary)
+        folder = os.path.dirname(self.path)
+        if folder and not os.path.isdir(folder):
+            raise FileNotFoundError(f"{_hide_credentials(folder)}: no such local folder")
+        self.file = open(self.temporary, "xb", buffering=1 << 20)
 
     def sync(self) -> None:
         """Have the disk hold all that was written; OSError if it is full."""
         self.file.flush()
-        try:
-            os.fsync(self.file.fileno())
-        except OSError as error:
-            error.filename = self.temporary
-            raise
+        os.fsync(self.file.fileno())
 
     def finish(self) -> None:
         """Close the whole file; it has its temporary name still."""
@@ -3683,28 +3972,15 @@ class _NewFile:
         self.file.close()
 
     def commit(self) -> None:
-        """Give the file its name.  If it cannot be uploaded it is kept, and the error says so."""
+        """Give the file its name."""
         if not self.file.closed:
             self.finish()
-        if not self.is_remote:
-            os.replace(self.temporary, self.path)
-            return
-        try:
-            self._upload()
-        except OSError as error:
-            raise _keep(error, self) from None
-
-    def _upload(self):
-        """Write the finished file as the object that it is to be."""
-        _RemoteFile(self.path).upload(self.temporary)
-        os.unlink(self.temporary)
+        os.replace(self.temporary, self.path)
 
     def discard(self) -> None:
         """Remove the file; after commit() this does nothing."""
         with contextlib.suppress(OSError):  # a full disk refuses what is not yet written
             self.file.close()
-        if self.is_kept:
-            return
         with contextlib.suppress(OSError):  # it has its name already, or the disk refuses this too
             os.unlink(self.temporary)
 
@@ -3719,139 +3995,35 @@ class _NewFile:
             self.discard()
 
 
-class _NamedFile(io.FileIO):
-    """A file whose errors name it: Python's own say "[Errno 28] No space left on device" alone."""
-
-    def write(self, content):
-        try:
-            return super().write(content)
-        except OSError as error:
-            error.filename = self.name
-            raise
-
-
 def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
     """Give a .bin and its .idx their names; an old .idx never stands beside a new .bin.
 
     The disk has both files, whole, before one gets its name; OSError if it is full.  If the .bin
-    cannot be renamed, the old pair stays as it was.  If one of the two cannot be uploaded, they are
-    kept, and the error says how to upload them.
+    cannot be renamed, the old .idx comes back.
     """
-    tokens.sync()
-    index.sync()
-    record = f"{index.path.removesuffix('.idx')}.record.json"  # of the old pair: see section 18
-    if index.is_remote:
-        try:
-            _RemoteFile(record).remove()
-            _RemoteFile(index.path).remove()
-            tokens.finish()
-            tokens._upload()
-        except OSError as error:
-            raise _keep(error, tokens, index) from None
-    else:
-        pathlib.Path(record).unlink(missing_ok=True)
-        _rename_without_old_index(tokens, index)
-    index.commit()
-
-
-def _keep(error, *files):
-    """Keep finished files that were not uploaded; return the error that says how to do it."""
-    for file in files:
-        file.is_kept = True
-    places = ", then ".join(f"{file.temporary} as {file.path}" for file in files)
-    return OSError(f"{error}; upload {places}")
-
-
-def _rename_without_old_index(tokens, index):
-    """Give a .bin its name while the old .idx has another one, which it keeps only on an error."""
-    old_index = f"{index.temporary.removesuffix('.tmp')}.old.tmp"
     if os.path.isdir(index.path):
         raise IsADirectoryError(f"{index.path} is a folder: wanted the place of a file")
+    tokens.finish()
+    index.finish()
+    record = f"{index.path.removesuffix('.idx')}.record.json"  # of the old pair (section 18)
+    pathlib.Path(record).unlink(missing_ok=True)
+    old_index = f"{index.temporary.removesuffix('.tmp')}.old.tmp"
     try:
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(index.path, old_index)
-            tokens.commit()
-        finally:
-            _settle_old_index(tokens, index, old_index)
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(index.path, old_index)
+        tokens.commit()
     finally:
-        _settle_old_index(tokens, index, old_index)  # a signal may have ended the line above
-
-
-def _settle_old_index(tokens, index, old_index):
-    """Remove the old .idx, or, where the .bin has not got its name, put it back."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.exists(tokens.temporary):
-            os.replace(old_index, index.path)
-        else:
-            os.unlink(old_index)
-
-
-def _map_file(path: str | os.PathLike) -> np.ndarray:
-    """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive.
-
-    Returns uint8 (size of the file,); OSError if there is no such file.  Cost: O(1), whatever the
-    size: a page is read when one of its bytes is used for the first time.
-
-    >>> _map_file(get_bin_path(toy_corpus()))[:5].tobytes()
-    b'aaaab'
-    """
-    if os.path.getsize(path) == 0:
-        return np.empty(0, np.uint8)  # an empty file cannot be mapped
-    return np.asarray(np.memmap(path, np.uint8, "r"))
-
-
-# -- What a builder takes ----------------------------------------------------------------------
-
-
-def _encode_tokens(values, dtype):
-    """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
-
-    ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
-    floating-point dtype, which the format knows too, are converted as numpy does.
-    """
-    if not isinstance(values, np.ndarray):
-        values = _as_array(values, dtype)
-    ids = np.asarray(values).reshape(-1)
-    if ids.dtype == dtype or dtype.kind == "f" or len(ids) == 0:
-        return ids.astype(dtype, copy=False).tobytes()
-    if ids.dtype.kind not in "biu":  # bool, signed, unsigned
-        raise ValueError(f"{dtype} tokens must be integers, got {ids.dtype}")
-    tokens = ids.astype(dtype)
-    misfits = np.flatnonzero(tokens != ids)
-    if len(misfits):
-        at = misfits[0]
-        raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
-    return tokens.tobytes()
-
-
-def _as_array(values, dtype):
-    """Tensor, list or tuple -> array, of any dtype."""
-    if isinstance(values, torch.Tensor):
-        return values.numpy(force=True)  # from any device
-    if isinstance(values, list):
-        # For integers that fit this is faster than np.asarray(), which looks for their least common
-        # dtype first.  A list of anything else falls through.
-        with contextlib.suppress(TypeError, OverflowError):
-            return np.frombuffer(array.array(dtype.char, values), dtype)
-    return np.asarray(values)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.exists(tokens.temporary):  # the .bin has not got its name
+                os.replace(old_index, index.path)
+            else:
+                os.unlink(old_index)
+    index.commit()
 
 
 def _as_tokens(values, dtype):
     """Tensor, array or list -> 1-D array of dtype; ValueError at an id that does not fit."""
     return np.frombuffer(_encode_tokens(values, dtype), dtype)
-
-
-def _as_compact_array(values, typecode, name):
-    """Integers -> array.array, a few bytes each.
-
-    ValueError if one does not fit the typecode, TypeError if one is no integer.
-    """
-    try:
-        return array.array(typecode, values)
-    except OverflowError:
-        bits = 8 * array.array(typecode).itemsize
-        raise ValueError(f"{name}: {values!s:.60} does not fit {bits} bits") from None
 
 
 def _as_arrays(documents, dtype):
@@ -3871,111 +4043,6 @@ def _as_arrays(documents, dtype):
     edges = np.asarray(layout.offsets).tolist()  # where each document begins, and the end
     tokens = _as_tokens(awkward.to_numpy(layout.content[: edges[-1]]), dtype)
     return [tokens[begin:end] for begin, end in itertools.pairwise(edges)]
-
-
-def _append_documents(builder, documents, modes, eod_token):
-    """What IndexedDatasetBuilder.add_documents() does."""
-    eod = _as_tokens([] if eod_token is None else [eod_token], builder._token_dtype)
-    pieces = [eod[:0]]  # so that there is something to concatenate
-    lengths = []
-    for tokens in _as_arrays(documents, builder._token_dtype):
-        pieces.append(tokens)
-        lengths.append(len(tokens))
-        if len(tokens) > 0:
-            pieces.append(eod)
-            lengths[-1] += len(eod)
-    ends = range(1, len(lengths) + 1)  # each document is one sequence
-    _append_with_ends(builder, np.concatenate(pieces).view(np.uint8), lengths, ends, modes)
-
-
-def _append_with_ends(builder, content, lengths, ends, modes=None):
-    """Append sequences, and end documents.
-
-    content  the bytes of the sequences, as the .bin file has them
-    ends     one number for each document that ends here: how many sequences of this call come
-             before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no sequence
-             ends first, then one of two sequences, then one of one.
-    """
-    first = len(builder.sequence_lengths)
-    builder._append(content, lengths, modes)
-    for end in ends:
-        builder.document_indices.append(first + int(end))
-
-
-def _append_pair(builder, path_prefix):
-    """What IndexedDatasetBuilder.add_index() does."""
-    _check_open(builder)
-    source = get_bin_path(path_prefix)
-    target = builder._bin.path
-    if os.path.realpath(source) == os.path.realpath(target):
-        raise ValueError(f"{source} is both input and output: choose another output prefix")
-    other = IndexedDataset(path_prefix, multimodal=builder.multimodal, check=True)
-    if other.dtype != builder.dtype:
-        raise ValueError(
-            f"{source} holds {other.dtype.__name__} tokens, "
-            f"wanted {builder.dtype.__name__} as in {target}"
-        )
-    without_modes = 34 + 12 * len(other) + 8 * len(other.document_indices)
-    if not builder.multimodal and len(other._idx_content) > without_modes:
-        raise ValueError(
-            f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
-            "multimodal=True"
-        )
-    before = len(builder.sequence_lengths)
-    at_a_time = (16 << 20) // builder._token_dtype.itemsize  # 16 MiB of tokens
-    for first in range(0, other.num_tokens, at_a_time):
-        builder._write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
-    builder.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
-    builder.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
-    if builder.multimodal:
-        builder.sequence_modes.frombytes(other.sequence_modes.tobytes())
-
-
-def _check_open(builder):
-    """ValueError once the pair is finished, or a write has failed."""
-    if builder._bin.file.closed:
-        path = builder._bin.path
-        raise ValueError(f"{path} is finalized, or has failed: nothing can be added")
-
-
-def _as_sequences(builder, content, lengths, modes):
-    """Lengths and modes of new sequences, as array.arrays; ValueError if they do not fit."""
-    lengths = _as_compact_array(lengths, "i", "lengths of sequences")
-    num_tokens = len(content) // builder._token_dtype.itemsize
-    if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
-        raise ValueError(
-            f"{builder._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
-            f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
-        )
-    if modes is None and builder.multimodal:
-        modes = bytes(len(lengths))
-    if modes is not None:
-        modes = _as_compact_array(modes, "b", "modes of sequences")
-        if len(modes) != len(lengths):
-            raise ValueError(
-                f"{builder._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
-                f"got {len(modes)} modes"
-            )
-    return lengths, modes
-
-
-def _check_finished(builder):
-    """The last document has ended, and the .bin file has all tokens; ValueError, OSError."""
-    _check_open(builder)
-    last_end = builder.document_indices[-1]
-    if last_end != len(builder.sequence_lengths):
-        raise ValueError(
-            f"{builder._bin.path}: no document ends after sequence {last_end}: "
-            "call end_document() before finalize()"
-        )
-    builder._bin.file.flush()
-    num_tokens = np.frombuffer(builder.sequence_lengths, np.int32).sum(dtype=np.int64)
-    wanted = int(num_tokens) * builder._token_dtype.itemsize
-    found = os.path.getsize(builder._bin.temporary)
-    if found != wanted:
-        raise OSError(
-            f"{builder._bin.path}: wanted {wanted} bytes, got {found}: a write has failed"
-        )
 
 
 # ==============================================================================
@@ -4565,27 +4632,24 @@ def _arrays_made_from(dataset: GPTDataset) -> dict:
 
 
 # ==============================================================================
-# 13. Token sources
+# 13. Object storage
 # ==============================================================================
-# Question answered here: how are tokens read from a mapping, a file, or object storage?
+# Question answered here: how are tokens read over a network?
 #
-#   IndexedDataset  --read(first token, count)-->  _MappedTokens   a view of the mapped .bin file,
-#                                                                  see section 1
-#                                                  _FileTokens     a new array, read from the file
-#                                                  _RemoteFile     a range of a remote object
+# Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
+# read with the package fsspec, which comes with torch, and never written.
 #
-# Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus, read
-# with the package fsspec, which comes with torch.  The .idx is copied to a local folder, once, and
-# mapped.  Of the .bin only what a sample needs is read, and the parts of a batch at the same time:
+#   s3://bucket/corpus.idx   copied once, whole, into a local folder, and mapped:  a1b2....idx
 #
-#   read_many([(0, 5), (900, 3)])   exact ranges   |#####|                            |###|
-#                                   blocks         |#####...............|.............###.|.....
+#   s3://bucket/corpus.bin   a a a a b b b c c c c c c       read_many([(0, 4), (8, 2)])
+#                            |-----|         |-|             asks for these two ranges, and for
+#                                                            nothing else, at the same time
 #
-# Blocks serve where neighbours are read soon after, as when a corpus is copied; shuffled samples
-# have no such neighbours.
+# Requests fail now and then, and with many ranges one of them fails nearly always.  So only those
+# that failed are asked for again, after a pause:
 #
-# The last parts of this section look at a corpus before orders are made of it, and at the number of
-# files that may be open.
+#   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
+#   second try                             range 3 ok
 
 
 @dataclasses.dataclass
@@ -4594,9 +4658,8 @@ class ObjectStorageConfig:
 
     path_to_idx_cache   folder for copies of .idx files; None: megatron_min in the folder of the
                         user's caches, $XDG_CACHE_HOME or ~/.cache
-    bin_chunk_nbytes    0: read just the bytes that are asked for; else read the .bin in blocks of
-                        so many bytes, and keep the last eight (upstream's default: 256 MiB);
-                        a read holds twice as many for a moment
+    bin_chunk_nbytes    accepted, without effect: the .bin is read in exact ranges, where upstream
+                        reads blocks of 256 MiB by default
 
     Copies of .idx files are never removed: an object that changes leaves its old copy behind.
     """
@@ -4605,8 +4668,6 @@ class ObjectStorageConfig:
     bin_chunk_nbytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.bin_chunk_nbytes < 0:
-            raise ValueError(f"bin_chunk_nbytes must be >= 0, got {self.bin_chunk_nbytes}")
         if _is_remote(self.folder):
             raise ValueError("path_to_idx_cache must be a local folder, got a URL")
 
@@ -4619,169 +4680,42 @@ class ObjectStorageConfig:
         return os.path.join(caches, "megatron_min")
 
 
-class _FileTokens:
-    """The tokens of a .bin file that stays open; the methods are those of _MappedTokens."""
-
-    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.path = os.fspath(path)
-        self.dtype = np.dtype(dtype)
-        self._file = open(path, "rb", buffering=0)
-        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return a new array; DatasetFormatError if the file ends before the last token."""
-        size = count * self.dtype.itemsize
-        begin = start * self.dtype.itemsize
-        content = _pread(self._file, size, begin)
-        if len(content) < size:
-            raise _format_error(self.path, f"bytes at {begin}", size, len(content))
-        return np.frombuffer(content, self.dtype)
-
-    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the tokens of several (start, count)."""
-        return [self.read(start, count) for start, count in spans]
-
-
-def _pread(file, size, begin):
-    """The bytes of an open file from begin on: size bytes, or fewer at the end of the file."""
-    content = bytearray()
-    while len(content) < size:
-        got = _read_once(file, size - len(content), begin + len(content))
-        if not got:
-            break
-        content += got
-    return content
-
-
-_SEEK_LOCK = threading.Lock()
-
-
-def _read_once(file, size, begin):
-    """Some bytes of an open file from begin on; the system may return a part of what is there."""
-    if hasattr(os, "pread"):
-        return os.pread(file.fileno(), size, begin)
-    with _SEEK_LOCK:  # on Windows the threads of a process share the position in a file
-        file.seek(begin)
-        return file.read(size)
-
-
 class _RemoteFile:
-    """An object on object storage, by its URL: read in ranges, written and removed as a whole.
+    """An object on object storage, by its URL; read() and read_many() are those of _MappedTokens.
 
-    url           such as s3://bucket/corpus.bin
-    dtype         what its tokens are; of bytes by default, for what is no .bin
-    block_bytes   0: read exact ranges; else whole blocks of so many bytes, the last of which are
-                  kept
+    url     such as s3://bucket/corpus.bin
+    dtype   what its tokens are; of bytes by default
 
-    Every operation is tried again after growing pauses, but for what cannot succeed: an object that
-    is not there, a missing right, a wrong argument, a missing package.  An error names the object,
-    without the user name, the password and the query of its URL.  Objects can be pickled, and used
-    by threads and by forked processes: fsspec keeps one connection for each process.
+    Every request is tried again after growing pauses, unless the object is not there or may not be
+    read.  An error names the object.  Objects can be pickled, and used by threads and by forked
+    processes: fsspec keeps one connection for each process.
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
-    _KEPT_BLOCKS = 8
 
-    def __init__(
-        self, url: str | os.PathLike, dtype: type = np.uint8, block_bytes: int = 0
-    ) -> None:
+    def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
         self.url = os.fspath(url)
         self.dtype = np.dtype(dtype)
-        self.block_bytes = block_bytes
-        self._size = None  # of the object, where blocks are cut
-        self._kept = {}  # {where a block begins: its bytes}, the oldest first
-        if self.url.lower().startswith("file://"):
-            raise ValueError(f"{self.url}: for a local file give its path, without file://")
-        if block_bytes:
-            self._size = self.stamp()["size"]
 
-    def stamp(self) -> dict:
-        """Return {"size": bytes, "changed": a digest of what the storage says of the object}."""
-        found = self._try(self._info)
-        # The URL that a server redirects to may have a signature, which is a new one each time;
-        # other servers tell when the object was last read.
-        for name in ("url", "time", "accessTime"):
-            found.pop(name, None)
-        return {"size": found["size"], "changed": _md5(json.dumps(found, default=str))}
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return a new array."""
-        return self.read_many([(start, count)])[0]
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return a new array of count tokens from token first on."""
+        return self.read_many([(first, count)])[0]
 
     def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return new arrays, whose ranges, or blocks, are fetched at the same time."""
+        """Return new arrays, whose ranges are fetched at the same time."""
         ranges = []
-        for start, count in spans:
-            begin = start * self.dtype.itemsize
-            ranges.append((begin, begin + count * self.dtype.itemsize))
-        contents = []
-        if not self.block_bytes:
-            contents = self._fetch(ranges)
-        else:
-            # A few ranges at a time, because the blocks of a whole batch may not fit into memory.
-            for low in range(0, len(ranges), self._KEPT_BLOCKS):
-                contents += self._cut_from_blocks(ranges[low : low + self._KEPT_BLOCKS])
-        return [np.frombuffer(content, self.dtype) for content in contents]
-
-    def upload(self, path: str) -> None:
-        """Write a local file as this object, as a whole."""
-        self._try(self._put, path)
-
-    def remove(self) -> None:
-        """Remove the object, if there is one."""
-        with contextlib.suppress(FileNotFoundError):
-            self._try(self._remove)
-
-    def file_system(self) -> tuple[typing.Any, str]:
-        """Return fsspec's file system, and the path of the object in it."""
-        return self._try(self._open)
-
-    def _fetch(self, ranges):
-        """The bytes of each (begin, end); a further try asks only for what did not come yet."""
-        contents = {(begin, end): b"" for begin, end in ranges if begin == end}
+        contents = {}  # (begin, end) -> bytes
+        for first, count in spans:
+            begin = first * self.dtype.itemsize
+            end = begin + count * self.dtype.itemsize
+            ranges.append((begin, end))
+            if begin == end:
+                contents[begin, end] = b""
         self._try(self._fetch_missing, ranges, contents)
-        return [contents[span] for span in ranges]
+        return [np.frombuffer(contents[span], self.dtype) for span in ranges]
 
-    def _cut_from_blocks(self, ranges):
-        """The bytes of each (begin, end), cut out of whole blocks."""
-        # fsspec's own cache of blocks would fetch those of a batch one after the other.
-        blocks = self._kept.copy()  # a copy of this call's own, since threads may read, too
-        missing = []  # (begin, end) of each block to fetch
-        for begin, end in ranges:
-            first = begin - begin % self.block_bytes
-            for block in range(first, end, self.block_bytes):
-                if block not in blocks:
-                    missing.append((block, min(block + self.block_bytes, self._size)))
-        for (block, _), content in zip(missing, self._fetch(missing), strict=True):
-            blocks[block] = content
-        self._kept = dict(list(blocks.items())[-self._KEPT_BLOCKS :])
-        contents = []
-        for begin, end in ranges:
-            first = begin - begin % self.block_bytes
-            parts = [blocks[block] for block in range(first, end, self.block_bytes)]
-            contents.append(b"".join(parts)[begin - first : end - first])
-        return contents
-
-    def _open(self):
-        """fsspec's file system, and the path of the object in it; fsspec keeps file systems."""
-        import fsspec
-
-        return fsspec.core.url_to_fs(self.url)
-
-    def _info(self):
-        """All that the storage says of the object, which must not be an older answer."""
-        file_system, path = self._open()
-        file_system.invalidate_cache(path)
-        found = file_system.info(path)
-        if found.get("type") == "directory":
-            raise FileNotFoundError("this is a folder")
-        if found.get("size") is None:
-            raise ValueError("the server does not tell its size")
-        return dict(sorted(found.items()))
-
-    def _fetch_missing(self, ranges, contents):
+    def _fetch_missing(self, file_system, path, ranges, contents):
         """Fetch the ranges that contents lacks; what came is kept, and the first error raised."""
-        file_system, path = self._open()
         missing = [span for span in dict.fromkeys(ranges) if span not in contents]
         begins = [begin for begin, _ in missing]
         ends = [end for _, end in missing]
@@ -4790,30 +4724,50 @@ class _RemoteFile:
         for (begin, end), content in zip(missing, found, strict=True):
             if isinstance(content, BaseException):
                 errors.append(content)
-            elif len(content) > end - begin:  # such a server would send the whole object each time
-                raise ValueError("the server sends more than the range that it is asked for")
-            elif len(content) < end - begin:
+            elif len(content) != end - begin:
                 errors.append(OSError(f"bytes {begin} to {end} came as {len(content)} bytes"))
             else:
                 contents[begin, end] = content
         if errors:
             raise errors[0]
 
-    def _put(self, path):
-        """Write a local file as this object."""
-        file_system, remote_path = self._open()
-        file_system.put_file(path, remote_path)
+    def stamp(self) -> dict:
+        """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
+        return self._try(self._ask_for_stamp)
 
-    def _remove(self):
-        """Remove the object."""
-        file_system, path = self._open()
-        file_system.rm_file(path)
+    def _ask_for_stamp(self, file_system, path):
+        """The size of the object, and its ETag or the time of its last change."""
+        file_system.invalidate_cache(path)  # an older answer would be of no use
+        found = file_system.info(path)
+        if found["type"] == "directory" or found["size"] is None:
+            raise FileNotFoundError("no object with a size")
+        changed = [str(found[name]) for name in self._CHANGED if name in found]
+        return {"size": found["size"], "changed": " ".join(changed)}
 
-    def _try(self, operation, *arguments):
-        """Call operation until it succeeds, as often as there are pauses, and once more."""
+    # where storages tell an ETag or a time
+    _CHANGED = (
+        "ETag",
+        "etag",
+        "Last-Modified",
+        "LastModified",
+        "last_modified",
+        "mtime",
+        "updated",
+        "created",
+    )
+
+    def _try(self, request, *arguments):
+        """Call a request until it succeeds, as often as there are pauses, and once more."""
+        import fsspec
+
+        try:
+            file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec keeps file systems
+        except ImportError as error:
+            url = _hide_credentials(self.url)
+            raise ImportError(f'{url}: {error}: pip install "megatron-min[storage]"') from None
         for pause in (*self._PAUSES, None):
             try:
-                return operation(*arguments)
+                return request(file_system, path, *arguments)
             except Exception as error:
                 described = self._describe(error)
                 if pause is None or type(described) is not OSError:
@@ -4826,31 +4780,36 @@ class _RemoteFile:
         cause = error.__cause__
         if isinstance(error, FileNotFoundError) and type(cause).__module__.startswith("aiohttp"):
             error = cause  # fsspec calls whatever happens to an HTTP request "not found"
-        url = _hide_credentials(self.url)
-        text = _hide_credentials(f"{type(error).__name__}: {error}")
         status = getattr(error, "status", None)  # of HTTP
-        if isinstance(error, ImportError):
-            return ImportError(
-                f"{url} needs a further package: {error} (for s3, http and https: "
-                'pip install "megatron-min[storage]")'
-            )
-        if isinstance(error, PermissionError) or status in (401, 403):
-            return PermissionError(f"{url}: {text}")
+        kind = OSError
         if isinstance(error, FileNotFoundError) or status == 404:
-            # the text is often just the URL, with its query
-            return FileNotFoundError(f"{url}: no such object, or no right to see it")
-        if isinstance(error, (TypeError, ValueError)):
-            return ValueError(f"{url}: {text}")
-        return OSError(f"{url}: {text}")
+            kind = FileNotFoundError
+        if isinstance(error, PermissionError) or status in (401, 403):
+            kind = PermissionError
+        return kind(_hide_credentials(f"{self.url}: {type(error).__name__}: {error}"))
 
 
-def _open_tokens(
-    path: str, dtype: type, mmap: bool = True, config: ObjectStorageConfig | None = None
-) -> _MappedTokens | _FileTokens | _RemoteFile:
-    """Return the source of the tokens of a .bin file, which is mapped, open, or remote."""
-    if _is_remote(path):
-        return _RemoteFile(path, dtype, 0 if config is None else config.bin_chunk_nbytes)
-    return _MappedTokens(path, dtype) if mmap else _FileTokens(path, dtype)
+def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig | None) -> str:
+    """Return the path of a local copy of an .idx file, which is made where there is none.
+
+    Its name says which object it is of, and which state of it.  Processes that start together may
+    copy it at the same time: each copy appears whole, and they are equal.
+    """
+    if config is None:
+        config = ObjectStorageConfig()
+    name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
+    copied = os.path.join(config.folder, f"{name}.idx")
+    if os.path.exists(copied):
+        return copied
+    os.makedirs(config.folder, exist_ok=True)
+    remote = _RemoteFile(url)
+    at_a_time = 64 << 20  # bytes
+    with _NewFile(copied) as file:
+        for begin in range(0, stamp["size"], at_a_time):
+            file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
+        if remote.stamp() != stamp:
+            raise _format_error(url, "object", "one that stays while it is copied", "another")
+    return copied
 
 
 def _is_remote(path: str | os.PathLike) -> bool:
@@ -4861,316 +4820,6 @@ def _is_remote(path: str | os.PathLike) -> bool:
     """
     path = os.fspath(path)
     return "://" in path and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
-
-
-def _file_stamp(path: str | os.PathLike) -> dict:
-    """Return what tells a file from one that is written later: its size, its last change, ..."""
-    if _is_remote(path):
-        return _RemoteFile(path).stamp()
-    stat = os.stat(path)
-    return {"size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
-
-
-def _file_exists(path: str | os.PathLike) -> bool:
-    """Return True if there is such a file or object."""
-    if not _is_remote(path):
-        return os.path.exists(path)
-    try:
-        _RemoteFile(path).stamp()
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _fetch_index(path: str, stamp: dict, config: ObjectStorageConfig | None = None) -> str:
-    """Return the path of a local copy of an .idx file; a local file is its own copy.
-
-    The name of the copy says which object it is of, and which state of it: so no two prefixes share
-    a copy, and an object that has changed is copied again.  Processes that start together wait for
-    the one that copies.
-    """
-    if not _is_remote(path):
-        return path
-    folder = ObjectStorageConfig().folder if config is None else config.folder
-    copied = os.path.join(folder, f"{_md5(path)}-{stamp['changed']}.idx")
-    if os.path.exists(copied):
-        return copied
-    os.makedirs(folder, exist_ok=True)
-    with open(f"{copied}.lock", "wb") as lock:
-        _wait_for_lock(lock)  # the end of this block, or of this process, unlocks
-        if not os.path.exists(copied):
-            with _NewFile(copied) as file:
-                _copy_object(path, stamp, file)
-    return copied
-
-
-def _wait_for_lock(file):
-    """Wait until no other process has locked this open file, and lock it.
-
-    Where there are no locks, go on without: each process makes a copy, and each appears whole.
-    """
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-            raise
-
-
-def _copy_object(url, stamp, file):
-    """Write an object to an open file; an error if it changed meanwhile."""
-    remote = _RemoteFile(url)
-    size = stamp["size"]
-    for begin in range(0, size, _COPIED_BYTES):
-        file.write(remote.read(begin, min(_COPIED_BYTES, size - begin)))
-    if remote.stamp() != stamp:
-        raise _format_error(url, "object", "one that stays while it is copied", "another")
-
-
-_COPIED_BYTES = 64 << 20  # that are asked for at once
-
-
-# -- is a pair what its format says? ---------------------------------------------------------------
-#
-# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
-#
-#   what              when                              against
-#   header and sizes  at every open, in O(1)            the table of section 1, the size of the .bin
-#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
-#   entries                                             sequence ends where the .bin ends
-#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
-#                     and before section 4 orders the   of the lengths before it, in bytes, and
-#                     sequences, in O(n)                documents never go back
-#   one place         at every access                   the bounds of the sequence and of the .bin
-
-_CHUNK = 1 << 14  # entries that are checked at a time: temporary arrays stay in the CPU's cache
-
-
-def _open_index(pair):
-    """The bytes of the .idx file of a pair, mapped; its header and its size are right."""
-    path = get_idx_path(pair.path_prefix)
-    if not _is_remote(path) and not os.path.exists(path):
-        raise FileNotFoundError(_describe_missing_pair(pair.path_prefix))
-    pair._idx_stamp = _file_stamp(path)
-    pair._idx_content = _map_file(_fetch_index(path, pair._idx_stamp, pair.object_storage_config))
-    pair._verified = False
-    pair._identity = None  # _identity_of_index() fills it
-    pair._digest = None  # _digest_of_contents() fills it
-    _check_header(path, pair._idx_content, pair.multimodal)
-    return pair._idx_content
-
-
-def _open_bin(pair):
-    """The tokens of the .bin file of a pair, and how many there are; it belongs to the .idx."""
-    idx_path = get_idx_path(pair.path_prefix)
-    bin_path = get_bin_path(pair.path_prefix)
-    pair._bin_stamp = _file_stamp(bin_path)
-    bin_size = pair._bin_stamp["size"]
-    _check_ends(pair, bin_size)
-    tokens = _open_tokens(bin_path, pair.dtype, pair.mmap, pair.object_storage_config)
-    # Another process may replace the pair meanwhile.  It does so in this order: the old .idx goes,
-    # the new .bin comes, the new .idx comes (section 11).  So if the .idx is the same before and
-    # after the .bin was opened, they belong together.
-    if _file_stamp(idx_path) != pair._idx_stamp:
-        raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
-    return tokens, bin_size // pair._token_bytes
-
-
-def _check_header(path, content, multimodal):
-    """An .idx has a header, and exactly the bytes that its header implies."""
-    found = len(content)
-    if found < _HEADER.size:
-        raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
-    magic, version, code, n, m = _HEADER.unpack_from(content)
-    if magic != _MAGIC or version != _VERSION:
-        raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
-    if not 1 <= code <= 8:
-        raise _format_error(path, "dtype code", "1 to 8", code)
-    without_modes = 34 + 12 * n + 8 * m
-    with_modes = without_modes + n
-    if multimodal and found != with_modes:
-        raise _format_error(path, "file size", f"{with_modes} bytes with modes", found)
-    if found not in (without_modes, with_modes):
-        wanted = f"{with_modes} bytes with modes or {without_modes} without"
-        raise _format_error(path, "file size", wanted, found)
-
-
-def _check_ends(pair, bin_size):
-    """The documents of a pair run from 0 to n, and its last sequence ends where the .bin ends."""
-    path = get_idx_path(pair.path_prefix)
-    n = len(pair)
-    documents = pair.document_indices[[0, -1]].tolist() if len(pair.document_indices) else []
-    if documents != [0, n]:
-        raise _format_error(path, "document_indices", f"from 0 to {n}", documents)
-    end = 0
-    if n:
-        end = int(pair.sequence_pointers[-1]) + int(pair.sequence_lengths[-1]) * pair._token_bytes
-    tokens = f"{pair.dtype.__name__} tokens"
-    if end % pair._token_bytes:
-        field = f"end of the last sequence ({tokens})"
-        raise _format_error(path, field, f"a multiple of {pair._token_bytes}", end)
-    if bin_size != end:
-        raise _format_error(
-            get_bin_path(pair.path_prefix),
-            f"file size ({tokens})",
-            f"{end} bytes, as {path} says",
-            f"{bin_size}: the file is truncated, or belongs to another .idx",
-        )
-
-
-def _error_of_span(pair, i, offset, length):
-    """The error for a part of sequence i that is not in the sequence, or not in the .bin file."""
-    pointer = int(pair.sequence_pointers[i])
-    size = int(pair.sequence_lengths[i])
-    start, rest = divmod(pointer, pair._token_bytes)
-    if rest or start < 0 or size < 0 or start + size > pair.num_tokens:
-        # only an .idx that was not checked as a whole can be wrong in this way
-        path = get_idx_path(pair.path_prefix)
-        found = f"byte {pointer}, {size} tokens"
-        return _format_error(path, f"sequence {i}", "a place in .bin", found)
-    field = f"tokens of sequence {i}"
-    wanted = f"{offset} to {offset + length}"
-    return _format_error(pair.path_prefix, field, wanted, size, IndexError)
-
-
-def _verify_pair(pair):
-    """What IndexedDataset.verify() does."""
-    if pair._verified:
-        return
-    _verify_sequences(pair)
-    _verify_documents(pair)
-    pair._verified = True
-
-
-def _verify_sequences(pair):
-    """Each sequence begins where the one before it ends."""
-    path = get_idx_path(pair.path_prefix)
-    end = 0
-    for low in range(0, len(pair), _CHUNK):
-        lengths = pair.sequence_lengths[low : low + _CHUNK]
-        pointers = pair.sequence_pointers[low : low + _CHUNK]
-        ends = pointers + lengths * np.int64(pair._token_bytes)
-        wanted = np.concatenate([[end], ends[:-1]])
-        wrong = np.flatnonzero((lengths < 0) | (pointers != wanted))
-        if len(wrong):
-            at = wrong[0]
-            if lengths[at] < 0:
-                raise _format_error(path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
-            field = f"sequence_pointers[{low + at}]"
-            raise _format_error(path, field, wanted[at], pointers[at])
-        end = ends[-1]
-
-
-def _verify_documents(pair):
-    """Each document begins where, or after, the one before it begins."""
-    path = get_idx_path(pair.path_prefix)
-    for low in range(0, len(pair.document_indices) - 1, _CHUNK):
-        found = pair.document_indices[low : low + _CHUNK + 1]
-        wrong = np.flatnonzero(found[1:] < found[:-1])
-        if len(wrong):
-            at = wrong[0]
-            field = f"document_indices[{low + at + 1}]"
-            raise _format_error(path, field, f">= {found[at]}", found[at + 1])
-
-
-# -- is a pair the one that it was? -------------------------------------------------------------
-
-
-def _identity_of_index(pair):
-    """The size of an .idx, the time of its last change, and a digest of its first and last page."""
-    if pair._identity is None:
-        first = pair._idx_content[:_PAGE].tobytes()
-        last = pair._idx_content[-_PAGE:].tobytes()
-        pair._identity = {
-            "idx_size": pair._idx_stamp["size"],
-            "idx_mtime_ns": pair._idx_stamp["changed"],
-            "idx_ends": _md5(first + last),
-        }
-    return pair._identity.copy()
-
-
-def _digest_of_contents(pair):
-    """An md5 of the sizes of both files of a pair and of some of their pages.
-
-    8 pages of 4 KiB of the .idx and 24 of the .bin, the first, the last, and evenly between: so a
-    copy at another path has the same digest, and a corpus with other tokens, even of the same
-    lengths, has another.  It is kept as long as the files are the same.  Object storage is not
-    asked again whether they are: that would be two requests each time.
-    """
-    stamps = [pair._idx_stamp, pair._bin_stamp]
-    if not _is_remote(pair.path_prefix):
-        with contextlib.suppress(FileNotFoundError):  # files that are open outlive their names
-            stamps = [
-                _file_stamp(get_idx_path(pair.path_prefix)),
-                _file_stamp(get_bin_path(pair.path_prefix)),
-            ]
-    if pair._digest is None or stamps != pair._digest_stamps:
-        pair._digest = _digest_of_pages(pair)
-        pair._digest_stamps = stamps
-    return pair._digest
-
-
-def _pickle_pair(pair):
-    """What pickle calls to open a pair again: a class, its arguments, and what the files were."""
-    arguments = pair.path_prefix, pair.multimodal, pair.mmap, pair.object_storage_config, pair.check
-    return type(pair), arguments, [pair._idx_stamp, pair._bin_stamp]
-
-
-def _check_stamps(pair, stamps):
-    """DatasetFormatError if the files that were opened are not those of the pickle."""
-    found = [pair._idx_stamp, pair._bin_stamp]
-    if found != stamps:
-        reason = "the pair was replaced after the dataset was pickled: build it again"
-        raise _format_error(pair.path_prefix, "files", stamps, f"{found}: {reason}")
-
-
-def _digest_of_pages(pair):
-    """The md5 of the sizes of both files, and of pages of them, as they are now."""
-    bin_size = pair.num_tokens * pair._token_bytes
-    parts = [f"{len(pair._idx_content)} {bin_size}".encode()]
-    for begin, end in _pages_spread(len(pair._idx_content), 8):
-        parts.append(pair._idx_content[begin:end].tobytes())
-    spans = []
-    for begin, end in _pages_spread(bin_size, 24):
-        spans.append((begin // pair._token_bytes, (end - begin) // pair._token_bytes))
-    source = pair._tokens
-    if _is_remote(pair.path_prefix):
-        # the pages alone, where samples may be read in large blocks
-        source = _open_tokens(get_bin_path(pair.path_prefix), pair.dtype)
-    for tokens in source.read_many(spans):
-        parts.append(tokens.tobytes())
-    return _md5(b"".join(parts))
-
-
-def _pages_spread(size, count):
-    """Up to count pages of a file of this size, as (begin, end): first, last, evenly between."""
-    last = max(0, size - 1) // _PAGE
-    numbers_of_pages = sorted({k * last // (count - 1) for k in range(count)})
-    return [(k * _PAGE, min(k * _PAGE + _PAGE, size)) for k in numbers_of_pages]
-
-
-def _format_error(path, field, wanted, got, kind=DatasetFormatError):
-    """The error that names the four things a reader of the message needs."""
-    return kind(_hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
-
-
-def _describe_missing_pair(prefix):
-    """The sentence for a prefix without an .idx: it names pairs of the folder with such a name."""
-    folder, name = os.path.split(prefix)
-    if folder and not os.path.isdir(folder):
-        return f"{get_idx_path(prefix)}: there is no folder {folder}"
-    pairs = sorted(path.stem for path in pathlib.Path(folder).glob("*.idx"))
-    stem = name.removesuffix(".bin").removesuffix(".idx")
-    alike = [pair for pair in pairs if pair.startswith(stem)]
-    if not alike:
-        alike = difflib.get_close_matches(stem, pairs)
-    if alike:
-        found = " or ".join(os.path.join(folder, pair) for pair in alike[:3])
-        return f"{get_idx_path(prefix)}: no such file; did you mean {found}?"
-    return f"{get_idx_path(prefix)}: no such file: wanted the path of a pair without .bin and .idx"
 
 
 def _hide_credentials(text: str | os.PathLike) -> str:
@@ -6067,14 +5716,6 @@ class NumMicroBatches:
 # -- what a user may get wrong: indices, splits, weights, phases, configs --------------------------
 
 
-def _position(idx, n, name):
-    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
-    i = operator.index(idx)
-    if not -n <= i < n:
-        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
-    return i % n
-
-
 def _number(text):
     """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
     if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
@@ -6875,7 +6516,6 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #
 #   definition, above                   adapter, below                 loop, in _helpers.c
 #   _encode_tokens                      _c_encode_tokens               encode_tokens
-#   _verify_pair                        _c_verify_pair                 verify_index
 #   build_sample_idx                    _c_build_sample_idx            build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
 #   build_blending_indices              _c_build_blending_indices      build_blending_indices
@@ -6917,14 +6557,6 @@ def _c_encode_tokens(values, dtype):
         return _megatron_min.encode_tokens(values, dtype.kind, dtype.itemsize)
     except (TypeError, ValueError):
         return _c_encode_tokens.__wrapped__(values, dtype)
-
-
-@functools.wraps(_verify_pair)
-def _c_verify_pair(pair):
-    if not pair._verified:
-        arrays = pair.sequence_lengths, pair.sequence_pointers, pair.document_indices
-        pair._verified = _megatron_min.verify_index(*arrays, pair._token_bytes)
-    _c_verify_pair.__wrapped__(pair)  # it does nothing more, or raises the error
 
 
 _DOCUMENTS_OF_A_THREAD = 1 << 22  # fewer documents are not worth a thread of their own
@@ -7134,7 +6766,6 @@ def _c_read_samples(dataset, columns, rows, indices):
 
 if IMPLEMENTATION == "c":
     _encode_tokens = _c_encode_tokens
-    _verify_pair = _c_verify_pair
     build_sample_idx = _c_build_sample_idx
     shuffle = _c_shuffle
     build_blending_indices = _c_build_blending_indices
@@ -7617,8 +7248,7 @@ def _write_pairs(parts, encoder, prefixes, workers, description, verbose):
         stack.enter_context(contextlib.closing(encoded_blocks))
         for encoded in encoded_blocks:
             for key, column in encoded.columns.items():
-                content = column.tokens.view(np.uint8)
-                _append_with_ends(builders[key], content, column.lengths, column.ends)
+                builders[key]._append_documents(column.tokens, column.lengths, column.ends)
             progress.update(encoded)
         for builder in builders.values():
             builder.sync()  # a full disk shows here, before the first pair has its name
