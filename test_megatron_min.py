@@ -584,7 +584,10 @@ def test_a_pair_of_every_dtype(one, tmp_path, code, dtype):
         assert ds.get_document_indices() is ds.document_indices
 
 
-def test_a_dtype_without_a_code_is_refused(one, tmp_path):
+def test_dtypes_of_vocabularies_and_codes_that_are_none(one, tmp_path):
+    """A vocabulary below 65500 is stored in two bytes."""
+    assert one.DType.optimal_dtype(65499) is np.uint16
+    assert one.DType.optimal_dtype(65500) is one.DType.optimal_dtype(None) is np.int32
     for code in (0, 9):
         with pytest.raises(ValueError, match=f"code {code}"):
             one.DType.dtype_from_code(code)
@@ -593,17 +596,15 @@ def test_a_dtype_without_a_code_is_refused(one, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_vocabulary_below_65500_is_stored_in_two_bytes(one):
-    assert one.DType.optimal_dtype(65499) is np.uint16
-    assert one.DType.optimal_dtype(65500) is np.int32
-    assert one.DType.optimal_dtype(None) is np.int32
-
-
 def test_a_pair_exists_if_both_files_do(one, pair):
+    """The error names the one that does not, at once.  Upstream: 70 seconds of retries."""
     for path in (one.get_bin_path(pair), one.get_idx_path(pathlib.Path(pair))):
         assert one.IndexedDataset.exists(pair)
         os.rename(path, f"{path}.away")
         assert not one.IndexedDataset.exists(pathlib.Path(pair))
+        for mmap in (True, False):
+            with pytest.raises(FileNotFoundError, match=re.escape(path)):
+                one.IndexedDataset(pair, mmap=mmap)
         os.rename(f"{path}.away", path)
 
 
@@ -645,6 +646,42 @@ def test_a_read_of_a_mapped_pair_copies_nothing(one, pair):
         assert not tokens.flags.writeable
     ds = one.IndexedDataset(pair, mmap=False)
     assert not np.shares_memory(ds[0], ds[0])
+
+
+def test_views_outlive_the_dataset_and_the_names_of_its_files(one, pair):
+    """Nothing pins a dropped dataset, and its mapping lasts as long as a view of it.
+
+    Upstream: a segmentation fault, or a dataset that stays for ever.
+    """
+    ds = one.IndexedDataset(pair)
+    tokens = ds[3]
+    lengths = ds.sequence_lengths
+    dropped = weakref.ref(ds)
+    del ds
+    gc.collect()
+    assert dropped() is None
+    for extension in (".bin", ".idx"):
+        os.unlink(pair + extension)
+    assert lists([tokens, lengths]) == [[3] * 4, [3, 2, 0, 4]]
+
+
+def test_reads_of_an_open_file(one, pair):
+    """In several steps where the system returns fewer bytes than asked for; never too few in all.
+
+    Upstream: tokens of memory that nobody has written.
+    """
+    content = pathlib.Path(f"{pair}.bin").read_bytes()
+    ds = one.IndexedDataset(pair, mmap=False)
+    steps = [content[4:9], content[9:11], content[11:12]]
+    with mock.patch.object(os, "pread", side_effect=steps) as pread:
+        assert ds.get(0, 1, 2).tolist() == [1, 1]
+    wanted = [(8, 4), (3, 9), (1, 11)]  # bytes that are missing, and their place
+    assert [call.args[1:] for call in pread.call_args_list] == wanted
+    os.truncate(f"{pair}.bin", 35)
+    assert lists(ds[:3]) == PAIR[:3]
+    for read in (ds.__getitem__, lambda i: ds[i - 1 :]):
+        with pytest.raises(one.DatasetFormatError, match=r"pair\.bin: bytes at 20"):
+            read(3)
 
 
 def test_a_multimodal_pair_gives_tokens_and_modes(one, pair, tmp_path):
@@ -697,33 +734,12 @@ def test_opening_reads_a_few_pages_of_an_index(one, tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     ds = one.IndexedDataset(tmp_path / "p")
     assert (len(ds), ds.identity()["idx_size"]) == (n, 34 + 20 * n + 8)
-    ds.digest_of_contents()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 500
 
 
-MISSING = {  # a prefix, and what the error names
-    "books": "/books_text_document",
-    "wiki_text_documents.idx": r"/wiki_text_document\b",
-    "none": "/none",
-    "no/books": "folder .*/no$",
-    "without_bin": r"/without_bin\.bin",
-    "without_idx": r"/without_idx\.idx",
-}
-
-
-@pytest.mark.parametrize("prefix", MISSING)
-def test_a_missing_pair_is_said_at_once(one, tmp_path, prefix):
-    """With its neighbours of a similar name.  Upstream: 70 seconds of retries."""
-    for name in ("books_text_document", "wiki_text_document", "without_bin", "without_idx"):
-        mk(one, tmp_path / name, [[1]])
-    os.unlink(tmp_path / "without_bin.bin")
-    os.unlink(tmp_path / "without_idx.idx")
-    for mmap in (True, False):
-        with pytest.raises(FileNotFoundError, match=MISSING[prefix]):
-            one.IndexedDataset(tmp_path / prefix, mmap=mmap)
-
-
 # -- Is a pair what its format says? -----------------------------------------------------------
+#
+# Damages at random are tried in "Hostile files"; here is one of each kind.
 
 # The pair has 4 sequences and 5 document_indices.
 # name: (offset in the .idx, its format and new value, the word in the message, does every open see
@@ -731,24 +747,14 @@ def test_a_missing_pair_is_said_at_once(one, tmp_path, prefix):
 CORRUPT = {
     "magic": (0, "c", b"X", "magic", True),
     "version": (9, "B", 2, "version", True),
-    "dtype-code-0": (17, "B", 0, "dtype", True),
-    "dtype-code-9": (17, "B", 9, "dtype", True),
+    "dtype-code": (17, "B", 9, "dtype", True),
     "dtype-of-another-size": (17, "B", 5, "multiple of 8", True),  # upstream: other tokens
-    "n-small": (18, "<Q", 3, "size", True),
     "n-huge": (18, "<Q", 2**63, "size", True),
-    "m-small": (26, "<Q", 4, "size", True),
-    "m-huge": (26, "<Q", 2**62, "size", True),
     "length-negative": (34, "<i", -5, r"sequence_lengths\[0\]", False),
     "length-wrong": (34, "<i", 4, r"sequence_pointers\[1\]", False),
-    "last-length": (46, "<i", 5, "size", True),
-    "pointer": (58, "<q", 16, r"sequence_pointers\[1\]", False),
-    "last-pointer": (74, "<q", 24, "size", True),
-    "last-pointer-wraps": (74, "<q", 2**63 - 4, "size", True),
-    "last-pointer-unaligned": (74, "<q", 21, "multiple of 4", True),
-    "document-first": (82, "<q", 1, "document_indices", True),
+    "last-pointer": (74, "<q", 24, r"\.bin: file size", True),
     "document-last": (-8, "<q", 3, "document_indices", True),
     "document-falls": (98, "<q", 0, r"document_indices\[2\]", False),
-    "document-beyond": (98, "<q", 9, r"document_indices\[3\]", False),
 }
 
 
@@ -759,38 +765,32 @@ def test_a_corrupt_field_is_refused(one, pair, case):
     offset, code, value, word, is_always_seen = CORRUPT[case]
     patch(pair + ".idx", offset, struct.pack(code, value))
     for check in (True, False):
-        with pytest.raises(one.DatasetFormatError, match=rf"pair\..*{word}") as caught:
+        with pytest.raises(one.DatasetFormatError, match=rf"pair.*{word}") as caught:
             ds = one.IndexedDataset(pair, check=check)
             assert not check and not is_always_seen
             ds.verify()
         assert re.search(": wanted .+, got .+", str(caught.value))
 
 
-@pytest.mark.parametrize("place", [1, 2**13 - 1, 2**14 - 1, 2**14, 2**14 + 1, 2**15, 49_998])
-def test_the_whole_check_sees_each_entry_of_a_long_index(mm, tmp_path, place):
+def test_the_whole_check_sees_each_entry_of_a_long_index(one, tmp_path):
     """Also where entries are looked at some thousand at a time.  All documents are empty."""
     n = 50_000
     whole = idx_bytes([], [])[:18] + struct.pack("<QQ", n, n + 1) + bytes(12 * n)
     whole += np.arange(n + 1, dtype=np.int64).tobytes()
     (tmp_path / "p.bin").touch()
-    wrong = {  # the entry that is named: where it lies, and a value of it
-        f"sequence_lengths[{place}]": (34 + 4 * place, "<i", -1),
-        f"sequence_pointers[{place}]": (34 + 4 * n + 8 * place, "<q", 4),
-        f"sequence_pointers[{place + 1}]": (34 + 4 * place, "<i", 1),  # a length that is not 0
-        f"document_indices[{place}]": (34 + 12 * n + 8 * place, "<q", place - 2),
-    }
-    for entry, (offset, code, value) in wrong.items():
-        (tmp_path / "p.idx").write_bytes(whole)
-        mm.IndexedDataset(tmp_path / "p", check=True)
-        patch(tmp_path / "p.idx", offset, struct.pack(code, value))
-        with pytest.raises(mm.DatasetFormatError, match=re.escape(f"p.idx: {entry}: ")):
-            mm.IndexedDataset(tmp_path / "p", check=True)
-
-
-def test_of_several_wrong_entries_the_first_is_named(one, pair):
-    patch(pair + ".idx", 90, struct.pack("<4q", 3, 1, 0, 4))  # document_indices[1] to [4]
-    with pytest.raises(one.DatasetFormatError, match=r"document_indices\[2\]: wanted >= 3, got 1$"):
-        one.IndexedDataset(pair, check=True)
+    for place in (1, 2**13 - 1, 2**14 - 1, 2**14, 2**14 + 1, 2**15, 49_998):
+        wrong = {  # the entry that is named: where it lies, and a value of it
+            f"sequence_lengths[{place}]": (34 + 4 * place, "<i", -1),
+            f"sequence_pointers[{place}]": (34 + 4 * n + 8 * place, "<q", 4),
+            f"sequence_pointers[{place + 1}]": (34 + 4 * place, "<i", 1),  # a length that is not 0
+            f"document_indices[{place}]": (34 + 12 * n + 8 * place, "<q", place - 2),
+        }
+        for entry, (offset, code, value) in wrong.items():
+            (tmp_path / "p.idx").write_bytes(whole)
+            one.IndexedDataset(tmp_path / "p", check=True)
+            patch(tmp_path / "p.idx", offset, struct.pack(code, value))
+            with pytest.raises(one.DatasetFormatError, match=re.escape(f"p.idx: {entry}: ")):
+                one.IndexedDataset(tmp_path / "p", check=True)
 
 
 # the right sizes are 122 bytes, or 126 with modes, and 36
@@ -827,6 +827,18 @@ def replace_pair(one, prefix):
     mk(one, prefix, [[7] * len(doc) for doc in PAIR])
 
 
+def replace_tokens(one, prefix):
+    """Another .bin of the same size, in the place of the old one."""
+    pathlib.Path(f"{prefix}.new").write_bytes(bytes(36))
+    os.replace(f"{prefix}.new", f"{prefix}.bin")
+
+
+def change_tokens(one, prefix):
+    """The same file with other contents."""
+    patch(f"{prefix}.bin", 0, b"\7")
+    os.utime(f"{prefix}.bin", (1, 1))
+
+
 def test_a_pair_that_is_replaced_while_it_is_opened_is_refused(one, pair, monkeypatch):
     """The .idx of the old pair must not be used with a .bin of equal size of the new one.
 
@@ -858,86 +870,6 @@ def test_identity_tells_one_index_from_another(one, tmp_path):
     assert len(identities) == 3
 
 
-def test_identity_is_computed_once(one, pair):
-    """Whatever becomes of the file; each caller has a dict of its own."""
-    ds = one.IndexedDataset(pair)
-    first = ds.identity()
-    wanted = first.copy()
-    first.clear()
-    patch(f"{pair}.idx", 38, b"\7")
-    assert ds.sequence_lengths[1] == 7, "the change is seen where the file is mapped"
-    assert ds.identity() == wanted
-
-
-def digest(one, prefix, **options):
-    """The digest of a pair that is opened anew."""
-    return one.IndexedDataset(prefix, **options).digest_of_contents()
-
-
-@pytest.mark.parametrize("documents", [0, 1, 3000])
-def test_a_digest_is_that_of_the_contents(one, bucket, tmp_path, documents):
-    """Not of the path, the time, or the way of reading; other tokens or lengths give another."""
-    docs = [[i % 7, i % 11, i] for i in range(documents)]
-    prefix = mk(one, tmp_path / "p", docs)
-    wanted = digest(one, prefix)
-    assert digest(one, prefix, mmap=False) == wanted
-    assert digest(one, mk(one, tmp_path / "copy", docs)) == wanted
-    assert digest(one, bucket.put(prefix)) == wanted
-    blocks = one.ObjectStorageConfig(bin_chunk_nbytes=100)
-    assert digest(one, bucket.put(prefix), object_storage_config=blocks) == wanted
-    digests = {wanted, digest(one, mk(one, tmp_path / "more", [*docs, [1]]))}
-    if documents:
-        other = [[token + 1 for token in doc] for doc in docs]
-        digests.add(digest(one, mk(one, tmp_path / "p", other)))
-        cut = [[], *docs[:-1], docs[-1]]
-        digests.add(digest(one, mk(one, tmp_path / "p", cut)))
-    assert len(digests) == (4 if documents else 2)
-
-
-@pytest.mark.parametrize("extension, pages", [(".bin", 24), (".idx", 8)])
-def test_a_digest_sees_each_of_its_pages(one, tmp_path, extension, pages):
-    """All of 24 pages of tokens, and all of 8 pages of an index."""
-    prefix = mk(one, tmp_path / "p", [np.zeros(15)] * 1630 + [np.zeros(100)])
-    path = prefix + extension
-    assert math.ceil(os.path.getsize(path) / 4096) == pages
-    whole = pathlib.Path(path).read_bytes()
-    digests = {digest(one, prefix)}
-    for page in range(pages):
-        place = 4096 * page + 100 + page
-        patch(path, place, bytes([whole[place] ^ 1]))
-        digests.add(digest(one, prefix))
-        patch(path, place, whole[place : place + 1])
-    assert len(digests) == 1 + pages
-
-
-@pytest.mark.parametrize("mmap", [True, False])
-def test_a_digest_is_kept_as_long_as_the_files_are_the_same(one, pair, mmap):
-    """As far as size, time and inode tell.  What is open can be read when it has no name."""
-    ds = one.IndexedDataset(pair, mmap=mmap)
-    first = ds.digest_of_contents()
-    before = os.stat(f"{pair}.bin")
-    patch(f"{pair}.bin", 4, b"\7")
-    os.utime(f"{pair}.bin", ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert ds.digest_of_contents() == first, "no token is read again"
-    os.utime(f"{pair}.bin", (1, 1))
-    second = ds.digest_of_contents()
-    assert second == digest(one, pair) != first
-    for extension in (".bin", ".idx"):
-        os.unlink(pair + extension)
-    assert ds.digest_of_contents() == second
-
-
-def test_a_digest_of_a_remote_pair_is_one_read_of_pages(one, web, tmp_path):
-    """Whatever the blocks are that samples are read in."""
-    prefix = mk(one, tmp_path / "local" / "p", [range(10**5)])
-    blocks = one.ObjectStorageConfig(bin_chunk_nbytes=1 << 20)
-    ds = one.IndexedDataset(web.put(prefix), object_storage_config=blocks)
-    found = ranges_of(web, ds.digest_of_contents)
-    assert len(found) == 24
-    assert {"bytes=0-4095", "bytes=397312-399999"} < set(found)
-    assert ranges_of(web, ds.digest_of_contents) == []
-
-
 @pytest.mark.parametrize("mmap", [True, False])
 def test_a_pickle_is_the_path_and_what_the_files_were(one, pair, mmap):
     """Who unpickles it opens the files again."""
@@ -948,33 +880,16 @@ def test_a_pickle_is_the_path_and_what_the_files_were(one, pair, mmap):
     assert lists(copy.deepcopy(again)) == PAIR
 
 
-def replace_tokens(one, prefix):
-    """Another .bin of the same size, in the place of the old one."""
-    pathlib.Path(f"{prefix}.new").write_bytes(bytes(36))
-    os.replace(f"{prefix}.new", f"{prefix}.bin")
-
-
-def change_tokens(one, prefix):
-    """The same file with other contents."""
-    patch(f"{prefix}.bin", 0, b"\7")
-    os.utime(f"{prefix}.bin", (1, 1))
-
-
+@pytest.mark.parametrize("is_remote", [False, True])
 @pytest.mark.parametrize("replace", [replace_pair, replace_tokens, change_tokens])
-def test_a_pickle_of_files_that_were_replaced_is_refused(one, pair, replace):
+def test_a_pickle_of_files_that_were_replaced_is_refused(one, bucket, pair, replace, is_remote):
     """Upstream: the process that unpickles it reads whatever is there now."""
-    pickled = pickle.dumps(one.IndexedDataset(pair))
-    replace(one, pair)
-    with pytest.raises(one.DatasetFormatError, match="/pair: .*replaced"):
-        pickle.loads(pickled)
-
-
-def test_a_pickle_of_a_remote_pair_that_was_replaced_is_refused(one, bucket, pair):
-    blocks = one.ObjectStorageConfig(bin_chunk_nbytes=100)
-    pickled = pickle.dumps(one.IndexedDataset(bucket.put(pair), object_storage_config=blocks))
+    place = bucket.put(pair) if is_remote else pair
+    settings = one.ObjectStorageConfig(bin_chunk_nbytes=100)
+    pickled = pickle.dumps(one.IndexedDataset(place, object_storage_config=settings))
     again = pickle.loads(pickled)
-    assert (again.object_storage_config, lists(again)) == (blocks, PAIR)
-    replace_pair(one, pair)
+    assert (again.object_storage_config, lists(again)) == (settings, PAIR)
+    replace(one, pair)
     bucket.put(pair)
     with pytest.raises(one.DatasetFormatError, match="/pair: .*replaced"):
         pickle.loads(pickled)
@@ -995,84 +910,55 @@ def test_sequences_are_added_in_many_ways(one, tmp_path):
         builder.add_item(np.array([], np.float64))
         builder.end_document()
         builder.add_item((10,))
-        builder.add_documents([np.array([11, 12]), np.array([], int)], [4, 5])
-        builder.add_documents([[13]], [6])
-    lengths, modes = [1, 2, 4, 2, 0, 1, 2, 0, 1], [1, -2, 0, 3, 0, 0, 4, 5, 6]
-    wanted = idx_bytes(lengths, [0, 2, 3, 5, 7, 8, 9], code=3, size=2, modes=modes)
+        builder.end_document()
+        builder.add_document(["11", "12"], [2], [4])  # as upstream's own tests have them
+        builder.end_document()
+        builder.add_item([["13"], ["014"]], mode=5)
+        builder.end_document()
+    lengths, modes = [1, 2, 4, 2, 0, 1, 2, 2], [1, -2, 0, 3, 0, 0, 4, 5]
+    wanted = idx_bytes(lengths, [0, 2, 3, 5, 6, 7, 7, 8], code=3, size=2, modes=modes)
     assert (tmp_path / "m.idx").read_bytes() == wanted
-    assert (tmp_path / "m.bin").read_bytes() == np.arange(1, 14, dtype="<i2").tobytes()
+    assert (tmp_path / "m.bin").read_bytes() == np.arange(1, 15, dtype="<i2").tobytes()
 
 
-def test_tokens_are_int32_unless_another_dtype_is_given(one, tmp_path):
-    with one.IndexedDatasetBuilder(tmp_path / "p.bin") as builder:
+def test_tokens_are_int32_unless_another_dtype_is_given(mm, tmp_path):
+    with mm.IndexedDatasetBuilder(tmp_path / "p.bin") as builder:
         builder.add_document([1, 2], [2])
-    assert (tmp_path / "p.bin").read_bytes() == np.array([1, 2], "<i4").tobytes()
-    assert (tmp_path / "p.idx").read_bytes() == idx_bytes([2], [0, 1], code=4, size=4)
+        builder.add_document(["3"], [1])
+    assert (tmp_path / "p.bin").read_bytes() == np.array([1, 2, 3], "<i4").tobytes()
+    assert (tmp_path / "p.idx").read_bytes() == idx_bytes([2, 1], [0, 1, 2], code=4, size=4)
 
 
 # name: (dtype, method, arguments, the word that matters)
 REFUSED_BY_BUILDER = {
     # upstream: such ids are wrapped, and written as others
     "token-too-large": (np.uint16, "add_item", (torch.tensor([1, 70000, -1]),), "70000"),
+    "text-too-large": (np.uint16, "add_item", (["1", "70000"],), "70000"),
+    "no-number": (np.uint16, "add_item", (["1", "two"],), "two"),
     "negative": (np.uint16, "add_item", (np.array([-1]),), "-1"),
     "uint64": (np.int64, "add_item", (np.array([2**63], np.uint64),), str(2**63)),
     "beyond-64-bits": (np.int64, "add_item", ([2**70],), "object"),
     "float": (np.int32, "add_item", (np.array([1.5]),), "float64"),
     "lengths-short": (np.int32, "add_document", ([1, 2, 3, 4, 5], [2]), "5 tokens"),
-    "lengths-long": (np.int32, "add_document", ([1, 2], [2, 1]), "sum to 3"),
     "length-negative": (np.int32, "add_document", ([1], [-1, 2]), "-1"),
     "length-2**31": (np.int32, "add_document", ([1], [2**31]), str(2**31)),
     "length-float": (np.int32, "add_document", ([1, 2], [2.0]), "float"),
     "modes-few": (np.int32, "add_document", ([1, 2], [1, 1], [0]), "1 modes"),
     "mode-too-large": (np.int32, "add_document", ([1], [1], [128]), "128"),
-    "one-of-many": (np.uint16, "add_documents", ([[1], [2, 70000]],), "70000"),
-    "modes-of-many": (np.uint16, "add_documents", ([[1], [2]], [0]), "1 modes"),
-    "eod-too-large": (np.uint16, "add_documents", ([[1]], None, 70000), "70000"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED_BY_BUILDER)
-def test_a_builder_refuses_before_it_writes(one, tmp_path, case):
+def test_a_builder_refuses_before_it_writes(mm, tmp_path, case):
     dtype, method, arguments, word = REFUSED_BY_BUILDER[case]
     error = TypeError if case == "length-float" else ValueError
-    with one.IndexedDatasetBuilder(tmp_path / "p.bin", dtype, multimodal=True) as builder:
+    with mm.IndexedDatasetBuilder(tmp_path / "p.bin", dtype, multimodal=True) as builder:
         builder.add_document([1, 2], [2], [7])
         with pytest.raises(error, match=re.escape(word)):
             getattr(builder, method)(*arguments)
         builder.add_document([3], [1])
-    ds = one.IndexedDataset(tmp_path / "p", multimodal=True)
+    ds = mm.IndexedDataset(tmp_path / "p", multimodal=True)
     assert [(tokens.tolist(), mode) for tokens, mode in ds] == [([1, 2], 7), ([3], 0)]
-
-
-def documents_as(kind, documents):
-    """Lists of tokens as another kind of documents; skips the test if it needs awkward."""
-    if kind == "arrays":
-        return [np.array(document, np.int64) for document in documents]
-    if kind == "tensors":
-        return [torch.tensor(document, dtype=torch.int16) for document in documents]
-    awkward = pytest.importorskip("awkward")
-    if kind == "awkward":
-        return awkward.Array(documents)
-    return awkward.Array([[9], *documents])[1:]
-
-
-@pytest.mark.parametrize("eod", [None, 7])
-@pytest.mark.parametrize("kind", ["arrays", "tensors", "awkward", "sliced awkward"])
-def test_many_documents_at_once_equal_one_by_one(one, tmp_path, kind, eod):
-    """They equal documents that are added one by one; only those with tokens get an eod."""
-    documents = [[1, 2, 3], [], [4], [5, 6], []]
-    with one.IndexedDatasetBuilder(tmp_path / "one.bin", np.uint16) as builder:
-        for document in documents:
-            tokens = document
-            if eod is not None and document:
-                tokens = [*document, eod]
-            builder.add_document(tokens, [len(tokens)])
-    many = documents_as(kind, documents)
-    with one.IndexedDatasetBuilder(tmp_path / "many.bin", np.uint16) as builder:
-        builder.add_documents(many[:2], eod_token=eod)
-        builder.add_documents(many[2:], eod_token=eod)
-        builder.add_documents(many[:0], eod_token=eod)
-    assert bytes_of_pair(tmp_path / "many") == bytes_of_pair(tmp_path / "one")
 
 
 def test_a_builder_keeps_few_bytes_for_each_sequence_and_document(one, tmp_path):
@@ -1099,7 +985,6 @@ def test_a_finalized_builder_takes_nothing_more(one, pair, tmp_path):
         "finalize": [tmp_path / "p.idx"],
         "add_item": [[1]],
         "add_document": [[1], [1]],
-        "add_documents": [[[1]]],
         "add_index": [pair],
         "end_document": [],
     }
@@ -1118,12 +1003,9 @@ def test_a_with_block_leaves_both_files_or_none(one, tmp_path):
                 if error is KeyError:
                     raise KeyError("stop")
         assert os.listdir(tmp_path) == []
-    os.mkdir(tmp_path / "q.idx")  # in the place of a file
-    with pytest.raises(OSError), one.IndexedDatasetBuilder(tmp_path / "q.bin") as builder:
-        builder.add_document([2], [1])
     with one.IndexedDatasetBuilder(tmp_path / "p.bin") as builder:
         builder.add_document([2], [1])
-    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx", "q.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
 
 
 @linux
@@ -1131,7 +1013,7 @@ def test_a_with_block_leaves_both_files_or_none(one, tmp_path):
 def test_a_builder_whose_write_failed_stays_failed(one, tmp_path, size):
     """Also where there is room again: a part of the tokens may be in the file.
 
-    A limit on the bytes of a file stands in for a full disk.  The error names the file.
+    A limit on the bytes of a file stands in for a full disk.
     """
     resource = importlib.import_module("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -1139,7 +1021,7 @@ def test_a_builder_whose_write_failed_stays_failed(one, tmp_path, size):
     builder.add_document(np.ones(size, np.uint8), [size])
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        with pytest.raises(OSError, match=rf"{tmp_path}/p\.bin\..*\.tmp") as caught:
+        with pytest.raises(OSError) as caught:
             builder.add_document(np.ones(3 << 20, np.uint8), [3 << 20])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -1148,17 +1030,6 @@ def test_a_builder_whose_write_failed_stays_failed(one, tmp_path, size):
         builder.add_document([2], [1])
     with pytest.raises(ValueError, match="failed"):
         builder.finalize(tmp_path / "p.idx")
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_pair_whose_bin_lacks_bytes_is_not_finished(one, tmp_path):
-    """Whatever has taken them."""
-    with pytest.raises(OSError, match=r"p\.bin: .* 8 bytes"):
-        with one.IndexedDatasetBuilder(tmp_path / "p.bin", np.int32) as builder:
-            builder.add_document([1, 2], [2])
-            builder.sync()
-            (written,) = tmp_path.iterdir()
-            os.truncate(written, 4)
     assert os.listdir(tmp_path) == []
 
 
@@ -1208,7 +1079,6 @@ def test_a_merge_that_is_refused_changes_nothing(one, pair, tmp_path):
         ([pair], pair, ValueError, "output"),
         ([pair, pair], f"{tmp_path}/./pair", ValueError, "output"),
         ([pair], tmp_path / "link", ValueError, "output"),
-        ([], out, ValueError, "at least one"),
         ([pair, tmp_path / "none"], out, FileNotFoundError, "none"),
         ([pair, other], out, ValueError, "uint16"),
         ([pair, tmp_path / "modes"], out, ValueError, r"modes\.bin .*multimodal"),
@@ -4539,42 +4409,20 @@ def test_gradients_of_batches_that_are_cut_and_shared(one, run_on_ranks, world):
 # -- One file ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o666])
-def test_a_file_appears_whole_at_the_end(one, tmp_path, mode):
-    """With the permissions of the file that it replaces."""
-    path = tmp_path / "a"
-    path.write_bytes(b"old")
-    path.chmod(mode)
-    with one._NewFile(path) as file:
-        file.write(b"ne")
-        file.flush()
-        assert path.read_bytes() == b"old"
-        file.write(b"w")
-    assert files_of(tmp_path) == {"a": b"new"}
-    assert path.stat().st_mode & 0o777 == mode
-
-
-def test_a_file_system_that_refuses_permissions(one, tmp_path, monkeypatch):
-    """As vfat does: the file is replaced all the same."""
-    (tmp_path / "a").write_bytes(b"old")
-    monkeypatch.setattr(shutil, "copymode", mock.Mock(side_effect=PermissionError("rights")))
-    with one._NewFile(tmp_path / "a") as file:
-        file.write(b"new")
-    assert files_of(tmp_path) == {"a": b"new"}
-
-
-def test_a_missing_folder_is_named_at_once(one, tmp_path):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "none", tmp_path / "file"):
+def test_a_file_appears_whole_at_the_end(one, tmp_path, monkeypatch):
+    """A name without a folder is of the current one; a missing folder is named at once."""
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "a", "a"):
+        (tmp_path / "a").write_bytes(b"old")
+        with one._NewFile(path) as file:
+            file.write(b"ne")
+            file.flush()
+            assert (tmp_path / "a").read_bytes() == b"old"
+            file.write(b"w")
+        assert files_of(tmp_path) == {"a": b"new"}
+    for folder in (tmp_path / "none", tmp_path / "a"):
         with pytest.raises(FileNotFoundError, match=f"{folder}: .*folder"):
             one._NewFile(folder / "a")
-
-
-def test_a_name_without_a_folder_is_of_the_current_one(one, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with one._NewFile("a") as file:
-        file.write(b"here")
-    assert files_of(tmp_path) == {"a": b"here"}
 
 
 def test_a_discard_after_the_commit_does_nothing(one, tmp_path):
@@ -4647,8 +4495,6 @@ def test_nothing_appears_on_an_error(one, tmp_path, monkeypatch, write, case):
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert caught.value.args[:1] == error.args[:1]
-        if failing != "block":
-            assert str(tmp_path) in caught.value.filename, "the error names the file"
         assert files_of(tmp_path) == files, before
 
 
@@ -4658,6 +4504,7 @@ def test_nothing_appears_on_an_error(one, tmp_path, monkeypatch, write, case):
 def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkeypatch):
     """A pair is whole whenever its .idx is there; an old .idx never stands beside a new .bin."""
     mk(one, tmp_path / "p", [[1]])
+    (tmp_path / "p.record.json").write_text("{}")
     replace = os.replace
     synced = set()
     events = []
@@ -4692,23 +4539,89 @@ def test_a_pair_that_cannot_be_renamed_leaves_the_old_one(one, tmp_path, name):
     assert files_of(tmp_path) == before
 
 
-@pytest.mark.parametrize("failing", [".bin", ".idx"])
-def test_a_pair_that_cannot_be_uploaded_is_kept(one, bucket, tmp_path, monkeypatch, failing):
-    """The error names what is left, and where it belongs."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with failing_uploads(TimeoutError("slow"), failing):
-        with pytest.raises(OSError, match="slow") as caught:
-            write_remote(one, f"{bucket.root}/p", [[1, 2]])
-    left = re.findall(r"(\S+\.tmp) as (memory:[^\s,]+)", str(caught.value))
-    endings = [end for end in (".bin", ".idx") if end >= failing]  # the .bin is put first
-    assert [place for _, place in left] == [f"{bucket.root}/p{end}" for end in endings]
-    assert sorted(path for path, _ in left) == sorted(map(str, tmp_path.glob("*.tmp")))
-    for path, place in left:
-        bucket.put_file(path, os.path.basename(place))
-    assert lists(one.IndexedDataset(f"{bucket.root}/p")) == [[1, 2]]
+class FailingCalls:
+    """Stands in for os.replace, os.unlink and os.fsync: one of the calls fails.
+
+    number    of the call that fails, of all three functions together
+    error     what it raises
+    works     does it work before it fails, as a rename over a network may?
+    is_crash  the process dies there: no later call has an effect
+    """
+
+    def __init__(self, monkeypatch, number, error, works, is_crash):
+        self.number, self.error, self.works, self.is_crash = number, error, works, is_crash
+        self.count = 0
+        for name in ("replace", "unlink", "fsync"):
+            monkeypatch.setattr(os, name, functools.partial(self.call, getattr(os, name)))
+
+    def call(self, function, *arguments, **options):
+        self.count += 1
+        fails = self.count == self.number
+        if not fails and not (self.is_crash and self.count > self.number):
+            return function(*arguments, **options)
+        if fails and self.works:
+            function(*arguments, **options)
+        raise self.error
 
 
-# -- Mapped files ------------------------------------------------------------------------------
+def write_generation(one, prefix, token, by_merge, multimodal):
+    """A pair whose files have the same sizes whatever the token is, by a builder or by merge()."""
+    name = f"{prefix}{token}" if by_merge else prefix
+    with one.IndexedDatasetBuilder(f"{name}.bin", np.uint8, multimodal) as builder:
+        lengths = [1, 3] if token == 1 else [3, 1]
+        builder.add_document([token] * 4, lengths, [token, token])
+    if by_merge:
+        one.merge([name], prefix, multimodal)
+
+
+CRASHES = [  # how a call fails: the error, does it work all the same, does the process die there?
+    (SystemExit("dead"), False, True),
+    (SystemExit("dead"), True, True),
+    (OSError(errno.EIO, "broken"), False, False),
+    (OSError(errno.EIO, "broken"), True, False),
+    (KeyboardInterrupt(), False, False),
+    (KeyboardInterrupt(), True, False),
+]
+
+
+@pytest.mark.parametrize("by_merge", [False, True])
+@pytest.mark.parametrize("multimodal", [False, True])
+@pytest.mark.parametrize("before", ["nothing", "old pair"])
+def test_no_crash_leaves_a_mixed_pair(one, tmp_path, monkeypatch, before, multimodal, by_merge):
+    """At each call that gives, takes or syncs a file: the old pair, the new one, or no .idx."""
+    crashes = 0
+    prefixes = {token: tmp_path / str(token) / "p" for token in (1, 2)}
+    wanted = {None: None}  # the pair that is there -> its bytes
+    for token, prefix in prefixes.items():
+        prefix.parent.mkdir()
+        write_generation(one, prefix, token, by_merge, multimodal)
+        wanted[token] = bytes_of_pair(prefix)
+    for error, works, is_crash in CRASHES:
+        for number in itertools.count(1):
+            folder = tmp_path / f"{crashes} {works} {is_crash} {number}"
+            folder.mkdir()
+            old = None
+            if before == "old pair":
+                old = 1
+                write_generation(one, folder / "p", old, by_merge, multimodal)
+            with monkeypatch.context() as patches:
+                calls = FailingCalls(patches, number, error, works, is_crash)
+                try:
+                    write_generation(one, folder / "p", 2, by_merge, multimodal)
+                except type(error):
+                    crashes += 1
+            found = None
+            if (folder / "p.idx").exists():
+                found = bytes_of_pair(folder / "p")
+                one.IndexedDataset(folder / "p", multimodal, check=True)
+            assert found in (None, wanted[old], wanted[2]), (error, works, number)
+            if not is_crash:
+                left = [name for name in os.listdir(folder) if name.endswith(".tmp")]
+                assert len(left) <= 1, "what an unlink has failed to take"
+            if calls.count < number:  # all calls have worked
+                assert found == wanted[2]
+                break
+    assert crashes >= len(CRASHES) * 4
 
 
 def test_a_mapped_file_is_read_only_and_outlives_its_name(one, tmp_path):
@@ -5481,73 +5394,10 @@ def test_jobs_may_build_at_once(one, pair, cache, stale):
 
 
 # ==============================================================================
-# 13. Token sources
+# 13. Object storage
 # ==============================================================================
-
-
-@pytest.fixture
-def numbers(tmp_path):
-    """A file of the tokens 100 .. 119 (uint16)."""
-    path = tmp_path / "numbers.bin"
-    path.write_bytes(np.arange(100, 120, dtype=np.uint16).tobytes())
-    return path
-
-
-def test_a_mapped_read_copies_nothing(one, numbers):
-    source = one._MappedTokens(numbers, np.uint16)
-    tokens = source.read(4, 4)
-    assert np.shares_memory(tokens, source.read(0, 20))
-    assert not tokens.flags.writeable
-
-
-def test_views_outlive_the_dataset(one, pair):
-    """Nothing pins a dropped dataset, and its mapping lasts as long as a view of it.
-
-    Upstream: a segmentation fault, or a dataset that stays for ever.
-    """
-    ds = one.IndexedDataset(pair)
-    tokens = ds[3]
-    lengths = ds.sequence_lengths
-    dropped = weakref.ref(ds)
-    del ds
-    gc.collect()
-    assert dropped() is None
-    assert lists([tokens, lengths]) == [[3] * 4, [3, 2, 0, 4]]
-
-
-def test_a_short_read_is_an_error(one, numbers):
-    """It names the file.  Upstream: tokens of memory that nobody has written."""
-    source = one._FileTokens(numbers, np.uint16)
-    os.truncate(numbers, 33)
-    assert source.read(0, 16)[-1] == 115
-    for spans in ([(15, 5)], [(0, 1), (18, 2)]):
-        with pytest.raises(one.DatasetFormatError, match=r"numbers\.bin: bytes at 3\d"):
-            source.read_many(spans)
-
-
-def test_reads_in_several_steps(one, numbers):
-    """The system may return fewer bytes than asked for, even a part of a token."""
-    content = numbers.read_bytes()
-    source = one._FileTokens(numbers, np.uint16)
-    steps = [content[6:11], content[11:16], content[16:21], content[21:22]]
-    with mock.patch.object(os, "pread", side_effect=steps) as pread:
-        same(source.read(3, 8), np.arange(103, 111, dtype=np.uint16))
-    wanted = [(16, 6), (11, 11), (6, 16), (1, 21)]  # bytes that are missing, and their place
-    assert [call.args[1:] for call in pread.call_args_list] == wanted
-
-
-def test_a_system_without_pread(one, numbers, monkeypatch):
-    """Windows has none: threads share the position in the file."""
-    monkeypatch.delattr(os, "pread")
-    source = one._FileTokens(numbers, np.uint16)
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(source.read, [k % 20 for k in range(2000)], [1] * 2000))
-    assert lists(found) == [[100 + k % 20] for k in range(2000)]
-    with pytest.raises(one.DatasetFormatError, match=r"bytes at 36"):
-        source.read(18, 5)
-
-
-# -- three kinds of object storage: memory, a web server, and S3 -----------------------------------
+#
+# Three kinds of it: memory, a web server, and S3.
 
 SECRET = "s3cret"
 
@@ -5594,6 +5444,7 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
+            self.server.sent.append(len(body))
             self.wfile.write(body[: len(body) // 2] if is_cut else body)
         self.close_connection = is_cut
 
@@ -5658,25 +5509,6 @@ def on_memory(name, function=None):
     return mock.patch.object(cls, name, autospec=True, side_effect=function or getattr(cls, name))
 
 
-def failing_uploads(error, ending=""):
-    """A patch with which no object whose name has this ending can be put to memory://."""
-    put_file = fsspec.get_filesystem_class("memory").put_file
-
-    def put_or_fail(self, source, target, **options):
-        if target.endswith(ending):
-            raise error
-        put_file(self, source, target, **options)
-
-    return on_memory("put_file", put_or_fail)
-
-
-def write_remote(mm, prefix, docs):
-    """Write a pair of uint16 to object storage."""
-    with mm.IndexedDatasetBuilder(f"{prefix}.bin", np.uint16) as builder:
-        for doc in docs:
-            builder.add_document(doc, [len(doc)])
-
-
 @pytest.fixture
 def web(no_pauses, tmp_path):
     """A web server that serves ranges, and writes nothing."""
@@ -5688,6 +5520,7 @@ def web(no_pauses, tmp_path):
     server.socket.listen(256)  # a batch opens many at once; those over the limit wait for seconds
     server.folder = folder
     server.requests = []
+    server.sent = []  # the bytes of each body
     server.faults = iter([])  # of the next requests: a status, "cut", "short", "whole", or None
     server.status = None  # of all others
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
@@ -5742,33 +5575,31 @@ def some_pair(one, tmp_path):
     return mk(one, tmp_path / "local" / "pair", docs, np.uint16), docs
 
 
-# -- reading ---------------------------------------------------------------------------------------
+@pytest.fixture
+def numbers(one, web, tmp_path):
+    """A remote pair of one document, the tokens 100 .. 119 (uint16), on the web server."""
+    prefix = mk(one, tmp_path / "local" / "numbers", [range(100, 120)], np.uint16)
+    return one.IndexedDataset(web.put(prefix))
 
 
-@pytest.mark.parametrize("name", ["_MappedTokens", "_FileTokens", 0, 3, 16, 1000])
-def test_a_source_reads_any_place(one, bucket, numbers, name):
-    """One by one or many at once; places may overlap, repeat and be empty; a number: of blocks."""
-    if isinstance(name, int):
-        source = one._RemoteFile(bucket.put_file(numbers, "numbers.bin"), np.uint16, name)
-    else:
-        source = getattr(one, name)(numbers, np.uint16)
-        os.unlink(numbers)  # an open source outlives the name of its file
-    spans = [(0, 20), (0, 1), (19, 1), (18, 2), (7, 5), (1, 3), (0, 0), (20, 0), (7, 5)]
-    for (start, count), found in zip(spans, source.read_many(spans), strict=True):
-        wanted = np.arange(100 + start, 100 + start + count, dtype=np.uint16)
-        same(source.read(start, count), wanted)
-        same(found, wanted)
-    assert source.read_many([]) == []
+# -- Reading -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block_bytes", [0, 500])
-def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, block_bytes):
+@pytest.mark.parametrize("num_bytes", [0, 500])
+def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, num_bytes):
+    """One by one or many at once; places may overlap, repeat and be empty."""
     prefix, docs = some_pair
-    config = one.ObjectStorageConfig(bin_chunk_nbytes=block_bytes)
-    ds = one.IndexedDataset(storage.put(prefix), object_storage_config=config, check=True)
+    settings = one.ObjectStorageConfig(bin_chunk_nbytes=num_bytes)  # which has no effect
+    ds = one.IndexedDataset(storage.put(prefix), object_storage_config=settings, check=True)
     assert lists(ds[:]) == [doc.tolist() for doc in docs]
-    assert ds.get(3, 2).tolist() == docs[3][2:].tolist()
-    assert ds._tokens.read(0, ds.num_tokens).tobytes() == pathlib.Path(f"{prefix}.bin").read_bytes()
+    pieces = [(3, 2, 4), (59, 0, 2), (-1, 0, 2), (3, 1, 1), (3, 2, 4), (3, 0, 0)]
+    for (i, offset, length), found in zip(pieces, ds.get_many(pieces), strict=True):
+        same(found, docs[i][offset : offset + length].astype(np.uint16))
+        same(ds.get(i, offset, length), found)
+    assert ds.get_many([]) == ds[5:5] == []
+    for piece in ((60, 0, 1), (0, 0, len(docs[0]) + 1), (0, -1, 1)):
+        with pytest.raises(IndexError):
+            ds.get_many([(1, 0, 0), piece])
 
 
 def ranges_of(web, read, *arguments):
@@ -5778,22 +5609,24 @@ def ranges_of(web, read, *arguments):
     return sorted(place for _, _, place in web.server.requests if place)
 
 
-def test_exact_ranges_and_blocks(one, web, numbers):
-    """Exact ranges: the bytes that are asked for, each once.  Blocks: the last eight are kept."""
-    url = web.put_file(numbers, "numbers.bin")  # 40 bytes
-    exact = one._RemoteFile(url, np.uint16)
-    found = ranges_of(web, exact.read_many, [(2, 2), (9, 1), (2, 2)])
-    assert found == ["bytes=18-19", "bytes=4-7"]
-    blocks = one._RemoteFile(url, np.uint16, 4)
-    assert ranges_of(web, blocks.read, 3, 2) == ["bytes=4-7", "bytes=8-11"]
-    assert ranges_of(web, blocks.read, 2, 4) == [], "the same blocks"
-    assert len(ranges_of(web, blocks.read, 6, 14)) == 7, "seven more: the oldest goes"
-    assert ranges_of(web, blocks.read, 4, 16) == []
-    assert ranges_of(web, blocks.read, 2, 1) == ["bytes=4-7"]
-    blocks = one._RemoteFile(url, np.uint16, 32)
-    assert ranges_of(web, blocks.read, 15, 5) == ["bytes=0-31", "bytes=32-39"], "to the end"
-    for source in (exact, one._RemoteFile(url, np.uint16, 4)):
-        assert ranges_of(web, source.read_many, []) == ranges_of(web, source.read, 2, 0) == []
+def test_ranges_are_exact(one, web, numbers):
+    """The bytes that are asked for, each once, and none for what is empty."""
+    pieces = [(0, 2, 2), (0, 9, 1), (0, 2, 2), (0, 3, 0)]
+    assert ranges_of(web, numbers.get_many, pieces) == ["bytes=18-19", "bytes=4-7"]
+    assert ranges_of(web, numbers.get_many, []) == ranges_of(web, numbers.get, 0, 2, 0) == []
+
+
+def test_samples_read_little_more_than_their_tokens(one, web, tmp_path):
+    """50 samples of 66 bytes, of a .bin of 2 MB: upstream reads it all."""
+    rng = np.random.default_rng(7)
+    docs = [rng.integers(0, 900, n) for n in rng.integers(1, 2000, 1000)]
+    prefix = mk(one, tmp_path / "local" / "pair", docs, np.uint16)
+    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 32}
+    train = build(one, [50, 0, 0], config(one, ([web.put(prefix)], None), **fields))[0]
+    web.server.sent.clear()
+    for k in range(50):
+        assert len(train[k]["tokens"]) == 32
+    assert 50 * 66 <= sum(web.server.sent) < 30_000
 
 
 def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
@@ -5824,152 +5657,6 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
         ds.__getitems__([0, len(ds)])
 
 
-def test_many_pieces_are_checked_as_one_is(one, bucket, some_pair):
-    prefix, docs = some_pair
-    ds = one.IndexedDataset(bucket.put(prefix))
-    found = ds.get_many([(-1, 0, 2), (3, 1, 1)])
-    assert lists(found) == [docs[-1][:2].tolist(), docs[3][1:2].tolist()]
-    for piece in ((60, 0, 1), (0, 0, len(docs[0]) + 1), (0, -1, 1)):
-        with pytest.raises(IndexError):
-            ds.get_many([(1, 0, 0), piece])
-
-
-# -- local folders: the indices of datasets, and copies of .idx files ------------------------------
-
-
-@pytest.mark.parametrize("folder", [None, "idx"])
-def test_without_path_to_cache_indices_lie_beside_the_idx(one, bucket, some_pair, folder, tmp_path):
-    """A default beside the pair would be remote."""
-    prefix = bucket.put(some_pair[0])
-    path = None if folder is None else str(tmp_path / folder)
-    place = tmp_path / "home" / "megatron_min" if folder is None else tmp_path / folder
-    fields = {"object_storage_cache_path": path}
-    first = build(one, [9, 0, 0], config(one, ([prefix], None), **fields))[0]
-    names = os.listdir(place / "GPTDataset_indices")
-    assert f"{first.unique_description_hash}-GPTDataset-train-manifest.json" in names
-    assert {path.suffix for path in place.iterdir() if path.is_file()} == {".idx", ".lock"}
-    with mock.patch.object(one, "build_sample_idx") as build_again:
-        build(one, [9, 0, 0], config(one, ([prefix], None), **fields))
-    assert not build_again.called
-    assert set(bucket.files()) == {"pair.bin", "pair.idx"}
-
-
-def test_caches_are_local_folders(one, bucket, some_pair):
-    prefix = bucket.put(some_pair[0])
-    with pytest.raises(ValueError, match="path_to_idx_cache .* local"):
-        one.ObjectStorageConfig(f"memory://me:{SECRET}@host/idx")
-    with pytest.raises(ValueError, match="path_to_cache .* local"):
-        build(one, [9, 0, 0], config(one, ([prefix], None), path_to_cache="memory://cache"))
-    with pytest.raises(ValueError, match="bin_chunk_nbytes"):
-        one.ObjectStorageConfig(bin_chunk_nbytes=-1)
-
-
-def open_remote(one, place, folder, barrier=None):
-    """Open a pair, together with other processes."""
-    if barrier is not None:
-        barrier.wait(60)
-    return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
-
-
-def downloads_of(web):
-    """How often the .idx of a pair was asked for."""
-    return [(method, name) for method, name, _ in web.server.requests].count(("GET", "pair.idx"))
-
-
-def test_an_index_is_copied_once_for_each_state(one, storage, some_pair, tmp_path):
-    prefix, docs = some_pair
-    place = storage.put(prefix)
-    copies = []
-    for _ in range(2):
-        open_remote(one, place, tmp_path / "idx")
-        copied = file_of(tmp_path / "idx", ".idx")
-        assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
-        copies.append((copied.stat().st_ino, copied.stat().st_mtime_ns))
-    assert copies[0] == copies[1]
-    swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
-    assert place == storage.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
-    ds = open_remote(one, place, tmp_path / "idx")
-    assert lists(ds[:2]) == [docs[1].tolist(), docs[0].tolist()]
-
-
-def test_a_listing_that_fsspec_keeps_is_no_state(one, s3, some_pair):
-    url = f"{s3.put(some_pair[0])}.idx"
-    file_system, path = fsspec.core.url_to_fs(url)
-    file_system.find(s3.root)
-    type(file_system)(skip_instance_cache=True).pipe_file(path, b"of another process")
-    assert one._file_stamp(url)["size"] == 18
-
-
-def test_two_prefixes_have_two_copies(one, bucket, some_pair, tmp_path):
-    """Even where the storage says the same of both."""
-    bucket.put(some_pair[0])
-    for extension in (".bin", ".idx"):
-        bucket.put_file(f"{some_pair[0]}{extension}", f"other{extension}")
-    size = os.path.getsize
-    same_words = [size(f"{some_pair[0]}.bin"), size(f"{some_pair[0]}.idx")]
-
-    def info(self, path, **options):
-        return {"name": "x", "type": "file", "size": same_words[path.endswith(".idx")]}
-
-    with on_memory("info", info):
-        for name in ("pair", "other"):
-            open_remote(one, f"{bucket.root}/{name}", tmp_path / "idx")
-    assert len(list((tmp_path / "idx").glob("*.idx"))) == 2
-
-
-@linux
-def test_processes_that_start_together_share_one_download(one, web, some_pair, tmp_path):
-    place = web.put(some_pair[0])
-    barrier = FORK.Barrier(4)
-    job = functools.partial(open_remote, one, place, tmp_path / "idx", barrier)
-    assert in_children(job, job, job, job) == [0] * 4
-    assert len(list((tmp_path / "idx").glob("*.idx"))) == downloads_of(web) == 1
-
-
-def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
-    """No copy stays; the next opening finds the new one."""
-    place = bucket.put(some_pair[0])
-    cat_ranges = fsspec.get_filesystem_class("memory").cat_ranges
-
-    def read_then_change(self, *arguments, **options):
-        found = cat_ranges(self, *arguments, **options)
-        bucket.put_file(f"{some_pair[0]}.idx", "pair.idx")
-        return found
-
-    with on_memory("cat_ranges", read_then_change):
-        with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
-            open_remote(one, place, tmp_path / "idx")
-    assert not list((tmp_path / "idx").glob("*.idx"))
-    open_remote(one, place, tmp_path / "idx")
-
-
-NO_LOCKS = [OSError(number, "no locks") for number in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)]
-
-
-@linux
-@pytest.mark.parametrize("fault", [*NO_LOCKS, OSError(errno.EIO, "broken")], ids=repr)
-def test_a_folder_without_locks(one, bucket, some_pair, tmp_path, monkeypatch, fault):
-    """As on some file systems of clusters; what is no lack of locks is an error.
-
-    A copy that exists needs no lock, so it may lie in a folder that cannot be written.
-    """
-    place = bucket.put(some_pair[0])
-    flock = mock.Mock(side_effect=fault)
-    monkeypatch.setattr("fcntl.flock", flock)
-    if fault.errno == errno.EIO:
-        with pytest.raises(OSError, match="broken"):
-            open_remote(one, place, tmp_path / "idx")
-        return
-    for _ in range(2):
-        assert len(open_remote(one, place, tmp_path / "idx")) == 60
-        assert flock.call_count == 1
-
-
-def test_a_system_without_locks(one, bucket, some_pair, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    assert len(open_remote(one, bucket.put(some_pair[0]), tmp_path / "idx")) == 60
-
-
 def read_remote(ds, k):
     """What another thread or process does with a dataset."""
     return ds[k]["tokens"].tolist()
@@ -5992,56 +5679,184 @@ def test_remote_datasets_in_other_threads_and_processes(one, web, some_pair, tmp
     assert found[:24] == wanted
 
 
-# -- faults ----------------------------------------------------------------------------------------
+def test_commands_on_object_storage(one, bucket, some_pair, capsys):
+    """inspect and verify take such prefixes; they are no place to write to."""
+    place = bucket.put(some_pair[0])
+    for line, wanted, words in (
+        (f"inspect {place}", 0, "60"),
+        (f"verify {place}", 0, "60"),
+        (f"verify {bucket.root}/nothing", 1, "nothing"),
+        (f"merge --input {place} --output-prefix {bucket.root}/all", 1, "local folder"),
+    ):
+        code, out, err = command(one, capsys, *line.split())
+        assert code == wanted, err
+        assert words in out + err
+    assert set(bucket.files()) == {"pair.bin", "pair.idx"}
 
 
-@pytest.mark.parametrize("block_bytes", [0, 100])
-def test_a_server_with_faults(one, web, some_pair, tmp_path, block_bytes):
-    """Of each nine answers one is an error, one is cut off, and one lacks a byte."""
+# -- Copies of .idx files ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", [None, "idx"])
+def test_without_path_to_cache_indices_lie_beside_the_idx(one, bucket, some_pair, folder, tmp_path):
+    """A default beside the pair would be remote."""
+    prefix = bucket.put(some_pair[0])
+    path = None if folder is None else str(tmp_path / folder)
+    place = tmp_path / "home" / "megatron_min" if folder is None else tmp_path / folder
+    fields = {"object_storage_cache_path": path}
+    first = build(one, [9, 0, 0], config(one, ([prefix], None), **fields))[0]
+    names = os.listdir(place / "GPTDataset_indices")
+    assert f"{first.unique_description_hash}-GPTDataset-train-manifest.json" in names
+    assert {path.suffix for path in place.iterdir() if path.is_file()} == {".idx"}
+    with mock.patch.object(one, "build_sample_idx") as build_again:
+        build(one, [9, 0, 0], config(one, ([prefix], None), **fields))
+    assert not build_again.called
+    assert set(bucket.files()) == {"pair.bin", "pair.idx"}
+
+
+def test_caches_are_local_folders(one, bucket, some_pair):
+    prefix = bucket.put(some_pair[0])
+    with pytest.raises(ValueError, match="path_to_idx_cache .* local"):
+        one.ObjectStorageConfig(f"memory://me:{SECRET}@host/idx")
+    with pytest.raises(ValueError, match="path_to_cache .* local"):
+        build(one, [9, 0, 0], config(one, ([prefix], None), path_to_cache="memory://cache"))
+
+
+def open_remote(one, place, folder, barrier=None):
+    """Open a pair, together with other processes."""
+    if barrier is not None:
+        barrier.wait(60)
+    return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
+
+
+def test_an_index_is_copied_once_for_each_state(one, storage, some_pair, tmp_path):
     prefix, docs = some_pair
-    place = web.put(prefix)
-    web.server.faults = itertools.cycle([None, 503, None, None, None, "cut", None, None, "short"])
-    settings = one.ObjectStorageConfig(tmp_path / "idx", block_bytes)
-    for k in range(15):
-        ds = one.IndexedDataset(place, object_storage_config=settings)
-        assert lists(ds[k : k + 8]) == [doc.tolist() for doc in docs[k : k + 8]]
+    place = storage.put(prefix)
+    copies = []
+    for _ in range(2):
+        open_remote(one, place, tmp_path / "idx")
+        [copied] = (tmp_path / "idx").iterdir()
+        assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
+        copies.append((copied.stat().st_ino, copied.stat().st_mtime_ns))
+    assert copies[0] == copies[1]
+    swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
+    assert place == storage.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
+    ds = open_remote(one, place, tmp_path / "idx")
+    assert lists(ds[:2]) == [docs[1].tolist(), docs[0].tolist()]
+
+
+def test_a_listing_that_fsspec_keeps_is_no_state(one, s3, some_pair):
+    place = s3.put(some_pair[0])
+    one.IndexedDataset(place)
+    file_system, path = fsspec.core.url_to_fs(f"{place}.idx")
+    file_system.find(s3.root)
+    type(file_system)(skip_instance_cache=True).pipe_file(path, b"of another process")
+    with pytest.raises(one.DatasetFormatError, match="file size.* 18"):
+        one.IndexedDataset(place)
+
+
+def test_two_prefixes_have_two_copies(one, bucket, some_pair, tmp_path):
+    """Even where the storage says the same of both."""
+    bucket.put(some_pair[0])
+    for extension in (".bin", ".idx"):
+        bucket.put_file(f"{some_pair[0]}{extension}", f"other{extension}")
+    size = os.path.getsize
+    same_words = [size(f"{some_pair[0]}.bin"), size(f"{some_pair[0]}.idx")]
+
+    def info(self, path, **options):
+        return {"name": "x", "type": "file", "size": same_words[path.endswith(".idx")]}
+
+    with on_memory("info", info):
+        for name in ("pair", "other"):
+            open_remote(one, f"{bucket.root}/{name}", tmp_path / "idx")
+    assert len(os.listdir(tmp_path / "idx")) == 2
+
+
+@linux
+def test_processes_may_copy_an_index_at_once(one, web, some_pair, tmp_path):
+    place = web.put(some_pair[0])
+    barrier = FORK.Barrier(4)
+    job = functools.partial(open_remote, one, place, tmp_path / "idx", barrier)
+    assert in_children(job, job, job, job) == [0] * 4
+    [copied] = (tmp_path / "idx").iterdir()
+    assert copied.read_bytes() == pathlib.Path(f"{some_pair[0]}.idx").read_bytes()
+
+
+def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
+    """No copy stays; the next opening finds the new one."""
+    place = bucket.put(some_pair[0])
+    cat_ranges = fsspec.get_filesystem_class("memory").cat_ranges
+
+    def read_then_change(self, *arguments, **options):
+        found = cat_ranges(self, *arguments, **options)
+        bucket.put_file(f"{some_pair[0]}.idx", "pair.idx")
+        return found
+
+    with on_memory("cat_ranges", read_then_change):
+        with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
+            open_remote(one, place, tmp_path / "idx")
+    assert os.listdir(tmp_path / "idx") == []
+    open_remote(one, place, tmp_path / "idx")
+
+
+# -- Faults ------------------------------------------------------------------------------------
+
+
+def test_a_fifth_of_all_answers_fails(one, web, some_pair, tmp_path):
+    """Then at most one of 60 samples is an error, and none is wrong."""
+    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
+    cfg = config(one, ([some_pair[0]], None), **fields)
+    local = build(one, [60, 0, 0], cfg)[0]
+    rng = np.random.default_rng(13)
+    is_fault = rng.random(2000) < 0.2
+    kinds = rng.choice([503, 429, "cut", "short"], 2000)
+    faults = [None] * 2000
+    for k in np.flatnonzero(is_fault):
+        faults[k] = int(kinds[k]) if kinds[k].isdigit() else str(kinds[k])
+    web.server.faults = iter(faults)
+    remote = build(one, [60, 0, 0], config(one, ([web.put(some_pair[0])], None), **fields))[0]
+    num_errors = 0
+    for k in range(60):
+        try:
+            found = remote[k]
+        except OSError:
+            num_errors += 1
+        else:
+            same_samples(found, local[k])
+    assert num_errors <= 1
+    assert len(web.server.requests) > 100
 
 
 @pytest.mark.parametrize("fault", ["cut", "short", 408, 429, 500])
 def test_only_what_failed_is_asked_for_again(one, web, numbers, fault):
-    source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
     web.server.faults = iter([fault])
-    found = ranges_of(web, source.read_many, [(0, 1), (5, 2)])
+    found = ranges_of(web, numbers.get_many, [(0, 0, 1), (0, 5, 2)])
     assert found in (["bytes=0-1"] * 2 + ["bytes=10-13"], ["bytes=0-1"] + ["bytes=10-13"] * 2)
 
 
-def test_pauses_grow_and_end_in_an_error(one, web, numbers, no_pauses):
-    """It names the object."""
-    source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
-    web.server.status = 503
-    with pytest.raises(OSError, match=r"numbers\.bin: .*503"):
-        source.read(2, 2)
+@pytest.mark.parametrize("status", [503, "whole"])
+def test_pauses_grow_and_end_in_an_error(one, web, numbers, no_pauses, status):
+    """It names the object.  A server without ranges sends more than it is asked for."""
+    web.server.requests.clear()
+    web.server.status = status
+    with pytest.raises(OSError, match=r"numbers\.bin: .*(503|came as 40 bytes)"):
+        numbers.get(0, 2, 2)
     assert len(web.server.requests) == len(no_pauses) + 1 == 5
     assert no_pauses == sorted(set(no_pauses))
 
 
-@pytest.mark.parametrize(
-    "status, error",
-    [
-        (404, FileNotFoundError),
-        (401, PermissionError),
-        (403, PermissionError),
-        ("whole", ValueError),  # a server without ranges would send the whole object for each
-    ],
-)
-def test_permanent_errors_are_raised_at_once(one, web, numbers, status, error):
-    source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
+@pytest.mark.parametrize("status", [404, 401, 403])
+def test_what_is_not_there_or_may_not_be_read_is_said_at_once(one, web, numbers, status):
+    error = FileNotFoundError if status == 404 else PermissionError
+    web.server.requests.clear()
     web.server.status = status
+    start = time.monotonic()
     with pytest.raises(error, match=r"numbers\.bin"):
-        source.read(2, 2)
+        numbers.get(0, 2, 2)
     assert len(web.server.requests) == 1
     with pytest.raises((error, FileNotFoundError), match=r"pair\.idx"):
         one.IndexedDataset(f"{web.root}/pair")
+    assert time.monotonic() - start < 1
 
 
 @pytest.mark.parametrize("name", ["s3://no-such-bucket/pair", "{root}/missing"])
@@ -6053,38 +5868,16 @@ def test_what_is_missing_on_s3(one, s3, no_pauses, name):
     assert no_pauses == []
 
 
-PERMANENT = [FileNotFoundError(), PermissionError(), ValueError(), ImportError(), TypeError()]
-PASSING = [TimeoutError(), ConnectionResetError(), EOFError(), OSError(errno.EBUSY, "slow down")]
-
-
-@pytest.mark.parametrize("error", PERMANENT + PASSING, ids=repr)
-def test_which_errors_are_permanent(one, bucket, numbers, error):
-    """The others are tried five times, and are an OSError in the end."""
-    source = one._RemoteFile(bucket.put_file(numbers, "numbers.bin"))
-    kind = OSError
-    if isinstance(error, (ValueError, TypeError)):
-        kind = ValueError
-    elif error in PERMANENT:
-        kind = type(error)
-    with on_memory("cat_ranges", error) as calls:
-        with pytest.raises(kind, match=r"memory://bucket/numbers\.bin"):
-            source.read(0, 1)
-    assert calls.call_count == (1 if error in PERMANENT else 5)
-
-
 def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     forget_s3fs(monkeypatch)
-    with pytest.raises(ImportError, match=r"s3://bucket/pair.idx needs .*\[storage\]"):
+    with pytest.raises(ImportError, match=r"s3://bucket/pair.idx.*\[storage\]"):
         one.IndexedDataset("s3://bucket/pair")
-    with pytest.raises(ImportError, match="storage"):
-        one._NewFile("s3://bucket/new.bin")
-    for url in ("nonsense://bucket/pair", "file:///bucket/pair"):
-        with pytest.raises(ValueError, match=rf"{url}\.idx"):
-            one.IndexedDataset(url)
+    with pytest.raises(ValueError, match="nonsense"):
+        one.IndexedDataset("nonsense://bucket/pair")
 
 
-# -- credentials -----------------------------------------------------------------------------------
+# -- Credentials -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -6102,7 +5895,7 @@ def test_credentials_are_left_out(one, text, wanted):
     assert one._hide_credentials(text) == wanted
 
 
-@pytest.mark.parametrize("fault", ["missing", "torn", "outside", "refused", 403, 503])
+@pytest.mark.parametrize("fault", ["missing", "torn", "outside", "refused", "folder", 403, 503])
 @pytest.mark.parametrize("url", ["{root}/pair", "{web}/x?X-Amz-Signature=s3cret&to=/pair"])
 def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     """Not even those of the errors that led to an error, as Python prints them."""
@@ -6117,6 +5910,8 @@ def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     if isinstance(fault, int):
         web.server.status = fault
     with pytest.raises((OSError, ValueError, IndexError)) as caught:
+        if fault == "folder":
+            one.IndexedDatasetBuilder(f"{url}.bin")
         one.IndexedDataset(url)[100]
     text = "".join(traceback.format_exception(caught.value))
     assert SECRET not in "".join(line for line in text.splitlines() if "Error" in line)
@@ -6124,115 +5919,7 @@ def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     assert "127.0.0.1" in str(caught.value)
     code, out, err = command(one, capsys, "verify", url)
     assert SECRET not in out + err
-    assert code == (0 if fault == "outside" else 1)
-
-
-# -- writing ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["bucket", "s3"])
-def test_a_pair_is_written_to_object_storage(one, some_pair, tmp_path, monkeypatch, request, kind):
-    """Equal to the local one; nothing stays in the folder of temporary files."""
-    storage = request.getfixturevalue(kind)
-    prefix, docs = some_pair
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    place = f"{storage.root}/pair"
-    write_remote(one, place, docs)
-    one.merge([place, place], f"{storage.root}/twice")
-    one.merge([prefix, prefix], tmp_path / "local" / "twice")
-    found = storage.files()
-    wanted = files_of(tmp_path / "local")
-    for record in (found, wanted):  # they name their inputs
-        [whole] = json.loads(record.pop("twice.record.json"))["inputs"][:1]
-        assert whole["documents"] == len(docs)
-    assert found == wanted
-    with pytest.raises(ZeroDivisionError), one.IndexedDatasetBuilder(f"{place}.bin") as builder:
-        builder.add_item([1])
-        raise ZeroDivisionError
-    with pytest.raises(ValueError, match="both input and output"):
-        one.merge([place], place)
-    assert storage.files().items() >= wanted.items()
-    assert os.listdir(temporary) == []
-
-
-@pytest.mark.parametrize("before", [{}, {"object": b"old"}])
-def test_an_upload_that_fails(one, bucket, tmp_path, monkeypatch, before):
-    """The old object stays, or none is there; the local file stays, and is named."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    place = f"{bucket.root}/object"
-    for content in before.values():
-        with one._NewFile(place) as file:
-            file.write(content)
-    with failing_uploads(ConnectionResetError(f"of https://me:{SECRET}@host/")) as put:
-        with pytest.raises(OSError, match="object: ConnectionResetError") as caught:
-            with one._NewFile(place) as file:
-                file.write(b"new")
-    assert SECRET not in str(caught.value)
-    assert put.call_count == 5
-    assert bucket.files() == before
-    [kept] = tmp_path.glob("*.tmp")
-    assert kept.read_bytes() == b"new"
-    assert str(kept) in str(caught.value)
-
-
-def test_an_old_remote_index_never_stands_beside_new_tokens(one, bucket, some_pair):
-    place = bucket.put(some_pair[0])
-    put_file = fsspec.get_filesystem_class("memory").put_file
-    names = []
-
-    def look_and_put(self, source, target, **options):
-        names.append((os.path.basename(target), sorted(bucket.files())))
-        put_file(self, source, target, **options)
-
-    with on_memory("put_file", look_and_put):
-        write_remote(one, place, [[1, 2]])
-    assert names == [("pair.bin", ["pair.bin"]), ("pair.idx", ["pair.bin"])]
-    assert one.IndexedDataset(place)[0].tolist() == [1, 2]
-
-
-def test_commands_on_object_storage(one, bucket, tmp_path, capsys):
-    """preprocess, merge, inspect, verify and build take such prefixes."""
-    text = jsonl(tmp_path / "text.jsonl", ["aaaa", "bbb"] * 40)
-    place = f"{bucket.root}/corpus_text_document"
-    run = f"build --blend {place} --sizes 9 0 0 --random-seed 1 --sequence-length 8 --split 1"
-    for line, wanted, words in (
-        (f"preprocess --input {text} --output-prefix {bucket.root}/corpus", 0, "280 tokens"),
-        (f"inspect {place}", 0, "sequence 0: [97, 97, 97, 97]"),
-        (f"verify {place}", 0, f"whole: {place}: 80 sequences"),
-        (f"merge --input {place} --output-prefix {bucket.root}/all", 0, "80 sequences"),
-        (run, 0, "train: 34 samples"),
-        (f"verify {bucket.root}/nothing", 1, "nothing"),
-    ):
-        code, out, err = command(one, capsys, *line.split())
-        assert code == wanted, err
-        assert words in out + err
-
-
-# -- what else servers are like --------------------------------------------------------------------
-
-
-def test_the_time_of_the_last_read_is_no_change(one, bucket, some_pair):
-    """sftp and smb tell it, and each copy of an .idx is a read."""
-    info = fsspec.get_filesystem_class("memory").info
-    clock = itertools.count()
-
-    def info_with_time(self, path, **options):
-        return {**info(self, path, **options), "time": next(clock)}
-
-    place = bucket.put(some_pair[0])
-    with on_memory("info", info_with_time):
-        assert len(one.IndexedDataset(place)) == 60
-
-
-def test_blocks_of_a_batch_are_fetched_a_few_at_a_time(one, bucket, numbers):
-    """Those of a whole batch might not fit into memory."""
-    source = one._RemoteFile(bucket.put_file(numbers, "numbers.bin"), np.uint16, 2)
-    with on_memory("cat_ranges") as read:
-        found = source.read_many([(k, 1) for k in range(20)])
-    assert lists(found) == [[k] for k in range(100, 120)]
-    assert [len(call.args[1]) for call in read.call_args_list] == [8, 8, 4]
+    assert code == (0 if fault in ("outside", "folder") else 1)
 
 
 # ==============================================================================
@@ -11290,6 +10977,14 @@ FEW_AND_MANY = [60, pytest.param(round(1500 * FUZZ), marks=pytest.mark.slow)]
 
 # -- Damaged pairs and caches: the right data or a sentence, never a signal or all the memory --
 
+
+class LeavesATrace:
+    """What unpickles it makes the file "ran"."""
+
+    def __reduce__(self):
+        return open, ("ran", "w")
+
+
 FORGED = [-(2**63), -1, 0, 1, 2, 7, 2**15, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1]
 
 
@@ -11301,7 +10996,7 @@ def damaged_bytes(rng, data, other):
     number = struct.pack("<q", int(rng.choice(FORGED)))[: rng.choice([4, 8])]
     decimal = re.sub(rb"\d+", b"%d" % rng.choice(FORGED), data[at:], count=1)  # as JSON has it
     code = io.BytesIO()
-    np.lib.format.write_array(code, np.array([RunsCode()], object), allow_pickle=True)
+    np.lib.format.write_array(code, np.array([LeavesATrace()], object), allow_pickle=True)
     damages = [
         data[:at] + flipped + data[at + 1 :],
         data[:at] + number + data[at + len(number) :],
@@ -11311,7 +11006,7 @@ def damaged_bytes(rng, data, other):
         data[:at] + other[:40] + data[at + 40 :],
         data + other[:1],
         other,
-        pickle.dumps(RunsCode()),
+        pickle.dumps(LeavesATrace()),
         code.getvalue(),
     ]
     return damages[rng.integers(len(damages))]
@@ -11404,35 +11099,25 @@ def test_damaged_pairs_are_refused_or_read_in_bounds(mm, tmp_path, monkeypatch, 
     assert in_children(functools.partial(fuzz, count, read_pair, mm), timeout=100 + count) == [0]
 
 
-def samples_of_blend(mm, cache, fast_cache_load, **fields):
+def samples_of_blend(mm, cache, **fields):
     """All samples of a blend of two pairs; None: it is refused."""
-    fields |= {"fast_cache_load": fast_cache_load, "path_to_cache": cache, "sequence_length": 4}
+    fields |= {"path_to_cache": cache, "sequence_length": 4}
     try:
         train = quiet(build, mm, [20, 0, 0], config(mm, (["in/a", "in/b"], [1, 3]), **fields))[0]
         return quiet(train.batch, range(len(train)))
     except (ValueError, FileNotFoundError) as error:
         assert len(str(error).split()) > 3
-    except Exception:  # what numpy makes of a damaged header
-        assert fast_cache_load
     return None
 
 
 def read_cache(mm, rng):
-    """With the old cache it gives the same as with a new one: a damaged cache is never seen.
-
-    Where fast_cache_load trusts the cache, there may be other samples of the right shape.
-    """
+    """With the old cache it gives the same as with a new one: a damaged cache is never seen."""
     fields = {name: bool(rng.integers(2)) for name in ("mmap_bin_files", "defer_npy_index_mmap")}
-    is_trusted = bool(rng.integers(2))
-    found = samples_of_blend(mm, "cache", is_trusted, **fields)
-    wanted = samples_of_blend(mm, "new", False, **fields)
-    if not is_trusted:
-        assert (found is None) == (wanted is None)
-    if found is not None and not is_trusted:
+    found = samples_of_blend(mm, "cache", **fields)
+    wanted = samples_of_blend(mm, "new", **fields)
+    assert (found is None) == (wanted is None)
+    if found is not None:
         same_samples(found, wanted)
-    if found is not None and wanted is not None:
-        for key, values in wanted.items():
-            assert found[key].shape == values.shape and found[key].dtype == values.dtype
 
 
 @linux
@@ -11443,7 +11128,7 @@ def test_damaged_caches_are_never_seen(mm, tmp_path, monkeypatch, count):
     mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)
     mk(mm, "in/b", random_docs(rng, 9))
     put_files(files_of("."))
-    assert samples_of_blend(mm, "cache", False) is not None
+    assert samples_of_blend(mm, "cache") is not None
     assert in_children(functools.partial(fuzz, count, read_cache, mm), timeout=100 + count) == [0]
 
 
@@ -11512,11 +11197,12 @@ def test_nothing_in_the_module_runs_data(tree):
             names.add(node.id)
         elif isinstance(node, ast.Call):
             names.add(ast.unparse(node.func))
+            if ast.unparse(node.func) in ("np.load", "np.save"):
+                assert "allow_pickle=False" in ast.unparse(node)
     assert {"np.memmap", "json"} <= names  # the walk sees what is there
     forbidden = "pickle marshal shelve subprocess socket urllib http ctypes ssl eval exec compile"
-    forbidden += " __import__ os.system os.popen torch.load torch.save np.load np.save"
+    forbidden += " __import__ os.system os.popen torch.load torch.save"
     assert not names & set(forbidden.split())
-    assert "_object_list" not in ast.unparse(tree), "collectives of torch that pickle"
 
 
 def do_a_job():
