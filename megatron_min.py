@@ -575,7 +575,12 @@ class IndexedDataset(torch.utils.data.Dataset):
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return True if both files of the pair exist.  Upstream: the same name."""
-        return _file_exists(get_idx_path(path_prefix)) and _file_exists(get_bin_path(path_prefix))
+        try:
+            _file_stamp(get_idx_path(path_prefix))
+            _file_stamp(get_bin_path(path_prefix))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     @property
     def index(self) -> "IndexedDataset":
@@ -602,14 +607,9 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def __reduce__(self):
         """Pickle the path: who unpickles it opens the pair again."""
-        arguments = (
-            self.path_prefix,
-            self.multimodal,
-            self.mmap,
-            self.object_storage_config,
-            self.check,
-        )
-        return type(self), arguments, [self._idx_stamp, self._bin_stamp]
+        arguments = [self.path_prefix, self.multimodal, self.mmap]
+        arguments += [self.object_storage_config, self.check]
+        return type(self), tuple(arguments), [self._idx_stamp, self._bin_stamp]
 
     def __setstate__(self, stamps):
         """Refuse files that were opened just now, and are not those of the pickle."""
@@ -641,17 +641,6 @@ def _file_stamp(path: str | os.PathLike) -> dict:
         return _RemoteFile(path).stamp()
     stat = os.stat(path)
     return {"size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
-
-
-def _file_exists(path: str | os.PathLike) -> bool:
-    """Return True if there is such a file or object."""
-    if not _is_remote(path):
-        return os.path.exists(path)
-    try:
-        _RemoteFile(path).stamp()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
@@ -741,10 +730,6 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
         if self.multimodal:
             self.sequence_modes.frombytes(other.sequence_modes.tobytes())
-
-    def sync(self) -> None:
-        """Have the disk hold all tokens so far; OSError if it is full."""
-        self._bin.sync()
 
     def finalize(self, idx_path: str | os.PathLike) -> None:
         """Write the .idx file and give both files their names.
@@ -859,6 +844,11 @@ def _encode_tokens(values, dtype):
         at = misfits[0]
         raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
     return tokens.tobytes()
+
+
+def _as_tokens(values, dtype):
+    """Tensor, array or list -> 1-D array of dtype; ValueError at an id that does not fit."""
+    return np.frombuffer(_encode_tokens(values, dtype), dtype)
 
 
 def _as_array(values, dtype):
@@ -4019,30 +4009,6 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
             else:
                 os.unlink(old_index)
     index.commit()
-
-
-def _as_tokens(values, dtype):
-    """Tensor, array or list -> 1-D array of dtype; ValueError at an id that does not fit."""
-    return np.frombuffer(_encode_tokens(values, dtype), dtype)
-
-
-def _as_arrays(documents, dtype):
-    """Return the tokens of each document as an array of dtype.
-
-    documents   a list of tensors, arrays or lists; or an array of the package awkward, whose
-                tokens are laid end to end already
-
-    >>> _as_arrays([np.array([97, 97]), [98]], np.dtype(np.uint16))
-    [array([97, 97], dtype=uint16), array([98], dtype=uint16)]
-    """
-    if not type(documents).__module__.startswith("awkward"):
-        return [_as_tokens(document, dtype) for document in documents]
-    import awkward  # it is there: it has made the documents
-
-    layout = documents.layout.to_ListOffsetArray64(True)
-    edges = np.asarray(layout.offsets).tolist()  # where each document begins, and the end
-    tokens = _as_tokens(awkward.to_numpy(layout.content[: edges[-1]]), dtype)
-    return [tokens[begin:end] for begin, end in itertools.pairwise(edges)]
 
 
 # ==============================================================================
@@ -7251,7 +7217,7 @@ def _write_pairs(parts, encoder, prefixes, workers, description, verbose):
                 builders[key]._append_documents(column.tokens, column.lengths, column.ends)
             progress.update(encoded)
         for builder in builders.values():
-            builder.sync()  # a full disk shows here, before the first pair has its name
+            builder._bin.sync()  # a full disk shows here, before the first pair has its name
         _finalize_all(builders, prefixes)
     for key, prefix in prefixes.items():
         _write_record(prefix, _record_of_job(description, key, progress.documents_of_part))
