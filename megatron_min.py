@@ -7335,13 +7335,14 @@ def _import_extra(module, extra, user):
     """
     package = module.partition(".")[0]
     try:
-        return importlib.import_module(module)
+        importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:  # something that the package needs
             raise
         raise ImportError(
             f'{user} needs the package {package}: pip install {package}, or "megatron-min[{extra}]"'
         ) from None
+    return importlib.import_module(module)
 
 
 def build_tokenizer(
