@@ -413,7 +413,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._idx_stamp = _file_stamp(path)
         local_path = path
         if _is_remote(path):
-            local_path = _fetch_index(path, self._idx_stamp, self.object_storage_config)
+            local_path = _fetch_index(path, self._idx_stamp, self.object_storage_config)  # a copy
         content = _map_file(local_path)
         found = len(content)
         if found < _HEADER.size:
@@ -455,24 +455,18 @@ class IndexedDataset(torch.utils.data.Dataset):
         """The documents run from 0 to n, and the last sequence ends where the .bin ends."""
         path = get_idx_path(self.path_prefix)
         n = len(self)
-        documents = []
-        if len(self.document_indices):
-            documents = self.document_indices[[0, -1]].tolist()
+        documents = self.document_indices[:1].tolist() + self.document_indices[-1:].tolist()
         if documents != [0, n]:
             raise _format_error(path, "document_indices", f"from 0 to {n}", documents)
         end = 0
         if n:
             last_size = int(self.sequence_lengths[-1]) * self._token_bytes
             end = int(self.sequence_pointers[-1]) + last_size
-        tokens = f"{self.dtype.__name__} tokens"
-        if end % self._token_bytes:
-            field = f"end of the last sequence ({tokens})"
-            raise _format_error(path, field, f"a multiple of {self._token_bytes}", end)
-        if bin_size != end:
+        if bin_size != end or end % self._token_bytes:
             raise _format_error(
                 get_bin_path(self.path_prefix),
-                f"file size ({tokens})",
-                f"{end} bytes, as {path} says",
+                f"file size ({self.dtype.__name__} tokens)",
+                f"{end} bytes, as {path} says, a multiple of {self._token_bytes}",
                 f"{bin_size}: the file is truncated, or belongs to another .idx",
             )
 

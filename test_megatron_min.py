@@ -8075,7 +8075,7 @@ def test_a_shard_reads_its_share_and_no_more(one, tmp_path):
         ("a_00000_of_00002 b_00001_of_00002", "a_00001_of_00002"),
         ("a_00000_of_00003 a_00002_of_00003", "a_00001_of_00003"),
         ("a_00000_of_00003 b", "a_00001_of_00003"),
-        ("a_00000_of_00002 a_00001_of_00002 b c_00000_of_00001", "b.idx: no such file"),
+        ("a_00000_of_00002 a_00001_of_00002 b c_00000_of_00001", r"b\.idx"),
     ],
 )
 def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch, prefixes, missing):
