@@ -4298,8 +4298,8 @@ class _IndexCache:
     description  text of the description file
     made_from    flat dict, as JSON has it, of what the arrays are made from; a cache of other data
                  is stale
-    build        function that returns (facts, arrays): what a start needs to know, as JSON has it,
-                 and the arrays in the order of names; its errors pass through
+    build        method of the dataset that returns (facts, arrays): what a start needs to know, as
+                 JSON has it, and the arrays in the order of names; its errors pass through
 
     facts        what build() returned, today or when the files were made
 
@@ -4322,7 +4322,8 @@ class _IndexCache:
         self._names = names
         # The format is a number to raise when the same made_from comes to mean other arrays.
         self._made_from = {"format": 4} | json.loads(json.dumps(made_from))
-        self._build = build
+        # The dataset has its cache, and the cache no dataset: so both go with their last user.
+        self._build = weakref.WeakMethod(build)
         self._is_saved = False  # do the files hold the arrays?
         self._files = {}  # then {name: {"size": bytes, "crc32": number}}
         self._arrays = {}  # {name: array}: in memory, or mapped by the first access
@@ -4333,8 +4334,6 @@ class _IndexCache:
             self._arrays = dict(zip(names, arrays, strict=True))
             if folder:
                 self._save(description)
-        if not self._is_saved:
-            self._build = None  # what is in memory is never built again
 
     def _path(self, file):
         """The path of one of the files: an array's, the description's or the manifest's."""
@@ -4362,7 +4361,7 @@ class _IndexCache:
             self._files = manifest["files"]
             self._is_saved = True
         except Exception as error:
-            self._warn(error, "built again")
+            self._warn(error, "rebuilt")
 
     def array(self, name: str) -> np.ndarray:
         """Return an array; its first call maps the file, or builds all arrays again.
@@ -4371,14 +4370,13 @@ class _IndexCache:
         """
         if name not in self._arrays:
             try:
-                file = f"{name}.npy"
-                values = np.load(self._path(file), mmap_mode="r", allow_pickle=False)
+                values = np.load(self._path(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
                 if _crc32(values.base) != self._files[name]["crc32"]:  # base is all of the file
-                    raise DatasetFormatError(f"{file} is not the file that the start found")
+                    raise DatasetFormatError("not the file that the start found")
                 arrays = {name: values.view(np.ndarray)}
             except Exception as error:
-                self._warn(error, "built again, in memory")
-                _, arrays = self._build()
+                self._warn(error, f"rebuilt in memory, because of {name}.npy")
+                _, arrays = self._build()()
                 arrays = dict(zip(self._names, arrays, strict=True))
                 self._is_saved = False
             for each, values in arrays.items():
@@ -4451,10 +4449,14 @@ class _IndexCache:
 
     def __getstate__(self):
         """Leave out arrays that another process can map."""
-        state = vars(self).copy()
+        state = vars(self) | {"_build": self._build()}
         if self._is_saved:
             state["_arrays"] = {}
         return state
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self._build = weakref.WeakMethod(state["_build"])
 
 
 _PAGE = 4096
