@@ -2350,7 +2350,9 @@ class BlendedDataset(_SampleTable):
                     f"{len(dataset):,}"
                 )
         if needed:
-            raise _BlendTooLarge("; ".join(sentences), needed)
+            error = _BlendTooLarge("; ".join(sentences))
+            error.needed = needed
+            raise error
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
@@ -2448,16 +2450,9 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 
 
 class _BlendTooLarge(ValueError):
-    """A blend takes more samples of a dataset than that one has.
+    """A blend takes more samples of a dataset than that one has."""
 
-    needed is {dataset: samples that the blend takes of it}.
-    """
-
-    def __init__(
-        self, message: str, needed: dict[torch.utils.data.Dataset, int] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.needed = {} if needed is None else needed
+    needed = {}  # {dataset: samples that the blend takes of it}; the builder makes it so large
 
 
 # ==============================================================================
@@ -4301,7 +4296,7 @@ class _IndexCache:
     build        method of the dataset that returns (facts, arrays): what a start needs to know, as
                  JSON has it, and the arrays in the order of names; its errors pass through
 
-    facts        what build() returned, today or when the files were made
+    facts        what build() returned, here or where the files were made
 
     Cost where the cache is there: the manifest is read; no array is opened.
     """
@@ -4411,9 +4406,11 @@ class _IndexCache:
                 np.lib.format.write_array_header_1_0(new_file.file, header)
                 new_file.file.write(values.reshape(-1).view(np.uint8))
                 new_file.finish()
-                with open(new_file.temporary, "rb") as file:
-                    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                files[name] = {"size": len(content), "crc32": _crc32(content)}
+                with (
+                    open(new_file.temporary, "rb") as file,
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+                ):
+                    files[name] = {"size": len(content), "crc32": _crc32(content)}
             manifest = {"made_from": self._made_from, "facts": self.facts, "files": files}
             self._begin("manifest.json", new_files).file.write(json.dumps(manifest).encode())
             for file in ("manifest.json", "description.txt"):
