@@ -1613,9 +1613,11 @@ class GPTDataset(MegatronDataset):
         if self.config.path_to_cache or self.dataset_path is None:
             return self.config.path_to_cache
         prefix = getattr(self.dataset, "path_prefix", self.dataset_path)
+        folder = f"{prefix}/cache"
         if _is_remote(prefix):
-            return f"{self.dataset.object_storage_config.folder}/{type(self).__name__}_indices"
-        return f"{prefix}/cache/{type(self).__name__}_indices"
+            storage = self.dataset.object_storage_config
+            folder = ObjectStorageConfig().folder if storage is None else storage.folder
+        return f"{folder}/{type(self).__name__}_indices"
 
     @functools.cached_property
     def document_index(self) -> np.ndarray:
