@@ -5599,12 +5599,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         while taken and taken[-1] == 0:
             taken.pop()
         past = {"sampler": settings, "taken": taken}
-        num_probes = max(2, _NUM_PROBES // max(1, np.count_nonzero(taken)))
         corpora = _corpora_of(self.dataset)
-        for d, count in enumerate(taken):
-            if count > 0:
-                for key, value in _look_at_corpus(corpora[d], count, num_probes).items():
-                    past[f"{key} of corpus {d}"] = value
+        givers = [d for d, count in enumerate(taken) if count > 0]
+        for d in givers:
+            num_probes = max(2, _NUM_PROBES // len(givers))
+            for key, value in _look_at_corpus(corpora[d], taken[d], num_probes).items():
+                past[f"{key} of corpus {d}"] = value
         return past
 
     def _settings_of_order(self, consumed_samples):
