@@ -3049,9 +3049,8 @@ def _do_nothing():
 # One number, consumed_samples, says how many samples all ranks together have used: with "single"
 # in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader counts it
 # (section 14).  A sampler has an attribute of the same name, which only says where its next pass
-# starts.  A checkpoint keeps the number and what the samples so far depend on.  A job
-# that goes on may have other ranks, micro-batches or workers, wherever the order does not depend on
-# them:
+# starts.  A checkpoint keeps the number, and a look at the samples so far.  A job that goes on may
+# have other ranks, micro-batches or workers, wherever the order does not depend on them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
@@ -3094,8 +3093,19 @@ class _Sampler:
         data_parallel_size: int,
         drop_last: bool = True,
     ) -> None:
-        sizes = total_samples, micro_batch_size, data_parallel_size
-        _check_sampler(*sizes, data_parallel_rank)  # section 15
+        sizes = {
+            "total_samples": total_samples,
+            "micro_batch_size": micro_batch_size,
+            "data_parallel_size": data_parallel_size,
+        }
+        for name, size in sizes.items():
+            if size < 1 or size % 1:
+                raise ValueError(f"{name} must be >= 1 and whole, got {size}")
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(
+                f"data_parallel_rank must be 0 to {data_parallel_size - 1}, "
+                f"got {data_parallel_rank}"
+            )
         self.total_samples = int(total_samples)
         self.consumed_samples = int(consumed_samples)
         self.micro_batch_size = int(micro_batch_size)
@@ -3104,12 +3114,20 @@ class _Sampler:
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        _check_start(self, self.consumed_samples)  # section 15
+        self._check_start(self.consumed_samples)
 
     def __len__(self) -> int:
         if self.drop_last:
             return self.active_total_samples // self.samples_per_round
         return _ceil_div(self.total_samples, self.samples_per_round)
+
+    def _check_start(self, consumed_samples: int) -> None:
+        """ValueError unless a pass can start there: in order anywhere; at the end it is empty."""
+        if not 0 <= consumed_samples <= self.total_samples:
+            raise ValueError(
+                f"consumed_samples must be 0 to total_samples ({self.total_samples}), "
+                f"got {consumed_samples}"
+            )
 
     @property
     def micro_batch_times_data_parallel_size(self) -> int:
@@ -3220,6 +3238,19 @@ class MegatronPretrainingRandomSampler(_Sampler):
             data_parallel_rank,
             data_parallel_size,
         )
+
+    def _check_start(self, consumed_samples: int) -> None:
+        """ValueError unless a pass can start there: after a whole number of rounds."""
+        per_round = self.samples_per_round
+        if not self.active_total_samples:
+            raise ValueError(
+                f"total_samples ({self.total_samples}) must fill a round of {per_round} samples"
+            )
+        if not 0 <= consumed_samples < 2**63 or consumed_samples % per_round:
+            raise ValueError(
+                f"consumed_samples must be a multiple of the round of {per_round} samples, "
+                f"got {consumed_samples}"
+            )
 
     def __iter__(self) -> typing.Iterator[list[int]]:
         turn, done = divmod(self.consumed_samples, self.active_total_samples)
@@ -4769,24 +4800,33 @@ def _allow_open_files(entries: list[_Entry], prefixes: list) -> None:
 # was given, so what was made ahead and not used is made again after a resume.
 #
 # A state has three keys: its version, the number of consumed samples, and a text, which is the JSON
-# of what these samples depend on: their past.  A state is accepted where the past is the same.
+# of a look at these samples: their past.  After 24 samples of a blend of two corpora:
 #
-#   the past of            depends on
-#   a plain order          seed, S, documents and their tokens, the number of epochs, and whether
-#                          the last one is apart; not on the number of samples that are wanted
-#   stable_order           seed, S, documents and their tokens
-#   a blend                the weights, and the past of each corpus; not on its size
-#   phases                 the phases up to here, and the past of the corpora in them
-#   the sampler "cyclic"   besides, the number of samples that it shuffles, and its seed
+#   sampler              {"kind": "single"}
+#   taken                [8, 16]                     how many samples each corpus gave
+#   pair of corpus 0     [3, 13]                     its numbers of sequences and tokens
+#   probes of corpus 0   [[0, 1, 0, "5b9d..."],      its sample 0 begins in sequence 1, at token 0,
+#                         ...                        and has tokens with this md5
+#                         [7, 2, 5, "c39f..."]]      the last sample that it gave
+#   pair of corpus 1     ...
 #
-# Settings that change masks and positions, and not which tokens come, are no part of the past.
-#
-# With u, v and w for the weights of phases, of datasets with stable_order:
+# The job that loads a state looks at the same places of its own data, and goes on where it finds
+# the same.  So whatever changes the samples is noticed: another seed, S, split, order, weight or
+# file.  What does not change those that were consumed is not asked about: a longer run, a phase
+# that comes later, a copy at another path.  With u, v and w for the weights of phases, of datasets
+# with stable_order:
 #
 #   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
 #   a job that it fits                 phases (500, u) (400, v)
 #   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
 #   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
+#
+# A look cannot see how a class of the user's own changes what it reads.  So its past has, besides,
+# what the class says of itself.  Settings that change masks and positions, and not which tokens
+# come, are no part of the past.
+
+_STATE_VERSION = 5  # a number to raise when the same past comes to mean other samples
+_NUM_PROBES = 32  # of all datasets together; but of each its first sample, and its last one
 
 
 class PretrainingDataLoader(torch.utils.data.DataLoader):
@@ -4800,7 +4840,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                    its processes; pin_memory alone does not change who makes them.
 
     len() counts the batches of a whole pass, also after a resume.  Where several iterators run, the
-    state is that of the newest.
+    state is that of the newest.  The first iterator after load_state_dict() goes on where the state
+    was taken; one that was only looked at, as by next(iter(loader)), uses that up.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -4825,11 +4866,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if self.makes_batches:
             self.num_threads = num_workers
             num_workers = 0  # torch starts no processes
-        arguments.setdefault("persistent_workers", num_workers > 0)
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self.consumed_samples = batch_sampler.consumed_samples
         self._num_loads = 0  # a running iterator sees by it that a state was loaded
         self._num_iterators = 0  # the last of them counts
+        self._counted = {}  # {blend: (samples, how many of them each dataset gave)}
+        self._checksum = None  # of the order of a blend, where the sampler is "cyclic"
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
@@ -4856,11 +4898,35 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 )
 
     def _own_batches(self):
-        """Batches of our own datasets, in the order of the sampler."""
+        """Batches of our own datasets, in the order of the sampler; by threads if there are any.
+
+        They are made a few ahead, so memory stays small.  An error comes at the place of its batch.
+        """
         if not self.num_threads:
-            return map(self._make_batch, self.batch_sampler)
+            yield from map(self._make_batch, self.batch_sampler)
+            return
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
-        return _map_ahead(pool, self.num_threads + 1, self._make_batch, self.batch_sampler)
+        pending = collections.deque()
+        try:
+            for indices in self.batch_sampler:
+                pending.append(self._begin_batch(pool, indices))
+                if len(pending) > self.num_threads + 1:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            # no waiting: the garbage collector may close this iterator in any thread at any time
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _begin_batch(self, pool, indices):
+        """The future of a batch."""
+        try:
+            return pool.submit(self._make_batch, indices)
+        except RuntimeError:
+            # The script has ended, while a thread of its own still reads: no pool begins anything.
+            future = concurrent.futures.Future()
+            future.set_result(self._make_batch(indices))
+            return future
 
     def _make_batch(self, indices):
         """One batch; where there is a GPU, in pinned memory, from which it copies faster."""
@@ -4869,64 +4935,205 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             batch = {key: values.pin_memory() for key, values in batch.items()}
         return batch
 
+    # ---- the state
+
     def state_dict(self) -> dict:
         """Return {"version": number, "consumed_samples": number, "past": text}.
 
         It is equal on all ranks that read: a tensor-parallel rank that gets its batches from
-        another one stays at the beginning.
+        another one stays at the beginning.  Cost: to read 32 samples; the first time also to count
+        the samples that each dataset of a blend gave.
         """
-        return _save_position(self.dataset, self.batch_sampler, self.consumed_samples)
+        return {
+            "version": _STATE_VERSION,
+            "consumed_samples": self.consumed_samples,
+            "past": json.dumps(self._look_at_past(self.consumed_samples)),
+        }
 
     def load_state_dict(self, state: dict, strict: bool = True) -> None:
         """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
 
         Ranks, micro-batch size and workers may be others, unless the order depends on them.  The
         run may be longer, unless the consumed samples would be others (see the table above).
-        ValueError names what does not fit; strict=False goes on all the same.
+        ValueError names the first thing that does not fit; strict=False goes on all the same.
         """
-        consumed = _check_position(state, self.dataset, self.batch_sampler, strict)
+        try:
+            consumed = operator.index(state["consumed_samples"])
+            version = state["version"]
+            saved = json.loads(state["past"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
+        self.batch_sampler._check_start(consumed)
+        if strict:
+            self._check_past(consumed, version, saved)
         self._num_loads += 1
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
+    def _check_past(self, consumed_samples, version, saved):
+        """ValueError unless the past in a state is what is found here."""
+        if version != _STATE_VERSION:
+            difference = f"its version is {version}, and {_STATE_VERSION} is wanted"
+        else:
+            here = json.loads(json.dumps(self._look_at_past(consumed_samples)))
+            if saved == here:
+                return
+            difference = self._describe_difference(saved, here)
+        raise ValueError(
+            f"the state does not fit: {difference}.  Go on with the data and the settings of the "
+            "state (a run that is to be longer, or mixed in another way, wants stable_order=True "
+            f"from its first start), or read what is here from sample {consumed_samples:,} on, "
+            "where some samples come twice and others never: load_state_dict(state, strict=False)"
+        )
 
-def _map_ahead(
-    pool: concurrent.futures.Executor,
-    limit: int,
-    function: typing.Callable,
-    items: typing.Iterable,
-) -> typing.Iterator:
-    """Yield function(item) for each item, in order, made in a pool at most limit items ahead.
+    def _look_at_past(self, consumed_samples):
+        """What the consumed samples are, as the drawing above has it; {} if there is none."""
+        if consumed_samples == 0:
+            return {}
+        settings, num_samples = self._settings_of_order(consumed_samples)
+        taken = self._count_taken(self.dataset, num_samples)
+        while taken and taken[-1] == 0:
+            taken.pop()
+        past = {"sampler": settings, "taken": taken}
+        corpora = _corpora_of(self.dataset)
+        givers = [d for d, count in enumerate(taken) if count > 0]
+        for d in givers:
+            num_probes = max(2, _NUM_PROBES // len(givers))
+            for key, value in _look_at_corpus(corpora[d], taken[d], num_probes).items():
+                past[f"{key} of corpus {d}"] = value
+        return past
 
-    So memory stays small however many items there are.  The pool ends with the iterator.  An error
-    of function comes in the place of its result, and an error of items after all results.
+    def _settings_of_order(self, consumed_samples):
+        """What the order depends on, and of how many samples of the dataset it is made.
 
-    >>> pool = concurrent.futures.ThreadPoolExecutor(2)
-    >>> list(_map_ahead(pool, 2, len, ["aaaa", "bbb", "cccccc"]))
-    [4, 3, 6]
-    """
-    pending = collections.deque()
-    try:
-        for future in _submit_all(pool, function, items):
-            pending.append(future)
-            if len(pending) > limit:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        # no waiting: the garbage collector may close this iterator in any thread at any time
-        pool.shutdown(wait=False, cancel_futures=True)
+        An order of "single" is made of those that are consumed; one of "cyclic" of all that are
+        shuffled, and there the place of a sample in a blend counts, too.
+        """
+        sampler = self.batch_sampler
+        settings = {"kind": sampler.kind}
+        if sampler.kind != "cyclic":
+            return settings, consumed_samples
+        num_samples = sampler.samples_shuffled()
+        if sampler.data_sharding:
+            num_samples *= sampler.data_parallel_size
+        turn, done = divmod(consumed_samples, sampler.active_total_samples)
+        settings["seed"] = sampler.seed
+        settings["data_sharding"] = sampler.data_sharding
+        settings["samples that are shuffled"] = num_samples
+        settings["turn"] = turn
+        settings["samples done in the turn"] = done
+        if sampler.data_sharding:
+            settings["data_parallel_size"] = sampler.data_parallel_size
+        if isinstance(self.dataset, BlendedDataset):
+            if self._checksum is None:
+                order = self.dataset.dataset_index[:num_samples]
+                self._checksum = zlib.crc32(np.ascontiguousarray(order))
+            settings["checksum of dataset_index"] = self._checksum
+        return settings, num_samples
+
+    def _count_taken(self, dataset, num_samples):
+        """How many of the first samples of a dataset or blend each corpus gave.
+
+        The last count is kept, and goes on from there: of 10^9 samples a count takes seconds.
+        """
+        if not isinstance(dataset, BlendedDataset):
+            return [min(num_samples, len(dataset))]
+        counted, counts = self._counted.get(dataset, (0, 0))
+        if counted > num_samples:
+            counted = 0
+            counts = 0
+        new = dataset.dataset_index[counted:num_samples]
+        counts = np.add(counts, _count_datasets(new, len(dataset.datasets)))
+        self._counted[dataset] = num_samples, counts
+        taken = []
+        for part, count in zip(dataset.datasets, counts.tolist(), strict=True):
+            taken += self._count_taken(part, count)  # a part may be a blend
+        return taken
+
+    def _describe_difference(self, saved, here):
+        """A sentence on the first thing in which two pasts differ."""
+        for key in {**saved, **here}:
+            was = saved.get(key)
+            now = here.get(key)
+            if was != now:
+                break
+        what, _, d = key.partition(" of corpus ")
+        if what == "taken":
+            counts = list(itertools.zip_longest(was, now, fillvalue=0))
+            d = [old == new for old, new in counts].index(False)
+            was, now = counts[d]
+            what = "the number of samples"
+        elif not d:
+            return f"the {what} is {was} in the state, {now} here"
+        corpus = f"corpus {d}"
+        corpora = _corpora_of(self.dataset)
+        if int(d) < len(corpora):
+            corpus += f" ({os.path.basename(_name(corpora[int(d)]))})"
+        if what != "probes":
+            return f"{what} of {corpus} is {was} in the state, {now} here"
+        for probe, found in zip(was, now, strict=True):
+            if probe != found:
+                break
+        k, sequence, offset, _ = probe
+        begin = f"sample {k:,} of {corpus} begins at sequence {sequence:,}, token {offset:,}"
+        if probe[:3] == found[:3]:
+            return f"{begin}, and its tokens are others here"
+        return f"{begin} in the state, at sequence {found[1]:,}, token {found[2]:,} here"
 
 
-def _submit_all(pool, function, items):
-    """Yield a future of function(item) for each item; after an error of items, one that failed."""
-    try:
-        for item in items:
-            yield pool.submit(function, item)
-    except Exception as error:
-        failed = concurrent.futures.Future()
-        failed.set_exception(error)
-        yield failed
+def _corpora_of(dataset):
+    """The datasets of a blend, and of the blends in it; a dataset itself."""
+    if not isinstance(dataset, BlendedDataset):
+        return [dataset]
+    return [corpus for part in dataset.datasets for corpus in _corpora_of(part)]
+
+
+def _look_at_corpus(dataset, count, num_probes):
+    """What the first samples of one dataset are: a pair and probes, and what its class says."""
+    found = {}
+    has_pieces = hasattr(dataset, "pieces")
+    if has_pieces:
+        reader = dataset.dataset
+        if isinstance(reader, IndexedDataset):
+            num_tokens = reader.num_tokens
+        else:
+            num_tokens = int(np.sum(reader.sequence_lengths, dtype=np.int64))
+        found["pair"] = [len(reader), num_tokens]
+        found["probes"] = _probe(dataset, count, num_probes)
+    if has_pieces and type(dataset).__module__ == __name__:
+        return found
+    identifiers = dict(getattr(dataset, "unique_identifiers", {}))
+    identifiers.pop("dataset_path", None)
+    identifiers.pop("num_samples", None)
+    found |= json.loads(json.dumps(identifiers, default=_as_json))
+    made_from = {}
+    if hasattr(dataset, "made_from"):
+        made_from = dataset.made_from()
+    if isinstance(dataset, GPTDataset):
+        # What every GPTDataset says is in the probes; and a copy of a corpus has other times.
+        known = GPTDataset.made_from(dataset)
+        made_from = {key: value for key, value in made_from.items() if key not in known}
+    if made_from:
+        found["made_from"] = made_from
+    elif not has_pieces:
+        found["length"] = len(dataset)
+    return found
+
+
+def _probe(dataset, count, num_probes):
+    """Some of the first samples, evenly spread: [[sample, first sequence, offset, md5], ...]."""
+    num_probes = min(count, num_probes)
+    gaps = max(1, num_probes - 1)
+    samples = [i * (count - 1) // gaps for i in range(num_probes)]
+    pieces_of_samples = [dataset.pieces(k) for k in samples]
+    parts_of_samples = _read_pieces(dataset.dataset, pieces_of_samples)
+    probes = []
+    for k, pieces, parts in zip(samples, pieces_of_samples, parts_of_samples, strict=True):
+        sequence, offset, _ = pieces[0]
+        tokens = np.concatenate(parts, dtype="<i8")
+        digest = hashlib.md5(tokens, usedforsecurity=False).hexdigest()
+        probes.append([k, int(sequence), int(offset), digest])
+    return probes
 
 
 def build_pretraining_data_loader(
@@ -4964,28 +5171,7 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    place = consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
-    order = dataloader_type, data_sharding, full_validation, drop_last, seed
-    sampler = _make_sampler(dataset, *place, *order)
-    return PretrainingDataLoader(
-        dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
-    )
-
-
-def _make_sampler(
-    dataset,
-    consumed_samples,
-    micro_batch_size,
-    data_parallel_rank,
-    data_parallel_size,
-    dataloader_type,
-    data_sharding,
-    full_validation,
-    drop_last,
-    seed,
-):
-    """The sampler of a rank; the arguments are those of build_pretraining_data_loader()."""
-    layout = [
+    place = [
         len(dataset),
         consumed_samples,
         micro_batch_size,
@@ -4993,239 +5179,19 @@ def _make_sampler(
         data_parallel_size,
     ]
     if full_validation:
-        return MegatronFullValidationSampler(*layout)
-    if dataloader_type == "single":
-        return MegatronPretrainingSampler(*layout, drop_last)
-    if dataloader_type == "cyclic":
-        return MegatronPretrainingRandomSampler(dataset, *layout, data_sharding, seed)
-    raise ValueError(
-        "dataloader_type: wanted single or cyclic (or external, for a loader of your own), "
-        f"got {dataloader_type!r}"
-    )
-
-
-# -- the state -------------------------------------------------------------------------------------
-
-_STATE_VERSION = 4  # a number to raise when the same past comes to mean other samples
-
-
-def _save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int) -> dict:
-    """Return the state of a loader: how far, in which order, of which data.
-
-    >>> sampler = MegatronPretrainingSampler(8, 0, 2, 0, 1)
-    >>> state = _save_position(range(8), sampler, 4)
-    >>> state["past"]
-    '{"class of corpus 0": "range", "sampler": "single", "samples of corpus 0": 8}'
-    >>> _check_position(state, range(8), sampler)
-    4
-    """
-    past = _past_of_order(dataset, sampler, consumed_samples)
-    return {
-        "version": _STATE_VERSION,
-        "consumed_samples": consumed_samples,
-        "past": json.dumps(past, sort_keys=True, default=str),
-    }
-
-
-def _check_position(
-    state: dict, dataset: typing.Any, sampler: _Sampler, strict: bool = True
-) -> int:
-    """Return the consumed samples of a state; ValueError names what does not fit here.
-
-    state is what _save_position() returned, at a place where a pass of the sampler can start.
-    strict=False lets a run go on with other data or in another order.
-    """
-    try:
-        consumed_samples = operator.index(state["consumed_samples"])
-        version = state["version"]
-        saved = dict(json.loads(state["past"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
-    _check_start(sampler, consumed_samples)
-    here = json.loads(_save_position(dataset, sampler, consumed_samples)["past"])
-    here["version of the state"] = _STATE_VERSION
-    saved["version of the state"] = version
-    differences = _describe_differences(here, saved, dataset)
-    if differences and strict:
-        raise ValueError(
-            f"the state does not fit: {'; '.join(differences)}.  Go on with the data and the "
-            "settings of the state (a run that is to be longer, or mixed in another way, wants "
-            f"stable_order=True from its first start), or read what is here from sample "
-            f"{consumed_samples:,} on, where some samples come twice and others never: "
-            "load_state_dict(state, strict=False)"
-        )
-    return consumed_samples
-
-
-def _past_of_order(dataset, sampler, consumed_samples):
-    """What the consumed samples depend on: a flat dict of texts and numbers."""
-    past = {"sampler": sampler.kind}
-    num_samples = consumed_samples  # of the dataset, from the first one on
-    if sampler.kind == "cyclic":
-        epoch, done = divmod(consumed_samples, sampler.active_total_samples)
-        past["seed of the sampler"] = sampler.seed
-        past["data_sharding"] = sampler.data_sharding
-        num_samples = sampler.samples_shuffled()
-        past["samples that are shuffled"] = num_samples
-        past["epoch of the sampler"] = epoch
-        past["samples done in the epoch"] = done
-        if sampler.data_sharding:
-            past["data_parallel_size"] = sampler.data_parallel_size
-            num_samples *= sampler.data_parallel_size
-    if isinstance(dataset, BlendedDataset):
-        corpora = _past_of_blend(dataset, num_samples, past)
+        sampler = MegatronFullValidationSampler(*place)
+    elif dataloader_type == "single":
+        sampler = MegatronPretrainingSampler(*place, drop_last)
+    elif dataloader_type == "cyclic":
+        sampler = MegatronPretrainingRandomSampler(dataset, *place, data_sharding, seed)
     else:
-        corpora = {0: dataset}
-    for d, part in corpora.items():
-        for key, value in _past_of_corpus(part).items():
-            past[f"{key} of corpus {d}"] = value
-    return past
-
-
-def _past_of_blend(blend, num_samples, past):
-    """Note in past what the first samples of a blend depend on; return {d: dataset} of them."""
-    if _has_own_arrays(blend):
-        past["orders of the blend"] = _digest_of_arrays(blend)
-        return dict(enumerate(blend.datasets))
-    if blend.phases is None:
-        for d, count in enumerate(blend.weights):
-            past[f"samples of the blend of corpus {d}"] = count
-        return dict(enumerate(blend.datasets))
-    used = {}
-    for number, (samples, weights) in enumerate(_phases_of_past(blend.phases, num_samples)):
-        past[f"samples of phase {number}"] = samples
-        for d, weight in enumerate(weights):
-            if weight > 0:
-                past[f"weight in phase {number} of corpus {d}"] = weight
-                used[d] = blend.datasets[d]
-    return used
-
-
-def _phases_of_past(phases, num_samples):
-    """The phases that the first samples are from, the last of them cut off behind these samples."""
-    past = []
-    left = num_samples
-    for samples, weights in phases:
-        if left > 0:
-            past.append((min(samples, left), weights))
-        left -= samples
-    return past
-
-
-def _past_of_corpus(dataset):
-    """What the first samples of one dataset depend on, however many they are."""
-    found = {"class": type(dataset).__name__}
-    if not isinstance(dataset, MegatronDataset):
-        found["samples"] = len(dataset)
-        return found
-    found["split"] = dataset.index_split.name
-    found["sequence_length"] = dataset.config.sequence_length
-    found["random_seed"] = dataset.config.random_seed
-    found["documents"] = _describe_documents(dataset._documents)
-    found |= _past_of_class(dataset)
-    if not isinstance(dataset, GPTDataset):
-        found["samples"] = len(dataset)
-        return found
-    found["sequences"] = len(dataset.dataset)
-    if isinstance(dataset.dataset, IndexedDataset):
-        found["contents"] = dataset.dataset.digest_of_contents()
-    elif hasattr(dataset.dataset, "get") and hasattr(dataset.dataset, "sequence_lengths"):
-        found["contents"] = _digest_of_sequences(dataset.dataset)
-    found["extra_token"] = dataset._extra
-    found["keeps_short"] = dataset._keeps_short
-    if _has_own_arrays(dataset):
-        found["orders"] = _digest_of_arrays(dataset)
-        return found
-    found["stable_order"] = dataset.config.stable_order
-    # With a short last sample, more epochs make a whole one of it, in another place of the order.
-    if not dataset.config.stable_order or dataset._keeps_short:
-        found["epochs"] = dataset.epoch_plan.num_epochs
-        found["last epoch apart"] = dataset.epoch_plan.separate_final_epoch
-    return found
-
-
-def _past_of_class(dataset):
-    """What a class of the user's own says that its samples depend on."""
-    own = dataset.made_from() or {}
-    if isinstance(dataset, GPTDataset):
-        # What every GPTDataset has is noted by other keys: a copy of a corpus has other times.
-        known = GPTDataset.made_from(dataset)
-        own = {key: value for key, value in own.items() if key not in known}
-    found = {f"{key} (made_from)": value for key, value in own.items()}
-    for name in dataset._key_config_attributes():
-        if name not in MegatronDataset._key_config_attributes():
-            found[f"{name} (config)"] = getattr(dataset.config, name)
-    return found
-
-
-def _digest_of_sequences(reader):
-    """A digest of 32 sequences of a reader of the user's own, or of mock data: evenly spread."""
-    last = len(reader) - 1
-    digest = hashlib.md5(usedforsecurity=False)
-    for i in sorted({k * last // 31 for k in range(32)}):
-        length = int(reader.sequence_lengths[i])
-        tokens = reader.get(i, 0, min(length, _PAGE))
-        digest.update(f"{length} {np.asarray(tokens).tolist()}".encode())
-    return digest.hexdigest()
-
-
-def _has_own_arrays(dataset: typing.Any) -> bool:
-    """Return True if a subclass has made an array of this dataset, or somebody has set another."""
-    if dataset._cache is None:
-        return True
-    for name in dataset.index_names:
-        if name in vars(dataset):  # it is mapped, or was set
-            made = dataset._cache.array(name)
-            own = vars(dataset)[name]
-            if own is not made and not np.array_equal(own, made):
-                return True
-    return False
-
-
-def _digest_of_arrays(dataset):
-    """A digest of all index arrays of a dataset, for orders that no config describes."""
-    digest = hashlib.md5(usedforsecurity=False)
-    for name in dataset.index_names:
-        digest.update(np.ascontiguousarray(getattr(dataset, name)))
-    return digest.hexdigest()
-
-
-def _describe_differences(here, saved, dataset):
-    """A sentence for each key in which two pasts differ, at most five.
-
-    Where the same keys have other values, keys that one of the two lacks follow from these.
-    """
-    keys = [key for key in here if key in saved and here[key] != saved[key]]
-    if not keys:
-        keys = sorted(here.keys() ^ saved.keys())
-    sentences = []
-    for key in keys[:5]:
-        if "contents" in key or "orders" in key:  # a digest, which says nothing to a person
-            sentences.append(f"the {key}{_name_of_corpus(key, dataset)} are not those in the state")
-        else:
-            found = f"{_shown(here, key)} here, {_shown(saved, key)} in the state"
-            sentences.append(f"{key}{_name_of_corpus(key, dataset)} is {found}")
-    if len(keys) > 5:
-        sentences.append(f"and {len(keys) - 5} more")
-    return sentences
-
-
-def _shown(past, key):
-    """A value as a person reads it: 1,000 and not 1000."""
-    if key not in past:
-        return "not there"
-    if type(past[key]) is int:
-        return f"{past[key]:,}"
-    return repr(past[key])
-
-
-def _name_of_corpus(key, dataset):
-    """ " (wiki)" for a key such as "epochs of corpus 3", if the blend here has this corpus."""
-    found = re.search(r" of corpus (\d+)$", key)
-    parts = getattr(dataset, "datasets", [dataset])
-    if found is None or int(found[1]) >= len(parts):
-        return ""
-    return f" ({os.path.basename(_name(parts[int(found[1])]))})"
+        raise ValueError(
+            "dataloader_type: wanted single or cyclic (or external, for a loader of your own), "
+            f"got {dataloader_type!r}"
+        )
+    return PretrainingDataLoader(
+        dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
+    )
 
 
 # -- what a training loop needs beside it ----------------------------------------------------------
@@ -5808,43 +5774,6 @@ def _in_threads(num_threads, function, items):
 # -- what a user may get wrong: samples, blends, samplers, layouts, batches ------------------------
 
 
-def _check_sampler(total_samples, micro_batch_size, data_parallel_size, data_parallel_rank):
-    """ValueError unless a sampler can have these sizes, and this rank."""
-    sizes = {
-        "total_samples": total_samples,
-        "micro_batch_size": micro_batch_size,
-        "data_parallel_size": data_parallel_size,
-    }
-    for name, size in sizes.items():
-        if size < 1 or size % 1:
-            raise ValueError(f"{name} must be >= 1 and whole, got {size}")
-    if not 0 <= data_parallel_rank < data_parallel_size:
-        raise ValueError(
-            f"data_parallel_rank must be 0 to {data_parallel_size - 1}, got {data_parallel_rank}"
-        )
-
-
-def _check_start(sampler: _Sampler, consumed_samples: int) -> None:
-    """ValueError unless a pass of the sampler can start there.
-
-    In a plain order a pass can start anywhere; at the very end it is empty.  A shuffled order wants
-    a whole number of rounds.
-    """
-    total = sampler.total_samples
-    per_round = sampler.samples_per_round
-    if sampler.kind != "cyclic":
-        if not 0 <= consumed_samples <= total:
-            raise ValueError(
-                f"consumed_samples must be 0 to total_samples ({total}), got {consumed_samples}"
-            )
-        return
-    if not sampler.active_total_samples:
-        raise ValueError(f"total_samples ({total}) must fill a round of {per_round} samples")
-    if not 0 <= consumed_samples < 2**63 or consumed_samples % per_round:
-        raise ValueError(
-            f"consumed_samples must be a multiple of the round of {per_round} samples, "
-            f"got {consumed_samples}"
-        )
 
 
 def _check_axes(axes, tensor, context, data, pipeline):
