@@ -867,14 +867,14 @@ class BlendedMegatronDatasetConfig:
                                 token has the same id; if False, padding is -1 in this case.  A
                                 label that equals the pad id has no loss.  So if eod were the pad
                                 id, no model would learn to end a text
-    fast_cache_load             trust a cache that exists, without any check
     blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
                                 blend that follow each other, instead of its weights (section 6).
                                 Use stable_order with it: a phase that is added takes more samples
                                 of each corpus, and those before must stay as they were.  A corpus
                                 that only a later phase uses comes last in blend, with weight 0 in
                                 the phases before, so that the others keep their places in blend
-    Accepted, without effect    defer_npy_index_mmap: cache files are always opened at first access
+    Accepted, without effect    fast_cache_load, defer_npy_index_mmap: no start opens an array, and
+                                each is mapped at its first access
 
     ValueError for a field that is wrong, and for fields that do not go together.
 
@@ -979,8 +979,10 @@ def _read_weights(weights, names):
     ValueError that says which of them is not a finite number >= 0.
     """
     weights = np.array(weights).tolist()
-    if not isinstance(weights, list) or len(weights) != len(names):
-        raise ValueError(f"wanted a list of {len(names)} weights, got {weights}")
+    if not isinstance(weights, list):
+        raise ValueError(f"wanted a list of weights, got {weights!r}")
+    if len(weights) != len(names):
+        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
     most = sys.float_info.max  # float() fails for an integer above it
     for weight, name in zip(weights, names, strict=True):
         if not isinstance(weight, numbers.Real) or not 0 <= weight <= most:
@@ -998,14 +1000,18 @@ def _drop_zero_weights(items, weights):
 
 def _as_phases(phases, names):
     """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none."""
-    if len(phases) == 0:
-        raise ValueError("phases: wanted [(samples, weights), ...], got none")
+    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
     checked = []
-    for number, (samples, weights) in enumerate(phases):
-        samples = operator.index(samples)
+    for number, phase in enumerate(phases):
+        try:
+            samples, weights = phase
+            samples = operator.index(samples)
+            weights = _read_weights(weights, names)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"phase {number}: {error}") from None
         if samples < 1:
             raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples}")
-        weights = _read_weights(weights, [f"{name} in phase {number}" for name in names])
         checked.append((samples, _normalize_used(weights)))
     return checked
 
