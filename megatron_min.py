@@ -1074,9 +1074,23 @@ def parse_and_normalize_split(split: str) -> list[float]:
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
-    shares = _read_shares(split)  # section 15: one to three numbers
+    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
+    shares = [_number(field) for field in fields]
+    is_numbers = None not in shares and len(shares) <= len(Split)
+    if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
+        raise ValueError(
+            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
+        )
     missing = len(Split) - len(shares)
     return normalize(shares + [0.0] * missing)
+
+
+def _number(text):
+    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
+    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
+        return None
+    number = float(text)
+    return number if math.isfinite(number) else None
 
 
 def convert_split_vector_to_split_matrix(
@@ -1084,15 +1098,14 @@ def convert_split_vector_to_split_matrix(
 ) -> list[tuple[float, float] | None]:
     """Turn shares into the (begin, end) of each split, as fractions of a corpus; None where empty.
 
-    vector_b is upstream's, and nothing here gives it: both vectors cut the same corpus, and each
-    entry is what their two cuts of that split have in common.  ValueError if their lengths differ.
-    Upstream: the same name.
+    vector_b is upstream's, for a second cut of the same corpus; it is refused.  Upstream: the same
+    name.
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
     """
     if vector_b is not None:
-        return _common_ranges(vector_a, vector_b)  # section 15
+        raise ValueError("vector_b is not supported: cut a corpus by one vector")
     matrix = []
     begin = 0
     for share in vector_a:
@@ -1149,14 +1162,14 @@ class BlendedMegatronDatasetConfig:
                                 token has the same id; if False, padding is -1 in this case.  A
                                 label that equals the pad id has no loss.  So if eod were the pad
                                 id, no model would learn to end a text
-    fast_cache_load             trust a cache that exists, without any check
     blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
                                 blend that follow each other, instead of its weights (section 6).
                                 Use stable_order with it: a phase that is added takes more samples
                                 of each corpus, and those before must stay as they were.  A corpus
                                 that only a later phase uses comes last in blend, with weight 0 in
                                 the phases before, so that the others keep their places in blend
-    Accepted, without effect    defer_npy_index_mmap: cache files are always opened at first access
+    Accepted, without effect    fast_cache_load, defer_npy_index_mmap: no start opens an array, and
+                                each is mapped at its first access
 
     ValueError for a field that is wrong, and for fields that do not go together.
 
@@ -1185,14 +1198,129 @@ class BlendedMegatronDatasetConfig:
     blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_config(self)  # section 15; it also brings the fields into one form
+        self._check_numbers()
+        if self.blend_per_split is not None and any(self.blend_per_split):
+            self._check_blend_per_split()
+            self.blend_per_split = [_read_blend(blend) for blend in self.blend_per_split]
+        else:
+            self.blend_per_split = None
+            if self.multiple_validation_sets:
+                raise ValueError("multiple_validation_sets needs blend_per_split")
+            if self.blend is not None and self.split is None:
+                raise ValueError('a blend needs a split, such as "98,1,1"')
+            self.blend = _read_blend(self.blend)
+            self.mock = self.blend is None
+            if self.mock:
+                self.split = "1,1,1"
+            shares = parse_and_normalize_split(self.split)
+            self.split_matrix = convert_split_vector_to_split_matrix(shares)
+        if self.blend_phases is not None:
+            self._check_phases()
+
+    def _check_numbers(self):
+        """The numbers are in their ranges; those of numpy become Python's, for JSON."""
+        lowest = {"random_seed": 0, "sequence_length": 1, "num_dataset_builder_threads": 1}
+        for name, least in lowest.items():
+            value = getattr(self, name)
+            if not hasattr(value, "__index__") or not least <= value < 2**32:
+                raise ValueError(
+                    f"{name} must be a whole number from {least} to 2**32 - 1, got {value!r}"
+                )
+            setattr(self, name, int(value))
+        surplus = self.mid_level_dataset_surplus
+        if not 0 <= surplus < math.inf:
+            raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
+
+    def _check_blend_per_split(self):
+        """There is an entry for each split, and nothing else to be cut."""
+        if self.blend is not None or self.split is not None:
+            raise ValueError(
+                "blend_per_split wants blend and split to be None, "
+                f"got {self.blend} and {self.split}"
+            )
+        if len(self.blend_per_split) != len(Split):
+            raise ValueError(
+                f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
+            )
+
+    def _check_phases(self):
+        """The phases mix the corpora of the training blend."""
+        blend = self.blend
         if self.blend_per_split is not None:
-            return
-        self.mock = self.blend is None
-        if self.mock:
-            self.split = "1,1,1"
-        shares = parse_and_normalize_split(self.split)
-        self.split_matrix = convert_split_vector_to_split_matrix(shares)
+            blend = self.blend_per_split[Split.train.value]
+        elif self.split_matrix[Split.train.value] is None:
+            raise ValueError(f"blend_phases mixes train, but split {self.split!r} has no train")
+        if blend is None:
+            raise ValueError("blend_phases needs a blend for train: which corpora are mixed?")
+        prefixes, _ = blend
+        _as_phases(self.blend_phases, prefixes)
+
+
+def _read_blend(blend):
+    """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
+    if blend is None:
+        return None
+    if len(blend) != 2 or isinstance(blend[0], (str, os.PathLike)) or len(blend[0]) == 0:
+        raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
+    prefixes, weights = blend
+    if weights is not None:
+        weights = _read_weights(weights, prefixes)
+    return prefixes, weights
+
+
+def _read_weights(weights, names):
+    """The weights as a list of Python's numbers, for JSON: one for each of these names.
+
+    ValueError that says which of them is not a finite number >= 0.
+    """
+    weights = np.array(weights).tolist()
+    if not isinstance(weights, list):
+        raise ValueError(f"wanted a list of weights, got {weights!r}")
+    if len(weights) != len(names):
+        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
+    most = sys.float_info.max  # float() fails for an integer above it
+    for weight, name in zip(weights, names, strict=True):
+        if not isinstance(weight, numbers.Real) or not 0 <= weight <= most:
+            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
+    if not 0 < sum(weights) <= most:
+        raise ValueError(f"weights {weights}: wanted a finite sum > 0")
+    return weights
+
+
+def _drop_zero_weights(items, weights):
+    """The items whose weights are not 0, and these weights."""
+    kept = [(item, weight) for item, weight in zip(items, weights, strict=True) if weight]
+    return [item for item, _ in kept], [weight for _, weight in kept]
+
+
+def _as_phases(phases, names):
+    """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none."""
+    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    checked = []
+    for number, phase in enumerate(phases):
+        try:
+            samples, weights = phase
+            samples = operator.index(samples)
+            weights = _read_weights(weights, names)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"phase {number}: {error}") from None
+        if samples < 1:
+            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples}")
+        checked.append((samples, _normalize_used(weights)))
+    return checked
+
+
+def _normalize_used(weights):
+    """normalize() of the weights that are not 0.
+
+    np.sum() adds in groups: zeros in between would group the others otherwise, and so change the
+    rounding of the sum.
+    """
+    weights = np.array(weights, np.float64)
+    is_used = weights > 0
+    weights[is_used] = normalize(weights[is_used])
+    return weights.tolist()
 
 
 @dataclasses.dataclass
@@ -1240,6 +1368,21 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     context_parallel_size: int | None = None
     inter_document_masking: bool = dataclasses.field(default=False, kw_only=True)
     stable_order: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokenizer is None:
+            raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
+        if self.hybrid_context_parallel:
+            raise ValueError(
+                "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
+                "batches with get_batch_on_this_cp_rank()"
+            )
+        if self.reset_attention_mask and not self.has_dense_mask:
+            raise ValueError(
+                "reset_attention_mask has no effect without a dense mask: set "
+                "create_attention_mask, or use inter_document_masking alone"
+            )
 
     @property
     def has_dense_mask(self) -> bool:
@@ -1352,7 +1495,10 @@ def plan_epochs(
     """
     S = sequence_length
     x = int(add_extra_token_to_sequence)
-    _check_num_samples(num_samples, tokens_per_epoch)  # section 15
+    if num_samples is not None and num_samples < 0:
+        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
+    if num_samples and tokens_per_epoch == 0:
+        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
     num_epochs = 1
     if num_samples:
         num_epochs = _ceil_div(num_samples * S + x, tokens_per_epoch)
@@ -1401,8 +1547,7 @@ def build_document_index(
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
     """
-    _check_documents(documents)  # section 15
-    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
+    document_index = _repeat(documents, num_epochs)
     if not separate_final_epoch:
         shuffle(document_index, random_state)
         return document_index
@@ -1410,6 +1555,13 @@ def build_document_index(
     shuffle(document_index[:edge], random_state)
     shuffle(document_index[edge:], random_state)
     return document_index
+
+
+def _repeat(documents, num_epochs):
+    """The documents once for each epoch, int32 (E*D,); ValueError where a number would wrap."""
+    if len(documents) and np.max(documents) >= 2**31:
+        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
+    return np.tile(np.asarray(documents, np.int32), num_epochs)
 
 
 def build_sample_idx(
@@ -1452,16 +1604,21 @@ def build_sample_idx(
     x = int(add_extra_token_to_sequence)
     tokens = int(num_epochs) * int(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
-    _check_stream(sizes, document_index, S, tokens)  # section 15
+    _check_stream(sizes, document_index, S, tokens)
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
 
     # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
     # or, if the last sample is short, at the end of the stream.
     tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
     lengths = sizes[document_index]
-    _check_lengths(lengths, tokens_read)  # section 15
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError("a size is negative: no sequence has less than 0 tokens")
     ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
     starts = ends - lengths
+    if N > 0 and tokens_read[-1] > ends[-1]:
+        raise ValueError(
+            f"the samples need {tokens_read[-1]} tokens, the documents hold {ends[-1]}"
+        )
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
     rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
     rows[1:, 0] = d
@@ -1474,6 +1631,34 @@ def build_sample_idx(
         # token before the end, which is never in an empty document: the row above is right.)
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
+
+
+def _check_stream(sizes, documents, S, tokens):
+    """Check the arguments of build_sample_idx(): the documents exist, and may hold the tokens."""
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(documents, "document_indices", np.int32)
+    _check_length_of_stream(len(documents), S, tokens)
+    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
+    if len(wrong):
+        d = wrong[0]  # numpy would take a -1
+        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
+
+
+def _check_array(values, name, dtype):
+    """A 1-D array of this dtype; TypeError or ValueError."""
+    found = getattr(values, "dtype", type(values).__name__)
+    if found != dtype:
+        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
+
+
+def _check_length_of_stream(num_documents, S, tokens):
+    """So many documents may hold so many tokens; what follows makes an array of this order."""
+    if not 1 <= operator.index(S) < 2**32:
+        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
+    if not 0 <= tokens <= num_documents * 2**31:
+        raise ValueError(f"{num_documents} documents cannot hold {tokens} tokens")
 
 
 def _sample_index_dtype(num_documents):
@@ -1528,10 +1713,9 @@ def build_stable_orders(
     [0, 1, 2, 1, 0, 2] [1, 2, 0, 4, 3, 5]
     [0, 1, 2, 1, 0, 2, 1, 2, 0] [1, 2, 0, 4, 3, 5, 6, 8, 7]
     """
-    _check_documents(documents)  # section 15
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
-    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
+    document_index = _repeat(documents, num_epochs)
     N = sample_edges[-1]
     shuffle_index = np.arange(N, dtype=_shuffle_index_dtype(N))
     random_state = np.random.RandomState(random_seed)
@@ -2835,9 +3019,16 @@ def _entries_of_config(
     train ['a', 'b'] [0.25, 0.75] (0, 0.9) 8
     valid ['a', 'b'] [0.25, 0.75] (0.9, 1.0) 4
     """
-    _check_sizes(config, sizes)  # section 15
+    if len(sizes) != len(Split):
+        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
+    is_full = config.multiple_validation_sets and config.full_validation
+    if is_full and sizes[Split.valid.value] is not None:
+        raise ValueError("full_validation: the size of valid must be None")
     entries = []
+    dropped = set()
     for split, size in zip(Split, sizes, strict=True):
+        if size is not None and not 0 <= size < math.inf:
+            raise ValueError(f"size of {split.name}: wanted a number >= 0 or None, got {size}")
         if config.blend_per_split is not None:
             bounds = (0.0, 1.0)
             corpora = config.blend_per_split[split.value]
@@ -2851,6 +3042,12 @@ def _entries_of_config(
         if split is Split.train and config.blend_phases is not None:
             weights = None  # phases have weights of their own
             phases = _as_phases(config.blend_phases, prefixes)
+            total = sum(samples for samples, _ in phases)
+            if size is not None and size > total:
+                raise ValueError(
+                    f"blend_phases has {total} samples, but {size} are wanted of train: add a "
+                    f"phase of {size - total}, or make the last one longer"
+                )
         elif split is Split.valid and config.multiple_validation_sets:
             for prefix in prefixes:  # each is a dataset of its own
                 entries.append(_Entry(split, [prefix], None, bounds, size, None))
@@ -2858,11 +3055,16 @@ def _entries_of_config(
         elif config.blend_per_split is not None and len(prefixes) == 1:
             weights = None  # a single corpus is not blended
         elif weights is not None:
-            prefixes, weights = _drop_zero_weights(prefixes, weights)
+            if size is None:
+                raise ValueError(f"{split.name} is a blend with weights, which needs a size")
+            used, weights = _drop_zero_weights(prefixes, weights)
+            dropped |= set(prefixes).difference(used)
+            prefixes = used
             weights = normalize(weights)
         entries.append(_Entry(split, list(prefixes), weights, bounds, size, phases))
-        _check_size_of_blend(entries[-1])  # section 15
-    _note_dropped(config, entries)  # section 15: a note of the corpora of weight 0
+    if dropped:
+        names = [str(prefix) for prefix in dropped]
+        log.warning("dropped from the blend, weight 0: %s", ", ".join(sorted(names)))
     return entries
 
 
@@ -2931,7 +3133,6 @@ class BlendedMegatronDatasetBuilder:
             corpora = []
             for prefix, size in zip(entry.prefixes, sizes, strict=True):
                 corpora.append((entry, prefix, opened[prefix], size))
-            # [self._build_part(corpus) for corpus in corpora], several at a time (section 15)
             threads = self.config.num_dataset_builder_threads
             parts = _in_threads(threads, self._build_part, corpora)
             dataset = parts[0] if entry.is_one_corpus else self._mix(entry, parts)
@@ -2952,15 +3153,19 @@ class BlendedMegatronDatasetBuilder:
         for entry in self._entries:
             prefixes += entry.prefixes
         prefixes = list(dict.fromkeys(prefixes))  # each once
-        _allow_open_files(self._entries, prefixes)  # section 13: a process may open few by default
+        _allow_open_files(self._entries, prefixes)  # a process may open few by default
         threads = self.config.num_dataset_builder_threads
         corpora = _in_threads(threads, self._open, prefixes)
         return dict(zip(prefixes, corpora, strict=True))
 
     def _open(self, prefix):
-        """Open a corpus."""
+        """Open a corpus; ValueError where int32 cannot number its sequences."""
         opened = self.cls.build_low_level_dataset(prefix, self.config)
-        _check_num_sequences(prefix, self.cls.numel_low_level_dataset(opened))  # section 15
+        n = self.cls.numel_low_level_dataset(opened)
+        if n >= 2**31:
+            raise ValueError(
+                f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
+            )
         return opened
 
     def _build_part(self, corpus):
@@ -2969,7 +3174,7 @@ class BlendedMegatronDatasetBuilder:
         first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(opened))
         documents = range(first, end)
         if self.cls is not GPTDataset:  # another class gets what upstream gives, an array
-            documents = _as_documents(documents)
+            documents = np.arange(first, end, dtype=np.int32)
         return self.cls(opened, prefix, documents, size, entry.split, self.config)
 
     def _mix(self, entry, parts):
@@ -2980,15 +3185,20 @@ class BlendedMegatronDatasetBuilder:
             size = sum(math.ceil(entry.size * weight) for weight in entry.weights)
             return self._blend_of(parts, entry.weights, size)
         # One epoch of each corpus, or as many samples of these as are wanted.
-        # section 15: a warning, or an error if samples are wanted, and there are none
-        _warn_if_few_samples(entry, parts)
-        parts = [part for part in parts if len(part) > 0]
-        if len(parts) == 0:
-            return None
         lengths = [len(part) for part in parts]
+        total = sum(lengths)
         size = entry.size
-        if size is not None:
-            size = min(size, sum(lengths))
+        if total == 0 and size == 0:
+            return None
+        if total == 0:
+            raise ValueError(f"{entry.split.name}: samples are wanted, but no corpus has one in it")
+        if size is not None and size > total:
+            warnings.warn(
+                f"{entry.split.name}: an epoch has {total:,} samples, not {size:,}: the run will "
+                "end early; give weights, to repeat corpora",
+                stacklevel=2,
+            )
+            size = total
         return self._blend_of(parts, lengths, size)  # if size is None, all samples of each
 
     def _blend_of(self, parts, weights, size, phases=None):
@@ -3010,6 +3220,42 @@ class BlendedMegatronDatasetBuilder:
 
 def _do_nothing():
     """The part of a rank that only waits for the others."""
+
+
+def _in_threads(num_threads, function, items):
+    """[function(item) for each item], so many at a time; after an error no further one is begun."""
+    if num_threads == 1 or len(items) == 1:
+        return [function(item) for item in items]
+    pool = concurrent.futures.ThreadPoolExecutor(num_threads)
+    try:
+        futures = [pool.submit(function, item) for item in items]
+        # There may be hundreds of corpora, of hours each.
+        concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _allow_open_files(entries, prefixes):
+    """Raise the soft limit of open files, as far as the hard one allows, to what a build needs.
+
+    These are two for each pair and one for each index array, which stay mapped.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    wanted = 200 + 2 * len(prefixes)  # 200 for the program itself, such as sockets and libraries
+    for entry in entries:
+        wanted += len(GPTDataset.index_names) * len(entry.prefixes)
+        wanted += len(BlendedDataset.index_names)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # ==============================================================================
@@ -4749,37 +4995,6 @@ def _hide_credentials(text: str | os.PathLike) -> str:
 # -- what is looked at before arrays are built, and while samples are read -------------------------
 
 
-# -- how many files may be open ----------------------------------------------------------------
-
-_SPARE_FILES = 100  # of the program itself, such as logs, sockets and libraries
-
-
-def _allow_open_files(entries: list[_Entry], prefixes: list) -> None:
-    """Let this process open the files that these corpora need, while they are mapped.
-
-    These are two for each pair and one for each index array.  The soft limit is raised, up to the
-    hard one; OSError where that is too low.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    wanted = _SPARE_FILES + 2 * len(prefixes)
-    for entry in entries:
-        wanted += len(GPTDataset.index_names) * len(entry.prefixes)
-        wanted += len(BlendedDataset.index_names)
-    if os.path.isdir("/proc/self/fd"):
-        wanted += len(os.listdir("/proc/self/fd"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
-        return
-    if hard != resource.RLIM_INFINITY and wanted > hard:
-        raise OSError(
-            f"{len(prefixes)} corpora need {wanted} open files, and this process may open {hard}: "
-            f"raise the hard limit (ulimit -Hn {wanted}, then ulimit -n {wanted})"
-        )
-    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # ==============================================================================
@@ -5426,349 +5641,6 @@ class NumMicroBatches:
 # -- what a user may get wrong: indices, splits, weights, phases, configs --------------------------
 
 
-def _number(text):
-    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
-    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
-        return None
-    number = float(text)
-    return number if math.isfinite(number) else None
-
-
-def _read_shares(split):
-    """The numbers of a split such as "98,1,1": one to three, none negative, not all 0."""
-    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
-    shares = [_number(field) for field in fields]
-    is_numbers = None not in shares and len(shares) <= len(Split)
-    if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
-        raise ValueError(
-            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
-        )
-    return shares
-
-
-def _read_weights(weights, names):
-    """The weights as a list of Python's numbers; ValueError that says which weight is wrong.
-
-    Wanted is a finite number >= 0 for each name.  It may be a text, as in a file of JSON.
-    """
-    if isinstance(weights, str) or not hasattr(weights, "__len__"):
-        raise ValueError(f"wanted a list of weights, got {weights!r}")
-    if len(weights) != len(names):
-        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
-    numbers_read = []
-    for weight, name in zip(weights, names, strict=True):
-        number = weight
-        if isinstance(weight, str):
-            number = _number(weight.strip())
-        elif isinstance(weight, np.generic):
-            number = weight.item()
-        # float(number) would fail for a very large integer: compare with the largest float instead
-        if not isinstance(number, numbers.Real) or not 0 <= number <= sys.float_info.max:
-            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
-        numbers_read.append(number)
-    total = sum(float(number) for number in numbers_read)
-    if not 0 < total < math.inf:
-        raise ValueError(f"weights {numbers_read}: wanted a finite sum > 0")
-    return numbers_read
-
-
-def _drop_zero_weights(items, weights):
-    """The items whose weights are not 0, and these weights."""
-    kept = [(item, weight) for item, weight in zip(items, weights, strict=True) if weight]
-    return [item for item, _ in kept], [weight for _, weight in kept]
-
-
-def _note_zero_weights(names, weights):
-    """Log which datasets or corpora of a blend are dropped."""
-    dropped = [str(name) for name, weight in zip(names, weights, strict=True) if not weight]
-    if dropped:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-
-
-def _note_dropped(config, entries):
-    """Log which corpora of a config no entry has; once for splits that cut the same blend."""
-    for entry in entries:
-        if entry.weights is None:
-            continue
-        if config.blend_per_split is None:
-            _note_zero_weights(*config.blend)
-            return
-        _note_zero_weights(*config.blend_per_split[entry.split.value])
-
-
-def _common_ranges(vector_a, vector_b):
-    """What two cuts of a corpus have in common: from the later begin to the earlier end."""
-    if len(vector_a) != len(vector_b):
-        raise ValueError(f"wanted two split vectors of one length, got {vector_a} and {vector_b}")
-    ranges_a = convert_split_vector_to_split_matrix(vector_a)
-    ranges_b = convert_split_vector_to_split_matrix(vector_b)
-    matrix = []
-    for range_a, range_b in zip(ranges_a, ranges_b, strict=True):
-        common = None
-        if range_a is not None and range_b is not None:
-            begin = max(range_a[0], range_b[0])
-            end = min(range_a[1], range_b[1])
-            if begin < end:
-                common = begin, end
-        matrix.append(common)
-    return matrix
-
-
-def _as_phases(phases, names):
-    """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none."""
-    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
-    checked = []
-    for number, phase in enumerate(phases):
-        if not isinstance(phase, (list, tuple)) or len(phase) != 2:
-            raise ValueError(f"phase {number}: wanted (samples, weights), got {phase!r}")
-        samples, weights = phase
-        if not isinstance(samples, numbers.Integral) or samples < 1:
-            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples!r}")
-        try:
-            weights = _read_weights(weights, names)
-        except ValueError as error:
-            raise ValueError(f"phase {number}: {error}") from None
-        checked.append((int(samples), _normalize_used(weights)))
-    return checked
-
-
-def _normalize_used(weights):
-    """normalize() of the weights that are not 0.
-
-    np.sum() adds in groups: zeros in between would group the others otherwise, and so change the
-    rounding of the sum.
-    """
-    weights = np.array(weights, np.float64)
-    is_used = weights > 0
-    weights[is_used] = normalize(weights[is_used])
-    return weights.tolist()
-
-
-def _check_config(config):
-    """Check all fields of a config, and bring them into one form; ValueError says which is wrong.
-
-    Whole numbers become int, weights become numbers, and a blend_per_split of three None is None.
-    """
-    _check_whole_number(config, "random_seed", 0)
-    _check_whole_number(config, "sequence_length", 1)
-    _check_whole_number(config, "num_dataset_builder_threads", 1)
-    surplus = config.mid_level_dataset_surplus
-    if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
-        raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-    config.blend_per_split = _read_blend_per_split(config)
-    if config.blend_per_split is None:
-        if config.blend is not None and config.split is None:
-            raise ValueError('a blend needs a split, such as "98,1,1"')
-        if config.multiple_validation_sets:
-            raise ValueError("multiple_validation_sets needs blend_per_split")
-        config.blend = _read_one_blend(config.blend)
-    if config.blend_phases is not None:
-        _check_phases(config)
-    if isinstance(config, GPTDatasetConfig):
-        _check_gpt_config(config)
-
-
-def _check_whole_number(config, name, lowest):
-    """The field is a whole number from lowest to 2**32 - 1; numpy's become int, for JSON."""
-    value = getattr(config, name)
-    if not hasattr(value, "__index__") or not lowest <= value < 2**32:
-        raise ValueError(f"{name} must be a whole number from {lowest} to 2**32 - 1, got {value!r}")
-    setattr(config, name, int(value))
-
-
-def _read_blend_per_split(config):
-    """The blend of each split, checked; None if no split has one of its own."""
-    blends = config.blend_per_split
-    if not isinstance(blends, (list, tuple, types.NoneType)):
-        raise ValueError(f"blend_per_split wants a list, got {blends!r}")
-    if not blends or not any(blends):
-        return None
-    if config.blend is not None or config.split is not None:  # there is nothing to cut
-        raise ValueError(
-            "blend_per_split wants blend and split to be None, "
-            f"got {config.blend} and {config.split}"
-        )
-    if len(blends) != len(Split):
-        raise ValueError(f"blend_per_split wants {len(Split)} entries, got {len(blends)}")
-    return [_read_one_blend(blend) for blend in blends]
-
-
-def _read_one_blend(blend):
-    """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
-    if blend is None:
-        return None
-    is_pair = isinstance(blend, (list, tuple)) and len(blend) == 2
-    if not is_pair or not _are_paths(blend[0]):
-        raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
-    prefixes, weights = blend
-    if weights is not None:
-        weights = _read_weights(weights, prefixes)
-    return prefixes, weights
-
-
-def _are_paths(prefixes):
-    """Is this a list of at least one path, and of nothing else?"""
-    if isinstance(prefixes, str) or not hasattr(prefixes, "__len__") or len(prefixes) == 0:
-        return False
-    return all(isinstance(path, (str, os.PathLike)) for path in prefixes)
-
-
-def _check_phases(config):
-    """blend_phases mixes the corpora of the training blend."""
-    blend = config.blend
-    if config.blend_per_split is not None:
-        blend = config.blend_per_split[Split.train.value]
-    elif blend is not None and not parse_and_normalize_split(config.split)[Split.train.value]:
-        raise ValueError(f"blend_phases mixes train, but split {config.split!r} has no train")
-    if blend is None:
-        raise ValueError("blend_phases needs a blend for train: it says which corpora are mixed")
-    prefixes, _ = blend
-    _as_phases(config.blend_phases, prefixes)
-
-
-def _check_gpt_config(config):
-    """The fields that GPTDatasetConfig has on top of those of its base class."""
-    if config.tokenizer is None:
-        raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
-    if config.hybrid_context_parallel:
-        raise ValueError(
-            "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
-            "batches with get_batch_on_this_cp_rank()"
-        )
-    if config.reset_attention_mask and not config.has_dense_mask:
-        raise ValueError(
-            "reset_attention_mask has no effect without a dense mask: set "
-            "create_attention_mask, or use inter_document_masking alone"
-        )
-
-
-# -- what a user may get wrong: sizes, and corpora that are too small or too large -----------------
-
-
-def _check_sizes(config, sizes):
-    """The samples that are wanted of train, valid and test: each a number, or None."""
-    if len(sizes) != len(Split):
-        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
-    if config.multiple_validation_sets and config.full_validation:
-        if sizes[Split.valid.value] is not None:
-            raise ValueError("full_validation: the size of valid must be None")
-    for split, size in zip(Split, sizes, strict=True):
-        is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
-        if size is not None and not is_number:
-            raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
-
-
-def _check_size_of_blend(blend):
-    """A blend with weights has a size, and phases have as many samples as are wanted."""
-    if blend.weights is not None and blend.size is None:
-        raise ValueError(
-            f"{blend.split.name} is a blend with weights, which needs a size (--sizes), got None"
-        )
-    if blend.phases is not None and blend.size is not None:
-        total = sum(samples for samples, _ in blend.phases)
-        if blend.size > total:
-            raise ValueError(
-                f"blend_phases has {total} samples, but {blend.size} are wanted of train: "
-                f"add a phase of {blend.size - total}, or make the last one longer"
-            )
-
-
-def _check_num_sequences(prefix, n):
-    """int32 can number the sequences of a corpus."""
-    if n >= 2**31:
-        raise ValueError(
-            f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
-        )
-
-
-def _warn_if_few_samples(blend, parts):
-    """Warnings where one epoch of each corpus gives too few samples; ValueError where none."""
-    split = blend.split.name
-    total = sum(len(part) for part in parts)
-    if total == 0 and blend.size != 0:
-        wanted = "one epoch" if blend.size is None else f"{blend.size} samples"
-        raise ValueError(f"{split}: wanted {wanted}, but no corpus has a sample in it")
-    if blend.size is not None and blend.size > total:
-        warnings.warn(
-            f"{split}: an epoch has {total:,} samples, not {blend.size:,}: the run will end early; "
-            "give weights, to repeat corpora",
-            stacklevel=2,
-        )
-    for part in parts:
-        if len(part) == 0 and total > 0:
-            warnings.warn(
-                f"{split} of {_name(part)} holds no whole sample: left out of the blend",
-                stacklevel=2,
-            )
-
-
-# -- what a user may get wrong: the arrays of section 4 --------------------------------------------
-
-
-def _check_num_samples(num_samples, tokens_per_epoch):
-    """Samples are wanted of a split that has tokens."""
-    if num_samples is not None and num_samples < 0:
-        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
-    if num_samples and not tokens_per_epoch:
-        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
-
-
-def _check_documents(documents):
-    """int32 can hold the numbers of the documents."""
-    if len(documents) and np.max(documents) >= 2**31:
-        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
-
-
-def _check_array(values, name, dtype):
-    """A 1-D array of this dtype; TypeError or ValueError."""
-    found = getattr(values, "dtype", type(values).__name__)
-    if found != dtype:
-        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
-    if values.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
-
-
-def _check_stream(sizes, documents, S, tokens):
-    """Check the arguments of build_sample_idx(): the documents exist, and may hold the tokens."""
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(documents, "document_indices", np.int32)
-    _check_length_of_stream(len(documents), S, tokens)
-    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
-    if len(wrong):
-        d = wrong[0]  # numpy would take a -1
-        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
-
-
-def _check_length_of_stream(num_documents, S, tokens):
-    """So many documents may hold so many tokens; what follows makes an array of this order."""
-    if not 1 <= operator.index(S) < 2**32:
-        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
-    if not 0 <= tokens <= num_documents * 2**31:
-        raise ValueError(f"{num_documents} documents cannot hold {tokens} tokens")
-
-
-def _check_lengths(lengths, tokens_read):
-    """Documents of these lengths hold all tokens that the samples read."""
-    if len(lengths) and lengths.min() < 0:
-        raise ValueError("a size is negative: no sequence has less than 0 tokens")
-    held = lengths.sum(dtype=np.int64)
-    if len(tokens_read) and tokens_read[-1] > held:
-        raise ValueError(f"the samples need {tokens_read[-1]} tokens, the documents hold {held}")
-
-
-def _in_threads(num_threads, function, items):
-    """[function(item) for each item], so many at a time; after an error no further one is begun."""
-    if num_threads == 1 or len(items) == 1:
-        return [function(item) for item in items]
-    pool = concurrent.futures.ThreadPoolExecutor(num_threads)
-    try:
-        futures = [pool.submit(function, item) for item in items]
-        # There may be hundreds of corpora, of hours each.
-        concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-        return [future.result() for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 # -- what a user may get wrong: samples, blends, samplers, layouts, batches ------------------------
@@ -6110,9 +5982,6 @@ def _c_encode_tokens(values, dtype):
         return _c_encode_tokens.__wrapped__(values, dtype)
 
 
-_DOCUMENTS_OF_A_THREAD = 1 << 22  # fewer documents are not worth a thread of their own
-
-
 @functools.wraps(build_sample_idx)
 def _c_build_sample_idx(
     sizes,
@@ -6123,9 +5992,9 @@ def _c_build_sample_idx(
     drop_last_partial_sequence=True,
     add_extra_token_to_sequence=True,
 ):
-    x = int(add_extra_token_to_sequence)
-    flags = drop_last_partial_sequence, x
+    flags = drop_last_partial_sequence, add_extra_token_to_sequence
     try:
+        x = int(add_extra_token_to_sequence)
         S = operator.index(sequence_length)
         tokens = int(num_epochs) * int(tokens_per_epoch)
         lengths = np.ascontiguousarray(sizes)
@@ -6133,81 +6002,14 @@ def _c_build_sample_idx(
         _check_length_of_stream(len(documents), S, tokens)
         num_samples = count_samples(tokens, S, *flags)
         rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
-        tokens_needed = min(tokens, num_samples * S + x)
-        _c_fill_sample_index(rows, lengths, documents, S, x, tokens_needed)
-        if tokens_needed < num_samples * S and x == 0:
+        tokens_read = min(tokens, num_samples * S + x)  # where the last sample ends
+        _megatron_min.build_sample_idx(rows, lengths, documents, S, x, tokens_read)
+        if x == 0 and tokens_read < num_samples * S:
             rows[-1] = len(documents) - 1, lengths[documents[-1]]
         return rows
     except (IndexError, TypeError, ValueError):
         arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
         return _c_build_sample_idx.__wrapped__(*arguments, *flags)
-
-
-def _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed):
-    """Fill the sample index, a part of the documents on each core.
-
-    Row k comes from the document in which k*S + x tokens have been read; for the last row these are
-    tokens_needed.  A part fills the rows whose number of tokens is reached in its documents.
-
-    documents   | part 0               | part 1              |
-    tokens      0 .................... before[1] ........... the end
-    rows        k*S + x <= before[1]   the others
-
-    In C, build_sample_idx(rows, sizes, documents, S, x, last, low, begin, before) fills rows, which
-    are those of the index from row low on, from documents, which are those of the stream from place
-    begin on.  There are before tokens before these, and last is the number of tokens of the last of
-    these rows.  The call returns the number of tokens up to the end of these documents.
-    """
-    parts = _cut_documents(documents)
-    if len(parts) == 1:
-        _megatron_min.build_sample_idx(rows, sizes, documents, S, x, tokens_needed)
-        return
-    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
-        before = [0]  # tokens before each part
-        for begin, end in parts[:-1]:
-            before.append(before[-1] + _c_count_tokens(pool, sizes, documents[begin:end]))
-        futures = []
-        low = 0
-        for part, (begin, end) in enumerate(parts):
-            high = len(rows)
-            if part + 1 < len(parts) and before[part + 1] < tokens_needed:
-                # the first row that this part cannot reach; row 0, (0, 0), is always of part 0
-                high = max(1, (before[part + 1] - x) // S + 1)
-            last = min(tokens_needed, (high - 1) * S + x)
-            place = low, begin, before[part]
-            arguments = rows[low:high], sizes, documents[begin:end], S, x, last, *place
-            futures.append(pool.submit(_megatron_min.build_sample_idx, *arguments))
-            low = high
-        for future in futures:
-            future.result()
-
-
-def _cut_documents(documents):
-    """Parts of the documents, one for each core if they are many: [(begin, end), ...]."""
-    most = 2**31 - 1  # documents that one call can number
-    count = max(1, len(documents) // _DOCUMENTS_OF_A_THREAD)
-    if count > 1:
-        count = min(count, _num_cores())  # which reads a file
-    count = max(count, _ceil_div(len(documents), most))
-    edges = [len(documents) * part // count for part in range(count + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
-
-
-def _num_cores():
-    """The cores of this machine, or 1 if Python cannot tell."""
-    cores = os.cpu_count()
-    return 1 if cores is None else cores
-
-
-def _c_count_tokens(pool, sizes, documents):
-    """The tokens of these documents, counted on all cores: the loop, without rows to fill."""
-    no_rows = np.empty((0, 2), np.int32)
-    S = 1  # without rows to fill, S, x and the last row do not matter: the loop only counts
-    futures = []
-    for piece in np.array_split(documents, _num_cores()):
-        arguments = no_rows, sizes, piece, S, 0, 0
-        futures.append(pool.submit(_megatron_min.build_sample_idx, *arguments))
-    return sum(future.result() for future in futures)
 
 
 _FEW_ITEMS = 4096  # numpy shuffles so many while C is still given the state of the generator
@@ -6258,11 +6060,11 @@ _NO_EOD = -(2**63)  # an id that no token has
 
 @functools.wraps(GPTDataset.fill)
 def _c_fill(self, columns, rows, indices):
-    is_filled = False
     corpus = self.dataset
-    if type(corpus) is IndexedDataset and type(corpus._tokens) is _MappedTokens and self.fills_rows:
-        is_filled = _c_read_samples(self, columns, rows, indices)
-    if not is_filled:
+    is_mapped = type(corpus) is IndexedDataset and type(corpus._tokens) is _MappedTokens
+    if is_mapped and self.fills_rows and _c_read_samples(self, columns, rows, indices):
+        _take_loss_of_padding(columns, rows, indices)
+    else:
         _c_fill.__wrapped__(self, columns, rows, indices)
 
 
@@ -6277,7 +6079,7 @@ def _c_read_samples(dataset, columns, rows, indices):
     if len(dataset) < len(shuffle_index):  # of a subclass: no sample comes from behind its end
         shuffle_index = shuffle_index[: len(dataset)]
     try:
-        real_pads = _megatron_min.read_samples(
+        return _megatron_min.read_samples(
             (
                 columns["tokens"],
                 columns["labels"],
@@ -6302,11 +6104,6 @@ def _c_read_samples(dataset, columns, rows, indices):
         )
     except (OverflowError, TypeError, ValueError):
         return False
-    if real_pads < 0:
-        return False
-    if None in tuple(indices):
-        _take_loss_of_padding(columns, rows, indices)
-    return True
 
 
 if IMPLEMENTATION == "c":

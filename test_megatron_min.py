@@ -1234,7 +1234,7 @@ def test_a_split_is_read(one):
 
 @pytest.mark.parametrize(
     "text",
-    ["99,-1,0", "98,,2", "0,0,0", "", "a,b", "1,2,3,4", "nan,1,0", "inf,0,0", "1_0,1", "1e999,1"],
+    ["99,-1,0", "98,,2", "0,0,0", "", "1,2,3,4", "nan,1,0", "1_0,1", "1e999,1"],
 )
 def test_a_wrong_split_is_refused(one, text):
     """Upstream drops signs and empty fields, and takes what is left."""
@@ -1243,15 +1243,12 @@ def test_a_wrong_split_is_refused(one, text):
 
 
 def test_split_by_hand(one):
-    """Shares to fractions, of one cut or of two; fractions to documents."""
+    """Shares to fractions, fractions to documents."""
     matrix = one.convert_split_vector_to_split_matrix
     assert matrix([0.99, 0.01, 0]) == [(0, 0.99), (0.99, 1.0), None]
     assert matrix([0, 0.25, 0.75]) == [None, (0, 0.25), (0.25, 1.0)]
-    assert matrix([0.5, 0.5, 0], [0.25, 0.75, 0]) == [(0, 0.25), (0.5, 1.0), None]
-    assert matrix([0.5, 0.5, 0], [0.75, 0.25, 0]) == [(0, 0.5), (0.75, 1.0), None]
-    assert matrix([0.5, 0.5, 0], [0, 0.5, 0.5]) == [None, None, None]  # one ends at the other
-    with pytest.raises(ValueError, match="length"):
-        matrix([1.0, 0.0], [1.0])
+    with pytest.raises(ValueError, match="vector_b"):
+        matrix([0.5, 0.5, 0], [0.25, 0.75, 0])
     assert one.split_range((0, 0.98), 1000) == (0, 980)
     assert one.split_range((0, 0.5), 5) == (0, 2)  # Python rounds 2.5 to the even 2 ...
     assert one.split_range((0.5, 1.0), 7) == (4, 7)  # ... and 3.5 to the even 4
@@ -1298,34 +1295,26 @@ def test_a_list_that_is_neither_is_refused(one, blend):
 PER_SPLIT = [(["q"], None), None, None]
 PER_VALID = [None, (["q"], None), None]
 WITHOUT_BLEND = {"blend": None, "split": None}
-MASKS = ["reset_attention_mask", "create_attention_mask", "inter_document_masking"]
 PHASES = [(4, [1])]
 BAD_CONFIGS = {  # a word of the sentence: what is changed in a good config
-    "sequence_length": [{"sequence_length": value} for value in (0, None, 8.0, 2**32)],
-    "random_seed": [{"random_seed": value} for value in (-1, 1.5, 2**32)],
+    "sequence_length": [{"sequence_length": value} for value in (0, 8.0)],
+    "random_seed": [{"random_seed": value} for value in (-1, 2**32)],
     "num_dataset_builder_threads": [{"num_dataset_builder_threads": 0}],
-    "surplus": [{"mid_level_dataset_surplus": n} for n in (-0.1, math.nan, math.inf, "0.1")],
+    "surplus": [{"mid_level_dataset_surplus": n} for n in (-0.1, math.nan)],
     "needs a split": [{"split": None}],
     "3 numbers": [{"split": [8, 1, 1, 1]}],
-    "a blend is": [
-        {"blend": blend}
-        for blend in (([], None), ("p", None), [("p", 1), ("q", 2)], 5, (None, None))
-    ],
+    "a blend is": [{"blend": blend} for blend in (([], None), ("p", None), ["p", "q", "r"])],
     "blend_per_split": [
         {"blend_per_split": PER_SPLIT, "blend": None},
-        {"blend_per_split": PER_SPLIT, "split": None},
         WITHOUT_BLEND | {"blend_per_split": PER_SPLIT[:2]},
-        WITHOUT_BLEND | {"blend_per_split": 5},
         {"multiple_validation_sets": True},
     ],
-    "list of weights": [
-        {"blend": (["p"], 5)},
-        {"blend": (["p"], "1")},
-        {"blend_phases": [(4, 5)]},
-    ],
+    "list of weights": [{"blend": (["p"], 5)}],
     "1 weights for 2": [{"blend": (["p", "q"], [1.0])}],
-    "weight of p": [{"blend": (["p", "q"], [w, 1.0])} for w in ("x", "nan", "-2", math.inf)],
-    "weight of q": [{"blend": (["p", "q"], [1.0, w])} for w in (-1.0, math.nan, 10**309)],
+    "weight of p": [{"blend": (["p", "q"], [w, 1.0])} for w in ("1", math.nan, -2)],
+    "weight of q": [{"blend": (["p", "q"], [1.0, w])} for w in (math.inf, 10**309)],
+    "phase 1: weight of p": [{"blend_phases": [(4, [1]), (4, [-1])]}],
+    "phase 0": [{"blend_phases": [(0, [1])]}, {"blend_phases": [4]}],
     "sum": [{"blend": (["p", "q"], weights)} for weights in ([0.0, 0.0], [1e308, 1e308])],
     "blend_phases": [
         WITHOUT_BLEND | {"blend_phases": PHASES},
@@ -1334,8 +1323,7 @@ BAD_CONFIGS = {  # a word of the sentence: what is changed in a good config
     ],
     "tokenizer": [{"tokenizer": None}],
     "hybrid_context_parallel": [{"hybrid_context_parallel": True}],
-    # upstream: no effect, no word
-    "reset_attention_mask": [{MASKS[0]: True}, dict.fromkeys(MASKS, True)],
+    "reset_attention_mask": [{"reset_attention_mask": True}],  # upstream: no effect, no word
 }
 
 
@@ -1365,18 +1353,6 @@ def test_a_config_derives_its_other_fields(one):
     assert not packed.has_dense_mask
 
 
-def test_weights_of_text_and_of_numpy_become_numbers(one):
-    """As they come out of a file of JSON; upstream takes them, too."""
-    wanted = (["p", "q"], [30.0, 0.5])
-    for weights in (["30", " .5 "], ("30", 0.5), np.array([30, 0.5], np.float32)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # numpy may warn where it compares with large numbers
-            assert config(one, (["p", "q"], weights)).blend == wanted
-            per_split = [None, (["p", "q"], weights), None]
-            found = config(one, blend_per_split=per_split).blend_per_split
-        assert found == [None, wanted, None]
-
-
 def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
     """They must not reach the JSON of a cache's description or of a state."""
     prefix = mk(one, tmp_path / "p", [[1] * 20] * 9)
@@ -1385,7 +1361,9 @@ def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
         fields = {"random_seed": number(8), "sequence_length": number(4)}
         cfg = config(one, ([path], None), **fields)
         train = build(one, [number(20), 0, 0], cfg)[0]
-        blend = one.BlendedDataset([train] * 2, np.array([1, 2]), number(4), cfg)
+        weights = [1, 0.5] if number is int else np.array([1, 0.5], np.float32)
+        assert json.dumps(config(one, (["p", "q"], weights)).blend) == '[["p", "q"], [1.0, 0.5]]'
+        blend = one.BlendedDataset([train] * 2, weights, number(4), cfg)
         loader = one.build_pretraining_data_loader(
             train, number(4), micro_batch_size=number(2), dataloader_type="cyclic", seed=number(1)
         )
@@ -1698,12 +1676,11 @@ def test_a_stable_cache_has_a_name_of_its_own(one, tmp_path):
 
 def test_document_numbers_beyond_int32_are_refused(mm):
     """They must not wrap."""
-    for number in (2**31, 2**31 + 5):
-        documents = np.array([1, number])
-        with pytest.raises(ValueError, match=f"document {number}"):
-            mm.build_document_index(documents, 1, np.random.RandomState(0), False)
-        with pytest.raises(ValueError, match=f"document {number}"):
-            mm.build_stable_orders(documents, [0, 1], 1234)
+    documents = np.array([1, 2**31])
+    with pytest.raises(ValueError, match=f"document {2**31}"):
+        mm.build_document_index(documents, 1, np.random.RandomState(0), False)
+    with pytest.raises(ValueError, match=f"document {2**31}"):
+        mm.build_stable_orders(documents, [0, 1], 1234)
 
 
 # ==============================================================================
@@ -2778,15 +2755,14 @@ def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora):
 
 
 def test_a_note_of_the_corpora_of_weight_0(one, caplog):
-    """It comes once where splits cut the same blend, else once for each split that drops any."""
+    """One, however many splits drop them."""
     blend = ["a", "b", "c"], [1, 0, 2]
-    of_one = {"blend": blend, "split": "1,1,1"}
-    of_each = {"blend_per_split": [blend, (["d"], [1]), blend]}
-    for fields, count in ((of_one, 1), (of_each, 2)):
+    for fields in ({"blend": blend, "split": "1,1,1"}, {"blend_per_split": [blend, None, blend]}):
         caplog.clear()
         given = config(one, **fields)
         one.BlendedMegatronDatasetBuilder(one.GPTDataset, [1, 1, 1], bool, given)
-        assert ["weight 0: b" in message for message in caplog.messages] == [True] * count
+        [message] = caplog.messages
+        assert message.endswith("weight 0: b")
 
 
 def test_validation_sets(one, corpora):
@@ -2803,33 +2779,23 @@ def test_validation_sets(one, corpora):
 
 
 def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
-    """All samples, or as many as are wanted; a corpus too short for a sample gives none."""
+    """All samples, or as many as are wanted; a corpus too short for a sample is left out."""
     short = mk(mm, "in/short", [[1, 2]])
     cfg = config(mm, ([A, short, B, C], None))
-    whole = quiet(build, mm, [None, None, None], cfg)[0]
+    whole = build(mm, [None, None, None], cfg)[0]
+    assert [part.dataset_path for part in whole.datasets] == [A, B, C]
     lengths = [len(gpt(mm, prefix)) for prefix in (A, B, C)]
     assert np.bincount(whole.dataset_index).tolist() == lengths
-    assert len(quiet(build, mm, [10, 0, 0], cfg)[0]) == 10
-    [large, _, _], messages = heard(build, mm, [1_000_000, 0, 0], cfg)
+    assert len(build(mm, [10, 0, 0], cfg)[0]) == 10
+    with pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1,000,000"):
+        large = build(mm, [1_000_000, 0, 0], cfg)[0]
     assert len(large) == sum(lengths)
-    of_size, of_corpus = messages
-    assert f"{sum(lengths)} samples, not 1,000,000" in of_size
-    assert "in/short" in of_corpus
 
     nothing = config(mm, ([short, short], None))
     for size in (None, 5):
         with pytest.raises(ValueError, match="train: .* no corpus"):
             build(mm, [size, 0, 0], nothing)
     assert build(mm, [0, 0, 0], nothing) == [None, None, None]
-
-
-def test_a_corpus_without_a_sample_has_no_weight(one, corpora, caplog):
-    """So it is left out with a warning, and not noted as one of weight 0."""
-    short = mk(one, "in/short", [[1, 2]])
-    with pytest.warns(UserWarning, match="in/short"):
-        train = build(one, [None, None, None], config(one, ([A, short], None)))[0]
-    assert [part.dataset_path for part in train.datasets] == [A]
-    assert caplog.messages == []
 
 
 def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
@@ -2928,9 +2894,7 @@ WHOLE_SETS = {"blend_per_split": [None, ([A, B], None), None], "full_validation"
 BAD_SIZES = [  # sizes, fields of the config, words
     ([1, 2], {"blend": ([A], None)}, r"sizes.*\[1, 2\]"),
     ([-1, 0, 0], {"blend": ([A], None)}, "train.*-1"),
-    (["9", 0, 0], {"blend": ([A], None)}, "train.*'9'"),
     ([None, 0, 0], {"blend": TWO}, "train .*needs a size"),
-    ([0, None, None], {"blend_per_split": [None, TWO, ([A], [1])]}, "valid .*needs a size"),
     ([0, None, None], VALID_SETS, "test .*needs a size"),  # valid is two datasets, and test a blend
     ([0, 5, 0], WHOLE_SETS | {"multiple_validation_sets": True}, "valid must be None"),
 ]
@@ -3000,53 +2964,21 @@ def test_corpora_are_built_side_by_side(one, corpora):
     assert [part.dataset_path for part in train.datasets] == corpora
 
 
-@pytest.mark.parametrize("threads, place", [(1, 0), (3, 2)])
-def test_after_a_wrong_prefix_no_further_corpus_is_begun(one, corpora, threads, place):
-    """Those that were begun are waited for, so that nothing is written after the error."""
-    begun = []
-    ended = []
-
-    class Slow(one.GPTDataset):
-        @staticmethod
-        def build_low_level_dataset(path, cfg):
-            if path == "none":
-                return one.GPTDataset.build_low_level_dataset(path, cfg)
-            begun.append(path)
-            time.sleep(0.1)
-            ended.append(path)
-            return one.GPTDataset.build_low_level_dataset(A, cfg)
-
-    prefixes = list("0123456789")
-    prefixes.insert(place, "none")
-    cfg = config(one, (prefixes, None), num_dataset_builder_threads=threads)
-    with pytest.raises(FileNotFoundError, match="none.idx"):
-        build(one, [None, None, None], cfg, Slow)
-    assert len(begun) < 10
-    assert sorted(ended) == sorted(begun)
-
-
-def build_with_few_open_files(one, prefixes, soft, hard):
-    """Build and read a blend of corpora in a process that may open so many more files."""
+def build_and_read(one, prefixes):
+    """Build and read a blend of corpora in a process that begins with a soft limit of 256 files."""
     resource = importlib.import_module("resource")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     cfg = config(one, (prefixes, [1] * len(prefixes)), split="8,1,1")
-    opened = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + soft, opened + hard))
-    if hard < 330:
-        with pytest.raises(OSError, match=f"{opened + hard}.*ulimit"):
-            build(one, [300, 60, 60], cfg)
-        return
-    for dataset in build(one, [300, 60, 60], cfg):
+    for dataset in build(one, [1500, 300, 300], cfg):
         assert len(dataset.batch(range(len(dataset)))["tokens"]) == len(dataset)
 
 
 @linux
-def test_a_build_of_many_corpora_may_open_enough_files(one, tmp_path):
-    """Each of 30 has 2 files open, and 3 arrays for each split.  Upstream: a bare [Errno 24]."""
-    prefixes = [mk(one, tmp_path / str(number), [[1] * 9] * 20) for number in range(30)]
-    jobs = []
-    for hard in (700, 250):
-        jobs.append(functools.partial(build_with_few_open_files, one, prefixes, 20, hard))
-    assert in_children(*jobs) == [0, 0]
+def test_a_build_of_150_corpora_may_open_enough_files(one, tmp_path):
+    """Each has 2 files open, and 3 arrays for each split.  Upstream: a bare [Errno 24]."""
+    prefixes = [mk(one, tmp_path / str(number), [[1] * 9] * 20) for number in range(150)]
+    assert in_children(functools.partial(build_and_read, one, prefixes)) == [0]
 
 
 # ==============================================================================
@@ -7041,57 +6973,13 @@ def test_c_encodes_what_the_definition_encodes(c, one, monkeypatch):
         assert c._encode_tokens(values, np.dtype(np.uint16)) == b"\1\0\2\0"
 
 
-def changed_entries(content):
-    """An .idx of four sequences, again and again, with one of its entries changed."""
-    start = 34
-    for dtype in (np.int32, np.int64, np.int64):
-        for _ in range(4):
-            place = slice(start, start + np.dtype(dtype).itemsize)
-            start = place.stop
-            [entry] = np.frombuffer(content[place], dtype)
-            limits = np.iinfo(dtype)
-            for value in (entry - 1, entry + 1, -1, limits.min, limits.max):
-                changed = bytearray(content)
-                changed[place] = np.array([value], dtype).tobytes()
-                yield changed
-
-
-def test_c_verifies_what_the_definition_verifies(c, one, tmp_path):
-    """The same sentence for each entry that is wrong, and for a length below 0 that adds up."""
-    lengths, ends = [4, 0, 3, 6], [0, 2, 2, 4]
-    mk(one, tmp_path / "p", [[7] * length for length in lengths], np.int32)
-    whole = idx_bytes(lengths, ends, 4, 4)
-    path = tmp_path / "p.idx"
-    refused = set()
-    for content in (*changed_entries(whole), idx_bytes([4, -2, 5, 6], ends, 4, 4)):
-        path.write_bytes(content)
-        _, sentence = outcome(functools.partial(c.IndexedDataset, check=True), tmp_path / "p")
-        _, wanted = outcome(functools.partial(one.IndexedDataset, check=True), tmp_path / "p")
-        assert sentence == wanted
-        refused |= set(re.findall(r"sequence_lengths|sequence_pointers|document_indices", wanted))
-    assert len(refused) == 3
-    assert call_c(c, "verify_index", toy_call("verify_index"))
-
-
-def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
-    """However many cores: as many parts, side by side; empty documents on every edge."""
-    monkeypatch.setattr(c, "_DOCUMENTS_OF_A_THREAD", 1)
-    monkeypatch.setattr(c.build_sample_idx, "__wrapped__", None)  # C alone has to do it
-    for rng in cases(100):
-        scale = int(rng.choice([1, 1, 700, 5000]))  # C has loops of its own for long and short ones
-        sizes = rng.integers(0, rng.choice([2, 5, 40]), 20) * scale
-        if rng.integers(2):  # else documents end where samples do
-            sizes = np.where(sizes > 0, sizes + rng.integers(0, scale, 20), 0)
-        sizes = sizes.astype(np.int32)
-        documents = np.repeat(rng.integers(0, 20, rng.integers(1, 60)), rng.integers(1, 3))
-        tokens = int(sizes[documents].sum())
-        if rng.random() < 0.2:  # documents behind the last row
-            tokens = int(rng.integers(0, tokens + 1))
-        arguments = [sizes, documents.astype(np.int32), int(rng.integers(1, 12)) * scale, 1, tokens]
-        arguments += (rng.random(rng.integers(3)) < 0.5).tolist()
-        cores = rng.choice([None, *range(1, 9)])
-        monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=cores))
-        same(c.build_sample_idx(*arguments), one.build_sample_idx(*arguments), arguments)
+def test_rows_of_64_bits(c):
+    """As a stream of 2**31 documents has them."""
+    call = toy_call("build_sample_idx")
+    wide = call | {"sample_index": np.zeros((4, 2), np.int64)}
+    for arguments in (call, wide):
+        call_c(c, "build_sample_idx", arguments)
+        assert arguments["sample_index"].tolist() == [[0, 0], [1, 0], [2, 1], [2, 5]]
 
 
 @pytest.mark.parametrize("dtype", ["i4", "u4", "i8"])
@@ -7267,7 +7155,6 @@ def test_hostile_arguments_raise(mm, one, name):
 
 FILLED = {  # {function: how many arrays it fills, its first arguments}
     "encode_tokens": 0,
-    "verify_index": 0,
     "build_sample_idx": 1,
     "shuffle": 2,
     "build_blending_indices": 2,
@@ -7304,9 +7191,6 @@ def toy_arguments(name):
         return GOOD_OUTPUTS | GOOD_BLENDS[name]
     if name == "encode_tokens":
         return {"values": int32(*b"aaaabbbcccccc"), "kind": "u", "itemsize": 2}
-    if name == "verify_index":
-        call = {"lengths": int32(4, 3, 6), "pointers": np.array([0, 8, 14])}
-        return call | {"documents": np.array([0, 1, 2, 3]), "itemsize": 2}
     if name == "shuffle":
         key = np.random.RandomState(0).get_state()[1].copy()
         return {"array": np.arange(9), "key": key, "pos": 600}
@@ -7314,8 +7198,8 @@ def toy_arguments(name):
     documents = int32(0, 1, 2)
     if name == "build_sample_idx":
         call = {"sample_index": np.zeros((4, 2), np.int32), "sizes": sizes}
-        call |= {"document_index": documents, "sequence_length": 4, "add_extra_token": 1}
-        return call | {"last_token": 13, "first_row": 0, "first_document": 0, "before": 0}
+        call |= {"document_index": documents, "sequence_length": 4}
+        return call | {"add_extra_token": 1, "last_token": 13}
     call = {key: np.zeros((3, 4), np.int64) for key in ("tokens", "labels")}
     call |= {"loss_mask": np.zeros((3, 4), np.float32), "position_ids": np.zeros((3, 4), np.int64)}
     call |= {"cu_seqlens": np.zeros((3, 5), np.int32), "max_seqlen": np.zeros(3, np.int32)}
@@ -7331,20 +7215,16 @@ def toy_arguments(name):
 OUT_OF_RANGE = {  # {function: {argument: values that it refuses in the toy call}}
     "encode_tokens": {
         "values": [int32(-1), int32(2**16), [0, 2**16], [2**70], [True], ["a"], [1.5], (1, 2)],
-        "kind": ["f", "u2", "x", "", "\0", "\u0100", "\u0175", None, 117],
+        "kind": ["f", "u2", "", "\0", "\u0175", None, 117],
         "itemsize": [0, -1, 3, 9, 2**31],
     },
-    "verify_index": {"pointers": [np.array([0, 8])], "itemsize": [0, -1, 9, 2**31]},
     "build_sample_idx": {
-        "sample_index": [np.zeros((4, 3), np.int32)],
+        "sample_index": [np.zeros((4, 3), np.int32), np.zeros((0, 2), np.int32)],
         "sizes": [int32(8, -1, 6)],
         "document_index": [int32(0, 3, 2), int32(-1, 1, 2), int32(0, 1)],
         "sequence_length": [0, -1, 2**62, 2**63],
         "add_extra_token": [-1, 2],
         "last_token": [-5, 9, 14, 2**62],  # of the row before, of the next, ...
-        "first_row": [-1, 2**62, 2**63 - 1],
-        "first_document": [-1, 2**31 - 3],
-        "before": [-1, 5, 2**63 - 1],
     },
     "shuffle": {"pos": [-1, 625, 2**31], "array": [b"01234567", None]},
     "build_blending_indices": {
@@ -7433,7 +7313,7 @@ def test_c_refuses_bad_calls(c, name):
     calls = list(refused_calls(name))
     assert all(is_refused(c, name, call) for call in calls)
     calls.append(toy_call(name))
-    assert call_c(c, name, calls[-1]) != -1
+    assert call_c(c, name, calls[-1]) is not False
     arrays = []
     for call in calls:
         arrays += [value for value in call.values() if isinstance(value, np.ndarray)]
@@ -7475,7 +7355,29 @@ def test_c_reads_nothing_outside_of_an_array(c):
     for k, name, values in NO_PLACES:
         call = toy_call("read_samples") | {"wanted": np.array([k])}
         call[name][...] = values
-        assert call_c(c, "read_samples", call) == -1, (k, name, values)
+        assert call_c(c, "read_samples", call) is False, (k, name, values)
+
+
+class Fresh(tuple):
+    """A tuple whose items, as a sequence, are made when they are asked for; nobody keeps them."""
+
+    __slots__ = ()
+
+    def __getitem__(self, place):
+        item = super().__getitem__(place)
+        return item.copy() if isinstance(item, np.ndarray) else item
+
+
+def test_c_takes_plain_tuples_alone(c):
+    """It borrows their items, and only a plain tuple keeps them alive."""
+    values = list(toy_call("read_samples").values())
+    groups = [tuple(values[:7]), *values[7:9]]
+    groups += [tuple(values[9:12]), tuple(values[12:15]), tuple(values[15:])]
+    for place in (0, 3, 4, 5):
+        call = list(groups)
+        call[place] = Fresh(call[place])
+        with pytest.raises(TypeError, match="tuple"):
+            c._megatron_min.read_samples(*call)
 
 
 @pytest.mark.slow
@@ -7520,10 +7422,9 @@ def sources(tmp_path):
 
 
 @pytest.fixture
-def portable(c, sources, monkeypatch):
-    """C as built for a machine without SSE2; shuffles take two words a draw from 1000 items on."""
-    flags = "-O1 -U__SSE2__ -DLAST_SHORT_DRAW=999"
-    run_setup(sources, "build_ext", "--inplace", MEGATRON_MIN_CFLAGS=flags)
+def two_words(c, sources, monkeypatch):
+    """C whose shuffles take two words a draw from 1000 items on."""
+    run_setup(sources, "build_ext", "--inplace", MEGATRON_MIN_CFLAGS="-O1 -DLAST_SHORT_DRAW=999")
     built = glob.glob(f"{sources}/_megatron_min*.*")
     if not built:
         pytest.skip("there is no C compiler")
@@ -7537,12 +7438,12 @@ def portable(c, sources, monkeypatch):
 
 
 @pytest.mark.slow
-def test_shuffle_beyond_2_32_items(portable):
+def test_shuffle_beyond_2_32_items(two_words):
     """Where i has more than 32 bits, here from 1000 on, a draw is two words, the high one first."""
     state = np.random.RandomState(7)
     draws = iter(np.frombuffer(copy.deepcopy(state).bytes(4 * 40_000), "<u4").tolist())
     found, wanted = np.arange(6000), list(range(6000))
-    portable.shuffle(found, state)
+    two_words.shuffle(found, state)
     for i in range(5999, 0, -1):
         j = i + 1
         while j > i:
@@ -7553,11 +7454,6 @@ def test_shuffle_beyond_2_32_items(portable):
         wanted[i], wanted[j] = wanted[j], wanted[i]
     assert found.tolist() == wanted
     assert np.frombuffer(state.bytes(4), "<u4")[0] == next(draws), "and no draw more"
-
-
-@pytest.mark.slow
-def test_blends_without_vectors(portable):
-    check_blends(portable)
 
 
 WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
