@@ -6759,17 +6759,18 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
     >>> _on_every_rank(os.getpid) == os.getpid()
     True
     """
-    if not _is_distributed() or torch.distributed.get_world_size(group) == 1:
+    world = 1
+    if _is_distributed():
+        world = torch.distributed.get_world_size(group)
+    if world == 1:
         return step()
     result = None
     error = None
+    mine = world
     try:
         result = step()
     except Exception as caught:
         error = caught
-    world = torch.distributed.get_world_size(group)
-    mine = world
-    if error is not None:
         mine = _rank(group)
     first_failed = torch.tensor(mine, device=_device_of_group(group))
     torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
