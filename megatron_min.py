@@ -72,7 +72,7 @@ Part II, the workshop
     12. The index cache           when may arrays made earlier be used again?
     13. Object storage            how are tokens read over a network?
     14. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
-    15. Checks and errors         what is refused, and what do the others do when one rank fails?
+    15. One error for every rank  what do the other ranks do when one of them fails?
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
 Part III, the tools
     17. Tokenizers                which tokenizers can a command use?
@@ -3634,7 +3634,11 @@ class ParallelGroups:
         Each rank is in one of these lists.  ValueError for an unknown axis, or a size below 1.
         """
         axes = kind.split("-")
-        _check_axes(axes, tensor, context, data, pipeline)  # section 15
+        if not set(axes) <= {"tp", "cp", "dp", "pp"}:
+            raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
+        if min(tensor, context, data, pipeline) < 1:
+            sizes = f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
+            raise ValueError(f"sizes must be at least 1, got {sizes}")
         groups = {}
         for rank in range(tensor * context * data * pipeline):
             rest, tp = divmod(rank, tensor)
@@ -3646,9 +3650,7 @@ class ParallelGroups:
         return list(groups.values())
 
     def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
-        world = torch.distributed.get_world_size() if _is_distributed() else 1
-        _check_layout(world, tensor, context, pipeline)  # section 15
-        data = world // (tensor * context * pipeline)
+        data = self._data_size(tensor, context, pipeline)
         self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
         self._ranks = {}  # {kind: the ranks of this rank's group}
         self._groups = {}  # {kind: the process group of this rank}
@@ -3663,6 +3665,26 @@ class ParallelGroups:
         if _is_distributed() and torch.distributed.get_backend() != "gloo":
             lists = self.rank_lists("tp", **self.sizes)
             self.batch_group = self._new_group(lists, backend="gloo")
+
+    @staticmethod
+    def _data_size(tensor, context, pipeline):
+        """The number of ranks along dp: what the other axes leave of the job."""
+        world = 1
+        if _is_distributed():
+            world = torch.distributed.get_world_size()
+        elif os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
+                "initialized, so every rank would read the same samples: call "
+                "torch.distributed.init_process_group() first"
+            )
+        others = tensor * context * pipeline
+        if others < 1 or world % others != 0:
+            raise ValueError(
+                f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
+                f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
+            )
+        return world // others
 
     @staticmethod
     def _own_list(lists):
@@ -3824,16 +3846,18 @@ def _batch_layout(keys, micro_batch_size, sequence_length):
 
 def _read_batch(data_iterator, layout, packing):
     """Read the next batch: the tensors of layout, and those of packing where the batch has them."""
-    _check_iterator(data_iterator)  # section 15
+    if data_iterator is None:
+        raise ValueError("this rank reads for its group: give a data_iterator, not None")
     batch = next(data_iterator)
-    _check_is_dict(batch)
+    if not isinstance(batch, dict):
+        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
     wanted = dict(layout)
     if _has_any(batch, packing):
         wanted.update(packing)
     makes_mask = "attention_mask" in layout and not _has_any(batch, ["attention_mask"])
     if makes_mask:
         del wanted["attention_mask"]
-    _check_batch(batch, wanted)  # section 15
+    _check_batch(batch, wanted)
     tensors = {}
     for key, (_, dtype) in wanted.items():
         tensors[key] = batch[key].to("cpu", dtype)
@@ -3841,6 +3865,21 @@ def _read_batch(data_iterator, layout, packing):
         shape, _ = layout["attention_mask"]
         tensors["attention_mask"] = _causal_masks(shape, tensors.get("cu_seqlens"))
     return tensors
+
+
+def _check_batch(batch, layout):
+    """ValueError unless the batch has the tensors of a layout, in its shapes."""
+    for key, (shape, dtype) in layout.items():
+        found = None
+        if isinstance(batch.get(key), torch.Tensor):
+            found = tuple(batch[key].shape)
+        if found != shape:
+            raise ValueError(
+                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
+                "get_batch the same micro_batch_size and sequence_length"
+            )
+        if batch[key].is_floating_point() and not dtype.is_floating_point:
+            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
 
 
 def _has_any(batch, keys):
@@ -3876,7 +3915,7 @@ def _share_batch(data_iterator, layout, packing, groups, device):
     buffer = _broadcast_tensors(tensors, layout, groups, device)
     status = _cut_views(buffer, layout)["status"].item()
     if status == _FAILED:
-        _raise_error_of(0, error, groups.batch_group)  # tp rank 0 met it; see section 15
+        _raise_error_of(0, error, groups.batch_group)  # on all ranks of the group: tp 0 tells it
     batch = _cut_views(buffer.to(device, non_blocking=True), layout)
     del batch["status"]
     if status == _PACKED:
@@ -3929,9 +3968,10 @@ def get_batch_on_this_cp_rank(
                with cu_seqlens too, cut the whole row and not every document (the name is
                upstream's, which means the row by a sequence)
     Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
-    Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size.
-               SFTDataset fills its documents up to such lengths; the documents of GPTDataset have
-               any length, so with inter_document_masking set use_per_sequence_balancing
+    Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
+               where cu_seqlens does not rise from 0 to S.  SFTDataset fills its documents up to
+               such lengths; the documents of GPTDataset have any length, so with
+               inter_document_masking set use_per_sequence_balancing
     Upstream   get_batch_on_this_cp_rank, which changes the batch
 
     >>> batch = {"tokens": torch.arange(8)[None]}
@@ -3941,18 +3981,23 @@ def get_batch_on_this_cp_rank(
     >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
     [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
     """
-    _check_cp_rank(cp_rank, cp_size)  # section 15
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"wanted a cp_rank from 0 to cp_size - 1, got {cp_rank} of {cp_size}")
     part = dict(batch)
     tensors = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
     if cp_size == 1 or not tensors:
         return part
     length = tensors[0].shape[-1]
     cuts_documents = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
-    bounds_of_rows = [[0, length]]  # where what is cut begins and ends, here the same in all rows
     if cuts_documents:
-        # cu_seqlens repeats the length in its unused entries
-        bounds_of_rows = [sorted({0, *starts, length}) for starts in batch["cu_seqlens"].tolist()]
-    _check_bounds(bounds_of_rows, cuts_documents, cp_size)  # section 15
+        bounds_of_rows = _bounds_of_documents(batch["cu_seqlens"].tolist(), length, cp_size)
+    elif length % (2 * cp_size) == 0:
+        bounds_of_rows = [[0, length]]  # the same in all rows
+    else:
+        raise ValueError(
+            f"a sequence of {length} tokens cannot be cut for cp_size {cp_size}: "
+            f"its length must be a multiple of {2 * cp_size}"
+        )
     chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
@@ -3966,6 +4011,29 @@ def get_batch_on_this_cp_rank(
         else:
             part[key] = _take_chunks(value, dim, chunks_of_rows[0])
     return part
+
+
+def _bounds_of_documents(cu_seqlens, length, cp_size):
+    """For each row where its documents begin and end; ValueError unless each can be cut."""
+    bounds_of_rows = []
+    for row, starts in enumerate(cu_seqlens):
+        bounds = [0, *starts, length]
+        if bounds != sorted(bounds):
+            raise ValueError(
+                f"cu_seqlens of row {row}: wanted numbers that rise from 0 to {length}, "
+                f"got {np.array(starts)}"
+            )
+        bounds = sorted(set(bounds))  # the unused entries of cu_seqlens repeat the length
+        for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            tokens = end - begin
+            if tokens % (2 * cp_size) != 0:
+                raise ValueError(
+                    f"document {document} of row {row} has {tokens} tokens ({begin} to {end}): "
+                    f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
+                    "use_per_sequence_balancing=True cuts the whole sequence instead"
+                )
+        bounds_of_rows.append(bounds)
+    return bounds_of_rows
 
 
 def _chunks_of_row(bounds, cp_rank, cp_size):
@@ -4096,7 +4164,8 @@ class DistributedDataParallel(torch.nn.Module):
     grad_shards    list of tensors: this rank's slice of each bucket
 
     In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
-    last under no_sync(); then finish_grad_sync(), and the optimizer.
+    last under no_sync(); then finish_grad_sync(), and the optimizer.  Whatever converts, replaces
+    or unfreezes parameters, such as module.to(), comes before the module is wrapped.
 
     >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
     >>> model.zero_grad_buffer()
@@ -4118,22 +4187,28 @@ class DistributedDataParallel(torch.nn.Module):
         check_for_nan_in_grad: bool = False,
     ) -> None:
         super().__init__()
-        _check_bucket_size(bucket_size)  # section 15
+        if bucket_size < 1:
+            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
         self.module = module
         self.group = group
-        self.size = 1
-        if _is_distributed():
-            self.size = torch.distributed.get_world_size(group)
+        self.bucket_size = bucket_size
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
         self.average_in_collective = average_in_collective
-        if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
+        self.check_for_nan_in_grad = check_for_nan_in_grad
+        self._make_buffers()
+
+    def _make_buffers(self):
+        """Make the buffers, and have _on_gradient() called for each gradient."""
+        self.size = 1
+        if _is_distributed():
+            self.size = torch.distributed.get_world_size(self.group)
+        if self.size > 1 and torch.distributed.get_backend(self.group) != "nccl":
             # gloo refuses to average in torch 2.7, and adds without a word in torch 2.8
             self.average_in_collective = False
-        self.check_for_nan_in_grad = check_for_nan_in_grad
         self.grad_buffers = []
         self.grad_shards = []
-        self._names = {param: name for name, param in module.named_parameters()}
+        self._names = {param: name for name, param in self.module.named_parameters()}
         self._buckets = []
         self._bucket_of = {}  # {parameter: number of its bucket}
         self._num_sent = 0  # buckets that were sent in this step
@@ -4141,22 +4216,26 @@ class DistributedDataParallel(torch.nn.Module):
         # True: the buffers hold averages already, and sending them again would be wrong.  So a loop
         # may call finish_grad_sync() and then finalize_model_grads(), which calls it again.
         self._is_averaged = False
-        self._nan_names = []  # parameters with nan in what was sent in this step; see section 15
-        for runs in self._runs_of_parameters(bucket_size):
+        self._nan_names = []  # parameters with nan in what this rank sent in this step
+        for runs in self._runs_of_parameters():
             self._add_buffer(runs)
         for param in self._bucket_of:
-            # section 15: when backward has added to param.grad, _on_gradient(param) is called
             param.register_post_accumulate_grad_hook(_GradientHook(self))
         self.zero_grad_buffer()
 
-    def _runs_of_parameters(self, bucket_size):
+    def __setstate__(self, state):
+        """Unpickle, or copy: neither the hooks nor the memory that tensors share come along."""
+        super().__setstate__(state)
+        self._make_buffers()
+
+    def _runs_of_parameters(self):
         """For each dtype and device: a list of runs, the parameters of one bucket each."""
         runs_of = {}
         for param in reversed(self._names):
             if not param.requires_grad:
                 continue
             runs = runs_of.setdefault((param.dtype, param.device), [[]])
-            if _num_elements(runs[-1]) >= bucket_size:
+            if _num_elements(runs[-1]) >= self.bucket_size:
                 runs.append([])
             runs[-1].append(param)
         return runs_of.values()
@@ -4200,7 +4279,11 @@ class DistributedDataParallel(torch.nn.Module):
     def _on_gradient(self, param):
         """Note that backward has added to param.grad; send the buckets that are complete now."""
         number = self._bucket_of[param]
-        _check_not_sent(self, param)  # section 15
+        if number < self._num_sent:
+            raise RuntimeError(
+                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
+                "but the last under no_sync()"
+            )
         _put_into_buffer(param)
         self._is_averaged = False
         if self._in_sync and self.overlap_grad_reduce:
@@ -4217,8 +4300,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._num_sent += 1
         for param in bucket.params:
             _put_into_buffer(param)
-        if self.check_for_nan_in_grad:
-            _note_nan(self, bucket)  # section 15
+            if self.check_for_nan_in_grad and param.main_grad.isnan().any():
+                self._nan_names.append(self._names[param])
         if self.size == 1:
             return
         operation = torch.distributed.ReduceOp.AVG
@@ -4226,8 +4309,9 @@ class DistributedDataParallel(torch.nn.Module):
             operation = torch.distributed.ReduceOp.SUM
             bucket.data.mul_(1 / self.size)
         if self.use_distributed_optimizer:
-            bucket.handle = _reduce_scatter(
-                shard, bucket.data, operation, self.group, async_op=True
+            shards = list(bucket.data.chunk(self.size))
+            bucket.handle = torch.distributed.reduce_scatter(
+                shard, shards, operation, self.group, async_op=True
             )
         else:
             bucket.handle = torch.distributed.all_reduce(
@@ -4252,7 +4336,14 @@ class DistributedDataParallel(torch.nn.Module):
         self._wait_and_reset()
         self._is_averaged = True
         if self.check_for_nan_in_grad:
-            _raise_if_nan(self)  # section 15
+            _on_every_rank(self._raise_if_nan, self.group)  # raised on all ranks of the group
+
+    def _raise_if_nan(self):
+        """ValueError if this rank has sent nan; it is told once."""
+        names = self._nan_names
+        self._nan_names = []
+        if names:
+            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
 
     def _wait_and_reset(self):
         """Wait for what was sent; from now on every gradient is expected again."""
@@ -4267,13 +4358,31 @@ class DistributedDataParallel(torch.nn.Module):
         """Begin a step: every gradient is 0, and every param.grad a view of the buffers again.
 
         A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
+        ValueError where a parameter was converted, replaced or unfrozen after the wrapping.
         """
+        self._check_parameters()
         self._wait_and_reset()
         self._is_averaged = False
         self._nan_names = []
         for param in self._bucket_of:  # the padding between them is 0 from the beginning
             param.main_grad.zero_()
             param.grad = param.main_grad
+
+    def _check_parameters(self):
+        """ValueError where backward would put a gradient elsewhere than into the buffers."""
+        memory = {buffer.untyped_storage().data_ptr() for buffer in self.grad_buffers}
+        for name, param in self.module.named_parameters():
+            if param in self._bucket_of:
+                grad = param.main_grad
+                is_kind = grad.dtype == param.dtype and grad.device == param.device
+                is_held = is_kind and grad.untyped_storage().data_ptr() in memory
+            else:
+                is_held = not param.requires_grad
+            if not is_held:
+                raise ValueError(
+                    f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
+                    "its gradient would not be averaged: do that first, then wrap the model"
+                )
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by a factor."""
@@ -4284,8 +4393,24 @@ class DistributedDataParallel(torch.nn.Module):
         """Give every rank the parameters of the group's first rank, frozen ones included."""
         if self.size == 1:
             return
-        for param in self._names:
+        for param in self.module.parameters():
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
+
+
+class _GradientHook:
+    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
+
+    A parameter keeps its hooks, and Python cannot free a cycle that goes through one: with a weak
+    reference a wrapper that was dropped is freed, and its module too.
+    """
+
+    def __init__(self, wrapper):
+        self.wrapper = weakref.ref(wrapper)
+
+    def __call__(self, param):
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper._on_gradient(param)
 
 
 def _put_into_buffer(param):
@@ -4407,7 +4532,10 @@ def forward_backward_no_pipelining(
     """
     if not isinstance(model, (list, tuple)):
         model = [model]
-    _check_step(model, num_microbatches)  # section 15
+    if len(model) != 1:
+        raise ValueError(f"without pipelining there is one model, got a list of {len(model)}")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
     [model] = model
     reports = []
     token_counts = []
@@ -5617,16 +5745,12 @@ class NumMicroBatches:
 
 
 # ==============================================================================
-# 15. Checks and errors
+# 15. One error for every rank
 # ==============================================================================
-# Question answered here: what is refused, and what do the other ranks do when one rank fails?
+# Question answered here: what do the other ranks do when one of them fails?
 #
-# What users can get wrong is checked once, where it enters: a config when it is made, sizes when a
-# builder is made, arrays where a public function of section 4 gets them.  The error is a ValueError
-# (TypeError, IndexError), and its sentence says what was wanted, and what was found.
-#
-#   Without the end of this section the other ranks would wait for a failed one in the next
-#   collective, until a timeout ends them, and none of their logs would say why.
+# Without this section they would wait for it in the next collective, until a timeout ends them, and
+# none of their logs would say why.
 #
 #            step()             smallest of all     rank 2 broadcasts    every rank raises
 #   rank 0   works     -> 4 --+                   +-- class and sentence --> "rank 2: no such file"
@@ -5648,177 +5772,19 @@ class NumMicroBatches:
 
 
 
-def _check_axes(axes, tensor, context, data, pipeline):
-    """ValueError unless these are axes of a layout, and its sizes are at least 1."""
-    if not set(axes) <= {"tp", "cp", "dp", "pp"}:
-        kind = "-".join(axes)
-        raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
-    if min(tensor, context, data, pipeline) < 1:
-        raise ValueError(
-            "sizes must be at least 1, got "
-            f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
-        )
-
-
-def _check_layout(world, tensor, context, pipeline):
-    """ValueError unless the ranks of the job can be cut so, and know one another."""
-    if not _is_distributed() and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
-            "initialized, so every rank would read the same samples: call "
-            "torch.distributed.init_process_group() first"
-        )
-    if min(tensor, context, pipeline) < 1 or world % (tensor * context * pipeline) != 0:
-        raise ValueError(
-            f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
-            f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
-        )
-
-
-def _check_iterator(data_iterator):
-    """ValueError where a rank that reads for its group has nothing to read from."""
-    if data_iterator is None:
-        raise ValueError("this rank reads for its group: give a data_iterator, not None")
-
-
-def _check_is_dict(batch):
-    """ValueError for what a loader of this module does not yield."""
-    if not isinstance(batch, dict):
-        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
-
-
-def _check_batch(batch, layout):
-    """ValueError unless the batch has the tensors of a layout, in its shapes."""
-    for key, (shape, dtype) in layout.items():
-        found = None
-        if isinstance(batch.get(key), torch.Tensor):
-            found = tuple(batch[key].shape)
-        if found == shape and batch[key].is_floating_point() and not dtype.is_floating_point:
-            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
-        if found != shape:
-            raise ValueError(
-                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
-                "get_batch the same micro_batch_size and sequence_length"
-            )
-
-
-def _check_cp_rank(cp_rank, cp_size):
-    """ValueError unless there is such a context-parallel rank."""
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"wanted cp_size >= 1 and cp_rank below it, got {cp_size} and {cp_rank}")
-
-
-def _check_bounds(bounds_of_rows, cuts_documents, cp_size):
-    """ValueError unless all that is to be cut has 2 * cp_size chunks of equal size."""
-    for row, bounds in enumerate(bounds_of_rows):
-        for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
-            if (end - begin) % (2 * cp_size) == 0:
-                continue
-            if not cuts_documents:
-                raise ValueError(
-                    f"a sequence of {end} tokens cannot be cut for cp_size {cp_size}: "
-                    f"its length must be a multiple of {2 * cp_size}"
-                )
-            raise ValueError(
-                f"document {document} of row {row} has {end - begin} tokens ({begin} to {end}): "
-                f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
-                "use_per_sequence_balancing=True cuts the whole sequence instead"
-            )
-
-
-# -- what section 10 leaves to the workshop --------------------------------------------------------
-
-
-class _GradientHook:
-    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
-
-    A parameter keeps its hooks.  With a weak reference a wrapper that was dropped is freed, and its
-    module can be used without it or be wrapped again.
-    """
-
-    def __init__(self, wrapper):
-        self.wrapper = weakref.ref(wrapper)
-
-    def __call__(self, param):
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper._on_gradient(param)
-
-
-def _reduce_scatter(output, data, operation, group, async_op):
-    """torch.distributed.reduce_scatter_single, which older versions of torch name otherwise."""
-    function = getattr(torch.distributed, "reduce_scatter_single", None)
-    if function is None:
-        function = torch.distributed.reduce_scatter_tensor
-    return function(output, data, operation, group, async_op)
-
-
-def _check_bucket_size(bucket_size):
-    """ValueError for a bucket of no element."""
-    if bucket_size < 1:
-        raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
-
-
-def _check_not_sent(wrapper: DistributedDataParallel, param: torch.nn.Parameter) -> None:
-    """RuntimeError where backward adds to a gradient that is on its way already."""
-    if wrapper._bucket_of[param] < wrapper._num_sent:
-        raise RuntimeError(
-            f"gradient of {wrapper._names[param]} after it was sent: put all backwards of a step "
-            "but the last under no_sync()"
-        )
-
-
-def _note_nan(wrapper: DistributedDataParallel, bucket: _Bucket) -> None:
-    """Note which parameters have nan in a bucket that is about to be sent."""
-    for param in bucket.params:
-        if param.main_grad.isnan().any():
-            wrapper._nan_names.append(wrapper._names[param])
-
-
-def _raise_if_nan(wrapper: DistributedDataParallel) -> None:
-    """ValueError, on every rank, if one of them has sent nan; it is told once."""
-    names = wrapper._nan_names
-    wrapper._nan_names = []
-
-    def check():
-        if names:
-            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
-
-    _on_every_rank(check, wrapper.group)
-
-
-def _check_step(models, num_microbatches):
-    """ValueError unless there is one model, and something to run it on."""
-    if len(models) != 1:
-        raise ValueError(f"without pipelining there is one model, got a list of {len(models)}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
-
-
 # -- one error for every rank ------------------------------------------------------------------
 
-_MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes its characters take
-_MESSAGE_CHARACTERS = 600
 
-
-# The classes that reach other ranks as themselves; an error of any other class becomes a
-# RuntimeError whose sentence has the name of that class behind "rank R: ".
+# The classes that reach other ranks as themselves.  An error of any other class becomes a
+# RuntimeError, with the name of that class behind the sentence.
 _SHARED_ERRORS = {
-    kind.__name__: kind
-    for kind in (
-        DatasetFormatError,
-        _BlendTooLarge,
-        FileNotFoundError,
-        ImportError,
-        IndexError,
-        KeyError,
-        OSError,
-        PermissionError,
-        RuntimeError,
-        StopIteration,
-        TypeError,
-        ValueError,
-    )
+    "DatasetFormatError": DatasetFormatError,
+    "FileNotFoundError": FileNotFoundError,
+    "IndexError": IndexError,
+    "RuntimeError": RuntimeError,
+    "StopIteration": StopIteration,
+    "TypeError": TypeError,
+    "ValueError": ValueError,
 }
 
 
@@ -5848,27 +5814,27 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
     step     is called without arguments; it may use collectives only if all ranks reach them
     group    a torch.distributed process group; None: all ranks
     Returns  what step() returns on this rank
-    Raises   where step() failed on several ranks, the error of the lowest of them, on every rank.
-             Its sentence begins with "rank R: ", R being the rank in the whole job, and is cut to
-             600 characters; its class is the original one if that is a common one, else
-             RuntimeError.  A rank that failed itself has its own error as the cause.  Without
-             other ranks the error of step() is passed on as it is.
-    Cost     one all_reduce of 8 bytes; another 8 KiB where a rank failed
+    Raises   where step() failed on several ranks, the error of the lowest of them, on every rank:
+             "rank R: " and its sentence, R being the rank in the whole job.  A rank that failed
+             itself has its own error as the cause.  Without other ranks the error of step() is
+             passed on as it is.
+    Cost     one all_reduce of 8 bytes, and a broadcast only where a rank failed
 
     >>> _on_every_rank(os.getpid) == os.getpid()
     True
     """
-    if not _is_distributed() or torch.distributed.get_world_size(group) == 1:
+    world = 1
+    if _is_distributed():
+        world = torch.distributed.get_world_size(group)
+    if world == 1:
         return step()
     result = None
     error = None
+    mine = world
     try:
         result = step()
     except Exception as caught:
         error = caught
-    world = torch.distributed.get_world_size(group)
-    mine = world
-    if error is not None:
         mine = _rank(group)
     first_failed = torch.tensor(mine, device=_device_of_group(group))
     torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
@@ -5882,33 +5848,12 @@ def _raise_error_of(source, error, group):
 
     Every rank must call this function with its own error, or with None if it has none.
     """
-    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    if _rank(group) == source:
-        message = _encode_error(error)
-    message = message.to(_device_of_group(group))
-    torch.distributed.broadcast(message, group=group, group_src=source)
-    name, sentence = json.loads(bytes(message.tolist()))
-    shared = _SHARED_ERRORS[name](sentence)
-    shared.names_its_rank = True
-    raise shared from error
-
-
-def _encode_error(error):
-    """The class name and the sentence of an error, as JSON in a uint8 tensor of fixed size."""
-    sentence = str(error)
-    if isinstance(error, KeyError) and error.args:
-        sentence = str(error.args[0])  # str(error) puts quotes around the sentence
-    name = type(error).__name__
-    if _SHARED_ERRORS.get(name) is not type(error):
-        sentence = f"{name}: {sentence}"
-        name = "RuntimeError"
-    if not hasattr(error, "names_its_rank"):  # it may have come through _on_every_rank() before
-        sentence = f"rank {_rank()}: {sentence}"
-    # JSON in ASCII: a character takes at most 12 bytes, so 600 of them always fit.  No pickle:
-    # unpickling would run whatever code the message asks for.
-    text = json.dumps([name, sentence[:_MESSAGE_CHARACTERS]])
-    padded = text.encode("ascii").ljust(_MESSAGE_BYTES)
-    return torch.tensor(list(padded), dtype=torch.uint8)
+    told = [type(error).__name__, f"rank {_rank()}: {error}"]
+    torch.distributed.broadcast_object_list(told, group=group, group_src=source)
+    name, sentence = told  # those of the rank number `source`
+    if name not in _SHARED_ERRORS:
+        raise RuntimeError(f"{sentence} ({name})") from error
+    raise _SHARED_ERRORS[name](sentence) from error
 
 
 def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
