@@ -9924,12 +9924,17 @@ def test_doctests_leave_nothing_in_the_temporary_folder(tmp_path):
 
 
 PREPROCESS = "preprocess --input a.jsonl --output-prefix o --no-verbose"
-REDIRECTED = []  # a command, where its output goes, its exit code, a word on stderr
-for line in (PREPROCESS, "merge --input p --output-prefix q", "inspect p", "verify p p", "demo"):
-    REDIRECTED.append((line, ">&-", 0, ""))
-    REDIRECTED.append((line, ">/dev/full", 1, "[Errno 28] No space left"))
-    REDIRECTED.append((line, "| :", 0, ""))
-REDIRECTED.append(("preprocess --input - --output-prefix o", "<&-", 1, "standard input is closed"))
+REDIRECTED = [  # a command, where its output goes, its exit code, a word on stderr
+    (PREPROCESS, ">&-", 0, ""),
+    (PREPROCESS, ">/dev/full", 1, "[Errno 28] No space left"),
+    ("inspect p", ">/dev/full", 1, "[Errno 28] No space left"),
+    (PREPROCESS, "| :", 0, ""),
+    ("merge --input p --output-prefix q", "| :", 0, ""),
+    ("inspect p", "| :", 0, ""),
+    ("verify p p", "| :", 0, ""),
+    ("demo", "| :", 0, ""),
+    ("preprocess --input - --output-prefix o", "<&-", 1, "standard input is closed"),
+]
 
 
 @linux
