@@ -7196,15 +7196,13 @@ def _describe_kernels():
 #
 # A command names its tokenizer; build_tokenizer() turns the name into an object.
 #
-#   bytes               ByteTokenizer(), of section 2
-#   null:50000          NullTokenizer(50000): the text holds ids already
-#   tokenizer.json      HuggingFaceTokenizer("tokenizer.json"); or a folder that holds such a file
-#   my_module:thing     what a module of your own has under this name: a tokenizer, or a class or
-#                       function that makes one without arguments
-#
-# A tokenizer may have one method more than section 2 asks for: tokenize_batch(texts) returns the
-# ids of each text, as a list of lists or arrays, or as an array of the package awkward.  It is used
-# where it exists, because a library can be faster on many texts.
+#   bytes                     ByteTokenizer(), of section 2
+#   null:50000                NullTokenizer(50000): the text holds ids already
+#   tokenizer.json            HuggingFaceTokenizer("tokenizer.json"), by the package tokenizers; or
+#                             a folder that holds such a file
+#   gigatoken:tokenizer.json  the same file by the package gigatoken, forty times faster
+#   my_module:thing           what a module of your own has under this name: a tokenizer, or a class
+#                             or function that makes one without arguments
 
 
 class NullTokenizer:
@@ -7212,7 +7210,6 @@ class NullTokenizer:
 
     vocab_size   argument: how many ids there are, without eod; the attribute of this name, as in
                  every tokenizer, counts eod too: one more
-    Raises       ValueError if vocab_size is not a whole number
     Upstream     NullTokenizer
 
     >>> tokenizer = NullTokenizer(100)
@@ -7233,33 +7230,24 @@ class NullTokenizer:
         """Return the numbers in a text; ValueError if a word is no number."""
         return [int(number) for number in text.split()]
 
-    def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the numbers in each text as an array."""
-        return [np.array(text.split(), np.int64) for text in texts]
-
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
         return " ".join(str(token) for token in ids)
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, whose ids the package tokenizers defines (pip install tokenizers).
+    """A tokenizer.json, with the ids that the package tokenizers makes.
 
     path                the tokenizer.json, or a folder that holds it, as save_pretrained() makes it
     eod_token           the text of the end-of-document token; default <|endoftext|>, or else </s>
     add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
                         of a text (BOS), around each text; with False a text is its own tokens
                         alone, as in upstream's preprocessing
-    Raises              FileNotFoundError; ImportError without the package; ValueError if the file
+    Raises              ImportError without the package; ValueError if there is no such file, if it
                         is no tokenizer, or has no such token
-
-    The package gigatoken makes the same ids forty times faster.  tokenize_batch() uses it after
-    choose_engine() has found that it can be trusted.
     """
 
-    # gigatoken 0.10 keeps each word that it has seen, in about 11 bytes for each byte of it.  So it
-    # is made anew after so much text: that costs 7 % of the time, and a worker stays below 1 GiB.
-    _GIGATOKEN_BYTES = 48 << 20
+    _package = "tokenizers"
 
     def __init__(
         self,
@@ -7270,8 +7258,6 @@ class HuggingFaceTokenizer:
         path = os.fspath(path)
         if os.path.isdir(path):
             path = os.path.join(path, "tokenizer.json")
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"{path}: no such file")
         tokenizers = _import_extra("tokenizers", "tools", path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
@@ -7281,13 +7267,11 @@ class HuggingFaceTokenizer:
             ) from None
         self.path = path
         self._add_special_tokens = add_special_tokens
-        self._uses_gigatoken = False
-        self._gigatoken = None  # made when it is first used, and anew after much text
-        self._gigatoken_bytes = 0  # how much text it has seen
         self.vocab_size = self._tokenizer.get_vocab_size()
-        self.eod = self._find_eod(path, eod_token)
+        self.eod = self._find_eod(eod_token)
         self.unique_identifiers = {
             "class": "HuggingFaceTokenizer",
+            "package": self._package,
             "tokenizer.json": _md5(self._tokenizer.to_str()),
             "eod": self.eod,
         }
@@ -7297,7 +7281,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def _find_eod(self, path, eod_token):
+    def _find_eod(self, eod_token):
         """Return the id of eod_token, or of the first usual name that the vocabulary has."""
         names = ["<|endoftext|>", "</s>"]
         if eod_token:
@@ -7306,16 +7290,14 @@ class HuggingFaceTokenizer:
             token = self._tokenizer.token_to_id(name)
             if token is not None:
                 return token
-        raise ValueError(f"{path}: no token {' or '.join(names)}: name another with --eod-token")
+        raise ValueError(f"{self.path}: no token {' or '.join(names)}: give eod_token another one")
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text."""
         return self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
 
-    def tokenize_batch(self, texts: list[str]) -> typing.Any:
-        """Return the ids of each text, as a list of arrays, or as one array of awkward."""
-        if self._uses_gigatoken:
-            return self._tokenize_by_gigatoken(texts)
+    def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the ids of each text as an array."""
         encodings = self._tokenizer.encode_batch_fast(
             texts, add_special_tokens=self._add_special_tokens
         )
@@ -7325,81 +7307,54 @@ class HuggingFaceTokenizer:
         """Return the text of some ids, special tokens included."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def choose_engine(self, texts: list[str]) -> str:
-        """Let gigatoken make the ids from now on, if it makes those of tokenizers for these texts.
 
-        Returns   one line that says which of the two works, and why
-        """
-        reason = self._why_not_gigatoken(texts)
-        self._uses_gigatoken = reason is None
-        if reason is not None:
-            return f"{self.path}: the package tokenizers works, not gigatoken: {reason}"
-        count = _count(len(texts), "text")
-        return f"{self.path}: gigatoken works; it makes the ids of tokenizers for {count} of these"
+class _GigatokenTokenizer(HuggingFaceTokenizer):
+    """A tokenizer.json, with the ids that the package gigatoken makes.
 
-    def _why_not_gigatoken(self, texts):
-        """Why gigatoken cannot make the ids, in words; None: it can."""
-        if os.environ.get("MEGATRON_MIN_GIGATOKEN") == "0":
-            return "MEGATRON_MIN_GIGATOKEN is 0"
-        if self._add_special_tokens:
-            return "it adds no special tokens to a text"
-        token = _token_of_other_ids(json.loads(self._tokenizer.to_str()))
-        if token is not None:
-            return f"it may make other ids of texts with the added token {token!r}"
-        wanted = [tokens.tolist() for tokens in self.tokenize_batch(texts)]
+    For the usual files, such as those of GPT-2 and Llama 3, they are the ids of tokenizers.
+    ValueError if gigatoken refuses the file.
+    """
+
+    _package = "gigatoken"
+
+    # gigatoken 0.10 keeps each word that it has seen, in about 11 bytes for each byte of it.  So it
+    # is made anew after so much text: that costs 7 % of the time, and a worker stays below 1 GiB.
+    _MOST_BYTES = 48 << 20
+
+    def __init__(self, path: str | os.PathLike, eod_token: str | None = None) -> None:
+        super().__init__(path, eod_token)
+        self._start()
+
+    def _start(self):
+        """Make gigatoken's own tokenizer, which has seen no text yet."""
+        gigatoken = _import_extra("gigatoken", "tools", self.path)
         try:
-            found = self._tokenize_by_gigatoken(texts).to_list()
-        except ModuleNotFoundError as error:
-            return f"the package {error.name} is not installed (pip install gigatoken)"
-        except Exception as error:  # it may refuse the file in any way
-            return f"it does not take this file: {_one_line(error)}"
-        if found != wanted:
-            return "it makes other ids for texts of these inputs"
-        return None
-
-    def _tokenize_by_gigatoken(self, texts):
-        """Return the ids of each text as an array of awkward."""
-        contents = [text.encode() for text in texts]
-        self._gigatoken_bytes += sum(len(content) for content in contents)
-        if self._gigatoken is None or self._gigatoken_bytes > self._GIGATOKEN_BYTES:
-            import gigatoken
-
             self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
-            self._gigatoken_bytes = 0
-        return self._gigatoken.encode_batch(contents, parallel=False)
+        except Exception as error:  # each part of a file may be refused with an error of its own
+            raise ValueError(f"{self.path}: gigatoken refuses it: {_one_line(error)}") from None
+        self._seen_bytes = 0
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        return self.tokenize_batch([text])[0].tolist()
+
+    def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the ids of each text as an array."""
+        contents = [text.encode() for text in texts]
+        if self._gigatoken is None or self._seen_bytes > self._MOST_BYTES:
+            self._start()
+        self._seen_bytes += sum(map(len, contents))
+        # The ids come as an array of the package awkward: those of all texts, laid end to end, and
+        # where each text ends.
+        found = self._gigatoken.encode_batch(contents, parallel=False)
+        layout = found.layout.to_ListOffsetArray64(True)
+        edges = np.asarray(layout.offsets).tolist()
+        tokens = np.asarray(layout.content.data)
+        return [tokens[begin:end] for begin, end in itertools.pairwise(edges)]
 
     def __getstate__(self):
         """Pickle all but what gigatoken has made, which cannot be pickled."""
         return self.__dict__ | {"_gigatoken": None}
-
-
-def _token_of_other_ids(content):
-    """Return an added token with which gigatoken makes other ids, without a word; None: no such.
-
-    content   of a tokenizer.json.  What is told here was measured with gigatoken 0.10.0, on random
-              texts of odd characters.
-    """
-    is_normalized = not _normalizers(content["normalizer"]) <= {"Sequence", "Prepend", "Replace"}
-    puts_a_space_first = '"add_prefix_space": true' in json.dumps(content["pre_tokenizer"])
-    for token in content["added_tokens"]:
-        text = token["content"]
-        if token["single_word"]:
-            return text
-        if is_normalized and (token["normalized"] or not text.isascii()):
-            return text
-        if text[:1].isspace() and (token["rstrip"] or puts_a_space_first):
-            return text
-    return None
-
-
-def _normalizers(normalizer):
-    """The types of a normalizer of a tokenizer.json, and of those that it consists of."""
-    if normalizer is None:
-        return set()
-    types = {normalizer["type"]}
-    for part in normalizer.get("normalizers", []):
-        types |= _normalizers(part)
-    return types
 
 
 def _import_extra(module, extra, user):
@@ -7411,14 +7366,13 @@ def _import_extra(module, extra, user):
     """
     package = module.partition(".")[0]
     try:
-        importlib.import_module(package)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != package:  # something that the package needs
             raise
         raise ImportError(
             f'{user} needs the package {package}: pip install {package}, or "megatron-min[{extra}]"'
         ) from None
-    return importlib.import_module(module)
 
 
 def build_tokenizer(
@@ -7430,26 +7384,29 @@ def build_tokenizer(
 
     eod_token           the text of the end-of-document token of a tokenizer.json; others know
                         their own
-    add_special_tokens  of a tokenizer.json, see HuggingFaceTokenizer
-    Raises              ValueError, OSError, ImportError or AttributeError if there is no such
-                        tokenizer
+    add_special_tokens  of a tokenizer.json by the package tokenizers, see HuggingFaceTokenizer
+    Raises              ValueError, ImportError or AttributeError if there is no such tokenizer
 
     >>> build_tokenizer("null:100").eod
     100
     """
     name = os.fspath(name)
-    if name.endswith(".json") or (name != "bytes" and os.path.isdir(name)):
+    is_gigatoken = name.startswith("gigatoken:")
+    is_file = name.endswith(".json") or (name != "bytes" and os.path.isdir(name))
+    if is_file and not is_gigatoken:
         return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
     if add_special_tokens:
-        raise ValueError(f"{name}: only a tokenizer.json has special tokens to add")
+        raise ValueError(f"{name}: only a tokenizer.json by tokenizers has special tokens to add")
+    if is_gigatoken:
+        return _GigatokenTokenizer(name.removeprefix("gigatoken:"), eod_token)
     if name == "bytes":
         return ByteTokenizer()
     if name.startswith("null:"):
         return NullTokenizer(name.removeprefix("null:"))
     if ":" not in name:
         raise ValueError(
-            f"unknown tokenizer {name!r}: use bytes, null:VOCAB, a tokenizer.json, a folder that "
-            "holds one, or module:attribute"
+            f"unknown tokenizer {name!r}: use bytes, null:VOCAB, a tokenizer.json or a folder that "
+            "holds one, gigatoken:tokenizer.json, or module:attribute"
         )
     return _tokenizer_of_module(name)
 
@@ -7496,27 +7453,16 @@ def _tokenizer_of_module(name):
 #   lines         |------|---------|------------|----|----------|==================|
 #   bytes         |           shard 0/3         :        shard 1/3        :       shard 2/3       |
 #
-# A compressed file and a Parquet file cannot be entered in the middle: they belong to the shard in
-# which they begin.  The shards cut the documents in order, so their pairs, merged in order, are the
-# files of one job, byte for byte.
+# A compressed file cannot be entered in the middle: it belongs to the shard in which it begins.
+# The shards cut the documents in order, so their pairs, merged in order, are the files of one job,
+# byte for byte.
 #
 #   books_text_document_00001_of_00003.bin, .idx       the pair of shard 1/3
 #   books_text_document_00001_of_00003.record.json     what it was made from
-#
-# Each pair has such a record: the inputs, with the number of documents of each, the tokenizer, and
-# the options.  It is the way back from a document to its input, and a job that is started again
-# finds by it what is made already.  A record notes the sizes of its pair; beside another pair it is
-# ignored.
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
 # memory, and the error of a worker that has died waits for the workers before it.
 _BLOCK_BYTES = 1 << 19
-_BLOCK_ROWS = 128  # the same for Parquet, which tells no bytes
-_READ_AHEAD_BYTES = 1 << 15  # how much of a local file is read at a time, and so behind a shard
-_PROGRESS_SECONDS = 10.0  # the least time between two lines of progress
-_SAMPLED_PLACES = 32  # of the inputs, where texts are taken to compare two tokenizers
-_TEXTS_OF_A_PLACE = 4
-_SAMPLED_CHARACTERS = 1 << 13  # of each of these texts
 
 
 def preprocess(
@@ -7535,17 +7481,13 @@ def preprocess(
 ) -> dict[str, str]:
     """Write files of JSON lines as pairs, <output_prefix>_<key>_document.bin and .idx for each key.
 
-    Blank lines are no documents.  Pairs that are there, made from the same inputs in the same way,
-    as their records say, are not made anew.
+    Blank lines are no documents.
 
     input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these, which are
-                  read in this order; the files of a pattern are read in sorted order.  A name that
-                  ends in .parquet is a table whose columns are the keys; any other file holds JSON
-                  lines, compressed if its name ends in .gz, .bz2, .xz or .zst.  "-" is standard
-                  input.
+                  read in this order; the files of a pattern are read in sorted order.  They are
+                  compressed if their names end in .gz, .bz2, .xz or .zst.  "-" is standard input.
     texts         in the place of input: an iterable of texts, or of dicts with the JSON keys
     tokenizer     an object as described in section 2, or its name as in section 17; default bytes
-    output_prefix a folder in it that is missing is made
     append_eod    put tokenizer.eod after each document that has tokens
     json_keys     each key of these becomes a pair of its own
     split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
@@ -7555,7 +7497,7 @@ def preprocess(
                   the names, as in _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": bad lines are left out, and a
                   warning at the end gives their number and what was wrong with the first one
-    verbose       print progress to stderr, at most every ten seconds, and once at the end
+    verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason; OSError; ImportError that names a
                   missing package.  Then no pair appears; if the error comes while several pairs
@@ -7574,8 +7516,6 @@ def preprocess(
         raise ValueError(f"workers must be >= 1, got {workers}")
     if not 0 <= shard[0] < shard[1]:
         raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {shard[0]}/{shard[1]}")
-    if output_prefix is None:
-        raise ValueError("preprocess wants an output_prefix")
     if (input is None) == (texts is None):
         raise ValueError("preprocess wants one of input, which are paths, and texts")
     if tokenizer is None:
@@ -7583,116 +7523,85 @@ def preprocess(
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
     prefixes = _output_prefixes(output_prefix, json_keys, split_sentences, shard)
-    encoder = _BlockEncoder(tokenizer, list(prefixes), append_eod, on_error == "skip")
-    if split_sentences:
-        encoder.sentence_splitter = _load_sentence_splitter()
+    encoder = _Encoder(tokenizer, list(prefixes), append_eod, split_sentences, on_error)
     if texts is None:
         parts = _cut_inputs(_find_inputs(input), shard)
+        blocks = _read_inputs(parts)
     else:
-        parts = [_part_of_texts(texts, shard)]
-    _make_folder_of(output_prefix)
-    description = _describe_job(parts, encoder)
-    if all(_is_made(prefix, description) for prefix in prefixes.values()):
-        if verbose:
-            _print_progress([f"{prefix} is there already" for prefix in prefixes.values()])
-        return prefixes
-    _write_pairs(parts, encoder, prefixes, workers, description, verbose)
-    return prefixes
-
-
-def _output_prefixes(output_prefix, json_keys, split_sentences, shard):
-    """Return {key: path prefix of its pair}."""
-    if isinstance(json_keys, str):
-        json_keys = [json_keys]
-    level = "sentence" if split_sentences else "document"
-    prefixes = {}
-    for key in json_keys:
-        prefixes[key] = f"{os.fspath(output_prefix)}_{key}_{level}{_shard_name(shard)}"
-    if len(prefixes) == 0:
-        raise ValueError("preprocess wants at least one JSON key")
-    return prefixes
-
-
-def _make_folder_of(path):
-    """Make the folder that a file is to be in, if there is none; object storage has no folders."""
-    folder = os.path.dirname(path)
-    if not folder or _is_remote(path):
-        return
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise NotADirectoryError(
-            f"{path}: wanted the name of a file in a folder, but {folder} is a file, or is in one"
-        ) from None
-
-
-def _write_pairs(parts, encoder, prefixes, workers, description, verbose):
-    """Encode all parts of the inputs, and write the pair of each key and its record."""
-    blocks = _read_blocks(parts, encoder.json_keys)
-    if hasattr(encoder.tokenizer, "choose_engine"):
-        first_block = next(blocks, None)
-        if first_block is not None:
-            blocks = itertools.chain([first_block], blocks)
-            engine = encoder.tokenizer.choose_engine(_sample_texts(parts, first_block, encoder))
-            log.info(engine)
-            if verbose:
-                _print_progress([engine])
-    progress = _Progress(parts, verbose)
+        parts = [_Part("texts", "texts", None)]
+        blocks = _read_texts(texts, parts[0], list(prefixes), shard)
+    num_bytes = 0
+    faults = []
+    started = time.perf_counter()
     with contextlib.ExitStack() as stack:
         builders = {}
         for key, prefix in prefixes.items():
             builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
             builders[key] = stack.enter_context(builder)
-        encoded_blocks = _encode_blocks(encoder, blocks, workers)
+        bar = stack.enter_context(_progress_bar(parts, verbose))
         # Closed even where an exception ends the loop, so that workers never outlive the job.
-        stack.enter_context(contextlib.closing(encoded_blocks))
-        for encoded in encoded_blocks:
-            for key, column in encoded.columns.items():
-                content = column.tokens.view(np.uint8)
-                _append_with_ends(builders[key], content, column.lengths, column.ends)
-            progress.update(encoded)
+        encoded_blocks = contextlib.closing(_encode_blocks(encoder, blocks, workers))
+        for block, columns, block_faults in stack.enter_context(encoded_blocks):
+            for key, (tokens, lengths, ends) in columns.items():
+                _append_with_ends(builders[key], tokens.view(np.uint8), lengths, ends)
+            block.part.documents += len(ends)
+            faults += block_faults
+            block_bytes = sum(map(len, block.lines))
+            num_bytes += block_bytes
+            if bar is not None:
+                bar.update(block_bytes)
         for builder in builders.values():
-            builder.sync()  # a full disk shows here, before the first pair has its name
-        _finalize_all(builders, prefixes)
-    for key, prefix in prefixes.items():
-        _write_record(prefix, _record_of_job(description, key, progress.documents_of_part))
-    progress.finish()
+            builder._bin.sync()  # a full disk shows here, before the first pair has its name
+    for prefix in prefixes.values():
+        inputs = [part.describe() for part in parts]
+        _write_record(prefix, _identity_of_tokenizer(tokenizer), inputs)
+    if verbose:
+        documents = sum(part.documents for part in parts)
+        rate = num_bytes / 1e6 / (time.perf_counter() - started)
+        done = f"{documents:,} documents, {num_bytes:,} bytes, {rate:,.1f} MB/s"
+        print(done, file=sys.stderr)
+    _warn_of_left_out(parts, faults)
+    return prefixes
 
 
-def _finalize_all(builders, prefixes):
-    """Finalize each builder, even where another one fails; then raise the first error."""
-    errors = []
-    for key, prefix in prefixes.items():
-        try:
-            builders[key].finalize(get_idx_path(prefix))
-        except OSError as error:  # such as an upload that failed, and says what to do
-            errors.append(error)
-    if len(errors) > 0:
-        raise errors[0]
-
-
-# -- Shards ------------------------------------------------------------------------------------
-
-
-def _shard_name(shard):
-    """What a shard adds to the names of its files; the names sort as the shards do."""
+def _output_prefixes(output_prefix, json_keys, split_sentences, shard):
+    """Return {key: path prefix of its pair}; the names of shards sort as the shards do."""
+    if isinstance(json_keys, str):
+        json_keys = [json_keys]
+    level = "sentence" if split_sentences else "document"
     index, count = shard
-    if count == 1:
-        return ""
-    return f"_{index:05}_of_{count:05}"
+    suffix = f"_{index:05}_of_{count:05}" if count > 1 else ""
+    prefixes = {key: f"{os.fspath(output_prefix)}_{key}_{level}{suffix}" for key in json_keys}
+    if len(prefixes) == 0:
+        raise ValueError("preprocess wants at least one JSON key")
+    return prefixes
 
 
-def _shard_of_launcher() -> tuple[int, int]:
-    """Return the shard (i, n) that this process is to make of n, as its launcher says.
+def _progress_bar(parts, verbose):
+    """Return a bar of tqdm, if it is asked for and installed; else a context that gives None."""
+    if verbose:
+        with contextlib.suppress(ModuleNotFoundError):
+            import tqdm
 
-    torchrun sets RANK and WORLD_SIZE, Slurm's srun SLURM_PROCID and SLURM_NTASKS; without them
-    this process makes the whole, (0, 1).  Beware of a script of sbatch that starts no srun: it is
-    one process, and Slurm says to it that there are SLURM_NTASKS.
-    """
-    for rank, world_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in os.environ and world_size in os.environ:
-            return int(os.environ[rank]), int(os.environ[world_size])
-    return 0, 1
+            total = sum(part.limit() - part.begin for part in parts)  # math.inf: not known
+            return tqdm.tqdm(total=total, unit="B", unit_scale=True)
+    return contextlib.nullcontext()
+
+
+def _warn_of_left_out(parts, faults):
+    """Warn of bad lines, and of inputs that gave no document."""
+    if len(faults) > 0:
+        warnings.warn(f"left out {len(faults):,} bad lines; the first: {faults[0]}", stacklevel=3)
+    empty = []
+    for part in parts:
+        if part.documents == 0 and part.begin == 0 and part.end == part.size:
+            empty.append(part.name)
+    if len(empty) > 0:
+        names = ", ".join(empty[:3])
+        warnings.warn(f"no document came from {len(empty):,} inputs: {names}", stacklevel=3)
+
+
+# -- From lines to tokens ----------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -7700,839 +7609,153 @@ class _Part:
     """The part of an input from one byte up to another: what begins there is read by this job."""
 
     path: str
-    size: int | None  # of the whole input, in bytes; None: not known
-    changed: typing.Any  # what tells the input from one that is written later; None: not known
-    begin: int
-    end: float  # math.inf: the end of the input, wherever that is
-    texts: typing.Iterable | None = None  # the texts themselves, if the input is no file
-
-    def is_whole(self):
-        """Whether no other shard reads from this input."""
-        return self.begin == 0 and self.end in (self.size, math.inf)
-
-    def kind(self):
-        """ "texts", "parquet", "compressed", or "lines"."""
-        if self.texts is not None:
-            return "texts"
-        name = _format_name(self.path)
-        if name.endswith(".parquet"):
-            return "parquet"
-        if _compression(name) is not None:
-            return "compressed"
-        return "lines"
-
-
-def _part_of_texts(texts, shard):
-    """Return the _Part of an iterable of texts."""
-    if isinstance(texts, (str, bytes)):
-        raise ValueError("texts must be an iterable of texts, and not one text")
-    if shard[1] > 1:
-        raise ValueError("texts cannot be cut into shards: give each job texts of its own")
-    return _Part("texts", None, None, 0, math.inf, texts)
-
-
-def _cut_inputs(paths, shard):
-    """Return the _Parts of the inputs that a shard reads: an equal share of all their bytes."""
-    index, count = shard
-    parts = []
-    for path in paths:
-        if not _is_remote(path) and not os.path.isfile(path):  # such as a pipe
-            parts.append(_Part(path, None, None, 0, math.inf))
-            if count > 1:
-                raise ValueError(
-                    f"{path}: its size is not known, so it cannot be cut into shards: write it to "
-                    "a file first, or make the pair in one job (--shard 0/1)"
-                )
-            continue
-        stamp = _file_stamp(path)
-        parts.append(_Part(path, stamp["size"], stamp["changed"], 0, stamp["size"]))
-    if count == 1:
-        return parts
-    total = sum(part.size for part in parts)
-    first = total * index // count
-    last = total * (index + 1) // count
-    cut = []
-    start = 0  # where the input begins, if all inputs are laid end to end
-    for part in parts:
-        part.begin = max(first - start, 0)
-        part.end = max(min(last - start, part.size), 0)
-        start += part.size
-        # An empty file has no byte that a shard could have: shard 0 says that it is empty.
-        is_mine = part.begin < part.end or (part.size == 0 and index == 0)
-        if part.kind() != "lines":  # it is read as a whole, or not at all
-            is_mine = is_mine and part.begin == 0
-            part.end = part.size
-        if is_mine:
-            cut.append(part)
-    return cut
-
-
-def _check_all_shards(prefixes: typing.Sequence[str | os.PathLike]) -> None:
-    """Check that prefixes which are to be merged have all shards of a corpus, in order, or none.
-
-    Raises   ValueError that names the first shard that is missing or at another place
-
-    >>> _check_all_shards(["a_text_document_00000_of_00002", "a_text_document_00001_of_00002"])
-    >>> _check_all_shards(["a_text_document_00001_of_00002"])
-    Traceback (most recent call last):
-    ValueError: wanted a_text_document_00000_of_00002 in the place of a_text_document_00001_of_00002
-    """
-    wanted = []  # the shards of a corpus that must come next, in order
-    for prefix in prefixes:
-        prefix = os.fspath(prefix)
-        name = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", prefix)
-        if name is not None and len(wanted) == 0:
-            count = int(name[2])
-            wanted = [f"{name[1]}_{index:05}_of_{count:05}" for index in range(count)]
-        if len(wanted) > 0:
-            shard = wanted.pop(0)
-            if prefix != shard:
-                raise ValueError(f"wanted {shard} in the place of {prefix}")
-    if len(wanted) > 0:
-        raise ValueError(f"wanted {wanted[0]} too, after {prefix}: merge all shards, or none")
-
-
-def merge(
-    prefixes: typing.Iterable[str | os.PathLike],
-    output_prefix: str | os.PathLike,
-    multimodal: bool = False,
-) -> None:
-    """Append whole pairs, in the given order, into one new pair of the same dtype.
-
-    The new pair equals the one that a single builder would have written, and its record joins the
-    records of the pairs.  The output may not be one of the inputs.  Cost: each byte is copied once.
-    Upstream: tools/merge_datasets.py.
-
-    >>> prefix = toy_corpus()
-    >>> merge([prefix, prefix], prefix + "2")
-    >>> IndexedDataset(prefix + "2").document_indices.tolist()
-    [0, 1, 2, 3, 4, 5, 6]
-    """
-    if isinstance(prefixes, (str, os.PathLike)):
-        prefixes = [prefixes]
-    prefixes = list(prefixes)
-    if not prefixes:
-        raise ValueError("merge wants at least one input prefix")
-    dtype = IndexedDataset(prefixes[0], check=False).dtype
-    record = _join_records(prefixes)
-    with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
-        for prefix in prefixes:
-            builder.add_index(prefix)
-    _write_record(output_prefix, record)
-
-
-# -- Records -----------------------------------------------------------------------------------
-#
-#   {"tokenizer": {...}, "options": {...},
-#    "inputs": [{"name": "wiki-00.jsonl", "size": 600, "changed": ..., "begin": 0, "end": 600,
-#                "documents": 3},
-#               {"name": "wiki-01.jsonl", "size": 500, "changed": ..., "begin": 0, "end": 250,
-#                "documents": 2}],
-#    "bin": 1200, "idx": 130}                  the sizes of the pair, in bytes
-#
-# Here documents 0 to 2 of the pair are those of wiki-00.jsonl, and documents 3 and 4 are the first
-# two of wiki-01.jsonl: the documents that begin in its first 250 bytes.
-
-
-def read_record(path_prefix: str | os.PathLike) -> dict | None:
-    """Return what a pair was made from, as its record says; None if it has none.
-
-    None, too, if the record is of another pair, of other sizes.
-    """
-    try:
-        if not _file_exists(_record_path(path_prefix)):
-            return None
-        with _open_input(_record_path(path_prefix)) as file:
-            record = json.loads(file.read())
-        if _sizes_of_pair(path_prefix) != {"bin": record["bin"], "idx": record["idx"]}:
-            return None
-    except Exception:  # it is missing, or no record, or cannot be read: no reason to stop
-        return None
-    return record
-
-
-def input_of_document(record: dict | None, document: int) -> tuple[str | None, int | None]:
-    """Return the name of the input that has a document of a pair, and its number in there, from 0.
-
-    record     what read_record() returns; without a record the answer is (None, None)
-    Raises     IndexError if the record has no such document
-
-    A number counts documents: blank lines, and bad lines that were left out, are none.  Where a
-    shard begins within an input, numbers count from there, and the name says from which byte on.
-
-    >>> record = {"inputs": [{"name": "a", "begin": 0, "documents": 3},
-    ...                      {"name": "b", "begin": 0, "documents": 2}]}
-    >>> input_of_document(record, 4)
-    ('b', 1)
-    """
-    if record is None:
-        return None, None
-    rest = operator.index(document)
-    for found in record["inputs"]:
-        if 0 <= rest < found["documents"]:
-            return found["name"] + _from_byte(found["begin"]), rest
-        rest -= found["documents"]
-    raise IndexError(f"the record of the pair has no document {document}")
-
-
-def _warn_of_other_tokenizer(path_prefix: str | os.PathLike, tokenizer: typing.Any) -> None:
-    """Warn if a pair was made with another tokenizer, as its record says: its ids mean other texts.
-
-    Nothing is said of a pair without a record.
-    """
-    record = read_record(path_prefix)
-    if record is None or record.get("tokenizer") is None:
-        return
-    identity = _identity_of_tokenizer(tokenizer)
-    if record["tokenizer"] != identity:
-        warnings.warn(
-            f"{os.fspath(path_prefix)} was made with the tokenizer {record['tokenizer']}, and the "
-            f"config has {identity}: the ids of one are other texts for the other",
-            stacklevel=3,
-        )
-
-
-def _record_path(path_prefix):
-    """The path of the record of a pair."""
-    return f"{os.fspath(path_prefix)}.record.json"
-
-
-def _sizes_of_pair(path_prefix):
-    """The sizes of the files of a pair, in bytes."""
-    return {
-        "bin": _file_stamp(get_bin_path(path_prefix))["size"],
-        "idx": _file_stamp(get_idx_path(path_prefix))["size"],
-    }
-
-
-def _identity_of_tokenizer(tokenizer):
-    """The unique_identifiers of a tokenizer, as JSON gives them back; None if it has none."""
-    identity = _attribute(tokenizer, "unique_identifiers")
-    return json.loads(json.dumps(identity, default=str))
-
-
-def _from_byte(begin):
-    """What the name of an input says where something is counted from its middle on."""
-    if begin == 0:
-        return ""
-    return f" from byte {begin:,} on"
-
-
-def _describe_job(parts, encoder):
-    """All that the pairs of a job depend on, as far as can be told without reading the inputs."""
-    inputs = []
-    for part in parts:
-        end = part.end
-        if end == math.inf:
-            end = None
-        name = _hide_credentials(part.path)  # the record is a file, which others may read
-        inputs.append(
-            {
-                "name": name,
-                "size": part.size,
-                "changed": part.changed,
-                "begin": part.begin,
-                "end": end,
-            }
-        )
-    return {
-        "tokenizer": _identity_of_tokenizer(encoder.tokenizer),
-        "options": encoder.describe(),
-        "inputs": inputs,
-    }
-
-
-def _record_of_job(description, key, documents_of_part):
-    """The record of the pair of a key, whose parts gave so many documents."""
-    inputs = []
-    for part, documents in zip(description["inputs"], documents_of_part, strict=True):
-        inputs.append(part | {"documents": documents})
-    return description | {"json_key": key, "inputs": inputs}
-
-
-def _is_made(prefix, description):
-    """Whether a pair is there, whole, and was made from the same inputs in the same way."""
-    if description["tokenizer"] is None:
-        return False
-    record = read_record(prefix)
-    if record is None:
-        return False
-    for part in record["inputs"]:
-        part.pop("documents")
-        if part["changed"] is None:  # such as of standard input: it may be another one now
-            return False
-    return all(record.get(field) == description[field] for field in description)
-
-
-def _write_record(prefix, record):
-    """Write the record of a pair, which is there."""
-    with _NewFile(_record_path(prefix), synced=False) as file:
-        file.write(json.dumps(record | _sizes_of_pair(prefix), indent=1).encode())
-
-
-def _join_records(prefixes):
-    """The record of the pair that merge() makes of these pairs."""
-    inputs = []
-    tokenizers = []
-    options = []
-    for prefix in prefixes:
-        record = read_record(prefix)
-        if record is None:  # such as upstream's pair: an input of its own
-            documents = len(IndexedDataset(prefix, check=False).document_indices) - 1
-            name = _hide_credentials(os.fspath(prefix))
-            whole = {"name": name, "size": None, "changed": None, "begin": 0, "end": None}
-            record = {"inputs": [whole | {"documents": documents}]}
-        for part in record["inputs"]:
-            if len(inputs) > 0 and _goes_on(inputs[-1], part):
-                inputs[-1]["documents"] += part["documents"]
-                inputs[-1]["end"] = part["end"]
-            else:
-                inputs.append(part)
-        tokenizers.append(record.get("tokenizer"))
-        options.append(record.get("options"))
-    joined = {"tokenizer": None, "options": None, "inputs": inputs}
-    # What the pairs do not share cannot be said of the whole.
-    if tokenizers.count(tokenizers[0]) == len(tokenizers):
-        joined["tokenizer"] = tokenizers[0]
-    if options.count(options[0]) == len(options):
-        joined["options"] = options[0]
-    return joined
-
-
-def _goes_on(before, part):
-    """Does a part of an input begin where the part before it, of the shard before, ends?"""
-    is_same = all(before[field] == part[field] for field in ("name", "size", "changed"))
-    return is_same and part["begin"] > 0 and before["end"] == part["begin"]
-
-
-# -- Inputs ------------------------------------------------------------------------------------
-
-
-def _find_inputs(inputs):
-    """Return the paths and URLs of all files that are meant; "-" stays."""
-    if isinstance(inputs, (str, os.PathLike)):
-        inputs = [inputs]
-    paths = []
-    for path in inputs:
-        path = os.fspath(path)
-        if os.path.isdir(path):
-            raise IsADirectoryError(f"{path} is a folder: name its files, as in '{path}/*.jsonl'")
-        # A name that exists is a file, even where it contains a * or a [.
-        if path == "-" or _file_exists(path):
-            paths.append(path)
-            continue
-        matches = _files_of_pattern(path)
-        if len(matches) == 0:
-            raise FileNotFoundError(f"{path}: no such file, and as a pattern it matches none")
-        paths.extend(matches)
-    if len(paths) == 0:
-        raise ValueError("preprocess wants at least one input")
-    for path in paths:
-        if _format_name(path).endswith(".zip"):
-            raise ValueError(f"{path}: a zip archive may hold several files: unpack it first")
-    return paths
-
-
-def _files_of_pattern(pattern):
-    """Return the paths or URLs of the files that a pattern matches, sorted."""
-    if not _is_remote(pattern):
-        found = sorted(glob.glob(pattern, recursive=True))
-        return [path for path in found if not os.path.isdir(path)]
-    import fsspec  # it comes with torch
-
-    file_system, name = fsspec.core.url_to_fs(pattern)
-    if not re.search(r"[*?\[]", name):
-        return []
-    found = file_system.glob(name, detail=True)
-    files = [path for path in sorted(found) if found[path]["type"] != "directory"]
-    return [file_system.unstrip_protocol(path) for path in files]
-
-
-def _open_input(path):
-    """Open a file or an object, to read bytes."""
-    if not _is_remote(path):
-        return open(path, "rb", _READ_AHEAD_BYTES)
-    import fsspec
-
-    file_system, name = fsspec.core.url_to_fs(path)
-    return io.BufferedReader(_PatientFile(path, file_system.open(name, "rb")), 1 << 20)
-
-
-class _PatientFile(io.RawIOBase):
-    """An open object on object storage; a read that fails is tried again: most faults pass."""
-
-    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
-
-    def __init__(self, path, file):
-        self._path = path
-        self._file = file
-
-    def readable(self):
-        return True
-
-    def seekable(self):
-        return True
-
-    def seek(self, offset, whence=io.SEEK_SET):
-        """Go to offset bytes after the beginning, the present position, or the end."""
-        return self._file.seek(offset, whence)
-
-    def readinto(self, buffer):
-        """Fill the buffer, or a part of it; return how many bytes came."""
-        position = self._file.tell()
-        for pause in (*self._PAUSES, None):
-            try:
-                self._file.seek(position)
-                content = self._file.read(len(buffer))
-                break
-            except Exception as error:  # each storage has errors of its own
-                if pause is None:
-                    fault = f"{type(error).__name__}: {error}"
-                    raise ConnectionError(f"{self._path}: {fault}") from None
-                time.sleep(pause)
-        buffer[: len(content)] = content
-        return len(content)
-
-    def close(self):
-        self._file.close()
-        super().close()
-
-
-def _format_name(path):
-    """The name that tells the format of a file, in lower case: without the query of a URL."""
-    if _is_remote(path):
-        path = path.partition("?")[0]
-    return path.lower()
-
-
-def _compression(name):
-    """How a file of this name is compressed, as fsspec says it; None: it is not."""
-    if name.endswith(".zst"):
-        return "zstd"
-    if name.endswith(".jsonl"):  # the usual name: to import fsspec takes 0.1 s
-        return None
-    import fsspec
-
-    return fsspec.utils.infer_compression(name)
-
-
-# -- Reading -----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Block:
-    """Some lines of an input, or some rows, which one worker encodes."""
-
-    part: int  # which one of the parts of the job it is of
-    path: str
-    first: int  # the number of its first line or row, counted from 1
-    lines: list  # lines of JSON, as bytes; or rows, parsed already
-    num_bytes: int  # what the lines take up in the input: compressed bytes, if it is compressed
-    origin: str = ""  # for a part of an input: from which byte on the lines are counted, in words
-
-    def documents(self):
-        """Return (number, line or row) of all that are not blank."""
-        documents = []
-        for index, line in enumerate(self.lines):
-            if isinstance(line, dict) or not line.isspace():
-                documents.append((index, line))
-        return documents
-
-    def place(self, index):
-        """Where a line is, in words."""
-        unit = "line" if isinstance(self.lines[index], bytes) else "row"
-        return f"{self.path}: {unit} {self.first + index}{self.origin}"
-
-
-def _read_blocks(parts, json_keys):
-    """Yield the lines of all parts as _Blocks."""
-    for number, part in enumerate(parts):
-        for block in _read_part(part, json_keys):
-            block.part = number
-            yield block
-
-
-def _read_part(part, json_keys):
-    """Yield the lines of a part as _Blocks."""
-    if part.kind() == "texts":
-        yield from _read_texts(part, json_keys)
-        return
-    if part.path == "-":
-        if sys.stdin is None:
-            raise ValueError("-: standard input is closed")
-        yield from _read_lines(part, sys.stdin.buffer)
-        return
-    with _open_input(part.path) as file:
-        if part.kind() == "parquet":
-            yield from _read_parquet(part, file, json_keys)
-        elif part.kind() == "compressed":
-            yield from _read_compressed(part, file)
-        else:
-            yield from _read_lines(part, file)
-
-
-def _read_lines(part, file):
-    """Yield the lines that begin in a part of an open file as _Blocks."""
-    position = part.begin
-    if position > 0:
-        # The line in which the byte before lies belongs to the shard before this one.
-        file.seek(position - 1)
-        position += len(file.readline()) - 1
-    origin = _from_byte(position)
-    first = 1
-    while position < part.end:
-        lines = file.readlines(int(min(_BLOCK_BYTES, part.end - position)))
-        if len(lines) == 0:
-            _check_end(part, position)
-            return
-        size = sum(map(len, lines))
-        if position + size - len(lines[-1]) >= part.end:  # the next shard begins with this line
-            size -= len(lines.pop())
-        yield _Block(0, part.path, first, lines, size, origin)
-        first += len(lines)
-        position += size
-
-
-def _check_end(part, position):
-    """ValueError if an input ends before the size that it had when the job began."""
-    if part.size is not None and position < part.size:
-        raise ValueError(
-            f"{part.path}: it had {part.size:,} bytes when this job began, and ends now after "
-            f"{position:,}: it was cut off meanwhile"
-        )
-
-
-def _read_texts(part, json_keys):
-    """Yield an iterable of texts, or of dicts, as _Blocks."""
-    first = 1
-    rows = []
-    size = 0
-    for text in part.texts:
-        row = {json_keys[0]: text}
-        if isinstance(text, collections.abc.Mapping):
-            row = {key: text.get(key) for key in json_keys}
-        rows.append(row)
-        size += sum(len(str(value)) for value in row.values())
-        if size >= _BLOCK_BYTES:
-            yield _Block(0, part.path, first, rows, size)
-            first += len(rows)
-            rows = []
-            size = 0
-    if len(rows) > 0:
-        yield _Block(0, part.path, first, rows, size)
-
-
-def _read_compressed(part, file):
-    """Yield the lines of an open file that is compressed as _Blocks."""
-    first = 1
-    position = 0
-    text_file = _decompress(part.path, file)
-    while True:
-        try:
-            lines = text_file.readlines(_BLOCK_BYTES)
-        except ConnectionError:  # the file may be whole
-            raise
-        except Exception as error:  # each format has errors of its own
-            raise ValueError(f"{part.path}: damaged, or cut off: {_one_line(error)}") from None
-        if len(lines) == 0:
-            _check_end(part, file.tell())
-            return
-        yield _Block(0, part.path, first, lines, file.tell() - position)
-        first += len(lines)
-        position = file.tell()
-
-
-def _decompress(path, file):
-    """Return the open file decompressed, as its name says."""
-    import fsspec
-
-    compression = _compression(_format_name(path))
-    if compression == "zstd":
-        text_file = _ZstdText(path, file)
-    else:
-        text_file = fsspec.compression.compr[compression](file, mode="r")
-    return io.BufferedReader(text_file, 1 << 20)
-
-
-class _ZstdText(io.RawIOBase):
-    """What a .zst file holds.
-
-    It may be made of several files, laid end to end: the package's own reader would end at the end
-    of the first one, and would not notice that a file is cut off.
-    """
-
-    def __init__(self, path, file):
-        zstandard = _import_extra("zstandard", "storage", path)
-        # Files that "zstd --long" has made need memory for up to 2 GiB.
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._file = file
-        self._frame = None  # what decompresses the frame that is being read; None: between two
-        self._compressed = b""  # was read, and is not decompressed yet
-        self._text = memoryview(b"")  # was decompressed, and is not given to the caller yet
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        """Fill the buffer, or a part of it; return how many bytes came, 0 at the end."""
-        while len(self._text) == 0:
-            if len(self._compressed) == 0:
-                self._compressed = self._file.read(1 << 16)
-            if len(self._compressed) == 0:
-                if self._frame is not None:
-                    raise EOFError("it ends in the middle of a frame")
-                return 0
-            self._decompress_more()
-        count = min(len(buffer), len(self._text))
-        buffer[:count] = self._text[:count]
-        self._text = self._text[count:]
-        return count
-
-    def _decompress_more(self):
-        """Decompress what was read, up to the end of the frame."""
-        if self._frame is None:
-            self._frame = self._decompressor.decompressobj()
-        self._text = memoryview(self._frame.decompress(self._compressed))
-        self._compressed = self._frame.unused_data
-        if self._frame.eof:
-            self._frame = None
-
-
-def _read_parquet(part, file, json_keys):
-    """Yield the rows of an open Parquet file as _Blocks; only the columns of the keys are read."""
-    table = _open_parquet(part.path, file)
-    for key in json_keys:
-        if key not in table.schema_arrow.names:
-            names = ", ".join(table.schema_arrow.names)
-            raise ValueError(f"{part.path}: wanted a column {key!r}, got {names}")
-    first = 1
-    bytes_a_row = part.size / max(table.metadata.num_rows, 1)
-    batches = table.iter_batches(_BLOCK_ROWS, columns=json_keys)
-    while True:
-        try:
-            batch = next(batches, None)
-            if batch is None:
-                return
-            rows = batch.to_pylist()
-        except ConnectionError:
-            raise
-        except Exception as error:  # pyarrow raises many kinds
-            raise ValueError(f"{part.path}: damaged: {_one_line(error)}") from None
-        yield _Block(0, part.path, first, rows, round(len(rows) * bytes_a_row))
-        first += len(rows)
-
-
-def _open_parquet(path, file):
-    """Return pyarrow's ParquetFile of a path or an open file; ValueError if it is none."""
-    parquet = _import_extra("pyarrow.parquet", "storage", path)
-    try:
-        return parquet.ParquetFile(file)
-    except ConnectionError:
-        raise
-    except Exception as error:  # pyarrow raises many kinds
-        raise ValueError(f"{path}: damaged, or no Parquet file: {_one_line(error)}") from None
-
-
-def _sample_texts(parts, first_block, encoder):
-    """Return a hundred texts or so, from all over the inputs, where these can be sought."""
-    blocks = [first_block]
-    chosen = parts[:: max(1, len(parts) // _SAMPLED_PLACES)]
-    for part in chosen:
-        if part.end == math.inf:  # it can be read once
-            continue
-        places = 1
-        if part.kind() == "lines":
-            places = max(1, _SAMPLED_PLACES // len(chosen))
-        for place in range(places):
-            begin = part.begin + int(part.end - part.begin) * place // places
-            blocks.append(_first_block_from(dataclasses.replace(part, begin=begin), encoder))
-    texts = []
-    for block in blocks:
-        if block is not None:
-            texts += encoder.texts_of(block, _TEXTS_OF_A_PLACE)
-    # Half a surrogate is no character, and an error of every tokenizer: without it.
-    return [text[:_SAMPLED_CHARACTERS].encode(errors="ignore").decode() for text in texts]
-
-
-def _first_block_from(part, encoder):
-    """Return the first _Block of a part; None if there is none that can be read."""
-    try:
-        with contextlib.closing(_read_part(part, encoder.json_keys)) as blocks:
-            return next(blocks, None)
-    except (OSError, ValueError):  # the job finds it too, and says it
-        return None
-
-
-# -- Encoding ----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Column:
-    """The documents of a block under one JSON key, as IndexedDatasetBuilder._append wants them."""
-
-    tokens: np.ndarray  # of all documents, laid end to end
-    lengths: list[int]  # in tokens, of each sequence that has tokens; most texts are one
-    ends: list[int]  # how many of the lengths belong to this document and those before it
-
-
-@dataclasses.dataclass
-class _EncodedBlock:
-    """What became of a _Block."""
-
-    part: int
-    columns: dict[str, _Column]
-    num_documents: int
-    num_skipped: int  # bad lines
-    first_fault: str | None  # what is wrong with the first of these
-    num_bytes: int  # as in _Block
-
-
-class _BlockEncoder:
-    """Turn blocks of JSON lines into tokens, lengths and ends, for each JSON key.
+    name: str  # the path without credentials, for messages and records
+    size: int | None  # of the whole input, in bytes; None: it has none, as a pipe
+    begin: int = 0
+    end: int | None = None  # None: its end, wherever that is
+    documents: int = 0  # how many it has given
+
+    def limit(self):
+        """The byte before which the last line begins; unknown of text that is compressed."""
+        if self.end is None or _compression(self.path) is not None:
+            return math.inf
+        return self.end
+
+    def describe(self):
+        """What the record of a pair says of the part."""
+        described = dataclasses.asdict(self)
+        del described["path"]
+        return described
+
+
+class _Block(typing.NamedTuple):
+    """Some lines of an input, which one worker encodes."""
+
+    part: _Part
+    begin: int  # the byte of the input from which its lines are counted
+    first: int  # the number of the first line, counted from 1
+    lines: list[bytes]
+
+
+class _Encoder:
+    """What a worker does: it turns lines into what a builder appends.
 
     lines                    tokens                 lengths   ends
     {"text": "aaaa"}         a a a a $ b b b $      5         1   one sequence so far
     {"text": ""}             ($ is eod)                       1   no sequence more
     {"text": ["b", "bb"]}                           1, 3      3   three sequences
-
-    sentence_splitter   None: a text is one sequence; else its tokenize() cuts a text into the
-                        sentences that become sequences; the eod goes after the last one
     """
 
-    def __init__(self, tokenizer, json_keys, append_eod, skip_errors):
+    def __init__(self, tokenizer, json_keys, append_eod, split_sentences, on_error):
         self.tokenizer = tokenizer
         self.json_keys = json_keys
-        self.skip_errors = skip_errors
-        self.sentence_splitter = None
+        self.on_error = on_error
+        self.splitter = _load_sentence_splitter() if split_sentences else None
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
-        self.eod = _as_tokens([], self.dtype)
+        self.eod = np.array([], self.dtype)
         if append_eod:
             eod = _attribute(tokenizer, "eod")
             if eod is None:
                 raise ValueError("append_eod wants a tokenizer with eod: this one has none")
             self.eod = _as_tokens([eod], self.dtype)
 
-    def describe(self):
-        """All that the tokens of a block depend on, but the block and the tokenizer's identity."""
-        return {
-            "version": __version__,
-            "vocab_size": self.tokenizer.vocab_size,
-            "eod": self.eod.tolist(),
-            "json_keys": self.json_keys,
-            "skip_errors": self.skip_errors,
-            "sentences": type(self.sentence_splitter).__name__,
-        }
-
-    def encode(self, block):
-        """Return a _Block as an _EncodedBlock; ValueError at the first bad line, or skip them."""
-        documents = block.documents()
-        faults = []
-        try:
-            columns = self._tokenize([self._parse(line) for _, line in documents])
-        except Exception:
-            # A tokenizer may raise anything, and says nothing about lines: look for the bad one.
-            rows, faults = self._find_good_rows(block, documents)
-            columns = self._tokenize(rows)
-        return _EncodedBlock(
-            part=block.part,
-            columns=columns,
-            num_documents=len(documents) - len(faults),
-            num_skipped=len(faults),
-            first_fault=faults[0] if faults else None,
-            num_bytes=block.num_bytes,
-        )
-
-    def texts_of(self, block, count):
-        """Return the texts of the first documents of a block, without bad lines."""
-        texts = []
-        for _, line in block.documents()[:count]:
-            try:
-                row = self._parse(line)
-            except Exception:  # a bad line: the job finds it, too
+    def encode(self, lines):
+        """Return {key: (tokens, lengths, ends)} of lines: section 2's loop, for many at a time."""
+        rows = []
+        for line in lines:
+            if line.isspace():
                 continue
-            for key in self.json_keys:
-                texts.extend(_sentences(row[key]))
-        return texts
+            rows.append(self._parse(line))
+        columns = {}
+        for key in self.json_keys:
+            documents = [self._sentences(row[key]) for row in rows]
+            all_tokens = iter(self._tokenize(list(itertools.chain(*documents))))
+            pieces = [self.eod[:0]]  # so that there is something to concatenate
+            lengths = []
+            ends = []
+            for sentences in documents:
+                sequences = [next(all_tokens) for _ in sentences]
+                sequences = [tokens for tokens in sequences if len(tokens) > 0]
+                if len(sequences) > 0:
+                    lengths.extend(map(len, sequences))
+                    lengths[-1] += len(self.eod)
+                    pieces.extend(sequences)
+                    pieces.append(self.eod)
+                ends.append(len(lengths))  # a document may have no sequences
+            columns[key] = (_as_tokens(np.concatenate(pieces), self.dtype), lengths, ends)
+        return columns
 
     def _parse(self, line):
-        """Return the row of a line; ValueError unless each key holds text."""
-        if isinstance(line, bytes):
-            line = line.removesuffix(b"\n")
-            row = json.loads(line)
-        else:
-            row = line
+        """Return the row of a line; ValueError unless each key holds a text, or a list of them."""
+        row = json.loads(line)
         for key in self.json_keys:
             if not isinstance(row, dict) or not _is_text(row.get(key)):
-                found = str(line)[:60]
+                found = line[:60].decode(errors="replace")
                 raise ValueError(f"wanted a JSON object with text under {key!r}, got {found}")
         return row
 
-    def _find_good_rows(self, block, documents):
-        """Return (the rows of all good lines, [what is wrong with each bad line])."""
-        rows = []
+    def _sentences(self, text):
+        """Return the texts that become the sequences of a document."""
+        if self.splitter is None:
+            return _sentences(text)
+        return [part for sentence in _sentences(text) for part in self.splitter.tokenize(sentence)]
+
+    def _tokenize(self, texts):
+        """Return the ids of each text as an array."""
+        if not hasattr(self.tokenizer, "tokenize_batch"):
+            return [np.asarray(self.tokenizer.tokenize(text)) for text in texts]
+        batch = self.tokenizer.tokenize_batch(texts)
+        if len(batch) != len(texts):
+            raise ValueError(f"tokenize_batch returned {len(batch)} lists for {len(texts)} texts")
+        return [np.asarray(ids) for ids in batch]
+
+    def encode_block(self, block):
+        """Return the columns of a _Block, and what is wrong with each line that was left out.
+
+        ValueError at the first bad line, unless bad lines are to be left out.
+        """
+        try:
+            return self.encode(block.lines), []
+        except Exception:
+            # A tokenizer may raise anything, and says nothing about lines: look for the bad ones.
+            return self._encode_good_lines(block)
+
+    def _encode_good_lines(self, block):
+        """The same, where a line is bad: line by line, so that the bad ones are known."""
+        good = []
         faults = []
-        for index, line in documents:
+        for number, line in enumerate(block.lines, block.first):
             try:
-                row = self._parse(line)
-                self._tokenize([row])
-                rows.append(row)
+                self.encode([line])
+                good.append(line)
             except Exception as error:
-                fault = f"{block.place(index)}: {_one_line(error)}"
-                if not self.skip_errors:
+                place = f"{block.part.name}: line {number}{_from_byte(block.begin)}"
+                fault = f"{place}: {_one_line(error)}"
+                if self.on_error == "stop":
                     advice = "--on-error skip leaves such lines out"
                     raise ValueError(f"{fault} ({advice})") from error
                 faults.append(fault)
-        return rows, faults
+        return self.encode(good), faults
 
-    def _tokenize(self, rows):
-        """Return {key: _Column} of some documents."""
-        columns = {}
-        for key in self.json_keys:
-            texts = []  # of all documents
-            counts = []  # how many of the texts each document has
-            for row in rows:
-                parts = self._split(row[key])
-                texts.extend(parts)
-                counts.append(len(parts))
-            columns[key] = self._lay_end_to_end(self._tokenize_texts(texts), counts)
-        return columns
 
-    def _split(self, text):
-        """Return the texts that become the sequences of a document."""
-        sentences = _sentences(text)
-        if self.sentence_splitter is None:
-            return sentences
-        parts = []
-        for sentence in sentences:
-            parts.extend(self.sentence_splitter.tokenize(sentence))
-        return parts
+def _is_text(value):
+    """Is this a text, or a list of texts, its sentences?"""
+    if isinstance(value, list):
+        return all(isinstance(sentence, str) for sentence in value)
+    return isinstance(value, str)
 
-    def _tokenize_texts(self, texts):
-        """Return the ids of each text as an array of the dtype of the file."""
-        if hasattr(self.tokenizer, "tokenize_batch"):
-            batch = self.tokenizer.tokenize_batch(texts)
-        else:
-            batch = [self.tokenizer.tokenize(text) for text in texts]
-        if len(batch) != len(texts):
-            raise ValueError(f"tokenize_batch returned {len(batch)} lists for {len(texts)} texts")
-        return _as_arrays(batch, self.dtype)
 
-    def _lay_end_to_end(self, arrays, counts):
-        """Return a _Column of the tokens of texts, of which counts[d] are document d, with eods."""
-        pieces = [_as_tokens([], self.dtype)]  # so that there is something to concatenate
-        lengths = []
-        ends = []
-        first = 0
-        for count in counts:
-            sequences = [tokens for tokens in arrays[first : first + count] if len(tokens) > 0]
-            first += count
-            if len(sequences) > 0:
-                pieces.extend(sequences)
-                pieces.append(self.eod)
-                lengths.extend([len(tokens) for tokens in sequences])
-                lengths[-1] += len(self.eod)
-            ends.append(len(lengths))
-        return _Column(np.concatenate(pieces), lengths, ends)
+def _from_byte(begin):
+    """What the name of an input says where its lines are counted from the middle on."""
+    return f" from byte {begin:,} on" if begin > 0 else ""
+
+
+def _one_line(error):
+    """Return the message of an error on one line; an unexpected kind of error is named."""
+    message = _hide_credentials(" ".join(str(error).split()))
+    if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
+        return message
+    return f"{type(error).__name__}: {message}".removesuffix(": ")
 
 
 def _load_sentence_splitter():
@@ -8544,39 +7767,26 @@ def _load_sentence_splitter():
         warnings.warn(
             "nltk has no model of English sentences here, so those of its untrained Punkt are "
             'taken, which end after "Dr." too: python -m nltk.downloader punkt_tab',
-            stacklevel=3,
+            stacklevel=4,
         )
         return punkt.PunktSentenceTokenizer()
-
-
-def _is_text(value):
-    """Is this a text, or a list of texts, its sentences?"""
-    if isinstance(value, list):
-        return all(isinstance(sentence, str) for sentence in value)
-    return isinstance(value, str)
 
 
 # -- Workers -----------------------------------------------------------------------------------
 
 
 def _encode_blocks(encoder, blocks, workers):
-    """Yield each block encoded, in order; by worker processes if there is more than one."""
-    if workers > 1:
-        yield from _encode_in_processes(encoder, blocks, workers)
+    """Yield (block, columns, faults) of each _Block, in order; see _Encoder.encode_block()."""
+    if workers == 1:
+        for block in blocks:
+            yield block, *encoder.encode_block(block)
         return
-    for block in blocks:
-        yield encoder.encode(block)
-
-
-def _encode_in_processes(encoder, blocks, workers):
-    """Yield each block encoded, in order, by worker processes."""
     # A forked process has everything at once; the other ways to start one import torch again.
     # Elsewhere than on Linux a library may not survive a fork, or there is none.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     processes = []
-    idle = collections.deque()  # the pipes of workers that have no block
-    busy = collections.deque()  # those of the others, in the order of their blocks
-    fault = None
+    pipes = []
+    busy = collections.deque()  # (block, pipe of the worker that has it), in order
     try:
         for _ in range(workers):
             pipe, end_of_worker = context.Pipe()
@@ -8584,32 +7794,43 @@ def _encode_in_processes(encoder, blocks, workers):
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             processes.append(process)
+            pipes.append(pipe)
             end_of_worker.close()  # so that the pipe ends when the worker does
-            idle.append(pipe)
-        while fault is None:
-            try:
-                block = next(blocks, None)
-            except Exception as error:  # the blocks before it may have an earlier fault
-                fault = error
-                break
-            if block is None:
-                break
+        for block, pipe in zip(blocks, itertools.cycle(pipes)):
             encoded = None
-            if len(idle) == 0:
-                idle.append(busy.popleft())
-                encoded = _receive(idle[0])
-            _send(idle[0], block)
-            busy.append(idle.popleft())
+            if len(busy) == workers:
+                encoded = _receive(*busy.popleft())
+            with _death_of_worker_is_an_error():
+                pipe.send(block)
+            busy.append((block, pipe))
             if encoded is not None:
                 yield encoded  # it is written while the worker has a block already
-        for pipe in busy:
-            yield _receive(pipe)
-        if fault is not None:
-            raise fault
+        for block, pipe in busy:
+            yield _receive(block, pipe)
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+def _receive(block, pipe):
+    """Return (block, columns, faults) of the block that a worker has; its error is raised here."""
+    with _death_of_worker_is_an_error():
+        answer = pipe.recv()
+    if isinstance(answer, Exception):
+        raise answer
+    return block, *answer
+
+
+@contextlib.contextmanager
+def _death_of_worker_is_an_error():
+    """ChildProcessError where a pipe has ended, because its worker has."""
+    try:
+        yield
+    except (EOFError, OSError):
+        raise ChildProcessError(
+            "a worker process was killed, perhaps for lack of memory: use fewer workers"
+        ) from None
 
 
 def _work(pipe, end_of_parent, encoder):
@@ -8628,126 +7849,354 @@ def _work(pipe, end_of_parent, encoder):
         while True:
             block = pipe.recv()
             try:
-                answer = encoder.encode(block)
+                answer = encoder.encode_block(block)
             except Exception as error:
                 answer = ValueError(str(error))
             pipe.send(answer)
 
 
-def _send(pipe, block):
-    """Send a block to a worker, which waits for it; ChildProcessError if it has died."""
+# -- Inputs ------------------------------------------------------------------------------------
+
+
+def _find_inputs(inputs):
+    """Return the paths and URLs of all files that are meant; "-" stays."""
+    if isinstance(inputs, (str, os.PathLike)):
+        inputs = [inputs]
+    paths = []
+    for path in map(os.fspath, inputs):
+        found = _files_of(path)
+        if len(found) == 0:
+            name = _hide_credentials(path)
+            raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
+        paths.extend(found)
+    if len(paths) == 0:
+        raise ValueError("preprocess wants at least one input")
+    return paths
+
+
+def _files_of(path):
+    """Return the files that a path, URL or pattern means, sorted.
+
+    A name that exists is a file, even where it contains a * or a [.
+    """
+    if path == "-" or (not _is_remote(path) and os.path.exists(path)):
+        return [path]
+    if not _is_remote(path):
+        found = sorted(glob.glob(path, recursive=True))
+        return [file for file in found if not os.path.isdir(file)]
+    file_system, name = _file_system(path)
+    if file_system.exists(name):
+        return [path]
+    found = file_system.glob(name, detail=True)
+    files = [file for file in sorted(found) if found[file]["type"] != "directory"]
+    return [file_system.unstrip_protocol(file) for file in files]
+
+
+def _file_system(path):
+    """Return fsspec's file system of a path or URL, and the name that the file has in there."""
+    import fsspec  # it comes with torch
+
     try:
-        pipe.send(block)
-    except OSError:
-        raise _worker_died() from None
+        return fsspec.core.url_to_fs(path)
+    except ImportError as error:  # "Install s3fs to access S3"
+        extra = 'pip install "megatron-min[storage]"'
+        raise ImportError(f"{_hide_credentials(path)}: {error} ({extra})") from None
 
 
-def _receive(pipe):
-    """Return what a worker has made of its block; its error is raised here."""
+def _size_of(path):
+    """The size of an input in bytes; None if it has none, such as standard input and a pipe."""
+    if path == "-" or (not _is_remote(path) and not os.path.isfile(path)):
+        return None
+    file_system, name = _file_system(path)
+    file_system.invalidate_cache()
+    return file_system.size(name)
+
+
+def _compression(path):
+    """How a file is compressed, as fsspec infers it from its name; None: it is not."""
+    import fsspec
+
+    if _is_remote(path):
+        path = path.partition("?")[0]
+    compression = fsspec.utils.infer_compression(path)
+    if compression == "zip":
+        name = _hide_credentials(path)
+        raise ValueError(f"{name}: a zip archive may hold several files: unpack it first")
+    if path.lower().endswith(".zst"):
+        reader = fsspec.compression.compr.get("zstd")
+        # The reader that fsspec makes of the package zstandard ends after the first of the
+        # compressed files that may lie end to end in one, without a word.
+        if getattr(reader, "__name__", None) != "ZstdFile":
+            raise ImportError(
+                f"{_hide_credentials(path)} needs Python 3.14's compression.zstd, or the package "
+                'backports.zstd: pip install backports.zstd, or "megatron-min[tools]"'
+            )
+    return compression
+
+
+def _cut_inputs(paths, shard):
+    """Return the _Parts of the inputs that a shard reads: an equal share of all their bytes."""
+    index, count = shard
+    sizes = [_size_of(path) for path in paths]
+    if count > 1 and None in sizes:
+        raise ValueError(
+            f"{paths[sizes.index(None)]}: its size is not known, so it cannot be cut into shards: "
+            "write it to a file first, or make the pair in one job"
+        )
+    parts = []
+    start = 0  # where the input begins, if all inputs are laid end to end
+    for path, size in zip(paths, sizes, strict=True):
+        part = _Part(path, _hide_credentials(path), size, 0, size)
+        is_compressed = _compression(path) is not None
+        if count > 1:
+            total = sum(sizes)
+            part.begin = max(total * index // count - start, 0)
+            part.end = min(total * (index + 1) // count - start, size)
+            start += size
+            if part.begin >= part.end or (is_compressed and part.begin > 0):
+                continue
+        if is_compressed:  # it is read as a whole
+            part.end = size
+        parts.append(part)
+    return parts
+
+
+def _read_inputs(parts):
+    """Yield all lines that begin in the parts of the inputs, as _Blocks."""
+    for part in parts:
+        try:
+            with _open_input(part) as file:
+                yield from _read_lines(part, file)
+        except Exception as error:  # each storage and each compression has errors of its own
+            raise OSError(f"{part.name}: cannot be read to its end: {_one_line(error)}") from None
+        size = _size_of(part.path)
+        if size != part.size:
+            raise OSError(
+                f"{part.name}: it had {part.size} bytes when this job began, and {size} after it "
+                "was read: it was written or cut off meanwhile"
+            )
+
+
+@contextlib.contextmanager
+def _open_input(part):
+    """Open an input, to read the bytes of its text."""
+    if part.path == "-":
+        yield sys.stdin.buffer
+        return
+    import fsspec
+
+    if part.size is None:  # fsspec wants to seek in what it opens, which a pipe does not allow
+        opened = open(part.path, "rb")
+    else:
+        opened = fsspec.open(part.path, "rb", compression=_compression(part.path))
+    with opened as file:
+        yield io.BufferedReader(file, 1 << 16)
+
+
+def _read_lines(part, file):
+    """Yield the lines that begin in a part of an open file, as _Blocks."""
+    position = part.begin
+    if position > 0:
+        # The line in which the byte before lies belongs to the shard before this one.
+        file.seek(position - 1)
+        position += len(file.readline()) - 1
+    begin = position
+    first = 1
+    limit = part.limit()
+    while position < limit:
+        lines = file.readlines(min(_BLOCK_BYTES, limit - position))
+        if len(lines) == 0:
+            return
+        size = sum(map(len, lines))
+        if position + size - len(lines[-1]) >= limit:  # the next shard begins with this line
+            size -= len(lines.pop())
+        yield _Block(part, begin, first, lines)
+        first += len(lines)
+        position += size
+
+
+def _read_texts(texts, part, json_keys, shard):
+    """Yield an iterable of texts, or of dicts, as _Blocks of JSON lines."""
+    if isinstance(texts, (str, bytes)):
+        raise ValueError("texts must be an iterable of texts, and not one text")
+    if shard[1] > 1:
+        raise ValueError("texts cannot be cut into shards: give each job texts of its own")
+    first = 1
+    lines = []
+    size = 0
+    for text in texts:
+        row = {json_keys[0]: text}
+        if isinstance(text, collections.abc.Mapping):
+            row = {key: text.get(key) for key in json_keys}
+        lines.append(json.dumps(row).encode())
+        size += len(lines[-1])
+        if size >= _BLOCK_BYTES:
+            yield _Block(part, 0, first, lines)
+            first += len(lines)
+            lines = []
+            size = 0
+    yield _Block(part, 0, first, lines)
+
+
+# -- Merge and records -------------------------------------------------------------------------
+#
+#   {"tokenizer": {...},
+#    "inputs": [{"name": "wiki-00.jsonl", "size": 600, "begin": 0, "end": 600, "documents": 3},
+#               {"name": "wiki-01.jsonl", "size": 500, "begin": 0, "end": 250, "documents": 2}],
+#    "bin": 1200, "idx": 130}                  the sizes of the pair, in bytes
+#
+# Here documents 0 to 2 of the pair are those of wiki-00.jsonl, and documents 3 and 4 are the first
+# two of wiki-01.jsonl: the documents that begin in its first 250 bytes.  Beside a pair of other
+# sizes the record is ignored.
+
+
+def merge(
+    prefixes: typing.Iterable[str | os.PathLike],
+    output_prefix: str | os.PathLike,
+    multimodal: bool = False,
+) -> None:
+    """Append whole pairs, in the given order, into one new pair of the same dtype.
+
+    The new pair equals the one that a single builder would have written, and its record joins the
+    records of the pairs.  The output may not be one of the inputs; of the shards of a corpus, all
+    must be there, in order.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
+
+    >>> prefix = toy_corpus()
+    >>> merge([prefix, prefix], prefix + "2")
+    >>> IndexedDataset(prefix + "2").document_indices.tolist()
+    [0, 1, 2, 3, 4, 5, 6]
+    """
+    if isinstance(prefixes, (str, os.PathLike)):
+        prefixes = [prefixes]
+    prefixes = [os.fspath(prefix) for prefix in prefixes]
+    if len(prefixes) == 0:
+        raise ValueError("merge wants at least one input prefix")
+    _check_all_shards(prefixes)
+    dtype = IndexedDataset(prefixes[0]).dtype
+    tokenizer, inputs = _join_records(prefixes)
+    with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
+        for prefix in prefixes:
+            builder.add_index(prefix)
+    _write_record(output_prefix, tokenizer, inputs)
+
+
+def _check_all_shards(prefixes):
+    """Check that prefixes which are to be merged have all shards of a corpus, in order, or none.
+
+    >>> _check_all_shards(["a_text_document_00000_of_00002", "a_text_document_00001_of_00002"])
+    >>> _check_all_shards(["a_text_document_00001_of_00002"])
+    Traceback (most recent call last):
+    ValueError: wanted a_text_document_00000_of_00002 in the place of a_text_document_00001_of_00002
+    """
+    wanted = []  # the shards of a corpus that must come next, in order
+    for prefix in prefixes:
+        name = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", prefix)
+        if name is not None and len(wanted) == 0:
+            wanted = [f"{name[1]}_{index:05}_of_{name[2]}" for index in range(int(name[2]))]
+        if len(wanted) > 0:
+            shard = wanted.pop(0)
+            if prefix != shard:
+                raise ValueError(f"wanted {shard} in the place of {prefix}")
+    if len(wanted) > 0:
+        raise ValueError(f"wanted {wanted[0]} too, after {prefix}: merge all shards, or none")
+
+
+def _read_record(path_prefix):
+    """Return the record of a pair, a dict; None if it has none, or one of other sizes."""
+    path = f"{os.fspath(path_prefix)}.record.json"
     try:
-        answer = pipe.recv()
-    except (EOFError, OSError):
-        raise _worker_died() from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+        with open(path, "rb") as file:
+            record = json.load(file)
+    except (OSError, ValueError):  # it is missing, or damaged: no reason to stop
+        return None
+    sizes = _sizes_of_pair(path_prefix)
+    if any(record.get(field) != size for field, size in sizes.items()):
+        return None
+    return record
 
 
-def _worker_died():
-    """The error of a pipe that has ended."""
-    return ChildProcessError(
-        "a worker process was killed, perhaps for lack of memory: use fewer workers"
-    )
+def _sizes_of_pair(path_prefix):
+    """The sizes of the files of a pair, in bytes."""
+    return {
+        "bin": os.path.getsize(get_bin_path(path_prefix)),
+        "idx": os.path.getsize(get_idx_path(path_prefix)),
+    }
 
 
-# -- Progress ----------------------------------------------------------------------------------
+def _write_record(path_prefix, tokenizer, inputs):
+    """Write the record of a pair, which is there."""
+    record = {"tokenizer": tokenizer, "inputs": inputs} | _sizes_of_pair(path_prefix)
+    with _NewFile(f"{os.fspath(path_prefix)}.record.json", synced=False) as file:
+        file.write(json.dumps(record, indent=1).encode())
 
 
-class _Progress:
-    """Count what is done, and print it to stderr: now and then, and once at the end."""
-
-    def __init__(self, parts, verbose):
-        self.parts = parts
-        self.verbose = verbose
-        self.total_bytes = sum(part.end - part.begin for part in parts)  # math.inf: not known
-        self.documents_of_part = [0] * len(parts)
-        self.num_skipped = 0
-        self.first_fault = None
-        self.num_bytes = 0
-        self.started = time.perf_counter()
-        self.printed = self.started
-
-    def update(self, encoded):
-        """Count an _EncodedBlock; print a line if the last line is ten seconds old."""
-        self.documents_of_part[encoded.part] += encoded.num_documents
-        self.num_skipped += encoded.num_skipped
-        self.num_bytes += encoded.num_bytes
-        if self.first_fault is None:
-            self.first_fault = encoded.first_fault
-        now = time.perf_counter()
-        if self.verbose and now - self.printed >= _PROGRESS_SECONDS:
-            self.printed = now
-            _print_progress([*self._counts(now), *self._time_left(now)])
-
-    def finish(self):
-        """Print the last line, and warn of lines and files that gave no document."""
-        now = time.perf_counter()
-        seconds = datetime.timedelta(seconds=round(now - self.started))
-        if self.verbose:
-            _print_progress([*self._counts(now), f"done in {seconds}"])
-        if self.num_skipped:
-            first = _hide_credentials(self.first_fault)
-            warnings.warn(
-                f"left out {_count(self.num_skipped, 'bad line')}; the first: {first}", stacklevel=4
-            )
-        empty = []
-        for part, documents in zip(self.parts, self.documents_of_part, strict=True):
-            if documents == 0 and part.is_whole():
-                empty.append(part.path)
-        if len(empty) > 0:
-            names = _hide_credentials(", ".join(empty[:3]))
-            warnings.warn(
-                f"no document came from {_count(len(empty), 'input')}: {names}", stacklevel=4
-            )
-
-    def _counts(self, now):
-        """What was done, and how fast, in words."""
-        documents = sum(self.documents_of_part)
-        done = _size(self.num_bytes)
-        if self.num_bytes < self.total_bytes < math.inf:
-            done = f"{done} of {_size(self.total_bytes)}"
-        seconds = max(now - self.started, 1e-3)
-        rates = [f"{self.num_bytes / seconds / 1e6:,.1f} MB/s"]
-        rates.append(f"{documents / seconds:,.0f} documents/s")
-        return [_count(documents, "document"), done, *rates]
-
-    def _time_left(self, now):
-        """The time that the rest takes if it goes on like this, in words; nothing if unknown."""
-        if self.total_bytes == math.inf or self.num_bytes == 0:
-            return []
-        bytes_left = max(self.total_bytes - self.num_bytes, 0)
-        seconds = (now - self.started) * bytes_left / self.num_bytes
-        return [f"{datetime.timedelta(seconds=round(seconds))} left"]
+def _join_records(prefixes):
+    """The tokenizer and the inputs of the pair that merge() makes of these pairs."""
+    inputs = []
+    tokenizers = []
+    for prefix in prefixes:
+        record = _read_record(prefix)
+        if record is None:  # such as upstream's pair: an input of its own
+            part = _Part(prefix, _hide_credentials(prefix), None)
+            part.documents = len(IndexedDataset(prefix).document_indices) - 1
+            record = {"tokenizer": None, "inputs": [part.describe()]}
+        tokenizers.append(record["tokenizer"])
+        for part in record["inputs"]:
+            # Does the part of an input begin where the part before it, of the shard before, ends?
+            end_of_before = (part["name"], part["size"], part["begin"])
+            before = inputs[-1] if len(inputs) > 0 else {"name": None, "size": None, "end": None}
+            if part["begin"] > 0 and end_of_before == (
+                before["name"],
+                before["size"],
+                before["end"],
+            ):
+                before["documents"] += part["documents"]
+                before["end"] = part["end"]
+            else:
+                inputs.append(part)
+    is_one = tokenizers.count(tokenizers[0]) == len(tokenizers)
+    return tokenizers[0] if is_one else None, inputs
 
 
-def _print_progress(words):
-    """Print one line to stderr."""
-    with contextlib.suppress(OSError):  # that nobody reads the progress is no reason to stop
-        print(_hide_credentials(", ".join(words)), file=sys.stderr, flush=True)
+def _input_of_document(record, document):
+    """Return the name of the input that has a document of a pair, and its number in there, from 0.
+
+    A number counts documents: blank lines, and bad lines that were left out, are none.  Where a
+    shard begins within an input, numbers count from there, and the name says from which byte on.
+
+    >>> record = {"inputs": [{"name": "a", "begin": 0, "documents": 3},
+    ...                      {"name": "b", "begin": 0, "documents": 2}]}
+    >>> _input_of_document(record, 4)
+    ('b', 1)
+    """
+    for part in record["inputs"]:
+        if document < part["documents"]:
+            return part["name"] + _from_byte(part["begin"]), document
+        document -= part["documents"]
+    raise IndexError(f"the record of the pair has {document} documents too few")
 
 
-def _count(number, noun):
-    """1, "document" -> "1 document"; 1000, "document" -> "1,000 documents"."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}s"
+def _warn_of_other_tokenizer(path_prefix: str | os.PathLike, tokenizer: typing.Any) -> None:
+    """Warn if a pair was made with another tokenizer, as its record says: its ids mean other texts.
+
+    Nothing is said of a pair without a record.
+    """
+    record = _read_record(path_prefix)
+    if record is None or record["tokenizer"] is None:
+        return
+    identity = _identity_of_tokenizer(tokenizer)
+    if record["tokenizer"] != identity:
+        warnings.warn(
+            f"{os.fspath(path_prefix)} was made with the tokenizer {record['tokenizer']}, and the "
+            f"config has {identity}: the ids of one are other texts for the other",
+            stacklevel=3,
+        )
 
 
-def _size(num_bytes):
-    """A number of bytes as a person reads it."""
-    if num_bytes < 100_000:
-        return _count(num_bytes, "byte")
-    return f"{num_bytes / 1e6:,.1f} MB"
+def _identity_of_tokenizer(tokenizer):
+    """The unique_identifiers of a tokenizer, as JSON gives them back; None if it has none."""
+    identity = _attribute(tokenizer, "unique_identifiers")
+    return json.loads(json.dumps(identity, default=str))
 
 
 # ==============================================================================
