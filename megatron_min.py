@@ -8577,7 +8577,7 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     is_pair = isinstance(dataset.dataset, IndexedDataset)
     record = None
     if is_pair:
-        record = read_record(dataset.dataset_path)
+        record = _read_record(dataset.dataset_path)  # what the pair was made from: section 18
     spans = []
     sample_offset = 0
     for sequence, offset, length in dataset.pieces(k):
@@ -8585,9 +8585,12 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
             continue
         document = sequence  # of mock data, or of a reader of the user's own
         byte_offset = None
+        input = None
+        input_document = None
         if is_pair:
             document, byte_offset = _place_in_pair(dataset.dataset, sequence, offset)
-        input, input_document = input_of_document(record, document)
+        if record is not None:
+            input, input_document = _input_of_document(record, document)
         spans.append(
             Span(
                 path_prefix=dataset.dataset_path,
@@ -8716,17 +8719,6 @@ def _exit_at_signal(number, frame):
     sys.exit(128 + number)
 
 
-def _one_line(error):
-    """Return the message of an error on one line; an unexpected kind of error is named."""
-    words = str(error).split()
-    if len(words) == 0:
-        return type(error).__name__
-    message = _hide_credentials(" ".join(words))
-    if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)):
-        return message
-    return f"{type(error).__name__}: {message}"
-
-
 def _print_warning(message, *details):
     """Print a warning as a user wants to see it: without the line of code that it came from."""
     print(f"warning: {_one_line(message)}", file=sys.stderr)
@@ -8846,12 +8838,11 @@ def _run_preprocess(options):
 
 def _counts(label, dataset):
     """A line about a pair."""
-    words = [
-        _count(len(dataset), "sequence"),
-        _count(len(dataset.document_indices) - 1, "document"),
-        f"{_count(dataset.num_tokens, 'token')} of {np.dtype(dataset.dtype)}",
-    ]
-    return _hide_credentials(f"{label}: {', '.join(words)}")
+    num_documents = len(dataset.document_indices) - 1
+    return _hide_credentials(
+        f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, "
+        f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
+    )
 
 
 def _run_merge(options):

@@ -9238,7 +9238,7 @@ def test_files_of_rows_are_told_apart(one, tmp_path, name):
 def test_rows_of_parquet_name_the_extra_that_reads_them(one, tmp_path, monkeypatch):
     path = tmp_path / "chat.parquet"
     path.touch()
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"chat\.parquet .*megatron-min\[storage\]"):
         chat(one, path)
 
@@ -9464,7 +9464,7 @@ def test_options_of_preprocess_reach_the_function(one, capsys, monkeypatch):
 TEXT = list("aé".encode())
 INSPECTED = {  # documents, and what inspect says of them
     "no sequences": ([], "0 sequences, 0 documents, 0 tokens"),
-    "one": ([[97]], "1 sequence, 1 document, 1 token of"),
+    "one": ([[97]], "1 sequences, 1 documents, 1 tokens of"),
     "empty first sequence": ([[], [98, 99]], r"sequence 0: \[\]\ndecoded: ''"),
     "cut within a character": ([TEXT[:-1]], "decoded: 'a\ufffd'"),
     "eod": ([[97, 256]], "decoded: 'a'"),
@@ -9501,7 +9501,10 @@ def test_help_lists_the_commands(one, capsys):
 
 WRONG = {  # arguments, in a folder with pairs and files: an exit code, and a word of the sentence
     "": (2, "COMMAND"),
-    "preprocess --input a.jsonl --output-prefix o --json-keys other": (1, "a.jsonl: line 1: "),
+    "preprocess --input a.jsonl --output-prefix o --no-verbose --json-keys x": (
+        1,
+        "a.jsonl: line 1: ",
+    ),
     "preprocess --input a.jsonl --output-prefix o --shard 1": (2, "--shard"),
     "preprocess --input a.jsonl --output-prefix o --shard 2/2": (1, "2/2"),
     "preprocess --input a.jsonl --output-prefix o --workers x": (2, "--workers"),
