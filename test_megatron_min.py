@@ -9238,8 +9238,8 @@ def test_files_of_rows_are_told_apart(one, tmp_path, name):
 def test_rows_of_parquet_name_the_extra_that_reads_them(one, tmp_path, monkeypatch):
     path = tmp_path / "chat.parquet"
     path.touch()
-    monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
+    missing = mock.Mock(side_effect=ModuleNotFoundError(name="pyarrow"))
+    monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ImportError, match=r"chat\.parquet .*megatron-min\[storage\]"):
         chat(one, path)
 
