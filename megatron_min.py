@@ -8698,25 +8698,29 @@ def main(argv: list[str] | None = None) -> int:
     argv   the words after the name of the program; None: those of this process
     """
     options = _make_parser().parse_args(argv)
+    arrived = []
+
+    def exit_at_signal(number, frame):
+        """End the command as an exception does; 128 + number is how a shell reports a signal."""
+        arrived.append(number)
+        sys.exit(128 + number)
+
     handlers = {}
     for number in (signal.SIGINT, signal.SIGTERM):
-        handlers[number] = signal.signal(number, _exit_at_signal)
+        handlers[number] = signal.signal(number, exit_at_signal)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning
             options.run(options)
     except Exception as error:
+        if len(arrived) > 0:  # what a signal stops may raise an error of its own
+            sys.exit(128 + arrived[0])
         print(f"megatron-min: {_one_line(error)}", file=sys.stderr)
         return 1
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return 0
-
-
-def _exit_at_signal(number, frame):
-    """Let a signal end the command as an exception does; 128 + number is how a shell reports it."""
-    sys.exit(128 + number)
 
 
 def _print_warning(message, *details):
