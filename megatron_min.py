@@ -7366,13 +7366,14 @@ def _import_extra(module, extra, user):
     """
     package = module.partition(".")[0]
     try:
-        return importlib.import_module(module)
+        importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:  # something that the package needs
             raise
         raise ImportError(
             f'{user} needs the package {package}: pip install {package}, or "megatron-min[{extra}]"'
         ) from None
+    return importlib.import_module(module)
 
 
 def build_tokenizer(
@@ -7669,13 +7670,15 @@ class _Encoder:
         columns = {}
         for key in self.json_keys:
             documents = [self._sentences(row[key]) for row in rows]
-            all_tokens = iter(self._tokenize(list(itertools.chain(*documents))))
+            all_tokens = self._tokenize(list(itertools.chain(*documents)))
+            first = 0
             pieces = [self.eod[:0]]  # so that there is something to concatenate
             lengths = []
             ends = []
             for sentences in documents:
-                sequences = [next(all_tokens) for _ in sentences]
-                sequences = [tokens for tokens in sequences if len(tokens) > 0]
+                of_document = all_tokens[first : first + len(sentences)]
+                first += len(sentences)
+                sequences = [tokens for tokens in of_document if len(tokens) > 0]
                 if len(sequences) > 0:
                     lengths.extend(map(len, sequences))
                     lengths[-1] += len(self.eod)
@@ -7885,9 +7888,10 @@ def _files_of(path):
         found = sorted(glob.glob(path, recursive=True))
         return [file for file in found if not os.path.isdir(file)]
     file_system, name = _file_system(path)
-    if file_system.exists(name):
-        return [path]
-    found = file_system.glob(name, detail=True)
+    with _errors_that_name(path):
+        if file_system.exists(name):
+            return [path]
+        found = file_system.glob(name, detail=True)
     files = [file for file in sorted(found) if found[file]["type"] != "directory"]
     return [file_system.unstrip_protocol(file) for file in files]
 
@@ -7903,13 +7907,23 @@ def _file_system(path):
         raise ImportError(f"{_hide_credentials(path)}: {error} ({extra})") from None
 
 
+@contextlib.contextmanager
+def _errors_that_name(path):
+    """Have the errors of storages and compressions, which are of many kinds, name the file."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(f"{_hide_credentials(path)}: cannot be read: {_one_line(error)}") from None
+
+
 def _size_of(path):
     """The size of an input in bytes; None if it has none, such as standard input and a pipe."""
     if path == "-" or (not _is_remote(path) and not os.path.isfile(path)):
         return None
     file_system, name = _file_system(path)
-    file_system.invalidate_cache()
-    return file_system.size(name)
+    with _errors_that_name(path):
+        file_system.invalidate_cache()
+        return file_system.size(name)
 
 
 def _compression(path):
@@ -7964,11 +7978,8 @@ def _cut_inputs(paths, shard):
 def _read_inputs(parts):
     """Yield all lines that begin in the parts of the inputs, as _Blocks."""
     for part in parts:
-        try:
-            with _open_input(part) as file:
-                yield from _read_lines(part, file)
-        except Exception as error:  # each storage and each compression has errors of its own
-            raise OSError(f"{part.name}: cannot be read to its end: {_one_line(error)}") from None
+        with _errors_that_name(part.path), _open_input(part) as file:
+            yield from _read_lines(part, file)
         size = _size_of(part.path)
         if size != part.size:
             raise OSError(
