@@ -1390,6 +1390,37 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         return bool(self.create_attention_mask and not self.inter_document_masking)
 
 
+def get_blend_from_list(
+    blend: typing.Sequence[str] | None,
+) -> tuple[list[str], list[float] | None] | None:
+    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
+
+    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
+    looks like a number would be taken for a weight: write ./2023 for a folder 2023.  Upstream:
+    get_blend_from_list.
+
+    >>> get_blend_from_list(["30", "p1", "70", "p2"])
+    (['p1', 'p2'], [30.0, 70.0])
+    >>> get_blend_from_list(["2023_01", "wiki"])
+    (['2023_01', 'wiki'], None)
+    """
+    if blend is None:
+        return None
+    if isinstance(blend, str) or not isinstance(blend, collections.abc.Iterable):
+        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
+    entries = [str(entry).strip() for entry in blend]
+    is_number = [_number(entry) is not None for entry in entries]
+    if entries and not any(is_number):
+        return entries, None
+    pairs = len(entries) // 2
+    if not entries or is_number != [True, False] * pairs:
+        raise ValueError(
+            f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
+            "(write a prefix that is a number with its folder: ./2023)"
+        )
+    return entries[1::2], [float(weight) for weight in entries[0::2]]
+
+
 # ==============================================================================
 # 4. Three orders
 # ==============================================================================
@@ -7185,31 +7216,30 @@ class SFTDataset(MegatronDataset):
                     f"{name} must be False for SFTDataset: cu_seqlens and position_ids keep the "
                     "conversations of a sample apart"
                 )
-        if self.num_samples and not len(self.indices):
+        if self.num_samples and len(self.indices) == 0:
             raise ValueError(
                 f"{_name(self)}: {index_split.name} of split {config.split!r} holds no rows for "
                 f"{self.num_samples} samples: enlarge it"
             )
+        self._tokenize_conversation = _attribute(config.tokenizer, "tokenize_conversation")
+        identifiers = _attribute(config.tokenizer, "unique_identifiers")
+        if self._tokenize_conversation is None and identifiers is not None:
+            if identifiers.get("add_special_tokens"):
+                raise ValueError(
+                    "SFTDataset wants a tokenizer that was made without add_special_tokens: this "
+                    "one would put its special tokens around each piece of a conversation"
+                )
         self._pad_token_id = _attribute(config.tokenizer, "pad")
         self._fill_token_id = self._pad_token_id
         if self._pad_token_id is None:
             self._fill_token_id = _attribute(config.tokenizer, "eod")
-        if self._fill_token_id is None:
-            raise ValueError(
-                "SFTDataset fills short samples with the tokenizer's pad, or else its eod: this "
-                "tokenizer has neither"
-            )
         self._granularity = 1
         if config.context_parallel_size is not None and config.context_parallel_size > 1:
             self._granularity = 2 * config.context_parallel_size
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> typing.Any:
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
-        if dataset_path is None:
-            raise ValueError(
-                "SFTDataset has no mock data: give a blend of .jsonl or .parquet files"
-            )
         if os.fspath(dataset_path).endswith(".parquet"):
             return _ParquetRows(dataset_path)
         return _JsonlRows(dataset_path)
@@ -7253,10 +7283,11 @@ class SFTDataset(MegatronDataset):
         """Yield (tokens, targets), int64, of one conversation of a row after the other."""
         try:
             for conversation in _split_conversations(self.dataset[row]):
-                tokens, targets = self._encode(conversation)
-                if len(tokens) != len(targets):
-                    raise ValueError(
-                        f"the tokenizer gave {len(tokens)} tokens and {len(targets)} targets"
+                if self._tokenize_conversation is None:
+                    tokens, targets = _encode_conversation(conversation, self.config.tokenizer)
+                else:
+                    tokens, targets = self._tokenize_conversation(
+                        conversation, return_target=True, add_generation_prompt=False
                     )
                 yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
         except Exception as error:
@@ -7264,14 +7295,6 @@ class SFTDataset(MegatronDataset):
             if isinstance(self.dataset, _JsonlRows):
                 place = f"line {self.dataset.line_numbers[row]}"
             raise ValueError(f"{_name(self)}, {place}: {error}") from error
-
-    def _encode(self, conversation):
-        """The tokens and targets of one conversation, by the tokenizer's template or by ours."""
-        tokenizer = self.config.tokenizer
-        tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
-        if tokenize_conversation is None:
-            return _encode_conversation(conversation, tokenizer)
-        return tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
 
     def made_from(self) -> dict:
         """Return what tells the rows from others: their numbers, and the ends of the file."""
@@ -7288,15 +7311,11 @@ class SFTDataset(MegatronDataset):
 def _split_conversations(row):
     """Cut the messages of a row into conversations: each system message begins a new one.
 
-    Anything but {"messages": [message, ...]} is a ValueError.
-
     >>> messages = [{"role": role, "content": "hi"} for role in ("user", "system", "user")]
     >>> [len(conversation) for conversation in _split_conversations({"messages": messages})]
     [1, 2]
     """
-    messages = None
-    if isinstance(row, collections.abc.Mapping):
-        messages = row.get("messages")
+    messages = row.get("messages") if isinstance(row, collections.abc.Mapping) else None
     if not isinstance(messages, list) or len(messages) == 0:
         raise ValueError(
             'wanted "messages", a list of {"role": ..., "content": ...}, '
@@ -7390,11 +7409,6 @@ class _JsonlRows:
 
     def __init__(self, path):
         self.path = os.fspath(path)
-        if self.path.endswith((".gz", ".zst", ".bz2", ".xz")):
-            raise ValueError(
-                f"{self.path}: rows are read in any order, and a compressed file can only be read "
-                "from its beginning: decompress it first"
-            )
         self.starts = array.array("q")
         self.line_numbers = array.array("q")
         position = 0
@@ -7412,29 +7426,19 @@ class _JsonlRows:
         # An open file would have a position, which threads and forked processes could mix up.
         with open(self.path, "rb") as file:
             file.seek(self.starts[row])
-            line = file.readline()
-        try:
-            return json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"no JSON: {error}") from None
+            return json.loads(file.readline())
 
 
 class _ParquetRows:
-    """The rows of a Parquet file, by number; its column "messages" is kept in memory.
-
-    It is read with the package pyarrow (extra "storage").
-    """
+    """The rows of a Parquet file, by number; its column "messages" is kept in memory."""
 
     def __init__(self, path):
         parquet = _import_extra("pyarrow.parquet", "storage", path)
-        with open(path, "rb") as file:
-            try:
-                table = parquet.read_table(file, columns=["messages"])
-            except Exception as error:  # pyarrow raises many kinds
-                raise ValueError(
-                    f'{path}: damaged, or no Parquet file with a column "messages": {error}'
-                ) from None
-        self._messages = table.column("messages")
+        try:
+            table = parquet.read_table(path, columns=["messages"])
+            self._messages = table.column("messages")
+        except Exception as error:  # pyarrow raises many kinds, and none names the file
+            raise ValueError(f'{path}: wanted a Parquet file with "messages": {error}') from None
 
     def __len__(self):
         return len(self._messages)
@@ -7446,20 +7450,18 @@ class _ParquetRows:
 # ==============================================================================
 # 20. Audit
 # ==============================================================================
-# Question answered here: which documents made this batch, and what will this blend do?
+# Question answered here: which documents made this sample, and which samples read this document?
 #
-#   trace(dataset, k)         a sample          ->  its spans: which tokens of which documents
-#   find(dataset, pair, i)    a sequence        ->  the samples that hold tokens of it
-#   explain(dataset, step)    a training step   ->  the samples of all ranks, the spans of each
-#   plan(config, sizes)       a config          ->  what the builder would build
+#   trace(dataset, k)         a sample      ->  its spans: which tokens of which documents
+#   find(dataset, pair, i)    a sequence    ->  the samples that hold tokens of it
 #
-# The first three follow from the orders of section 4, and read no token.  trace() goes down this
-# table, as GPTDataset.pieces() does, and find() goes up:
+# Both follow from the orders of section 4, and read no token.  trace() goes down this table, as
+# GPTDataset.pieces() does, and find() goes up:
 #
 #   array            trace() goes from        to                        find() goes back by
-#   shuffle_index    sample k                 sample j of the stream    its inverse, made once
+#   shuffle_index    sample k                 sample j of the stream    its inverse
 #   sample_index     sample j of the stream   positions d .. d'         binary search
-#   document_index   positions d .. d'        sequences                 a sorted copy, made once
+#   document_index   positions d .. d'        sequences                 one pass over it
 #
 # A BlendedDataset has two arrays above these: they say which sample of which dataset sample i is.
 
@@ -7482,7 +7484,7 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     """Return the spans of sample k, in order: its S + x tokens, or fewer if it is padded.
 
     A subclass that changes tokens when it reads them is traced to the tokens before the change.
-    Cost: that of dataset.pieces(k), a binary search for each span, and the record of each pair; no
+    Cost: that of dataset.pieces(k), a binary search for each span, and the record of the pair; no
     token is read.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
@@ -7497,75 +7499,51 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     >>> find(train, train.dataset_path, 2)             # the samples that hold tokens of cccccc
     [0, 1]
     """
-    return _trace(dataset, k, {})
-
-
-def _trace(dataset, k, records):
-    """Trace a sample; records keeps the record of each pair that was seen."""
     if isinstance(dataset, BlendedDataset):
         i = _position(k, len(dataset), "the samples of a blend")
         part = dataset.datasets[dataset.dataset_index[i]]
-        return _trace(part, int(dataset.dataset_sample_index[i]), records)
+        return trace(part, int(dataset.dataset_sample_index[i]))
+    is_pair = isinstance(dataset.dataset, IndexedDataset)
+    record = None
+    if is_pair:
+        record = _read_record(dataset.dataset_path)  # what the pair was made from: section 18
     spans = []
     sample_offset = 0
-    for sequence, offset, length in _pieces(dataset, k):
-        if length > 0:
+    for sequence, offset, length in dataset.pieces(k):
+        if length == 0:
+            continue
+        document = sequence  # of mock data, or of a reader of the user's own
+        byte_offset = None
+        input = None
+        input_document = None
+        if is_pair:
             document, byte_offset = _place_in_pair(dataset.dataset, sequence, offset)
-            input, input_document = _place_in_input(dataset, document, records)
-            spans.append(
-                Span(
-                    path_prefix=dataset.dataset_path,
-                    sequence=sequence,
-                    document=document,
-                    offset=offset,
-                    length=length,
-                    byte_offset=byte_offset,
-                    sample_offset=sample_offset,
-                    input=input,
-                    input_document=input_document,
-                )
+        if record is not None:
+            input, input_document = _input_of_document(record, document)
+        spans.append(
+            Span(
+                path_prefix=dataset.dataset_path,
+                sequence=sequence,
+                document=document,
+                offset=offset,
+                length=length,
+                byte_offset=byte_offset,
+                sample_offset=sample_offset,
+                input=input,
+                input_document=input_document,
             )
-            sample_offset += length
+        )
+        sample_offset += length
     return spans
 
 
-def _pieces(dataset, k):
-    """The pieces of sample k; TypeError for a dataset that is not cut from a stream of tokens."""
-    if not hasattr(dataset, "pieces"):
-        raise TypeError(
-            f"{type(dataset).__name__} cannot be traced: its samples are not pieces of sequences, "
-            "as those of a GPTDataset are"
-        )
-    return dataset.pieces(k)
-
-
 def _place_in_pair(pair, sequence, offset):
-    """The document of a sequence, and the byte of the .bin at which its token offset is.
-
-    A reader of the user's own, as that of mock data, has neither: there a sequence is a document.
-    """
-    if not isinstance(pair, IndexedDataset):
-        return sequence, None
+    """The document of a sequence, and the byte of the .bin at which its token offset is."""
     # A document without sequences begins where the next one begins: the last one has the sequence.
     # bisect, since the entries lie unaligned in the file: np.searchsorted() would copy all of them.
     document = bisect.bisect_right(pair.document_indices, sequence) - 1
     token_bytes = DType.size(pair.dtype)
     return document, int(pair.sequence_pointers[sequence]) + offset * token_bytes
-
-
-def _place_in_input(dataset, document, records):
-    """The input file of a document, and its number there; (None, None) without a record."""
-    prefix = dataset.dataset_path
-    if not isinstance(dataset.dataset, IndexedDataset):
-        return None, None
-    if prefix not in records:
-        records[prefix] = read_record(prefix)
-    return input_of_document(records[prefix], document)
-
-
-def _parts_of(dataset):
-    """The datasets of a blend, or the dataset alone."""
-    return dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
 
 
 def find(
@@ -7576,387 +7554,50 @@ def find(
     path_prefix   the pair; None for mock data
     Raises        ValueError if the dataset has no such pair, IndexError if the pair has no such
                   sequence
-    Cost          that of a SampleFinder: take one yourself for many questions
+    Cost          one pass over the orders, 4 or 8 bytes for each sample; a few binary searches for
+                  each epoch; and the samples that are found
     """
-    return SampleFinder(dataset).find(path_prefix, sequence)
+    prefix = path_prefix if path_prefix is None else os.fspath(path_prefix)
+    parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    prefixes = [part.dataset_path for part in parts]
+    if prefix not in prefixes:
+        names = ", ".join(str(name) for name in prefixes)
+        raise ValueError(f"{prefix} is not a pair of this dataset, which has {names}")
+    found = []
+    for d, part in enumerate(parts):
+        if prefixes[d] != prefix:
+            continue
+        samples = _samples_of_sequence(part, sequence)
+        if isinstance(dataset, BlendedDataset):
+            # The samples 0, 1, 2, ... of a part come in this order in the blend, which may take
+            # fewer of them than the part has.
+            places = np.flatnonzero(dataset.dataset_index == d)
+            samples = [int(places[k]) for k in samples if k < len(places)]
+        found += samples
+    return sorted(found)
 
 
-class SampleFinder:
-    """Finds the samples of a dataset that hold tokens of a sequence.
-
-    Cost: the first question about a pair sorts a copy of document_index and inverts shuffle_index
-    (10 million documents: a third of a second), 8 bytes for each document of all epochs and 4 or 8
-    for each sample, and 8 more for each sample of a blend.  Each further question takes a few
-    binary searches for each epoch, and the samples that are found.
-    """
-
-    def __init__(self, dataset: GPTDataset | BlendedDataset) -> None:
-        self._dataset = dataset
-        self._parts = _parts_of(dataset)
-        self._orders = {}  # of the parts that were asked about
-
-    def find(self, path_prefix: str | os.PathLike | None, sequence: int) -> list[int]:
-        """Return the samples that hold a token of this sequence of the pair, in order."""
-        prefix = path_prefix if path_prefix is None else os.fspath(path_prefix)
-        prefixes = [part.dataset_path for part in self._parts]
-        if prefix not in prefixes:
-            names = ", ".join(str(name) for name in prefixes)
-            raise ValueError(f"{prefix} is not a pair of this dataset, which has {names}")
-        found = []
-        for d, part in enumerate(self._parts):
-            if prefixes[d] == prefix:
-                if d not in self._orders:
-                    self._orders[d] = _InvertedOrders(part)
-                found += self._in_dataset(d, self._orders[d].find(sequence))
-        return sorted(found)
-
-    def _in_dataset(self, d, samples):
-        """Samples of part d -> the same samples, as the whole dataset numbers them."""
-        if not isinstance(self._dataset, BlendedDataset):
-            return samples
-        # The samples 0, 1, 2, ... of a part come in this order in the blend.
-        orders = self._orders[d]
-        if orders.places_in_blend is None:
-            orders.places_in_blend = np.flatnonzero(self._dataset.dataset_index == d)
-        places = orders.places_in_blend
-        # a part may be built for more samples than the blend takes of it
-        return [int(places[k]) for k in samples if k < len(places)]
-
-
-class _InvertedOrders:
-    """The orders of a GPTDataset, from a sequence to samples."""
-
-    def __init__(self, dataset):
-        _pieces(dataset, 0)  # an error for a dataset that has none
-        self._dataset = dataset
-        self.places_in_blend = None
-        # One number for each entry of document_index, sequence * size + position.  When they are
-        # sorted, those of a sequence are neighbours: binary search finds the first and the last.
-        self._size = len(dataset.document_index)
-        if self._size > 2**32:
-            raise ValueError(f"find() knows up to 2**32 places of documents, not {self._size}")
-        self._places = dataset.document_index.astype(np.int64)
-        self._places *= self._size
-        self._places += np.arange(self._size)
-        self._places.sort()
-        # where each sample of the stream is in the shuffled order
-        shuffle_index = dataset.shuffle_index
-        self._numbers = np.empty_like(shuffle_index)
-        self._numbers[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
-
-    def find(self, sequence):
-        """The samples that hold a token of this sequence of the pair."""
-        i = _position(sequence, len(self._dataset.dataset), f"{_name(self._dataset)}, its pair")
-        begin, end = np.searchsorted(self._places, [i * self._size, (i + 1) * self._size])
-        found = []
-        for k in self._samples_at(self._places[begin:end] - i * self._size):
-            if any(piece[0] == i and piece[2] > 0 for piece in self._dataset.pieces(k)):
-                found.append(k)
-        return found
-
-    def _samples_at(self, positions):
-        """The samples that may hold a token of one of these positions of the stream."""
-        starts = self._dataset.sample_index[:, 0]  # where samples start, in order
-        num_samples = len(starts) - 1
-        samples = set()
-        for d in positions.tolist():
-            # Those that start at d may hold its tokens, and the last one that starts before d.
-            first = max(0, bisect.bisect_left(starts, d) - 1)
-            end = min(bisect.bisect_right(starts, d), num_samples)
-            samples.update(self._numbers[first:end].tolist())
-        # a subclass may have a smaller len()
-        return [k for k in samples if k < len(self._dataset)]
-
-
-class ExplainedSample(typing.NamedTuple):
-    """A sample of a global batch; see explain()."""
-
-    data_parallel_rank: int
-    micro_batch: int  # counted from 0 in the step
-    sample: int | None  # of the dataset; None is padding
-    spans: list[Span]  # none for padding
-
-
-def explain(
-    dataset: typing.Any,
-    step: int,
-    *,
-    global_batch_size: int,
-    micro_batch_size: int,
-    data_parallel_size: int = 1,
-    consumed_samples: int = 0,
-    dataloader_type: str = "single",
-    data_sharding: bool = True,
-    full_validation: bool = False,
-    drop_last: bool = True,
-    seed: int = 0,
-) -> list[ExplainedSample]:
-    """Return what the loaders of all data-parallel ranks give in one step of training.
-
-    step               counted from 0: the first step after consumed_samples is step 0
-    global_batch_size  samples in a step, of all ranks: a whole number of rounds (section 8)
-    consumed_samples   samples that were consumed before step 0, also by steps of another size
-    the others         as for build_pretraining_data_loader()
-    Returns            one entry for each sample, rank by rank, each rank's in the order of reading;
-                       fewer than global_batch_size where the order ends in this step
-    Raises             ValueError if the run has no such step
-    Cost               O(global_batch_size) spans; "cyclic" draws, for each rank, the order of an
-                       epoch.  No token is read.
-
-    >>> dataset = BlendedMegatronDatasetBuilder(
-    ...     GPTDataset, [6, 0, 0], lambda: True,
-    ...     GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
-    ...                      tokenizer=ByteTokenizer(), create_attention_mask=False)).build()[0]
-    >>> layout = dict(global_batch_size=2, micro_batch_size=1, data_parallel_size=2)
-    >>> for rank, micro_batch, sample, spans in explain(dataset, 1, **layout):
-    ...     print(rank, micro_batch, sample, [(span.sequence, span.length) for span in spans])
-    0 0 2 [(2, 3), (0, 2)]
-    1 0 3 [(1, 1), (2, 4)]
-    """
-    if step < 0 or data_parallel_size < 1:
-        raise ValueError(
-            f"wanted step >= 0 and data_parallel_size >= 1, got {step} and {data_parallel_size}"
-        )
-    begin = consumed_samples + step * global_batch_size
-    if dataloader_type != "cyclic" and not 0 <= begin < len(dataset):
-        raise ValueError(f"step {step} begins at sample {begin} of {len(dataset)}: no such step")
-    samples_per_round = data_parallel_size
-    if not full_validation:
-        samples_per_round *= micro_batch_size
-    rounds, rest = divmod(global_batch_size, samples_per_round)
-    if rest or rounds < 1:
-        raise ValueError(
-            f"global_batch_size: wanted a multiple of the round of {samples_per_round} samples, "
-            f"got {global_batch_size}"
-        )
-    records = {}
-    explained = []
-    for rank in range(data_parallel_size):
-        place = begin, micro_batch_size, rank, data_parallel_size
-        order = dataloader_type, data_sharding, full_validation, drop_last, seed
-        batches = _make_sampler(dataset, *place, *order)
-        if batches.kind == "cyclic":
-            batches = cyclic_iter(batches)  # the step may go on in the next turn
-        for micro_batch, samples in enumerate(itertools.islice(batches, rounds)):
-            for k in samples:
-                spans = []
-                if k is not None:
-                    spans = _trace(dataset, k, records)
-                explained.append(ExplainedSample(rank, micro_batch, k, spans))
-    if len(explained) == 0:
-        raise ValueError(f"step {step} begins at sample {begin}: what is left fills no round")
-    return explained
-
-
-# -- plan() ------------------------------------------------------------------------------------
-
-
-class PlanRow(typing.NamedTuple):
-    """What plan() says of one corpus in one split."""
-
-    split: str
-    path_prefix: str | None  # None: mock data
-    documents: int  # sequences of this split
-    tokens: int  # in these
-    samples_requested: int | None  # what it is built for; None: one epoch
-    samples_built: int  # whole epochs of that many samples at least
-    samples_drawn: int  # what a run of the wanted size reads
-    epochs: fractions.Fraction  # S * samples_drawn / tokens
-    weight_asked: float  # share of the samples of the split; 1 for a corpus alone
-    weight_achieved: fractions.Fraction  # samples_drawn of the samples of the split
-    tokens_cut: int  # tokens at the end of the last epoch that fill no sample
-    steps_per_epoch: fractions.Fraction | None  # of train: steps in which the corpus is read once
-
-
-class Plan(typing.NamedTuple):
-    """What plan() returns: a row for each corpus of each split, and what may cost a run."""
-
-    rows: list[PlanRow]
-    notes: list[str]
-
-
-def plan(
-    config: GPTDatasetConfig,
-    sizes: typing.Sequence[int | None],
-    global_batch_size: int | None = None,
-) -> Plan:
-    """Return what a BlendedMegatronDatasetBuilder of GPTDatasets would build, and a run would read.
-
-    sizes              samples wanted of train, valid and test; None: one epoch, as for the builder
-    global_batch_size  samples in a step, for steps_per_epoch
-    Raises             ValueError where the builder raises one
-    Cost               opens each pair and reads the lengths of its documents; the blends are made,
-                       10 bytes for each sample of them.  No token is read, and nothing is written.
-
-    >>> prefix = toy_corpus()                                   # 3 documents, 13 tokens
-    >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
-    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
-    >>> [row], notes = plan(config, [6, 0, 0], global_batch_size=2)
-    >>> row.samples_built, row.epochs, row.tokens_cut, row.steps_per_epoch
-    (6, Fraction(24, 13), 1, Fraction(13, 8))
-    """
-    if global_batch_size is not None and global_batch_size < 1:
-        raise ValueError(f"global_batch_size must be >= 1, got {global_batch_size}")
-    cls = MockGPTDataset if config.mock else GPTDataset
-    opened = {}  # the lengths of the sequences of each pair
-    rows = []
-    notes = []
-    for blend in _entries_of_config(config, sizes):
-        corpora = []
-        requested = blend.sizes(config.mid_level_dataset_surplus)
-        for prefix, num_samples in zip(blend.prefixes, requested, strict=True):
-            if prefix not in opened:
-                opened[prefix] = cls.build_low_level_dataset(prefix, config).sequence_lengths
-            corpora.append(_PlannedCorpus(config, blend, prefix, opened[prefix], num_samples))
-        drawn = _samples_drawn(blend, [corpus.epochs.num_samples for corpus in corpora])
-        shares = _shares_asked(blend, corpora)
-        for corpus, num_drawn, share in zip(corpora, drawn, shares, strict=True):
-            if num_drawn > corpus.epochs.num_samples:
-                corpus.enlarge(num_drawn)
-            row = corpus.row(num_drawn, share, sum(drawn), global_batch_size)
-            rows.append(row)
-            notes += corpus.notes(row)
-        if blend.size is not None and sum(drawn) < blend.size:
-            notes.append(
-                f"{blend.split.name}: an epoch has {sum(drawn):,} samples, not {blend.size:,}: the "
-                "run will end early"
-            )
-    return Plan(rows, notes)
-
-
-_MANY_EPOCHS = 4  # repeating data more often than this is known to teach a model less and less
-_MUCH = 0.05  # from this share on, a difference of a weight is worth a note
-
-
-class _PlannedCorpus:
-    """A corpus in a split of a config, and the epochs of it that a number of samples takes."""
-
-    def __init__(self, config, blend, prefix, lengths, num_samples):
-        self.config = config
-        self.blend = blend
-        self.prefix = prefix
-        self.name = f"{blend.split.name} of {'mock data' if prefix is None else prefix}"
-        self.documents = range(*split_range(blend.bounds, len(lengths)))
-        self.tokens = _count_tokens(lengths, self.documents)
-        self.enlarge(num_samples)
-
-    def enlarge(self, num_samples):
-        """Plan for so many samples: a blend may take more of a corpus than its surplus."""
-        self.requested = num_samples
-        self.epochs = self.plan_epochs(num_samples)
-
-    def plan_epochs(self, num_samples):
-        """Return the EpochPlan of so many samples of this corpus; None: one epoch."""
-        config = self.config
-        is_valid = self.blend.split is Split.valid
-        drop_last = config.drop_last_partial_validation_sequence or not is_valid
-        x = config.add_extra_token_to_sequence
-        try:
-            return plan_epochs(self.tokens, num_samples, config.sequence_length, drop_last, x)
-        except ValueError as error:  # it holds no tokens
-            raise ValueError(f"{self.name}: {error}") from None
-
-    def row(self, drawn, weight_asked, drawn_of_all, global_batch_size):
-        """Return the PlanRow, for a run that reads so many samples of this corpus and of all."""
-        S = self.config.sequence_length
-        built = self.epochs.num_samples
-        tokens_in_use = 0
-        if built > 0:
-            tokens_in_use = built * S + self.config.add_extra_token_to_sequence
-        epochs = fractions.Fraction(0)
-        weight_achieved = fractions.Fraction(0)
-        steps_per_epoch = None
-        if drawn > 0:
-            epochs = fractions.Fraction(drawn * S, self.tokens)
-            weight_achieved = fractions.Fraction(drawn, drawn_of_all)
-            if global_batch_size is not None and self.blend.split is Split.train:
-                steps_per_epoch = fractions.Fraction(drawn_of_all, global_batch_size) / epochs
-        return PlanRow(
-            split=self.blend.split.name,
-            path_prefix=self.prefix,
-            documents=len(self.documents),
-            tokens=self.tokens,
-            samples_requested=self.requested,
-            samples_built=built,
-            samples_drawn=drawn,
-            epochs=epochs,
-            weight_asked=weight_asked,
-            weight_achieved=weight_achieved,
-            tokens_cut=max(0, self.epochs.num_epochs * self.tokens - tokens_in_use),
-            steps_per_epoch=steps_per_epoch,
-        )
-
-    def notes(self, row):
-        """Return sentences on what may cost a run."""
-        notes = []
-        if row.epochs > _MANY_EPOCHS:
-            notes.append(
-                f"{self.name}: read {float(row.epochs):.1f} times: more than {_MANY_EPOCHS} times "
-                "is worth less and less"
-            )
-        difference = abs(float(row.weight_achieved) - row.weight_asked)
-        if self.blend.size != 0 and difference > _MUCH * row.weight_asked:
-            notes.append(
-                f"{self.name}: a weight of {row.weight_asked:.4g} cannot be met with so few "
-                f"samples: {row.samples_drawn:,} are drawn, {float(row.weight_achieved):.4g} of all"
-            )
-        n = row.samples_requested
-        other = self.size_of_other_order(n)
-        if other is not None and self.blend.split is Split.train:
-            notes.append(
-                f"{self.name}: for {_count(other, 'sample')} instead of {n:,} all of them would be "
-                "shuffled anew, from the first one on: set stable_order if the run may become "
-                "longer or shorter"
-            )
-        return notes
-
-    def size_of_other_order(self, n):
-        """A number of samples, 1 % more than n or less, that has another order; None: none has."""
-        if not n or self.config.stable_order:
-            return None
-        margin = max(1, n // 100)
-        for other in (n + margin, max(1, n - margin)):
-            epochs = self.plan_epochs(other)
-            is_as_long = epochs.num_epochs == self.epochs.num_epochs
-            if not is_as_long or epochs.separate_final_epoch != self.epochs.separate_final_epoch:
-                return other
-        return None
-
-
-def _samples_drawn(blend, built):
-    """How many samples a run reads of each corpus of a blend; built: how many each has."""
-    if blend.is_one_corpus:
-        return [built[0] if blend.size is None else int(blend.size)]
-    if blend.phases is not None:
-        phases = blend.phases
-    elif blend.weights is not None:
-        phases = [(sum(math.ceil(blend.size * weight) for weight in blend.weights), blend.weights)]
-    elif sum(built) == 0 and blend.size != 0:
-        raise ValueError(f"{blend.split.name}: no corpus of the blend holds a whole sample")
-    elif blend.size is None or sum(built) == 0:
-        return built
-    else:
-        phases = [(min(int(blend.size), sum(built)), _normalize_used(built))]
-    size = sum(samples for samples, _ in phases)
-    dataset_index = np.zeros(size, np.int16)
-    build_phase_indices(dataset_index, np.zeros(size, np.int64), phases)
-    return np.bincount(dataset_index, minlength=len(built)).tolist()
-
-
-def _shares_asked(blend, corpora):
-    """The share of the samples of a split that each corpus is to give."""
-    if blend.is_one_corpus:
-        return [1.0]
-    if blend.weights is not None:
-        return blend.weights
-    if blend.phases is None:
-        built = [corpus.epochs.num_samples for corpus in corpora]
-        return [count / max(1, sum(built)) for count in built]
-    shares = np.zeros(len(corpora))
-    size = sum(samples for samples, _ in blend.phases)
-    for samples, weights in blend.phases:
-        shares += np.multiply(weights, samples / size)
-    return shares.tolist()
+def _samples_of_sequence(dataset, sequence):
+    """The samples of a GPTDataset that hold a token of a sequence, in any order."""
+    i = _position(sequence, len(dataset.dataset), f"{_name(dataset)}, its pair")
+    shuffle_index = dataset.shuffle_index
+    numbers = np.empty_like(shuffle_index)  # sample j of the stream -> k
+    numbers[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
+    starts = dataset.sample_index[
+        :, 0
+    ]  # where samples start, in order, and where the last one ends
+    positions = np.flatnonzero(dataset.document_index == i)
+    # Those that start at a position may hold its tokens, and the last one that starts before it.
+    firsts = np.searchsorted(starts, positions) - 1
+    ends = np.searchsorted(starts, positions, "right")
+    samples = set()
+    for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
+        samples.update(numbers[max(0, first) : end].tolist())
+    found = []
+    for k in samples:
+        if any(piece[0] == i and piece[2] > 0 for piece in dataset.pieces(k)):
+            found.append(k)
+    return found
 
 
 # ==============================================================================
@@ -7967,25 +7608,8 @@ def _shares_asked(blend, corpora):
 #   megatron-min preprocess --input 'books/*.jsonl' --output-prefix books --append-eod --workers 8
 #   megatron-min merge      --input books_text_document wiki_text_document --output-prefix all
 #   megatron-min inspect    all --tokenizer tokenizer.json
-#   megatron-min verify     all cache
-#   megatron-min build      --config run.toml --path-to-cache cache
-#   megatron-min plan       --config run.toml --global-batch-size 512
-#   megatron-min trace      --config run.toml --step 31000 --global-batch-size 512 --decode
-#   megatron-min find       --config run.toml --path-prefix books --sequence 12
+#   megatron-min verify     all books_text_document
 #   megatron-min demo
-#
-# build, plan, trace and find read the options of a run.  Those that people type are flags; the TOML
-# file of --config may hold these and all others:
-#
-#   flag              in run.toml                              what becomes of it
-#   --blend 7 a 3 b   blend = [7, "a", 3, "b"]                 fields of GPTDatasetConfig
-#   --random-seed 1   random_seed = 1
-#                     eod_mask_loss = true, ...
-#   --tokenizer t     tokenizer = "t", eod_token = "<end>"     arguments of build_tokenizer()
-#   --sizes 9 9 none  sizes = [9, 9, "none"]                   sizes of the builder
-#   --global-...      global_batch_size = 8, seed = 1, ...     arguments of explain()
-#
-# A flag wins over the file.  A blend of the command line replaces all blends of the file.
 #
 #   how a command ends                              exit code
 #   well                                            0
@@ -7998,126 +7622,34 @@ def _shares_asked(blend, corpora):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code; codes 2 and 143 come as SystemExit.
+    """Run a command and return its exit code; codes 2, 130 and 143 come as SystemExit.
 
     argv   the words after the name of the program; None: those of this process
     """
     options = _make_parser().parse_args(argv)
-    with warnings.catch_warnings(), _exit_at_sigterm(), _any_text_on_stdout():
-        warnings.showwarning = _print_warning
-        return _run_command(options)
+    arrived = []
 
+    def exit_at_signal(number, frame):
+        """End the command as an exception does; 128 + number is how a shell reports a signal."""
+        arrived.append(number)
+        sys.exit(128 + number)
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults, and keeps the lines of the example: two formatters of argparse."""
-
-
-def _make_parser():
-    """Return the parser of all commands; each stores the function that runs it as options.run."""
-    parser = argparse.ArgumentParser(
-        _program_name(),
-        description="Megatron-LM's GPT data path: text to files to indices to resumable batches.",
-        epilog=f"{_program_name()} COMMAND --help shows the options of a command, and an example.",
-    )
-    version = f"{__version__} ({_describe_kernels()})"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_preprocess(commands)
-    _add_merge(commands)
-    _add_inspect(commands)
-    _add_verify(commands)
-    _add_build(commands)
-    _add_plan(commands)
-    _add_trace(commands)
-    _add_find(commands)
-    _add_demo(commands)
-    return parser
-
-
-def _add_command(commands, name, run, help, example, makes_files=False):
-    """Add a command without options yet, and return its parser.
-
-    run          the generator that runs the command: it takes the options, and yields the lines
-                 that are printed
-    help         what the command does, in a line
-    example      a command line, without the name of the program and of the command
-    makes_files  is its work done when its files are there?  Else its work is what it prints
-    """
-    parser = commands.add_parser(
-        name,
-        help=help,
-        description=help,
-        formatter_class=_HelpFormatter,
-        argument_default=argparse.SUPPRESS,  # what is not given, and has no default, is not there
-    )
-    parser.epilog = f"example:\n  {parser.prog} {example}".rstrip()
-    parser.set_defaults(run=run, makes_files=makes_files)
-    return parser
-
-
-def _program_name():
-    """How this program was started: also a copy of this file alone is one."""
-    if os.path.basename(sys.argv[0]) == os.path.basename(__file__):
-        return f"python {sys.argv[0]}"
-    return "megatron-min"
-
-
-def _run_command(options):
-    """Run the command and return the exit code; an error becomes one sentence on stderr."""
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, exit_at_signal)
     try:
-        return _print_lines(options.run(options), options.makes_files)
-    except (Exception, KeyboardInterrupt) as error:
-        signal_error = _find_signal(error)
-        if isinstance(signal_error, SystemExit):
-            raise signal_error from None
-        if isinstance(signal_error, KeyboardInterrupt):
-            print("megatron-min: interrupted", file=sys.stderr)
-            return 130
+        with warnings.catch_warnings():
+            warnings.showwarning = _print_warning
+            options.run(options)
+    except Exception as error:
+        if len(arrived) > 0:  # what a signal stops may raise an error of its own
+            sys.exit(128 + arrived[0])
         print(f"megatron-min: {_one_line(error)}", file=sys.stderr)
         return 1
-
-
-def _print_lines(lines, makes_files):
-    """Print what a command says, and return the exit code.
-
-    makes_files   then the lines tell of files that are made, whether or not there is room for the
-                  lines; else it is an error that they cannot be written
-    """
-    for line in lines:
-        try:
-            print(line, flush=True)
-        except OSError as error:
-            # Python would try to write the line again when it exits: send it to nowhere.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            # A reader may have seen enough, as in "megatron-min demo | head -1".
-            if not isinstance(error, BrokenPipeError):
-                print(f"megatron-min: output: {_one_line(error)}", file=sys.stderr)
-            if not makes_files:
-                return 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return 0
-
-
-def _find_signal(error):
-    """What a signal has raised, if that led to this error; else None.
-
-    A signal that comes while a pool starts a thread makes the pool raise an error of its own.
-    """
-    while error is not None:
-        if isinstance(error, (SystemExit, KeyboardInterrupt)):
-            return error
-        error = error.__context__
-    return None
-
-
-def _one_line(error):
-    """Return the message of an error on one line; an unexpected kind of error is named."""
-    words = str(error).split()
-    if len(words) == 0:
-        return type(error).__name__
-    message = _hide_credentials(" ".join(words))
-    if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)):
-        return message
-    return f"{type(error).__name__}: {message}"
 
 
 def _print_warning(message, *details):
@@ -8125,959 +7657,174 @@ def _print_warning(message, *details):
     print(f"warning: {_one_line(message)}", file=sys.stderr)
 
 
-@contextlib.contextmanager
-def _any_text_on_stdout():
-    """Print \\xe9 for a letter that the terminal's encoding lacks, instead of stopping there."""
-    if not isinstance(sys.stdout, io.TextIOWrapper):  # closed by the shell, or a program's own
-        yield
-        return
-    errors = sys.stdout.errors
-    sys.stdout.reconfigure(errors="backslashreplace")
+def _say(line):
+    """Print a line of what a command has found or made."""
     try:
-        yield
-    finally:
-        sys.stdout.reconfigure(errors=errors)
+        print(line, flush=True)
+    except OSError as error:
+        # Python would try to write the line again when it exits: send it to nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # A reader may have seen enough, as in "megatron-min demo | head -1".
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
-@contextlib.contextmanager
-def _exit_at_sigterm():
-    """Let SIGTERM end the with block as an exception does, so that files are cleaned up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python allows only the main thread to handle signals
-        return
-    previous = signal.signal(signal.SIGTERM, _exit_143)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def _make_parser():
+    """Return the parser of all commands; each stores the function that runs it as options.run."""
+    parser = argparse.ArgumentParser(
+        "megatron-min",
+        description="Megatron-LM's GPT data path: text to files to indices to resumable batches.",
+        epilog="megatron-min COMMAND --help shows the options of a command, and an example.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    example = "--input 'books/*.gz' --output-prefix book --append-eod"
+    text = "JSON lines, also compressed, to .bin/.idx pairs"
+    command = _add_command(commands, "preprocess", _run_preprocess, text, example)
+    command.usage = "megatron-min preprocess --input PATH ... --output-prefix PREFIX [options]"
+    text = "files, globs, URLs; .gz, .bz2, .xz, .zst; - is stdin"
+    command.add_argument("--input", nargs="+", required=True, help=text, metavar="PATH")
+    text = "the pairs are PREFIX_KEY_document"
+    command.add_argument("--output-prefix", required=True, help=text, metavar="PREFIX")
+    _add_tokenizer(command)
+    command.add_argument("--append-eod", action="store_true", help="eod after each document")
+    text = "each key becomes a pair; without: text"
+    command.add_argument("--json-keys", nargs="+", default=["text"], help=text, metavar="KEY")
+    text = "a sentence is a sequence; PREFIX_KEY_sentence"
+    command.add_argument("--split-sentences", action="store_true", help=text)
+    text = "processes; the files are the same for any number"
+    command.add_argument("--workers", type=int, default=1, help=text, metavar="N")
+    text = "make the i-th of n parts, from 0 on; merge joins them"
+    command.add_argument("--shard", type=_shard, default=(0, 1), help=text, metavar="i/n")
+    text = "at a bad line: stop (the default), or skip to count it"
+    command.add_argument("--on-error", default="stop", help=text, metavar="HOW")
+    text = "no progress on stderr"
+    command.add_argument("--no-verbose", dest="verbose", action="store_false", help=text)
+
+    example = "--input a_text_document b_text_document --output-prefix all"
+    text = "append pairs of one dtype into a new pair"
+    command = _add_command(commands, "merge", _run_merge, text, example)
+    text = "path prefixes of pairs, in order"
+    command.add_argument("--input", nargs="+", required=True, help=text, metavar="PREFIX")
+    command.add_argument("--output-prefix", required=True, help="of the new pair", metavar="PREFIX")
+    command.add_argument("--multimodal", action="store_true", help="the pairs hold modes")
+
+    place = "path or URL of a pair, without .bin and .idx"
+    example = "books_text_document --tokenizer tokenizer.json"
+    text = "counts, lengths and first tokens of a pair"
+    command = _add_command(commands, "inspect", _run_inspect, text, example)
+    command.add_argument("prefix", help=place)
+    _add_tokenizer(command)
+
+    text = "check every entry of pairs"
+    command = _add_command(commands, "verify", _run_verify, text, "books_text_document")
+    command.add_argument("prefix", nargs="+", help=place)
+
+    text = "real text to blended, resumable batches, in a few seconds"
+    _add_command(commands, "demo", _run_demo, text, "")
+    return parser
 
 
-def _exit_143(signal_number, frame):
-    """Handle SIGTERM; 143 = 128 + 15 is how a shell reports a process that SIGTERM has ended."""
-    sys.exit(143)
+def _add_command(commands, name, run, help, example):
+    """Add a command that is run by run(options); return its parser, which has no options yet."""
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=help,
+        epilog=f"example:\n  megatron-min {name} {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
 
 
-# -- What the commands share -------------------------------------------------------------------
-
-
-_TOKENIZERS = "bytes, null:VOCAB, a tokenizer.json, its folder, or module:attribute"
-
-
-def _add_tokenizer_options(parser):
+def _add_tokenizer(command):
     """Add the arguments of build_tokenizer()."""
-    parser.add_argument("--tokenizer", default="bytes", help=_TOKENIZERS)
-    parser.add_argument(
-        "--eod-token",
-        help="text of the end-of-document token of a tokenizer.json; without, <|endoftext|> or "
-        "else </s>",
-    )
-    parser.add_argument(
-        "--add-special-tokens",
-        action="store_true",
-        default=False,
-        help="let a tokenizer.json add its own special tokens, such as BOS, to each text",
-    )
+    text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
+    command.add_argument("--tokenizer", default="bytes", help=text, metavar="NAME")
+    text = "end-of-document token of a tokenizer.json"
+    command.add_argument("--eod-token", help=text, metavar="TEXT")
 
 
-def _tokenizer_of(values):
-    """Return the tokenizer that the values of options by name, or of a file, describe."""
-    return build_tokenizer(
-        values.get("tokenizer", "bytes"),
-        values.get("eod_token"),
-        values.get("add_special_tokens", False),
-    )
-
-
-def _add_json_flag(parser):
-    parser.add_argument(
-        "--json", action="store_true", default=False, help="print JSON, for other programs"
-    )
-
-
-def _whole_number(text):
-    """The type of an option that is a number from 0 on."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"wanted a whole number, 0 or more, got {text}")
-    return int(text)
-
-
-def _positive_number(text):
-    """The type of an option that is a number from 1 on."""
-    number = _whole_number(text)
-    if number == 0:
-        raise argparse.ArgumentTypeError("wanted a whole number, 1 or more, got 0")
-    return number
-
-
-def _pair_prefix(path):
-    """The type of an argument that names a pair: a shell completes x to x.bin, which means x."""
-    for extension in (".bin", ".idx"):
-        if path.endswith(extension) and not IndexedDataset.exists(path):
-            return path.removesuffix(extension)
-    return path
-
-
-def _counts(label, dataset):
-    """A line about a pair."""
-    words = [
-        _count(len(dataset), "sequence"),
-        _count(len(dataset.document_indices) - 1, "document"),
-        f"{_count(dataset.num_tokens, 'token')} of {np.dtype(dataset.dtype)}",
-    ]
-    return _hide_credentials(f"{label}: {', '.join(words)}")
-
-
-def _table(titles, rows, alignment):
-    """Rows of values under their titles, as lines; alignment is l or r for each column."""
-    lines = [titles]
-    for row in rows:
-        lines.append([_cell(value) for value in row])
-    widths = []
-    for column in range(len(titles)):
-        widths.append(max(len(line[column]) for line in lines))
-    aligned = []
-    for line in lines:
-        cells = []
-        for cell, width, side in zip(line, widths, alignment, strict=True):
-            cells.append(cell.ljust(width) if side == "l" else cell.rjust(width))
-        aligned.append("  ".join(cells).rstrip())
-    return aligned
-
-
-def _cell(value):
-    """A value of a table as a text: 12,345,678, 0.25; "-" for None."""
-    if value is None:
-        return "-"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return str(value)
-
-
-def _shorten(path, width=32):
-    """Return the end of a path that is too long for a column; None is mock data."""
-    text = "mock data" if path is None else str(path)
-    return text if len(text) <= width else "..." + text[3 - width :]
-
-
-def _json(value):
-    """A value for other programs; a Fraction becomes a text such as "24/13"."""
-    return json.dumps(value, indent=2, default=str)
-
-
-# -- preprocess --------------------------------------------------------------------------------
-
-
-def _add_preprocess(commands):
-    parser = _add_command(
-        commands,
-        "preprocess",
-        _run_preprocess,
-        "JSON lines, also compressed, and Parquet to .bin/.idx pairs",
-        "--input 'books/*.jsonl.gz' --output-prefix books --append-eod --workers 8",
-        makes_files=True,
-    )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        help="files, globs and URLs, read in this order: JSON lines (also .gz, .bz2, .xz, .zst) "
-        'and .parquet; "-" is stdin',
-    )
-    parser.add_argument(
-        "--output-prefix", required=True, help="the pairs are named PREFIX_KEY_document"
-    )
-    _add_tokenizer_options(parser)
-    parser.add_argument(
-        "--split-sentences",
-        action="store_true",
-        default=False,
-        help="a sentence is a sequence; in PREFIX_KEY_sentence",
-    )
-    parser.add_argument(
-        "--append-eod",
-        action="store_true",
-        default=False,
-        help="put an eod after each document that has tokens",
-    )
-    parser.add_argument("--json-keys", default=["text"], nargs="+", help="each key becomes a pair")
-    parser.add_argument(
-        "--workers",
-        default=1,
-        type=_whole_number,
-        help="processes that tokenize; the files are the same for any number",
-    )
-    parser.add_argument(
-        "--shard",
-        type=_parse_shard,
-        help="i/n: make the i-th of n parts, from 0 on; merge makes one pair of them; without: "
-        "that of torchrun or Slurm, else the whole",
-    )
-    parser.add_argument(
-        "--on-error",
-        default="stop",
-        choices=["stop", "skip"],
-        help="at a bad line: stop, or skip: leave it out, and count it",
-    )
-    parser.add_argument(
-        "--verbose",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="show progress on stderr",
-    )
-
-
-def _parse_shard(text):
+def _shard(text):
     """The type of --shard: "3/16" -> (3, 16)."""
-    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
-    if numbers is None:
-        raise argparse.ArgumentTypeError(f"wanted i/n, such as 0/16, got {text}")
-    return int(numbers[1]), int(numbers[2])
+    index, count = text.split("/")
+    return int(index), int(count)
 
 
 def _run_preprocess(options):
-    shard = getattr(options, "shard", None)
-    if shard is None:
-        shard = _shard_of_launcher()
     prefixes = preprocess(
         options.input,
         options.output_prefix,
-        _tokenizer_of(vars(options)),
+        build_tokenizer(options.tokenizer, options.eod_token),
         append_eod=options.append_eod,
         json_keys=options.json_keys,
         split_sentences=options.split_sentences,
         workers=options.workers,
-        shard=shard,
+        shard=options.shard,
         on_error=options.on_error,
         verbose=options.verbose,
     )
-    made = list(prefixes.values())
-    for prefix in made:
-        yield _counts(prefix, IndexedDataset(prefix))
-    if shard[1] == 1:
-        return
-    yield from _how_to_merge(made, shard)
+    for prefix in prefixes.values():
+        _say(_counts(prefix, IndexedDataset(prefix)))
 
 
-def _how_to_merge(prefixes, shard):
-    """The commands that make one pair of the shards of each key."""
-    yield f"this is shard {shard[0]}/{shard[1]}; when all {shard[1]} are made:"
-    for prefix in prefixes:
-        whole = prefix.removesuffix(_shard_name(shard))
-        quoted = shlex.quote(whole)
-        shards = f"{quoted}_*_of_{shard[1]:05}.idx"  # the * is for the shell
-        yield f"{_program_name()} merge --input {shards} --output-prefix {quoted}"
-
-
-# -- merge, inspect, verify --------------------------------------------------------------------
-
-
-def _add_merge(commands):
-    parser = _add_command(
-        commands,
-        "merge",
-        _run_merge,
-        "append pairs into a new pair",
-        "--input books_text_document wiki_text_document --output-prefix all",
-        makes_files=True,
-    )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        type=_pair_prefix,
-        required=True,
-        help="path prefixes of pairs of one dtype, in the order in which they are appended",
-    )
-    parser.add_argument("--output-prefix", required=True, help="of the new pair")
-    parser.add_argument(
-        "--multimodal", action="store_true", default=False, help="the pairs hold modes"
+def _counts(label, dataset):
+    """A line about a pair."""
+    num_documents = len(dataset.document_indices) - 1
+    return _hide_credentials(
+        f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, "
+        f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
     )
 
 
 def _run_merge(options):
-    _check_all_shards(options.input)
-    _make_folder_of(options.output_prefix)
     merge(options.input, options.output_prefix, options.multimodal)
-    yield _counts(options.output_prefix, IndexedDataset(options.output_prefix))
-
-
-def _add_inspect(commands):
-    parser = _add_command(
-        commands,
-        "inspect",
-        _run_inspect,
-        "counts, lengths and first tokens of a pair",
-        "books_text_document --tokenizer tokenizer.json",
-    )
-    parser.add_argument("prefix", type=_pair_prefix, help="path of a pair, without .bin and .idx")
-    parser.add_argument(
-        "--tokens", default=16, type=_whole_number, help="how many tokens of sequence 0 to show"
-    )
-    _add_tokenizer_options(parser)
+    _say(_counts(options.output_prefix, IndexedDataset(options.output_prefix)))
 
 
 def _run_inspect(options):
-    tokenizer = _tokenizer_of(vars(options))
-    dataset = IndexedDataset(options.prefix, check=False)
-    yield _counts(options.prefix, dataset)
-    if len(dataset) > 0:
-        yield from _describe_lengths(dataset.sequence_lengths)
-        yield from _describe_first_tokens(dataset, options.tokens, tokenizer)
-
-
-def _describe_lengths(lengths):
-    """How long the sequences are; percentiles of at most 100,000: there may be a billion."""
-    yield f"lengths: {lengths.min():,} to {lengths.max():,} tokens"
-    sample = lengths[:: _ceil_div(len(lengths), 100_000)]
-    percentiles = np.percentile(sample, (1, 25, 50, 75, 99)).round().astype(int).tolist()
-    note = ""
-    if len(sample) < len(lengths):
-        note = f", of {len(sample):,} lengths from all over the pair"
-    numbers = ", ".join(f"{number:,}" for number in percentiles)
-    yield f"1%, 25%, median, 75%, 99%{note}: {numbers}"
-
-
-def _describe_first_tokens(dataset, count, tokenizer):
-    """How sequence 0 begins, as ids, and as text if they are ids of the tokenizer."""
-    tokens = dataset[0][:count].tolist()
-    yield f"sequence 0: {tokens}"
+    tokenizer = build_tokenizer(options.tokenizer, options.eod_token)
+    dataset = IndexedDataset(options.prefix)
+    _say(_counts(options.prefix, dataset))
+    if len(dataset) == 0:
+        return
+    lengths = dataset.sequence_lengths
+    mean = dataset.num_tokens / len(dataset)
+    _say(f"lengths: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
+    tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
+    _say(f"sequence 0: {tokens}")
     if max(tokens, default=0) < tokenizer.vocab_size:
-        yield f"decoded: {tokenizer.detokenize(tokens)!r}"
+        _say(f"decoded: {tokenizer.detokenize(tokens)!r}")
     else:
-        yield (
-            f"not decoded: the tokenizer has {tokenizer.vocab_size:,} ids: name that of the pair "
-            "with --tokenizer"
-        )
-
-
-def _add_verify(commands):
-    parser = _add_command(
-        commands,
-        "verify",
-        _run_verify,
-        "check every entry of a pair, or every byte of the index caches of a folder",
-        "books_text_document cache --json",
-    )
-    parser.add_argument(
-        "path",
-        nargs="+",
-        type=_pair_prefix,
-        help="a pair, without .bin and .idx; or a folder of index caches",
-    )
-    _add_json_flag(parser)
+        _say("not decoded: name the tokenizer of the pair with --tokenizer")
 
 
 def _run_verify(options):
-    checked = []
-    for path in options.path:
-        if IndexedDataset.exists(path) or not os.path.exists(path):
-            dataset = IndexedDataset(path, check=True)
-            counts = {
-                "path": path,
-                "sequences": len(dataset),
-                "documents": len(dataset.document_indices) - 1,
-                "tokens": dataset.num_tokens,
-            }
-            checked.append(counts)
-            if not options.json:
-                yield _counts(f"whole: {path}", dataset)
-            continue
-        for stem, sizes in verify_cache(path).items():
-            checked.append({"path": path, "cache": stem, "bytes": sizes})
-            if not options.json:
-                yield f"whole: {stem}: {_count(sum(sizes.values()), 'byte')}"
-    if options.json:
-        yield _json(checked)
-
-
-# -- The options of a run, for build, plan, trace and find ------------------------------------
-
-
-def get_blend_from_list(
-    blend: typing.Sequence[str] | None,
-) -> tuple[list[str], list[float] | None] | None:
-    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
-
-    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
-    looks like a number would be taken for a weight: write ./2023 for a folder 2023.  Upstream:
-    get_blend_from_list.
-
-    >>> get_blend_from_list(["30", "p1", "70", "p2"])
-    (['p1', 'p2'], [30.0, 70.0])
-    >>> get_blend_from_list(["2023_01", "wiki"])
-    (['2023_01', 'wiki'], None)
-    """
-    if blend is None:
-        return None
-    if isinstance(blend, str) or not isinstance(blend, collections.abc.Iterable):
-        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
-    entries = [str(entry).strip() for entry in blend]
-    is_number = [_number(entry) is not None for entry in entries]
-    if entries and not any(is_number):
-        return entries, None
-    pairs = len(entries) // 2
-    if not entries or is_number != [True, False] * pairs:
-        raise ValueError(
-            f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
-            "(write a prefix that is a number with its folder: ./2023)"
-        )
-    return entries[1::2], [float(weight) for weight in entries[0::2]]
-
-
-# The arguments of explain() that a file may hold, with a value of each: of a number the least one.
-_LAYOUT = {
-    "global_batch_size": 1,
-    "micro_batch_size": 1,
-    "data_parallel_size": 1,
-    "consumed_samples": 0,
-    "dataloader_type": "single",
-    "data_sharding": True,
-    "drop_last": True,
-    "seed": 0,
-}
-
-
-# The same of the arguments of build_tokenizer().
-_OF_TOKENIZER = {"tokenizer": "bytes", "eod_token": "</s>", "add_special_tokens": False}
-
-
-class _Run(typing.NamedTuple):
-    """What a run reads, and in which order."""
-
-    config: GPTDatasetConfig
-    sizes: list[int | None] | None  # of train, valid and test, None is one epoch; not given: None
-    layout: dict  # what is given of _LAYOUT
-
-
-def _add_run_options(parser):
-    """Add the options that say which data a run reads."""
-    parser.add_argument(
-        "prefix",
-        nargs="*",
-        type=_pair_prefix,
-        help="corpora that are all train: the same as --blend PREFIX --split 1",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a TOML file with the fields of GPTDatasetConfig, and sizes, tokenizer, eod_token, "
-        f"add_special_tokens, {', '.join(_LAYOUT)}; flags win over it",
-    )
-    parser.add_argument(
-        "--blend",
-        nargs="+",
-        type=_pair_prefix,
-        help="path prefixes, or a weight before each: 70 books 30 wiki; in the place of all "
-        "blends of the file",
-    )
-    parser.add_argument("--split", help='shares of train, valid and test, such as "98,1,1"')
-    parser.add_argument(
-        "--sizes",
-        nargs=3,
-        type=_number_of_samples,
-        metavar=("TRAIN", "VALID", "TEST"),
-        help="samples of each; none is one epoch",
-    )
-    parser.add_argument("--sequence-length", type=_positive_number, help="S, in tokens")
-    parser.add_argument(
-        "--random-seed", type=_whole_number, help="of every shuffle of documents and samples"
-    )
-    parser.add_argument("--tokenizer", help=f"{_TOKENIZERS}; without: bytes")
-    parser.add_argument(
-        "--path-to-cache",
-        help="folder of the index files; without: PREFIX/cache for a corpus, and none for a blend",
-    )
-
-
-def _add_step_options(parser):
-    """Add the options that say which samples form a step."""
-    parser.add_argument("--global-batch-size", type=_positive_number, help="samples in a step")
-    parser.add_argument(
-        "--micro-batch-size",
-        type=_positive_number,
-        help="samples that one rank reads at once; without: 1",
-    )
-    parser.add_argument(
-        "--data-parallel-size", type=_positive_number, help="data-parallel ranks; without: 1"
-    )
-    parser.add_argument(
-        "--consumed-samples",
-        type=_whole_number,
-        help="samples that were consumed before step 0; without: 0",
-    )
-
-
-def _add_index_split(parser):
-    """Add the option that says which split a command looks at."""
-    names = [split.name for split in Split]
-    parser.add_argument(
-        "--index-split", default="train", choices=names, help="the split to look at"
-    )
-
-
-def _number_of_samples(text):
-    """The type of --sizes: a number of samples, or None for one epoch."""
-    if text == "none":
-        return None
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(
-            f"wanted a number of samples, or none for one epoch, got {text}"
-        )
-    return int(text)
-
-
-def _read_run(options):
-    """Return the _Run of the flags and of the file of --config."""
-    flags = vars(options)
-    values = {}
-    if "config" in flags:
-        values = _read_toml(flags["config"])
-    if "prefix" in flags:
-        if "blend" in flags:
-            raise ValueError("name the corpora once: as PREFIX or with --blend")
-        flags = flags | {"blend": flags["prefix"]}
-    if "blend" in flags:
-        values.pop("blend_per_split", None)
-        values.pop("blend_phases", None)
-        values["blend"] = get_blend_from_list(flags["blend"])
-    others = ["split", "sizes", "sequence_length", "random_seed", "tokenizer", "path_to_cache"]
-    for name in [*others, *_LAYOUT]:
-        if name in flags:
-            values[name] = flags[name]
-    if "prefix" in flags and "split" not in values:
-        warnings.warn(
-            "without --split all documents count as train, as with --split 1", stacklevel=2
-        )
-        values["split"] = "1"
-    sizes = values.pop("sizes", None)
-    layout = {name: values.pop(name) for name in _LAYOUT if name in values}
-    return _Run(_make_config(values, flags.get("config")), sizes, layout)
-
-
-def _make_config(values, path):
-    """Return the GPTDatasetConfig of the values that are left; path is the file, for errors."""
-    for name in ("random_seed", "sequence_length"):
-        if name not in values:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} is needed, here or as {name} in a file of --config")
-    tokenizer = _tokenizer_of(values)
-    fields = {}
-    for name, value in values.items():
-        if name not in _OF_TOKENIZER:
-            fields[name] = value
-    try:
-        return GPTDatasetConfig(**fields, tokenizer=tokenizer)
-    except TypeError as error:  # a name that is no field
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _read_toml(path):
-    """Return the values of a file, in the form that GPTDatasetConfig and explain() want."""
-    with open(path, "rb") as file:
-        try:
-            values = tomllib.load(file)
-        except ValueError as error:  # no TOML, or no UTF-8
-            raise ValueError(f"{path}: {error}") from None
-    values = _with_home(values)
-    try:
-        _check_values(values)
-        if "sizes" in values:
-            values["sizes"] = _read_sizes(values["sizes"])
-        if "blend" in values:
-            values["blend"] = _read_blend_of_file(values["blend"])
-        if isinstance(values.get("blend_per_split"), list):
-            blends = values["blend_per_split"]
-            values["blend_per_split"] = [_read_blend_of_file(blend) for blend in blends]
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return values
-
-
-def _with_home(value):
-    """Put the home folder in the place of the ~ that a text begins with, as a shell does."""
-    if isinstance(value, str):
-        return os.path.expanduser(value)
-    if isinstance(value, list):
-        return [_with_home(entry) for entry in value]
-    if isinstance(value, dict):
-        return {name: _with_home(entry) for name, entry in value.items()}
-    return value
-
-
-def _check_values(values):
-    """ValueError for a layout that no job has, and for a value of another type."""
-    for name, example in (_LAYOUT | _OF_TOKENIZER).items():
-        value = values.get(name, example)
-        if type(value) is not type(example):
-            raise ValueError(f"{name}: wanted a value such as {example!r}, got {value!r}")
-        if type(value) is int and value < example:
-            raise ValueError(f"{name} must be >= {example}, got {value}")
-    kind = values.get("dataloader_type", "single")
-    if kind not in ("single", "cyclic"):
-        raise ValueError(f"dataloader_type must be single or cyclic, got {kind}")
-
-
-def _read_sizes(sizes):
-    """Return the sizes of a file, [100, "none", 0], as the builder wants them: [100, None, 0]."""
-    if not isinstance(sizes, list) or len(sizes) != len(Split):
-        raise ValueError(f"sizes: wanted one of train, of valid and of test, got {sizes!r}")
-    try:
-        return [_number_of_samples(str(size)) for size in sizes]
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"sizes: {error}") from None
-
-
-def _read_blend_of_file(blend):
-    """Return a blend of a file as the config has it; None for [], a split without a blend.
-
-    ["books", "wiki"]             prefixes
-    [70, "books", 30, "wiki"]     weights and prefixes in turn
-    [["books", "wiki"], [70, 30]] prefixes and weights, as the config has it
-    """
-    if blend == []:
-        return None
-    if isinstance(blend, list) and isinstance(blend[0], list):
-        return blend
-    return get_blend_from_list(blend)
-
-
-def _build_datasets(run):
-    """Build train, valid and test, as a job with these options would."""
-    cls = MockGPTDataset if run.config.mock else GPTDataset
-    sizes = [None] * len(Split) if run.sizes is None else run.sizes
-    return BlendedMegatronDatasetBuilder(cls, sizes, _is_built_here, run.config).build()
-
-
-def _is_built_here():
-    """Say to the builder that this process, the only one, builds the datasets."""
-    return True
-
-
-# -- build -------------------------------------------------------------------------------------
-
-
-def _add_build(commands):
-    parser = _add_command(
-        commands,
-        "build",
-        _run_build,
-        "make the index caches of a blend, for jobs that have the same tokenizer",
-        "--blend 70 books_text_document 30 wiki_text_document --split 98,1,1 \\\n"
-        "    --sizes 1000000 1000 1000 --sequence-length 2048 --random-seed 1234 \\\n"
-        "    --tokenizer tokenizer.json --path-to-cache cache",
-        makes_files=True,
-    )
-    _add_run_options(parser)
-
-
-def _run_build(options):
-    run = _read_run(options)
-    if run.sizes is None:
-        raise ValueError("--sizes is needed, here or as sizes in a file of --config")
-    for split, built in zip(Split, _build_datasets(run), strict=True):
-        if not isinstance(built, list):  # it is a list with multiple_validation_sets
-            built = [built]
-        for dataset in built:
-            yield _describe_dataset(split, dataset)
-            _check_saved(dataset)
-
-
-def _check_saved(dataset):
-    """OSError if a cache could not be written: without it, the command has made nothing."""
-    datasets = [dataset]
-    if isinstance(dataset, BlendedDataset):
-        datasets += dataset.datasets
-    for built in datasets:
-        if built is not None and built._cache.folder is not None and not built._cache.is_saved:
-            raise OSError(f"no cache was written to {built._cache.folder}: see the warning above")
-
-
-def _describe_dataset(split, dataset):
-    """A line about a dataset that was built."""
-    if dataset is None:
-        return f"{split.name}: none"
-    cache = f"cache {dataset.unique_description_hash}"
-    if dataset._cache.folder is None:
-        cache = "its arrays are not kept: give --path-to-cache"
-    return f"{split.name}: {_count(len(dataset), 'sample')}, {cache}"
-
-
-# -- plan --------------------------------------------------------------------------------------
-
-
-def _add_plan(commands):
-    parser = _add_command(
-        commands,
-        "plan",
-        _run_plan,
-        "what a run will read of each corpus, before it starts",
-        "--config run.toml --global-batch-size 512",
-    )
-    _add_run_options(parser)
-    _add_step_options(parser)
-    _add_json_flag(parser)
-
-
-def _run_plan(options):
-    run = _read_run(options)
-    sizes = [None] * len(Split) if run.sizes is None else run.sizes
-    planned, notes = plan(run.config, sizes, run.layout.get("global_batch_size"))
-    if options.json:
-        yield _json({"rows": [row._asdict() for row in planned], "notes": notes})
-        return
-    samples = []
-    epochs = []
-    for row in planned:
-        corpus = [row.split, _shorten(row.path_prefix)]
-        counts = [row.documents, row.tokens, row.samples_requested]
-        samples.append([*corpus, *counts, row.samples_built, row.samples_drawn])
-        steps = None
-        if row.steps_per_epoch is not None:
-            steps = f"{float(row.steps_per_epoch):,.1f}"
-        shares = [f"{row.weight_asked:.2%}", f"{float(row.weight_achieved):.2%}"]
-        times = f"{float(row.epochs):,.2f}"
-        epochs.append([*corpus, *shares, times, row.tokens_cut, steps])
-    titles = ["split", "corpus", "documents", "tokens", "requested", "built", "drawn"]
-    yield from _table(titles, samples, "llrrrrr")
-    yield ""
-    titles = ["split", "corpus", "share asked", "drawn", "epochs", "tokens cut", "steps in 1 epoch"]
-    yield from _table(titles, epochs, "llrrrrr")
-    for note in notes:
-        yield textwrap.fill(note, 100, initial_indent="note: ", subsequent_indent="      ")
-
-
-# -- trace and find ----------------------------------------------------------------------------
-
-
-def _add_trace(commands):
-    parser = _add_command(
-        commands,
-        "trace",
-        _run_trace,
-        "which documents a sample, or a step, is made of; writes index caches, as build does",
-        "--config run.toml --step 31 --global-batch-size 512 --decode",
-    )
-    _add_index_split(parser)
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--sample", type=_whole_number, nargs="+", help="numbers of samples")
-    wanted.add_argument(
-        "--step",
-        type=_whole_number,
-        help="number of a step, counted from 0; needs --global-batch-size",
-    )
-    parser.add_argument("--decode", action="store_true", default=False, help="print the text, too")
-    _add_run_options(parser)
-    _add_step_options(parser)
-    _add_json_flag(parser)
-
-
-def _run_trace(options):
-    run, dataset = _dataset_to_audit(options)
-    if "step" in options:
-        explained = _explain_step(dataset, options, run)
-    else:
-        explained = [ExplainedSample(None, None, k, trace(dataset, k)) for k in options.sample]
-    entries = []
-    for sample in explained:
-        spans = []
-        for span in sample.spans:
-            described = span._asdict()
-            if options.decode:
-                described["text"] = run.config.tokenizer.detokenize(_tokens_of(dataset, span))
-            spans.append(described)
-        entries.append(sample._asdict() | {"spans": spans})
-    if options.json:
-        yield _json(entries)
-        return
-    if "step" in options:
-        yield f"step {options.step:,}, counted from 0: {_samples_in_words(entries, run.layout)}"
-    for entry in entries:
-        yield _describe_sample(entry, options.index_split)
-        if entry["spans"]:
-            yield from _table_of_spans(entry["spans"])
-
-
-def _dataset_to_audit(options):
-    """Return the _Run of the options, and its dataset of one split."""
-    run = _read_run(options)
-    if run.sizes is None and not run.config.stable_order:
-        warnings.warn(
-            "without --sizes the order is that of one epoch of each corpus: that of a run with "
-            "other sizes may differ",
-            stacklevel=2,
-        )
-    split = Split[options.index_split]
-    dataset = _build_datasets(run)[split.value]
-    if dataset is None:
-        raise ValueError(f"there is no {split.name}: --split and the blends leave it out")
-    if isinstance(dataset, list):
-        raise ValueError(f"{split.name} is {len(dataset)} datasets: name one corpus as PREFIX")
-    return run, dataset
-
-
-def _explain_step(dataset, options, run):
-    """Return what explain() says of --step."""
-    if "global_batch_size" not in run.layout:
-        raise ValueError("--step needs --global-batch-size")
-    layout = {"micro_batch_size": 1} | run.layout
-    if options.index_split == Split.valid.name and run.config.full_validation:
-        layout["full_validation"] = True
-    return explain(dataset, options.step, **layout)
-
-
-def _tokens_of(dataset, span):
-    """Return the tokens of a span."""
-    for part in _parts_of(dataset):
-        if part.dataset_path == span.path_prefix:
-            return part.dataset.get(span.sequence, span.offset, span.length).tolist()
-    raise ValueError(f"{span.path_prefix} is no corpus of this dataset")
-
-
-def _samples_in_words(entries, layout):
-    """Which samples a step reads: one after the other, or those that were shuffled into it."""
-    numbers = [entry["sample"] for entry in entries if entry["sample"] is not None]
-    if layout.get("dataloader_type") == "cyclic":
-        return f"{_count(len(numbers), 'sample')}, shuffled"
-    return f"samples {min(numbers):,} to {max(numbers):,}"
-
-
-def _describe_sample(entry, index_split):
-    """The line above the spans of a sample."""
-    tokens = sum(span["length"] for span in entry["spans"])
-    name = "padding"
-    if entry["sample"] is not None:
-        name = f"sample {entry['sample']:,}"
-    if entry["micro_batch"] is not None:
-        name = f"rank {entry['data_parallel_rank']}, micro-batch {entry['micro_batch']}: {name}"
-    counts = f"{_count(tokens, 'token')}, {_count(len(entry['spans']), 'span')}"
-    return f"{name} of {index_split}: {counts}"
-
-
-def _table_of_spans(spans):
-    """The spans of a sample, as the lines of a table; in it, the text of each is cut."""
-    titles = ["  at", "tokens", "corpus", "sequence", "document", "offset", "byte", "input"]
-    alignment = "rrlrrrrl"
-    if "text" in spans[0]:
-        titles.append("text")
-        alignment += "l"
-    rows = []
-    for span in spans:
-        row = [span["sample_offset"], span["length"], _shorten(span["path_prefix"], 28)]
-        row += [span["sequence"], span["document"], span["offset"], span["byte_offset"]]
-        row.append(_input_in_words(span))
-        if "text" in span:
-            row.append(_quote(span["text"], 60))
-        rows.append(row)
-    return _table(titles, rows, alignment)
-
-
-def _input_in_words(span):
-    """The input file of a span, and the number of its document in that file, counted from 0."""
-    if span["input"] is None:
-        return None
-    return f"{span['input']}, document {span['input_document']:,}"
-
-
-def _quote(text, width):
-    """Return the begin of a text on one line, in quotes."""
-    quoted = repr(text)
-    return quoted if len(quoted) <= width else quoted[: width - 3] + "..."
-
-
-def _add_find(commands):
-    parser = _add_command(
-        commands,
-        "find",
-        _run_find,
-        "which samples, or steps, hold tokens of a sequence; writes index caches, as build does",
-        "--config run.toml --path-prefix books_text_document --sequence 12",
-    )
-    _add_index_split(parser)
-    parser.add_argument(
-        "--sequence", type=_whole_number, required=True, help="its number in its pair"
-    )
-    parser.add_argument(
-        "--path-prefix", type=_pair_prefix, help="its pair, where the blend has several"
-    )
-    _add_run_options(parser)
-    _add_step_options(parser)
-    _add_json_flag(parser)
-
-
-def _run_find(options):
-    run, dataset = _dataset_to_audit(options)
-    prefixes = list(dict.fromkeys(part.dataset_path for part in _parts_of(dataset)))
-    prefix = getattr(options, "path_prefix", prefixes[0])
-    if len(prefixes) > 1 and "path_prefix" not in options:
-        raise ValueError(f"--path-prefix is needed, one of {', '.join(prefixes)}")
-    found = find(dataset, prefix, options.sequence)
-    end = _end_of_run(dataset, run.layout)
-    samples = [k for k in found if k < end]
-    entries = []
-    for k in samples:
-        tokens = 0
-        for span in trace(dataset, k):
-            if (span.path_prefix, span.sequence) == (prefix, options.sequence):
-                tokens += span.length
-        entries.append({"sample": k, "tokens": tokens, "step": _step_of(k, run.layout)})
-    if options.json:
-        yield _json(entries)
-        return
-    name = f"sequence {options.sequence:,} of {'mock data' if prefix is None else prefix}"
-    count = _count(len(entries), "sample")
-    yield f"{name}: tokens of it are in {count} of {options.index_split}"
-    if entries:
-        rows = [list(entry.values()) for entry in entries]
-        yield from _table(["sample", "tokens of it", "step, counted from 0"], rows, "rrr")
-    if len(found) > len(samples):
-        left_out = _count(len(found) - len(samples), "sample")
-        yield f"and in {left_out} from {end:,} on, before which the run of --sizes ends"
-
-
-def _end_of_run(dataset, layout):
-    """How many samples a run reads: a dataset of whole epochs may have more than it asks for."""
-    wanted = getattr(dataset, "num_samples", None)  # a blend has no more than that
-    if wanted is None or layout.get("dataloader_type") == "cyclic":
-        return len(dataset)
-    return wanted
-
-
-def _step_of(k, layout):
-    """Return the step that reads sample k, where samples are read in order; else None."""
-    consumed = layout.get("consumed_samples", 0)
-    is_in_order = layout.get("dataloader_type", "single") == "single"
-    if "global_batch_size" not in layout or not is_in_order or k < consumed:
-        return None
-    return (k - consumed) // layout["global_batch_size"]
-
-
-# -- demo --------------------------------------------------------------------------------------
-
-
-def _add_demo(commands):
-    text = "real text to blended, resumable batches, in a few seconds"
-    _add_command(commands, "demo", _run_demo, text, "")
+    for prefix in options.prefix:
+        _say(_counts(f"whole: {prefix}", IndexedDataset(prefix, check=True)))
 
 
 def _run_demo(options):
     with tempfile.TemporaryDirectory() as folder:
-        yield "1. Text to pairs: Python's modules and docstrings; a token is a byte, or an end"
+        _say("1. Text to pairs: Python's modules and docstrings; a token is a byte, or an end")
         prefixes = _make_demo_pairs(folder)
         for prefix in prefixes:
-            yield _counts(prefix, IndexedDataset(prefix))
+            _say(_counts(prefix, IndexedDataset(prefix)))
 
         train = _build_demo_blend(prefixes)
-        yield f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; 90 % of the pairs have"
+        _say(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; 90 % of the pairs have")
         for name, dataset, taken in zip(
             ["code", "docs"], train.datasets, train.samples_taken(), strict=True
         ):
-            yield f"   {name}: {len(dataset):,} samples, {taken:,} of them in the blend"
+            _say(f"   {name}: {len(dataset):,} samples, {taken:,} of them in the blend")
 
         loaders = _make_demo_loaders(train, num_ranks=2)
         steps = _global_batches(loaders)
         text = ByteTokenizer().detokenize(next(steps)[0])
         for _ in range(4):
             next(steps)
-        yield f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps"
+        _say(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
 
         state = loaders[0].state_dict()
         resumed = _make_demo_loaders(train, num_ranks=4)
@@ -9086,9 +7833,9 @@ def _run_demo(options):
         equal = []
         for found, wanted in zip(_global_batches(resumed), steps, strict=True):
             equal.append(torch.equal(found, wanted))
-        yield f"4. Resumed: 4 ranks x 2 samples, {len(equal)} more steps, equal: {all(equal)}"
-    yield "Next, your own text, a JSON object with a text on each line of a file:"
-    yield f"{_program_name()} preprocess --input corpus.jsonl --output-prefix corpus --append-eod"
+        _say(f"4. Resumed: 4 ranks x 2 samples, {len(equal)} more steps, equal: {all(equal)}")
+    _say("Next, your own text, a JSON object with a text on each line of a file:")
+    _say("megatron-min preprocess --input corpus.jsonl --output-prefix corpus --append-eod")
 
 
 def _make_demo_pairs(folder):
@@ -9116,7 +7863,7 @@ def _build_demo_blend(prefixes):
         create_attention_mask=False,
     )
     sizes = [600, 600, 600]
-    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, _is_built_here, config).build()[0]
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
 
 
 def _make_demo_loaders(train, num_ranks):

@@ -8633,7 +8633,7 @@ def test_rows_are_found_in_one_pass_and_none_is_kept(one, tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{oops", "no JSON"),
+        ("{oops", "Expecting"),
         ("[1, 2]", "messages"),
         ('{"text": "a"}', "messages"),
         ('{"messages": []}', "messages"),
@@ -8654,18 +8654,20 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line, words):
         ds[1]
 
 
+WITH_BOS = Tok(unique_identifiers={"add_special_tokens": True})
+
+
 @pytest.mark.parametrize(
-    ("name", "fields", "words"),
+    "fields, words",
     [
-        ("chat.jsonl", {"create_attention_mask": True}, "create_attention_mask must be False"),
-        ("chat.jsonl", {"reset_position_ids": True}, "reset_position_ids must be False"),
-        ("chat.jsonl", {"n": 3, "rows": []}, "holds no rows for 3 samples"),
-        ("chat.jsonl.gz", {}, "decompress"),
-        ("chat.jsonl", {"tokenizer": Tok(eod=None)}, "neither"),
+        ({"create_attention_mask": True}, "create_attention_mask must be False"),
+        ({"reset_position_ids": True}, "reset_position_ids must be False"),
+        ({"n": 3, "rows": []}, "holds no rows for 3 samples"),
+        ({"tokenizer": WITH_BOS}, "without add_special_tokens"),
     ],
 )
-def test_what_fine_tuning_refuses(one, tmp_path, name, fields, words):
-    path = write_rows(tmp_path / name, [ROW])
+def test_what_fine_tuning_refuses(one, tmp_path, fields, words):
+    path = write_rows(tmp_path / "chat.jsonl", [ROW])
     with pytest.raises(ValueError, match=words):
         chat(one, path, **fields)
 
@@ -8692,12 +8694,11 @@ def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path)
     assert ds[0]["loss_mask"].tolist() == [*loss_mask[1:], 0]
 
 
-def test_a_tokenizer_with_fewer_targets_than_tokens_is_named(one, tmp_path):
-    tokenizer = ChatTokenizer()
-    tokenizer.tokenize_conversation = mock.Mock(return_value=([1, 2], [1]))
+def test_a_template_of_its_own_may_add_special_tokens(one, tmp_path):
+    """Where the tokenizer has tokenize_conversation, no piece of a text is tokenized alone."""
+    tokenizer = ChatTokenizer(pad=999, unique_identifiers={"add_special_tokens": True})
     ds = chat(one, write_rows(tmp_path / "chat.jsonl", [ROW]), tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="line 1: the tokenizer gave 2 tokens and 1 targets"):
-        ds[0]
+    same_samples(ds[0], brute_chat_sample(ROW, 8, 999, 0, 1))
 
 
 def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
@@ -8769,22 +8770,21 @@ def test_files_of_rows_are_told_apart(one, tmp_path, name):
 def test_rows_of_parquet_name_the_extra_that_reads_them(one, tmp_path, monkeypatch):
     path = tmp_path / "chat.parquet"
     path.touch()
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
+    missing = mock.Mock(side_effect=ModuleNotFoundError(name="pyarrow"))
+    monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ImportError, match=r"chat\.parquet .*megatron-min\[storage\]"):
         chat(one, path)
 
 
 def test_parquet_files_of_no_use(one, tmp_path):
-    """Damaged, missing, without messages."""
+    """Damaged, without messages, missing."""
     pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "chat.parquet"
-    path.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"chat\.parquet: damaged"):
-        chat(one, path)
-    with pytest.raises(ValueError, match='no Parquet file with a column "messages"'):
-        chat(one, write_parquet(path, {"text": ["a"]}))
-    with pytest.raises(FileNotFoundError, match="none"):
-        chat(one, tmp_path / "none.parquet")
+    damaged = tmp_path / "damaged.parquet"
+    damaged.write_bytes(b"nothing")
+    other = write_parquet(tmp_path / "other.parquet", {"text": ["a"]})
+    for path in (damaged, pathlib.Path(other), tmp_path / "none.parquet"):
+        with pytest.raises((ValueError, OSError), match=path.name):
+            chat(one, path)
 
 
 # ==============================================================================
@@ -8874,24 +8874,22 @@ def test_trace_and_find_of_blends(mm, tmp_path, kind):
         part = blend.datasets[blend.dataset_index[i]]
         assert mm.trace(blend, i) == mm.trace(part, blend.dataset_sample_index[i]) != []
     assert mm.trace(blend, -1) == mm.trace(blend, len(blend) - 1)
-    finder = mm.SampleFinder(blend)
     for prefix in (a, b):
         for sequence in range(len(mm.IndexedDataset(prefix))):
             wanted = samples_with(mm, blend, prefix, sequence)
-            assert finder.find(prefix, sequence) == mm.find(blend, prefix, sequence) == wanted
+            assert mm.find(blend, prefix, sequence) == wanted
 
 
-def test_a_question_to_a_finder_looks_at_a_few_samples_an_epoch(one, tmp_path):
+def test_find_looks_at_a_few_samples_an_epoch(one, tmp_path):
     prefixes = [mk(one, tmp_path / name, [[1] * 9] * 40) for name in "ab"]
     blend = build(one, [400, 0, 0], config(one, (prefixes, [1, 1])))[0]
-    finder = one.SampleFinder(blend)
     part = blend.datasets[1]
     num_epochs = part.epoch_plan.num_epochs
     for sequence in range(40):
         with mock.patch.object(part, "pieces", wraps=part.pieces) as pieces:
-            found = finder.find(prefixes[1], sequence)
+            found = one.find(blend, prefixes[1], sequence)
         assert len(found) >= num_epochs > 1
-        assert pieces.call_count <= 3 * num_epochs + 1 < len(part) / 10
+        assert pieces.call_count <= 3 * num_epochs < len(part) / 10
 
 
 def test_a_span_names_the_input_by_the_record(one, tmp_path, monkeypatch):
@@ -8903,8 +8901,8 @@ def test_a_span_names_the_input_by_the_record(one, tmp_path, monkeypatch):
     cfg = config(one, ([a, b], [1, 1]), tokenizer=one.ByteTokenizer())
     blend = build(one, [30, 0, 0], cfg)[0]
     found = set()
-    for sample in one.explain(blend, 0, global_batch_size=30, micro_batch_size=1):
-        for span in sample.spans:
+    for k in range(30):
+        for span in one.trace(blend, k):
             found.add((span.path_prefix, span.input))
             if span.path_prefix == a:
                 number = "xy".index(span.input[0]) * 10 + span.input_document
@@ -8918,10 +8916,7 @@ def test_an_audit_reads_no_token(one, web, some_pair, tmp_path):
     """Nor does building: the .bin on the server is asked for its size, and for no bytes."""
     prefix = web.put(some_pair[0])
     cfg = config(one, ([prefix], None), path_to_cache=str(tmp_path / "cache"))
-    rows, _ = one.plan(cfg, [9, 0, 0])
-    assert not (tmp_path / "cache").exists()
     ds = build(one, [9, 0, 0], cfg)[0]
-    assert len(ds) == rows[0].samples_built
     [span, *_] = one.trace(ds, 3)
     assert 3 in one.find(ds, prefix, span.sequence)
     methods = {method for method, name, _ in web.server.requests if name == "pair.bin"}
@@ -8933,17 +8928,12 @@ def test_what_cannot_be_traced_or_found(one, tmp_path):
     ds = gpt(one, a, 5, documents=np.arange(4, dtype=np.int32))
     blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
     assert one.find(ds, a, 8) == []  # of another split
-    path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
-    chat = build(one, [2, 0, 0], config(one, ([str(path)], None)), one.SFTDataset)[0]
     for function, arguments, kind, words in (
         (one.find, [ds, "other", 1], ValueError, "other is not a pair of this"),
         (one.find, [blend, "other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
         (one.find, [ds, a, 9], IndexError, "9"),
         (one.trace, [ds, len(ds)], IndexError, str(len(ds))),
         (one.trace, [blend, len(blend)], IndexError, str(len(blend))),
-        (one.trace, [chat, 0], TypeError, "SFTDataset cannot be traced"),
-        (one.find, [chat, str(path), 0], TypeError, "SFTDataset cannot be traced"),
     ):
         with pytest.raises(kind, match=words):
             function(*arguments)
@@ -8951,271 +8941,12 @@ def test_what_cannot_be_traced_or_found(one, tmp_path):
 
 def test_mock_data_have_no_file(one):
     cfg = config(one, tokenizer=Tok(), sequence_length=4096)
-    built = build(one, [10, 0, 0], cfg, one.MockGPTDataset)
-    rows, _ = one.plan(cfg, [10, 0, 0])
-    assert [(row.path_prefix, row.samples_built) for row in rows] == [
-        (None, len(ds)) for ds in built
-    ]
-    [*_, last] = one.trace(built[0], 0)
+    ds = build(one, [10, 0, 0], cfg, one.MockGPTDataset)[0]
+    [*_, last] = one.trace(ds, 0)
     assert last.path_prefix is None
     assert last.byte_offset is None
     assert last.document == last.sequence
-    assert 0 in one.find(built[0], None, last.sequence)
-
-
-class Counted(Bare):
-    """A dataset whose sample k is k, one token of sequence k; padding is -1."""
-
-    def __getitem__(self, k):
-        return -1 if k is None else k
-
-    def pieces(self, k):
-        return [(k, 0, 1)]
-
-    dataset = None
-
-
-@pytest.mark.parametrize("dp", [1, 3])
-@pytest.mark.parametrize(
-    "consumed, fields",
-    [
-        (0, {}),
-        (6, {}),
-        (0, {"drop_last": False}),
-        (5, {"drop_last": False}),
-        (0, {"full_validation": True}),
-        (0, {"dataloader_type": "cyclic", "seed": 3}),
-        (12, {"dataloader_type": "cyclic"}),
-        (12, {"dataloader_type": "cyclic", "data_sharding": False, "seed": 1}),
-        (60, {"dataloader_type": "cyclic", "data_sharding": False}),
-    ],
-)
-def test_explain_equals_the_loaders(one, dp, consumed, fields):
-    """Of a run of 5 steps of 12 samples over 43 samples; "cyclic" goes on in the next epoch."""
-    dataset = Counted(43)
-    fields = {"micro_batch_size": 2, "consumed_samples": consumed, **fields}
-    of_rank = 1 if "full_validation" in fields else 2
-    steps = (43 - consumed) // 12 + ("drop_last" in fields or "full_validation" in fields)
-    loaders = []
-    for rank in range(dp):
-        place = {"data_parallel_rank": rank, "data_parallel_size": dp}
-        loader = one.build_pretraining_data_loader(dataset, **place, **fields)
-        if "dataloader_type" in fields:
-            loader = one.cyclic_iter(loader)
-            steps = 5
-        loaders.append(iter(loader))
-    for step in range(steps):
-        wanted = []
-        for rank, loader in enumerate(loaders):
-            batches = itertools.islice(loader, 12 // (dp * of_rank))
-            for micro_batch, samples in enumerate(batches):
-                wanted += [(rank, micro_batch, k) for k in samples.tolist()]
-        layout = {"global_batch_size": 12, "data_parallel_size": dp}
-        found = []
-        for rank, micro_batch, k, spans in one.explain(dataset, step, **layout, **fields):
-            assert [span.sequence for span in spans] == ([] if k is None else [k])
-            found.append((rank, micro_batch, -1 if k is None else k))
-        assert found == wanted != []
-
-
-@pytest.mark.parametrize(
-    "step, fields, word",
-    [
-        (-1, {}, "step"),
-        (2, {}, "no such step"),
-        (1, {"consumed_samples": 2}, "fills no round"),
-        (0, {"global_batch_size": 6}, "multiple of the round"),
-        (0, {"global_batch_size": 0}, "multiple of the round"),
-        (0, {"data_parallel_size": 0}, "data_parallel_size"),
-        (0, {"dataloader_type": "external"}, "single or cyclic"),
-        (0, {"dataloader_type": "cyclic", "consumed_samples": 3}, "multiple of the round"),
-    ],
-)
-def test_what_explain_refuses(one, step, fields, word):
-    layout = {"global_batch_size": 8, "micro_batch_size": 2, "data_parallel_size": 2}
-    with pytest.raises(ValueError, match=word):
-        one.explain(Counted(12), step, **layout | fields)
-
-
-# -- plan --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def six_corpora(mm, tmp_path):
-    rng = np.random.default_rng(21)
-    prefixes = []
-    for name in "abcdef":
-        docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
-        prefixes.append(mk(mm, tmp_path / "corpora" / name, docs, np.uint16))
-    return prefixes
-
-
-def random_corpora(rng, prefixes):
-    """Up to five of the prefixes, with weights or without."""
-    chosen = [str(prefix) for prefix in rng.choice(prefixes, rng.integers(1, 6), replace=False)]
-    weights = rng.dirichlet(np.ones(len(chosen))) + 0.05
-    if rng.random() < 0.3:
-        weights = rng.integers(1, 5, len(chosen)).astype(float)
-    if rng.random() < 0.4:
-        return chosen, None
-    as_text = rng.random() < 0.3  # as in a JSON file of arguments
-    return chosen, [str(weight) if as_text else weight for weight in weights.tolist()]
-
-
-def random_build(rng, prefixes):
-    """Random (sizes, fields of a config), in all modes that upstream's builder takes."""
-    sizes = rng.integers(1, 400, 3).tolist()
-    fields = {
-        "sequence_length": int(rng.integers(4, 16)),
-        "random_seed": int(rng.integers(9999)),
-        "num_dataset_builder_threads": int(rng.integers(1, 3)),
-    }
-    if rng.random() < 0.5:
-        fields["blend"] = random_corpora(rng, prefixes)
-        fields["split"] = str(rng.choice(["8,1,1", "90,10,0", "1,0,0", "5,4,1"]))
-        if fields["blend"][1] is None and rng.random() < 0.5:
-            sizes = [None] * 3
-        return sizes, fields
-    blends = [random_corpora(rng, prefixes) if rng.random() < 0.8 else None for _ in range(3)]
-    if not any(blends):
-        blends[0] = random_corpora(rng, prefixes)
-    fields["blend_per_split"] = blends
-    valid = blends[1]
-    is_unweighted = valid is not None and valid[1] is None
-    if is_unweighted and len(valid[0]) > 1 and rng.random() < 0.6:
-        fields["multiple_validation_sets"] = True
-        fields["full_validation"] = bool(rng.integers(2))
-        if fields["full_validation"]:
-            sizes[1] = None
-    elif rng.random() < 0.4:
-        fields["full_validation"] = True
-        if is_unweighted and rng.random() < 0.5:
-            sizes[1] = None
-    return sizes, fields
-
-
-def parts_of(built):
-    """[(split, dataset, samples drawn of it, samples of the split), ...] of what was built."""
-    parts = []
-    for split, found in zip(("train", "valid", "test"), built, strict=True):
-        datasets = found if isinstance(found, list) else [found]
-        for ds in datasets:
-            if hasattr(ds, "datasets"):
-                taken = np.bincount(ds.dataset_index, minlength=len(ds.datasets)).tolist()
-                parts += [(split, *pair, len(ds)) for pair in zip(ds.datasets, taken, strict=True)]
-            elif ds is not None:
-                drawn = len(ds) if ds.num_samples is None else ds.num_samples
-                parts.append((split, ds, drawn, drawn))
-    return parts
-
-
-FLAGS_OF_PLANS = ["add_extra_token_to_sequence", "drop_last_partial_validation_sequence"]
-FLAGS_OF_PLANS += ["stable_order", "reset_position_ids"]
-
-
-def returned_or_refused(function, *arguments):
-    """(what a function returns, None), or (None, the sentence of its ValueError)."""
-    try:
-        return quiet(function, *arguments), None
-    except ValueError as error:
-        return None, str(error)
-
-
-def test_plan_equals_what_is_built_and_drawn(mm, six_corpora, tmp_path):
-    """And a plan makes no cache."""
-    for number, rng in enumerate(cases(40)):
-        sizes, fields = random_build(rng, six_corpora)
-        fields |= {name: bool(rng.integers(2)) for name in FLAGS_OF_PLANS}
-        fields["mid_level_dataset_surplus"] = float(rng.choice([0, 0.005, 0.2]))
-        folder = tmp_path / f"cache{number}"
-        cfg = config(mm, **fields, path_to_cache=str(folder))
-        planned, error = returned_or_refused(mm.plan, cfg, sizes, 4)
-        assert not folder.exists()
-        built, wanted_error = returned_or_refused(build, mm, sizes, cfg)
-        assert (error is None) == (wanted_error is None)
-        if error is not None:
-            continue
-        rows = {(row.split, row.path_prefix): row for row in planned.rows}
-        for split, ds, drawn, of_all in parts_of(built):
-            row = rows.pop((split, ds.dataset_path))
-            tokens = int(ds.dataset.sequence_lengths[ds.indices].sum())
-            epochs = fractions.Fraction(drawn * ds.config.sequence_length, tokens)
-            found = (row.documents, row.tokens, row.samples_requested, row.samples_built)
-            assert found == (len(ds.indices), tokens, ds.num_samples, len(ds))
-            assert (row.samples_drawn, row.epochs) == (drawn, epochs)
-            if drawn:
-                assert row.weight_achieved == fractions.Fraction(drawn, of_all)
-                if split == "train":
-                    assert row.steps_per_epoch * epochs * 4 == of_all
-            in_use = len(ds) * ds.config.sequence_length + ds._extra if len(ds) else 0
-            assert row.tokens_cut == max(0, len(stream(ds)) - in_use)
-        for row in rows.values():  # corpora that are left out of a blend, as they are too small
-            assert (row.samples_built, row.samples_drawn) == (0, 0)
-
-
-def test_plan_of_phases_by_hand(one, tmp_path):
-    prefixes = [mk(one, tmp_path / name, [[1] * 9] * 20) for name in "ab"]
-    cfg = config(one, (prefixes, None), blend_phases=[(30, [1, 1]), (10, [0, 4])])
-    (a, b), _ = one.plan(cfg, [None, 0, 0])
-    assert (a.samples_drawn, a.weight_asked, a.weight_achieved) == (15, 15 / 40, 15 / 40)
-    assert (b.samples_drawn, b.weight_asked, b.weight_achieved) == (25, 25 / 40, 25 / 40)
-
-
-# What a note says: (documents of 9 tokens in each corpus, weights, size, fields, a word of it).
-NOTES = {
-    "order": ([100], None, 112, {}, "for 113 samples instead of 112"),
-    "order-fewer": ([100], None, 113, {}, "for 112 samples instead of 113"),
-    "epochs": ([100, 20], [1, 1], 200, {}, "times is"),  # the second corpus 4.4 times
-    "weight": ([100, 100], [0.999, 0.001], 60, {}, "0.001 cannot be met"),
-    "cap": ([100, 100], None, 999, {}, "the run will end early"),
-}
-
-
-@pytest.mark.parametrize("case", NOTES)
-def test_notes_of_a_plan(one, tmp_path, case):
-    counts, weights, size, fields, word = NOTES[case]
-    prefixes = []
-    for i, count in enumerate(counts):
-        prefixes.append(mk(one, tmp_path / f"p{i}", [[1] * 9] * count))
-    cfg = config(one, (prefixes, weights), **fields)
-    notes = one.plan(cfg, [size, 0, 0]).notes
-    assert [note for note in notes if re.search(word, note)], notes
-    assert len(set(notes)) == len(notes)
-
-
-@pytest.mark.parametrize("fields, size", [({}, 5250), ({}, 0), ({"stable_order": True}, 1124)])
-def test_a_quiet_plan(one, tmp_path, fields, size):
-    """Three and a half epochs; nothing at all; a run at the end of an epoch that is stable."""
-    prefixes = [mk(one, tmp_path / f"p{count}", [[1] * 9] * count) for count in (1000, 1001)]
-    cfg = config(one, (prefixes, [3, 1]), **fields)
-    rows, notes = one.plan(cfg, [size, 0, 0])
-    assert notes == [] and [row.weight_asked for row in rows[:2]] == [0.75, 0.25]
-
-
-def test_a_size_of_another_order_by_trying_all_numbers(one, tmp_path):
-    """The order depends on the number of epochs, and on whether the last one comes by itself."""
-    for rng in cases(40):
-        T, S, n = (int(rng.integers(low, high)) for low, high in ((9, 99), (1, 9), (1, 400)))
-        prefix = mk(one, tmp_path / str(T), [[1] * T])
-        notes = one.plan(config(one, ([prefix], None), sequence_length=S), [n, 0, 0]).notes
-        orders = set()
-        for other in range(max(1, n - max(1, n // 100)), n + max(1, n // 100) + 1):
-            epochs = one.plan_epochs(T, other, S)
-            orders.add((epochs.num_epochs, epochs.separate_final_epoch))
-        assert any("shuffled anew" in note for note in notes) == (len(orders) > 1)
-
-
-def test_what_plan_refuses(one, tmp_path):
-    prefix = mk(one, tmp_path / "p", [[1] * 5])
-    empty = config(one, ([prefix], None), split="99,1,0")
-    short = config(one, ([prefix, prefix], None))
-    for cfg, sizes, gbs, word in (
-        (empty, [1, 1, 0], None, f"valid of {prefix}"),
-        (short, [1, 0, 0], None, "train: no corpus"),
-        (empty, [1, 0, 0], 0, "global_batch_size"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            one.plan(cfg, sizes, gbs)
+    assert 0 in one.find(ds, None, last.sequence)
 
 
 # ==============================================================================
@@ -9232,37 +8963,46 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     for line, words in (
         ("preprocess --input a.jsonl --output-prefix eod --append-eod", ["3 documents, 16 tokens"]),
         ("preprocess --input a.jsonl --output-prefix toy", [f"{prefix}: 3 sequences"]),
-        (f"inspect {prefix}.idx --tokens 3", ["13 tokens of uint16", "3 to 6", "[97, 97, 97]\n"]),
-        (f"verify {prefix} {prefix}.bin", [f"whole: {prefix}: 3 sequences, 3 documents, 13 "]),
-        (f"merge --input {prefix} {prefix}.bin --output-prefix new/two", ["26 tokens"]),
+        (f"inspect {prefix}", ["13 tokens of uint16", "3 to 6 tokens, 4.3", "[97, 97, 97, 97]\n"]),
+        (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
+        (f"merge --input {prefix} {prefix} --output-prefix two", ["26 tokens"]),
         ("merge --input modes --output-prefix q --multimodal", ["2 sequences"]),
     ):
         code, out, err = command(one, capsys, *line.split())
         assert code == 0, err
         for word in words:
             assert word in out, line
-    assert len(one.IndexedDataset("new/two", check=True)) == 6
+    assert len(one.IndexedDataset("two", check=True)) == 6
     assert one.IndexedDataset("q", multimodal=True).sequence_modes.tolist() == [0, 5]
 
 
-@pytest.mark.parametrize("switch, word", [("0", "MEGATRON_MIN_C=0"), ("", "reinstall")])
-def test_version_says_which_kernels_run_and_why(mm, monkeypatch, capsys, switch, word):
-    monkeypatch.setenv("MEGATRON_MIN_C", switch)
-    code, out, _ = command(mm, capsys, "--version")
-    assert code == 0 and mm.__version__ in out and f"kernels: {mm.IMPLEMENTATION}" in out
-    assert (word in out) == (mm.IMPLEMENTATION == "python")
+def test_options_of_preprocess_reach_the_function(one, capsys, monkeypatch):
+    """Each of them; those that are not given have the function's defaults, but for verbose."""
+    made = mock.Mock(return_value={})
+    defaults = inspect.signature(one.preprocess).parameters
+    monkeypatch.setattr(one, "preprocess", made)
+    wanted = {"append_eod": True, "json_keys": ["a", "b"], "split_sentences": True, "workers": 3}
+    wanted |= {"shard": (2, 5), "on_error": "skip", "verbose": False}
+    flags = "--append-eod --json-keys a b --split-sentences --workers 3 --shard 2/5 --on-error skip"
+    argv = ["preprocess", "--input", "x", "-", "--output-prefix", "o", "--tokenizer", "null:9"]
+    assert command(one, capsys, *argv, *flags.split(), "--no-verbose")[0] == 0
+    (inputs, prefix, tokenizer), found = made.call_args
+    assert (inputs, prefix, tokenizer.vocab_size, found) == (["x", "-"], "o", 10, wanted)
+    assert command(one, capsys, *argv)[0] == 0
+    found = made.call_args.kwargs
+    assert found.pop("verbose") and found.pop("json_keys") == list(defaults["json_keys"].default)
+    assert found == {name: defaults[name].default for name in found}
 
 
 TEXT = list("aé".encode())
 INSPECTED = {  # documents, and what inspect says of them
     "no sequences": ([], "0 sequences, 0 documents, 0 tokens"),
-    "one": ([[97]], "1 sequence, 1 document, 1 token of"),
+    "one": ([[97]], "1 sequences, 1 documents, 1 tokens of"),
     "empty first sequence": ([[], [98, 99]], r"sequence 0: \[\]\ndecoded: ''"),
     "cut within a character": ([TEXT[:-1]], "decoded: 'a\ufffd'"),
     "eod": ([[97, 256]], "decoded: 'a'"),
-    "ids of a larger vocabulary": ([[97, 50_000]], "not decoded: the tokenizer has 257 ids"),
+    "ids of a larger vocabulary": ([[97, 50_000]], "not decoded: .*--tokenizer"),
     "sixteen tokens": ([[97] * 20], f"decoded: '{'a' * 16}'"),
-    "many lengths": ([[7]] * 100_001 + [[7] * 1234, []], "0 to 1,234 tokens\n"),
 }
 
 
@@ -9273,411 +9013,77 @@ def test_inspect_tells_counts_and_the_first_tokens(one, tmp_path, capsys, case):
     assert code == 0 and re.search(words, out), out
 
 
-def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
-    a = mk(mm, tmp_path / "a", [[i] * 9 for i in range(40)])
-    b = mk(mm, tmp_path / "b", [[i] * 9 for i in range(26)])
-    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
-    common = ["--sequence-length", 8, "--random-seed", 7, "--path-to-cache", mine]
-    flags = ["--blend", 3, f"{a}.bin", 1, b, "--split", "9,1,0", "--sizes", 50, 5, 0]
-    code, out, err = command(mm, capsys, "build", *flags, *common)
-    assert code == 0, err
-    assert re.search(r"^train: 51 samples, cache [0-9a-f]{32}\nvalid: .*\ntest: none\n", out)
-    fields = {"split": "9,1,0", "random_seed": 7, "path_to_cache": theirs}
-    fields["tokenizer"] = mm.ByteTokenizer()
-    build(mm, [50, 5, 0], config(mm, ([a, b], [3, 1]), **fields))
-    found, wanted = files_of(mine), files_of(theirs)
-    assert found.keys() == wanted.keys()
-    for name, content in wanted.items():  # a manifest has the time of its files, too
-        assert name.endswith("manifest.json") or found[name] == content
-    file = tmp_path / "run.toml"
-    file.write_text(
-        f"blend_per_split = [[{a!r}], [{a!r}, {b!r}], []]\nsizes = [1, 'none', 0]\n"
-        "multiple_validation_sets = true\nfull_validation = true\n"
-    )
-    code, out, err = command(mm, capsys, "build", "--config", file, *common)
-    assert code == 0, err
-    assert out.count("valid: ") == 2
+COMMANDS = ["preprocess", "merge", "inspect", "verify", "demo"]
 
 
-def test_a_file_may_hold_every_field_of_the_config(one, tmp_path, capsys, monkeypatch):
-    """Each arrives in the config with the value that was given."""
-    wanted = {"blend": [["a", "b"], [3, 1]], "blend_per_split": [], "blend_phases": [[2, [3, 1]]]}
-    values = {"int": 3, "float": 0.25, "str": "x", "bool": True, "dict": {"a": 1}}
-    for field in dataclasses.fields(one.GPTDatasetConfig):
-        kind = str(getattr(field.type, "__name__", field.type)).partition(" | ")[0]
-        if field.init and field.name not in [*wanted, "tokenizer"]:
-            wanted[field.name] = values[kind]
-    lines = []
-    for name, value in wanted.items():
-        lines.append(f"{name} = {json.dumps(value).replace(': ', ' = ')}\n")
-    file = tmp_path / "run.toml"
-    file.write_text('tokenizer = "null:9"\nsizes = [1, 2, 3]\nseed = 3\n' + "".join(lines))
-    made = mock.Mock(side_effect=ValueError("this is as far as the test goes"))
-    monkeypatch.setattr(one.GPTDatasetConfig, "__init__", made)
-    code, _, err = command(one, capsys, "build", "--config", file)
-    assert code == 1 and "as far as" in err
-    tokenizer = made.call_args.kwargs.pop("tokenizer")
-    del wanted["data_parallel_size"]  # it is of the layout, too; nothing in a dataset depends on it
-    assert made.call_args.kwargs == wanted and tokenizer.vocab_size == 10
-
-
-def test_a_home_folder_in_a_file(one, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    mk(one, tmp_path / "p", [[1] * 9])
-    (tmp_path / "run.toml").write_text('blend = ["~/p"]\npath_to_cache = "~/cache"')
-    code, _, err = command(one, capsys, "build", "--config", "run.toml", *SMALL.split())
-    assert code == 0, err
-    assert set(os.listdir()) == {"p.bin", "p.idx", "cache", "run.toml"}
-
-
-@pytest.mark.parametrize(
-    "name", ["preprocess", "merge", "inspect", "verify", "build", "plan", "trace", "find", "demo"]
-)
-def test_help_tells_defaults_and_an_example(one, capsys, monkeypatch, name):
-    """The example has flags of the command, and no default is None."""
-    monkeypatch.setenv("COLUMNS", "100")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example_and_fits_a_screen(one, capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = command(one, capsys, name, "--help")
     options, _, example = out.partition("example:\n")
     assert code == 0 and example.startswith(f"  megatron-min {name}")
     assert all(f"  {flag}" in options for flag in re.findall(r"--[\w-]+", example))
-    assert "None" not in options and "SUPPRESS" not in options
-    if name == "preprocess":
-        assert "(default: stop)" in options and "(default: bytes)" in options
+    lines = out.splitlines()
+    assert len(lines) < 24 and max(map(len, lines)) <= 80
 
 
-# -- plan, trace and find ----------------------------------------------------------------------
-
-RUN_TOML = """\
-random_seed = 7
-sequence_length = 8
-blend = [["a", "b"], [70, 30]]
-split = "8,1,1"
-sizes = [60, 4, 0]
-eod_mask_loss = false
-mid_level_dataset_surplus = 1
-global_batch_size = 4
-"""
+def test_help_lists_the_commands(one, capsys):
+    code, out, _ = command(one, capsys, "--help")
+    assert code == 0 and re.findall(r"^    (\w+)", out, re.MULTILINE) == COMMANDS
 
 
-@pytest.fixture
-def run_folder(one, tmp_path, monkeypatch):
-    """The current folder: pairs of ASCII letters and eods, one of texts, and run.toml."""
-    monkeypatch.chdir(tmp_path)
-    for name, count in (("a", 90), ("b", 40), (LONG, 40)):
-        letters = [[97 + i % 26] * (1 + i % 20) + [256] for i in range(count)]
-        mk(one, tmp_path / name, [[ord(name[0]), *text] for text in letters], np.uint16)
-    one.preprocess(texts=["some text"] * 9, output_prefix="t")
-    (tmp_path / "run.toml").write_text(RUN_TOML)
-    return tmp_path
-
-
-LONG = "x" * 90  # the name of a pair, too
-FIELDS = "--sequence-length 8 --random-seed 7 "
-SMALL = FIELDS + "--split 1 --sizes 9 0 0 "
-
-
-def json_of(mm, capsys, *argv):
-    """The JSON that a command prints."""
-    code, out, err = command(mm, capsys, *argv, "--json")
-    assert code == 0, err
-    return json.loads(out)
-
-
-def config_of_run(one):
-    """The config of run.toml."""
-    fields = {"random_seed": 7, "split": "8,1,1", "mid_level_dataset_surplus": 1}
-    fields |= {"tokenizer": one.ByteTokenizer(), "create_attention_mask": True}
-    return config(one, (["a", "b"], [70, 30]), **fields)
-
-
-def test_plan_prints_what_the_function_returns(one, run_folder, capsys):
-    planned, notes = one.plan(config_of_run(one), [60, 4, 0], 4)
-    found = json_of(one, capsys, "plan", "--config", "run.toml")
-    assert found["notes"] == notes
-    rows = [row._asdict() for row in planned]
-    assert found["rows"] == json.loads(json.dumps(rows, default=str))
-
-
-def test_trace_prints_what_the_functions_return(one, run_folder, capsys):
-    train = build(one, [60, 4, 0], config_of_run(one))[0]
-    for sample in json_of(one, capsys, "trace", "--config", "run.toml", "--sample", 3, 5):
-        assert [one.Span(**span) for span in sample["spans"]] == one.trace(train, sample["sample"])
-    cyclic = 'dataloader_type = "cyclic"\nseed = 3\ndata_sharding = false\n'
-    (run_folder / "cyclic.toml").write_text(RUN_TOML + cyclic)
-    layout = ["--data-parallel-size", 2, "--consumed-samples", 8, "--decode"]
-    found = json_of(one, capsys, "trace", "--config", "cyclic.toml", "--step", 2, *layout)
-    fields = {"data_parallel_size": 2, "dataloader_type": "cyclic", "seed": 3}
-    fields |= {"consumed_samples": 8, "data_sharding": False, "global_batch_size": 4}
-    explained = one.explain(train, 2, micro_batch_size=1, **fields)
-    for sample, wanted in zip(found, explained, strict=True):
-        assert list(sample.values())[:3] == list(wanted[:3])
-        for span, wanted_span in zip(sample["spans"], wanted.spans, strict=True):
-            text = span.pop("text")
-            assert one.Span(**span) == wanted_span
-            place = span["sequence"], span["offset"], span["length"]
-            tokens = one.IndexedDataset(span["path_prefix"]).get(*place)
-            assert text == one.ByteTokenizer().detokenize(tokens)
-
-
-def test_find_prints_what_the_function_returns(one, run_folder, capsys):
-    """And the tokens and the step of each sample."""
-    train = build(one, [60, 4, 0], config_of_run(one))[0]
-    argv = ["find", "--config", "run.toml", "--path-prefix", "b", "--sequence", 9]
-    found = json_of(one, capsys, *argv)
-    samples = one.find(train, "b", 9)
-    assert [entry["sample"] for entry in found] == samples != []
-    for entry in found:
-        lengths = {span[:2]: span.length for span in one.trace(train, entry["sample"])}
-        assert entry["step"] == entry["sample"] // 4
-        assert entry["tokens"] == lengths["b", 9]
-    for consumed, step in ((samples[0] + 1, None), (samples[0], 0), (samples[0] - 4, 1)):
-        assert json_of(one, capsys, *argv, "--consumed-samples", consumed)[0]["step"] == step
-
-
-@pytest.mark.parametrize("line", ["plan a", "build a", "trace a --sample 2", "find a --sequence 3"])
-def test_a_prefix_without_a_split_is_all_of_train(one, run_folder, capsys, line):
-    """It is said, since the samples of a run with another split are others."""
-    line = f"{line} {FIELDS} --sizes 9 0 0"
-    code, out, err = command(one, capsys, *line.split())
-    assert code == 0, err
-    assert "without --split" in err
-    for same_run in (line, line.replace(" a ", " --blend a ")):
-        argv = [*same_run.split(), "--split", "1"]
-        assert command(one, capsys, *argv) == (0, out, "")
-
-
-PRINTED = {  # a command: words that it prints
-    "plan --config run.toml": ["train  a ", "70.00%", "note: "],
-    "trace --config run.toml --sample 1": ["sample 1 of train: 9 tokens"],
-    "trace --config run.toml --step 3": ["samples 12 to 15", "rank 0, micro-batch 3: sample 15 of"],
-    "trace --config run.toml --sample 1 --decode --index-split valid": ["of valid", "  '"],
-    "find --config run.toml --path-prefix b --sequence 9": [
-        "sequence 9 of b",
-        "tokens of it  step",
-    ],
-    f"trace {LONG} --sample 0 " + SMALL: ["..." + "x" * 25],
-    f"plan --blend {LONG} " + SMALL: ["..." + "x" * 29],
-    "trace t_text_document --sample 0 " + SMALL: ["  texts, document "],
-    "trace a --sample 0 " + SMALL: ["  -\n"],
-    "inspect a": ["lengths: ", "median"],
+WRONG = {  # arguments, in a folder with pairs and files: an exit code, and a word of the sentence
+    "": (2, "COMMAND"),
+    "preprocess --input a.jsonl --output-prefix o --no-verbose --json-keys x": (
+        1,
+        "a.jsonl: line 1: ",
+    ),
+    "preprocess --input a.jsonl --output-prefix o --shard 1": (2, "--shard"),
+    "preprocess --input a.jsonl --output-prefix o --shard 2/2": (1, "2/2"),
+    "preprocess --input a.jsonl --output-prefix o --workers x": (2, "--workers"),
+    "preprocess --input none.jsonl --output-prefix o": (1, "none.jsonl"),
+    "merge --input good none --output-prefix o": (1, "none.idx"),
+    "inspect none": (1, "none.idx"),
+    "inspect good --tokenizer none.json": (1, "none.json"),
+    "verify good damaged": (1, "damaged.idx: sequence_pointers[1]"),
+    "demo --keep d": (2, "unrecognized arguments"),
 }
-
-
-@pytest.mark.parametrize("line", PRINTED)
-def test_what_commands_print_fits_100_columns(one, run_folder, capsys, line):
-    code, out, err = command(one, capsys, *line.split())
-    assert code == 0, err
-    assert max(len(printed) for printed in out.split("\n")) <= 100
-    for word in PRINTED[line]:
-        assert word in out
-
-
-def test_find_counts_a_sequence_that_comes_twice_in_a_sample(one, run_folder, capsys):
-    mk(one, run_folder / "hand", [[98] * 4], np.uint16)
-    argv = "find hand --split 1 --random-seed 7 --sequence 0 --sizes 1 0 0 --sequence-length 7"
-    found = json_of(one, capsys, *argv.split())
-    assert found == [{"sample": 0, "tokens": 8, "step": None}]
-
-
-IN_FILES = {  # flags: files that mean the same, where there are other flags of this dict or none
-    "--blend 70 a 30 b --sizes 9 0 0": 'blend = [70, "a", 30, "b"]\nsizes = [9, 0, 0]',
-    "--blend a b --sizes 9 none 0": 'blend = ["a", "b"]\nsizes = [9, "none", 0]',
-    "--blend 70 a 30 b --sizes 9 9 9": 'blend = [["a", "b"], [70, 30]]\nsizes = [9, 9, 9]',
-    "--blend a --tokenizer null:300": 'blend = ["a"]\ntokenizer = "null:300"',
-}
-REPLACED = [  # files whose blends and sizes count for nothing beside flags
-    'blend_per_split = [["b"], [], []]',
-    'blend = [["b", "a"], [1, 2]]\nblend_phases = [[9, [1, 2]]]',
-    'blend = ["b"]\nsizes = [60, 4, 0]\nsplit = "8,1,1"',
-]
-
-
-@pytest.mark.parametrize("flags", IN_FILES)
-def test_a_file_means_what_the_flags_mean(one, run_folder, capsys, flags):
-    common = [*FIELDS.split(), "--split", "1"]
-    (run_folder / "f").write_text(IN_FILES[flags])
-    by_file = command(one, capsys, "plan", "--config", "f", *common)
-    assert by_file[0] == 0
-    assert by_file == command(one, capsys, "plan", *flags.split(), *common)
-
-
-@pytest.mark.parametrize("lines", REPLACED)
-def test_flags_replace_what_the_file_says(one, run_folder, capsys, lines):
-    (run_folder / "f").write_text(lines)
-    argv = ["plan", "--blend", "a", *SMALL.split()]
-    by_file = command(one, capsys, *argv, "--config", "f")
-    assert by_file[0] == 0, by_file[2]
-    assert by_file == command(one, capsys, *argv)
-
-
-def flip_last_bit(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def test_verify_of_caches(one, run_folder, capsys):
-    code, _, err = command(one, capsys, "build", "--config", "run.toml", "--path-to-cache", "c")
-    assert code == 0, err
-    code, out, _ = command(one, capsys, "verify", "a", "c")
-    assert code == 0 and "whole: a: 90 sequences" in out and "-BlendedDataset-train: " in out
-    pair, *caches = json_of(one, capsys, "verify", "a", "c")
-    assert pair["sequences"] == 90 and len(caches) == len(list(pathlib.Path("c").glob("*.json")))
-    damaged = next(pathlib.Path("c").glob("*-shuffle_index.npy"))
-    flip_last_bit(damaged)
-    code, _, err = command(one, capsys, "verify", "a", "c")
-    assert code == 1 and one_sentence(err) and damaged.name in err
-
-
-def test_find_knows_where_the_run_ends(one, run_folder, capsys):
-    """The dataset has whole epochs; "cyclic" may read any sample of them."""
-    (run_folder / "f").write_text('dataloader_type = "cyclic"')
-    argv = ["find", "a", *SMALL.split(), "--sequence", 88, "--global-batch-size", 1]
-    dataset = gpt(one, "a", 9, tokenizer=one.ByteTokenizer(), random_seed=7)
-    samples = one.find(dataset, "a", 88)
-    for size in (samples[-1], len(dataset)):
-        sizes = ["--sizes", size, 0, 0]
-        entries = json_of(one, capsys, *argv, *sizes)
-        assert [entry["sample"] for entry in entries] == [k for k in samples if k < size]
-        assert all(entry["step"] == entry["sample"] for entry in entries)
-        _, out, _ = command(one, capsys, *argv, *sizes)
-        assert (f"and in 1 sample from {size:,} on" in out) == (size <= samples[-1])
-    entries = json_of(one, capsys, *argv, "--config", "f")
-    assert [entry["sample"] for entry in entries] == samples
-
-
-def test_an_order_of_no_size_is_warned_of(one, run_folder, capsys):
-    argv = [*FIELDS.split(), "--split", "1", "--sample", 0]
-    (run_folder / "f").write_text("stable_order = true")
-    for more, is_warned in ([], True), (["--config", "f"], False), (["--sizes", 9, 0, 0], False):
-        code, _, err = command(one, capsys, "trace", "a", *argv, *more)
-        assert code == 0 and ("without --sizes" in err) == is_warned
-
-
-def test_mock_data_have_a_name(one, capsys):
-    argv = "--sequence-length 1024 --random-seed 1 --sizes 9 0 0".split()
-    for words in (["plan"], ["find", "--sequence", 5], ["trace", "--sample", 0]):
-        code, out, err = command(one, capsys, *words, *argv)
-        assert code == 0, err
-        assert "mock data" in out
-
-
-def test_build_says_what_is_not_kept(one, run_folder, capsys):
-    argv = ["build", *SMALL.split(), "--blend", "1", "a", "1", "b"]
-    assert "not kept: give --path-to-cache" in command(one, capsys, *argv)[1]
-    assert "not kept" not in command(one, capsys, *argv, "--path-to-cache", "c")[1]
-    assert "not kept" not in command(one, capsys, "build", *SMALL.split(), "a")[1]
-
-
-# -- Errors ------------------------------------------------------------------------------------
-
-
-COMMON = FIELDS + "--sizes 1 1 1 "
-WRONG = {  # arguments, in a folder with pairs and files: a word of the sentence
-    "": "COMMAND",
-    "preprocess --input a.jsonl --output-prefix o --json-keys other": "a.jsonl: line 1: ",
-    "preprocess --input a.jsonl --output-prefix o --shard 1": "--shard",
-    "merge --input p_00000_of_00002 --output-prefix o": "wanted p_00001_of_00002",
-    "merge --input boo --output-prefix o": "did you mean books_text_document?",
-    "inspect none": "none.idx: no such file",
-    "inspect book_text_documents.bin": "did you mean books_text_document",
-    "inspect a --tokens -5": "-5",
-    "verify a damaged": "damaged.idx: sequence_pointers[1]",
-    "verify folder": "no index cache",
-    "build --blend a --split 1 --sizes 1 1 1 --sequence-length 8": "--random-seed",
-    "build --blend a --split 1 " + FIELDS: "--sizes",
-    "build --blend a --split 1 --sizes x 1 1 " + FIELDS: "--sizes",
-    "build a --path-to-cache a.bin " + SMALL: "no cache was written to a.bin",
-    "build --blend a --split 1 --sequence-length 0 --random-seed 1": "1 or more, got 0",
-    "plan --config a.jsonl": "a.jsonl",
-    "plan --blend a --split 1 --global-batch-size 0 " + COMMON: "1 or more, got 0",
-    "plan --blend 1 a 1 b --split 9,1 --sizes 9 none 0 " + FIELDS: "valid is a blend with w",
-    "trace a --blend a --split 1 --sample 1 " + COMMON: "--blend",
-    "trace a --split 1 --step 1 " + COMMON: "--global-batch-size",
-    "trace a --split 1 --sample 0 --index-split valid " + COMMON: "no valid",
-    "trace --config sets.toml --index-split valid --sample 0 " + COMMON: "2 datasets",
-    "trace a --sample -1 " + SMALL: "0 or more, got -1",
-    "trace a --step -1 --global-batch-size 4 " + SMALL: "0 or more, got -1",
-    "find a b --split 1 --sequence 0 " + COMMON: "--path-prefix",
-    "find a --split 1 --sequence 0 --path-prefix o " + COMMON: "o is not",
-    "find a --sequence -1 " + SMALL: "0 or more, got -1",
-    "find a --sequence 1 --consumed-samples -4 " + SMALL: "0 or more, got -4",
-    "demo --keep d": "unrecognized arguments",
-}
-WRONG_FILES = {  # what a TOML file says: a word of the sentence
-    'random_seed = "1"\nsequence_length = 8': "random_seed must be a whole number",
-    "random_seed = 1\nsequence_length = 8\nsizs = [1]": "unexpected keyword argument 'sizs'",
-    'dataloader_type = "foo"': "cyclic, got foo",
-    "micro_batch_size = 0": "f: micro_batch_size must be >= 1",
-    'seed = "1"': "f: seed: wanted a value such as 0, got '1'",
-    "tokenizer = 5": "f: tokenizer: wanted a value such as",
-    "sizes = [9, -1, 0]": "f: sizes: wanted a number of samples",
-    "sizes = [9, 1]": "f: sizes: wanted one of train",
-    'blend_per_split = ["a", "", ""]': "got 'a'",
-    "blend_per_split = [1, 2, 3]": "got 1",
-}
-
-
-def check_one_sentence(one, capsys, argv, word):
-    """A command fails, says so in one sentence, and leaves nothing but caches."""
-    before = set(os.listdir())
-    code, _, err = command(one, capsys, *argv)
-    assert code in (1, 2)
-    assert one_sentence(err)
-    assert word in err.split("\n")[-2]
-    # caches of splits that could be built, and of a dataset before it was looked at
-    assert set(os.listdir()) - before <= {"a", "b"}
 
 
 @pytest.mark.parametrize("arguments", WRONG)
-def test_wrong_use_is_one_sentence(one, run_folder, capsys, arguments):
+def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys, arguments):
+    """And it leaves no file."""
+    monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["a"])
-    for name in ("books_text_document", "damaged"):
-        mk(one, run_folder / name, [[1] * 18, [2] * 2])
+    for name in ("good", "damaged"):
+        mk(one, tmp_path / name, [[1] * 18, [2] * 2])
     patch("damaged.idx", 34, b"\x13")  # the first length
-    (run_folder / "folder").mkdir()
-    sets = 'blend_per_split = [["a"], ["a", "b"], []]\nmultiple_validation_sets = true'
-    (run_folder / "sets.toml").write_text(sets)
-    check_one_sentence(one, capsys, arguments.split(), WRONG[arguments])
-
-
-@pytest.mark.parametrize("lines", WRONG_FILES)
-def test_a_wrong_file_is_one_sentence(one, run_folder, capsys, lines):
-    (run_folder / "f").write_text(lines)
-    argv = ["plan", "--config", "f"]
-    if "random_seed" not in lines:
-        argv += FIELDS.split()
-    check_one_sentence(one, capsys, argv, WRONG_FILES[lines])
+    before = files_of(".")
+    code, word = WRONG[arguments]
+    found, _, err = command(one, capsys, *arguments.split())
+    assert found == code and one_sentence(err) and word in err.split("\n")[-2]
+    assert files_of(".") == before
 
 
 ERRORS = [
-    (ValueError("a  bad\nvalue"), 1, "megatron-min: a bad value\n"),
-    (ValueError(), 1, "megatron-min: ValueError\n"),
-    (ValueError("s3://me:secret@b/c"), 1, "megatron-min: s3://b/c\n"),
-    (ZeroDivisionError("by zero"), 1, "megatron-min: ZeroDivisionError: by zero\n"),
-    (SystemExit(143), 143, ""),
-    (KeyboardInterrupt(), 130, "megatron-min: interrupted\n"),
+    (ValueError("a  bad\nvalue"), "a bad value\n"),
+    (ValueError(), "ValueError\n"),
+    (ValueError("s3://me:secret@b/c"), "s3://b/c\n"),
+    (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero\n"),
 ]
 
 
-@pytest.mark.parametrize("error, code, sentence", ERRORS)
-def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch, error, code, sentence):
-    """A signal counts as one, too, where it made a pool raise an error of its own."""
+@pytest.mark.parametrize("error, sentence", ERRORS)
+def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch, error, sentence):
     shown = warnings.showwarning
 
     def merge(*arguments):
         warnings.warn("https://h/p?key=secret  is odd", stacklevel=1)
-        try:
-            raise error
-        finally:
-            if not isinstance(error, Exception):
-                raise RuntimeError("cannot join thread before it is started")
+        raise error
 
     monkeypatch.setattr(one, "merge", merge)
     found, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
-    assert (found, err) == (code, "warning: https://h/p is odd\n" + sentence)
+    assert (found, err) == (1, f"warning: https://h/p is odd\nmegatron-min: {sentence}")
     assert warnings.showwarning is shown
 
 
@@ -9685,43 +9091,42 @@ SIGNALLED = """
 import os, signal
 class Signalled:
     vocab_size, eod, unique_identifiers = 9, 8, {}
-    def tokenize(self, text): os.kill(os.getpid(), getattr(signal, text))
+    def tokenize(self, text):
+        os.kill(os.getpid(), getattr(signal, text))
+class Failing(Signalled):
+    def tokenize(self, text):
+        try:
+            super().tokenize(text)
+        finally:
+            raise RuntimeError("cannot join thread before it is started")
 """
 
 
 @linux
+@pytest.mark.parametrize("tokenizer", ["Signalled", "Failing"])
 @pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, code):
-    """The tokenizer signals its own process, in the middle of the work: no file is left."""
+def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, code, tokenizer):
+    """The tokenizer signals its own process, in the middle of the work: no file is left.
+
+    So, too, where what the signal stops raises an error of its own.
+    """
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "signalled", raising=False)
     path = jsonl(tmp_path / "a.jsonl", [name])
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    flags = ["--tokenizer", "signalled:Signalled"]
+    flags = ["--no-verbose", "--tokenizer", f"signalled:{tokenizer}"]
     found, _, err = preprocess_command(one, capsys, path, "o", *flags)
     assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
-    assert found == code
-    assert "Traceback" not in err
+    assert (found, err) == (code, "")
     assert {*os.listdir(tmp_path)} - {"__pycache__"} == {"a.jsonl", "signalled.py"}
 
 
-def test_a_command_in_a_thread(one, tmp_path, capsys):
-    """Only the main thread may handle signals: in another thread a command does without."""
-    prefix = mk(one, tmp_path / "p", [[1]])
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        code, out, _ = pool.submit(command, one, capsys, "verify", prefix).result()
-    assert code == 0 and "1 document" in out
-
-
 def test_the_demo_resumes_and_leaves_nothing(mm, tmp_path, capsys, monkeypatch):
-    """It ends with what to do next, in a copy of the module too, and leaves nothing."""
-    monkeypatch.setattr(sys, "argv", ["./megatron_min.py"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code, out, err = command(mm, capsys, "demo")
     assert code == 0, err
     assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
-    assert out.split("\n")[-2].startswith("python ./megatron_min.py preprocess --input ")
     assert os.listdir(tmp_path) == []
 
 
@@ -9729,8 +9134,8 @@ NO_NUMPY = "import sys; sys.modules['numpy'] = None\n"
 VERIFY = "import runpy, sys; sys.argv[1:] = ['verify', 'none']; runpy.run_path('megatron_min.py', "
 AS_PROGRAM = VERIFY + "run_name='__main__')"
 AS_MODULE = VERIFY + "run_name='megatron_min')"
-STARTS = [  # code, and the last line that is printed
-    (AS_PROGRAM, "megatron-min: none.idx: no such file"),
+STARTS = [  # code, and how the last line begins that is printed
+    (AS_PROGRAM, "megatron-min: .*none.idx"),
     (NO_NUMPY + AS_PROGRAM, "megatron_min needs the package numpy: pip install numpy"),
     (NO_NUMPY + AS_MODULE, "ModuleNotFoundError: megatron_min needs the package numpy"),
 ]
@@ -9744,7 +9149,7 @@ def test_a_copy_of_the_module_alone_is_a_program(tmp_path, code, sentence):
     env = os.environ | {"MEGATRON_MIN_C": "0"}
     ran = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert ran.returncode == 1 and ran.stdout == ""
-    assert ran.stderr.strip().split("\n")[-1].startswith(sentence), ran.stderr
+    assert re.match(sentence, ran.stderr.strip().split("\n")[-1]), ran.stderr
     assert ("Traceback" in ran.stderr) == (AS_MODULE in code)
 
 
@@ -9762,14 +9167,15 @@ def test_doctests_leave_nothing_in_the_temporary_folder(tmp_path):
 
 
 PREPROCESS = "preprocess --input a.jsonl --output-prefix o --no-verbose"
-INSPECT = "inspect p"
 REDIRECTED = [  # a command, where its output goes, its exit code, a word on stderr
     (PREPROCESS, ">&-", 0, ""),
-    (PREPROCESS, ">/dev/full", 0, "output: [Errno 28] No space left"),
+    (PREPROCESS, ">/dev/full", 1, "[Errno 28] No space left"),
+    ("inspect p", ">/dev/full", 1, "[Errno 28] No space left"),
     (PREPROCESS, "| :", 0, ""),
-    (INSPECT, ">&-", 0, ""),
-    (INSPECT, ">/dev/full", 1, "output: [Errno 28] No space left"),
-    (INSPECT, "| :", 1, ""),
+    ("merge --input p --output-prefix q", "| :", 0, ""),
+    ("inspect p", "| :", 0, ""),
+    ("verify p p", "| :", 0, ""),
+    ("demo", "| :", 0, ""),
     ("preprocess --input - --output-prefix o", "<&-", 1, "standard input is closed"),
 ]
 
@@ -9778,7 +9184,7 @@ REDIRECTED = [  # a command, where its output goes, its exit code, a word on std
 @pytest.mark.slow
 @pytest.mark.parametrize("line, redirected, code, word", REDIRECTED)
 def test_what_is_printed_cannot_be_written(one, tmp_path, line, redirected, code, word):
-    """A command that makes files has made them; for another no room or no reader is an error."""
+    """A reader that has seen enough is no error; no room is one, with the pair that is made."""
     jsonl(tmp_path / "a.jsonl", ["abc"])
     mk(one, tmp_path / "p", [[97]])
     run = ["bash", "-c", f'"$@" {redirected}; exit ${{PIPESTATUS[0]}}', "bash", *RUN, *line.split()]
@@ -9793,32 +9199,16 @@ def test_what_is_printed_cannot_be_written(one, tmp_path, line, redirected, code
 
 
 @pytest.mark.slow
-def test_an_output_of_ascii(tmp_path):
-    """What the terminal has no letters for is printed as \\x.., in paths and in texts."""
-    jsonl(tmp_path / "a.jsonl", ["h\xe9"])
-    lines = ["preprocess --input a.jsonl --output-prefix \xe9 --append-eod"]
-    run = " --random-seed 1 --sequence-length 2 --split 1 --sizes 1 0 0 --sample 0 --decode"
-    lines.append("trace \xe9_text_document" + run)
-    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
-    for line in lines:
-        done = subprocess.run([*RUN, *line.split()], capture_output=True, cwd=tmp_path, env=env)
-        assert done.returncode == 0, done.stderr
-        assert rb"\xe9_text_document" in done.stdout
-    assert rb"'h\xe9'" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line", ["--help", "plan --help", "demo"])
-def test_commands_without_docstrings(line):
-    done = subprocess.run([RUN[0], "-OO", RUN[1], *line.split()], capture_output=True)
+def test_commands_without_docstrings():
+    done = subprocess.run([RUN[0], "-OO", RUN[1], "demo"], capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
 BARE_PLATFORM = """
 import multiprocessing, os, sys
 import torch, torch.utils.data
-missing = ["fcntl", "resource", "awkward", "gigatoken", "megatron", "nltk", "pyarrow", "s3fs"]
-for name in [*missing, "tokenizers", "zstandard"]:
+missing = ["fcntl", "resource", "gigatoken", "megatron", "nltk", "pyarrow", "s3fs"]
+for name in [*missing, "tokenizers", "tqdm"]:
     sys.modules[name] = None
 for name in ("pread", "preadv", "pwrite", "fork", "forkpty", "sched_getaffinity", "mkfifo"):
     if hasattr(os, name):
@@ -9849,7 +9239,7 @@ if __name__ == "__main__":
         forward_step_func=forward_step, data_iterator=iter(loader), model=model,
         num_microbatches=2)
     assert len(reports) == 2 and loader.state_dict()["consumed_samples"] >= 8
-    assert mm.main(["verify", prefix, "cache"]) == 0
+    assert mm.main(["verify", prefix]) == 0
     print("trained", mm.IMPLEMENTATION)
 """
 
@@ -9887,25 +9277,12 @@ def is_gone(group):
     return False
 
 
-def files_but_times(folder):
-    """{name: bytes}, where the times that the manifests note are 0."""
-    files = {}
-    for name, content in files_of(folder).items():
-        files[name] = content
-        if name.endswith("manifest.json"):
-            without_times = re.sub(rb'"(\w*mtime_ns)": \d+', rb'"\1": 0', content)
-            files[name] = re.sub(rb'"crc32": \d+}$', b"", without_times)  # that of all this
-    return files
-
-
 def write_everything(mm, generation):
     """Run a command of each kind that writes, in the folder out."""
     text = f"in/{generation}.jsonl"
     for line in (
         f"preprocess --input {text} --output-prefix out/p --workers 2 --no-verbose",
         f"merge --input in/{generation} in/{generation} --output-prefix out/m",
-        f"build --blend in/{generation} --split 1 --sizes 40 0 0 --sequence-length 8 "
-        f"--random-seed 1 --path-to-cache out",
     ):
         assert mm.main(line.split()) == 0
 
@@ -9940,7 +9317,7 @@ def test_a_stopped_writer_leaves_whole_files_and_no_process(
         jsonl(f"in/{generation}.jsonl", [" ".join(map(str, doc)) for doc in docs] * 1000)
         os.mkdir("out")
         write_everything(one, generation)
-        wanted.append(files_but_times("out"))
+        wanted.append(files_of("out"))
         shutil.rmtree("out")
     for moment in cases(5):
         os.mkdir("out")
@@ -9953,7 +9330,7 @@ def test_a_stopped_writer_leaves_whole_files_and_no_process(
                 send(process.pid, number)
                 process.join(5)
         wait_until(is_gone, process.pid)
-        found = files_but_times("out")
+        found = files_of("out")
         for name in found:
             if name.endswith(".tmp"):
                 assert number == signal.SIGKILL
@@ -9962,7 +9339,7 @@ def test_a_stopped_writer_leaves_whole_files_and_no_process(
             generations = [[made.get(part) for part in parts] for made in wanted]
             assert [found[part] for part in parts] in generations, name
         write_everything(one, 0)
-        assert wanted[0].items() <= files_but_times("out").items()
+        assert wanted[0].items() <= files_of("out").items()
         shutil.rmtree("out")
 
 
@@ -10265,6 +9642,60 @@ def test_mock_datasets_equal_upstreams(mm, up, n, length, tokenizer):
 
 
 # -- The builder and the cache -----------------------------------------------------------------
+
+
+@pytest.fixture
+def six_corpora(mm, tmp_path):
+    rng = np.random.default_rng(21)
+    prefixes = []
+    for name in "abcdef":
+        docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
+        prefixes.append(mk(mm, tmp_path / "corpora" / name, docs, np.uint16))
+    return prefixes
+
+
+def random_corpora(rng, prefixes):
+    """Up to five of the prefixes, with weights or without."""
+    chosen = [str(prefix) for prefix in rng.choice(prefixes, rng.integers(1, 6), replace=False)]
+    weights = rng.dirichlet(np.ones(len(chosen))) + 0.05
+    if rng.random() < 0.3:
+        weights = rng.integers(1, 5, len(chosen)).astype(float)
+    if rng.random() < 0.4:
+        return chosen, None
+    as_text = rng.random() < 0.3  # as in a JSON file of arguments
+    return chosen, [str(weight) if as_text else weight for weight in weights.tolist()]
+
+
+def random_build(rng, prefixes):
+    """Random (sizes, fields of a config), in all modes that upstream's builder takes."""
+    sizes = rng.integers(1, 400, 3).tolist()
+    fields = {
+        "sequence_length": int(rng.integers(4, 16)),
+        "random_seed": int(rng.integers(9999)),
+        "num_dataset_builder_threads": int(rng.integers(1, 3)),
+    }
+    if rng.random() < 0.5:
+        fields["blend"] = random_corpora(rng, prefixes)
+        fields["split"] = str(rng.choice(["8,1,1", "90,10,0", "1,0,0", "5,4,1"]))
+        if fields["blend"][1] is None and rng.random() < 0.5:
+            sizes = [None] * 3
+        return sizes, fields
+    blends = [random_corpora(rng, prefixes) if rng.random() < 0.8 else None for _ in range(3)]
+    if not any(blends):
+        blends[0] = random_corpora(rng, prefixes)
+    fields["blend_per_split"] = blends
+    valid = blends[1]
+    is_unweighted = valid is not None and valid[1] is None
+    if is_unweighted and len(valid[0]) > 1 and rng.random() < 0.6:
+        fields["multiple_validation_sets"] = True
+        fields["full_validation"] = bool(rng.integers(2))
+        if fields["full_validation"]:
+            sizes[1] = None
+    elif rng.random() < 0.4:
+        fields["full_validation"] = True
+        if is_unweighted and rng.random() < 0.5:
+            sizes[1] = None
+    return sizes, fields
 
 
 def same_built(ours, theirs, note=""):
