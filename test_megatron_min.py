@@ -77,6 +77,16 @@ FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and limits that hold")
 
 torch.set_num_threads(1)
+os.environ.pop("PYTHONWARNINGS", None)  # the processes of the tests warn as Python does by itself
+
+
+@pytest.fixture(autouse=True)
+def usual_warnings(request):
+    """And so do the tests, but for those that have filters of their own."""
+    with warnings.catch_warnings():
+        if request.node.get_closest_marker("filterwarnings") is None:
+            warnings.simplefilter("default")
+        yield
 
 
 @functools.cache
@@ -9546,11 +9556,14 @@ def random_num_samples(rng, tokens, flags):
     return None if n is None else max(1, n)
 
 
-@pytest.mark.parametrize("split", ["train", "valid"])
-def test_datasets_equal_upstreams(mm, up, tmp_path, split):
-    """Indices and samples, under every flag."""
+@pytest.mark.parametrize("split, failing", [("train", 0), ("valid", 2)])
+def test_datasets_equal_upstreams(mm, up, tmp_path, split, failing):
+    """Indices and samples, under every flag.
+
+    Upstream: an AssertionError where a kept short sample ends in an empty document, with x = 1.
+    """
     caches = [str(tmp_path / side) for side in ("ours", "theirs")]
-    compared = 0
+    failed = 0
     for case, rng in enumerate(cases(100)):
         docs = [np.array([1, 2, 3])]
         for doc in random_docs(rng, vocab=int(rng.choice([9, 9, 250]))):
@@ -9560,11 +9573,15 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split):
         flags = random_parity_flags(rng)
         n = random_num_samples(rng, sum(map(len, docs)), flags)
         ours = quiet(gpt, mm, prefix, n, split, path_to_cache=caches[0], **flags)
-        try:
-            theirs = quiet(gpt, up, prefix, n, split, path_to_cache=caches[1], **flags)
-        except AssertionError:  # upstream: where the shuffled order ends in an empty document
-            assert split == "valid" and not len(docs[ours.document_index[-1]])
+        is_kept = split == "valid" and not flags["drop_last_partial_validation_sequence"]
+        tokens = ours.epoch_plan.num_epochs * sum(map(len, docs)) - 1
+        is_short = flags["add_extra_token_to_sequence"] and tokens % flags["sequence_length"] > 0
+        if is_kept and is_short and len(docs[ours.document_index[-1]]) == 0:
+            failed += 1
+            with pytest.raises(AssertionError):
+                quiet(gpt, up, prefix, n, split, path_to_cache=caches[1], **flags)
             continue
+        theirs = quiet(gpt, up, prefix, n, split, path_to_cache=caches[1], **flags)
         same_dataset(ours, theirs, case)
         if len(ours):
             some = rng.integers(0, len(ours), 6).tolist()
@@ -9572,8 +9589,7 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split):
             found = ours._query_document_sample_shuffle_indices(some[0])
             same_outcome(found, theirs._query_document_sample_shuffle_indices(some[0]), case)
             same_samples(quiet(ours.__getitem__, None), quiet(theirs.__getitem__, None), case)
-        compared += 1
-    assert compared >= 0.8 * min(100, 100 * CASES)
+    assert failed == failing or CASES != 1
 
 
 class LegacyMethods:
@@ -9718,6 +9734,59 @@ def same_built(ours, theirs, note=""):
             same_dataset(mine, other, note)
 
 
+@pytest.fixture
+def six_corpora(mm, tmp_path):
+    rng = np.random.default_rng(21)
+    prefixes = []
+    for name in "abcdef":
+        docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
+        prefixes.append(mk(mm, tmp_path / "corpora" / name, docs, np.uint16))
+    return prefixes
+
+
+def random_corpora(rng, prefixes):
+    """Up to five of the prefixes, with weights or without."""
+    chosen = [str(prefix) for prefix in rng.choice(prefixes, rng.integers(1, 6), replace=False)]
+    weights = rng.dirichlet(np.ones(len(chosen))) + 0.05
+    if rng.random() < 0.3:
+        weights = rng.integers(1, 5, len(chosen)).astype(float)
+    if rng.random() < 0.4:
+        return chosen, None
+    return chosen, weights.tolist()
+
+
+def random_build(rng, prefixes):
+    """Random (sizes, fields of a config), in all modes that upstream's builder takes."""
+    sizes = rng.integers(1, 400, 3).tolist()
+    fields = {
+        "sequence_length": int(rng.integers(4, 16)),
+        "random_seed": int(rng.integers(9999)),
+        "num_dataset_builder_threads": int(rng.integers(1, 3)),
+    }
+    if rng.random() < 0.5:
+        fields["blend"] = random_corpora(rng, prefixes)
+        fields["split"] = str(rng.choice(["8,1,1", "90,10,0", "1,0,0", "5,4,1"]))
+        if fields["blend"][1] is None and rng.random() < 0.5:
+            sizes = [None] * 3
+        return sizes, fields
+    blends = [random_corpora(rng, prefixes) if rng.random() < 0.8 else None for _ in range(3)]
+    if not any(blends):
+        blends[0] = random_corpora(rng, prefixes)
+    fields["blend_per_split"] = blends
+    valid = blends[1]
+    is_unweighted = valid is not None and valid[1] is None
+    if is_unweighted and len(valid[0]) > 1 and rng.random() < 0.6:
+        fields["multiple_validation_sets"] = True
+        fields["full_validation"] = bool(rng.integers(2))
+        if fields["full_validation"]:
+            sizes[1] = None
+    elif rng.random() < 0.4:
+        fields["full_validation"] = True
+        if is_unweighted and rng.random() < 0.5:
+            sizes[1] = None
+    return sizes, fields
+
+
 WAYS_TO_BUILD = [
     {},
     {"fast_cache_load": True},
@@ -9734,9 +9803,8 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, six_corpora, tmp_path
     """Every mode: the datasets, and each file of the cache byte for byte.
 
     Then each builds from the other's cache.  Upstream writes nothing; we write the same arrays
-    again, with a manifest each, unless we are told to trust what is there.
+    again, with a manifest each.
     """
-    compared = 0
     counts = {}
     for prefix in six_corpora:
         pair = mm.IndexedDataset(prefix)
@@ -9751,11 +9819,8 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, six_corpora, tmp_path
             again["fast_cache_load"] = False
         note = case, sizes, again
         caches = [str(tmp_path / f"{case}{side}") for side in ("ours", "theirs")]
-        try:
-            theirs = quiet(build, up, sizes, config(up, path_to_cache=caches[1], **fields))
-        except IndexError:
-            continue  # upstream: a blend that takes more of a corpus than it was built for
         ours = quiet(build, mm, sizes, config(mm, path_to_cache=caches[0], **fields))
+        theirs = quiet(build, up, sizes, config(up, path_to_cache=caches[1], **fields))
         same_built(ours, theirs, note)
         files, arrays = (files_of(cache) for cache in caches)
         manifests = {name for name in files if name.endswith("-manifest.json")}
@@ -9765,11 +9830,8 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, six_corpora, tmp_path
         assert stamps(caches[0]) == before, note
         ours = quiet(build, mm, sizes, config(mm, path_to_cache=caches[1], **again))
         same_built(ours, theirs, note)
-        added = set() if again.get("fast_cache_load") else manifests
-        assert files_of(caches[1]).keys() == arrays.keys() | added, note
+        assert files_of(caches[1]).keys() == arrays.keys() | manifests, note
         assert arrays.items() <= files_of(caches[1]).items(), note
-        compared += 1
-    assert compared >= 0.6 * min(25, 25 * CASES)
 
 
 def test_upstreams_cache_of_other_data_is_not_used(mm, up, six_corpora, tmp_path):
@@ -9787,13 +9849,16 @@ def test_upstreams_cache_is_kept_when_the_tokenizer_changes(one, up, tmp_path):
     cache = tmp_path / "cache"
     old = {"path_to_cache": str(cache), "tokenizer": legacy_tokenizer(up)}
     theirs = quiet(gpt, up, prefix, 20, **old)
-    before = stamps(cache)
+    before = files_of(cache)
     (description,) = cache.glob("*-description.txt")
     tokenizer = one.ByteTokenizer()
-    tokenizer.unique_identifiers = json.loads(description.read_text())["tokenizer"]
-    fields = {"path_to_cache": str(cache), "tokenizer": tokenizer, "fast_cache_load": True}
-    same_dataset(gpt(one, prefix, 20, **fields), theirs)
-    assert stamps(cache) == before
+    with open(description) as file:
+        tokenizer.unique_identifiers = json.load(file)["tokenizer"]
+    same_dataset(gpt(one, prefix, 20, path_to_cache=str(cache), tokenizer=tokenizer), theirs)
+    after = files_of(cache)
+    assert before.items() <= after.items()
+    (added,) = after.keys() - before.keys()
+    assert added.endswith("-manifest.json")
 
 
 # -- Ranks and steps of a job ------------------------------------------------------------------
@@ -10235,63 +10300,114 @@ def readme():
     return path.read_text(encoding="utf-8")
 
 
-def test_each_drawing_has_an_example_and_says_where_to_read_on(readme):
-    drawings = readme.partition("\n## Six drawings")[2].partition("\n## ")[0].split("\n### ")[1:]
-    assert len(drawings) == 6
-    for text in drawings:
-        assert ("\n```\n" in text or "\n|" in text) and "\n>>> " in text, text
-        last = text.strip().split("\n")[-1]
-        numbers = re.findall(r"\d+", last[re.search("sections? ", last).end() :])
-        assert numbers and all(1 <= int(number) <= 21 for number in numbers), last
+def readme_block(readme, language, words):
+    """The block of README in this language that has these words."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    (block,) = [block for block in blocks if words in block]
+    return block
 
 
-def test_readmes_links_lead_somewhere(readme):
-    """A heading's anchor is its words in small letters, joined by hyphens."""
-    anchors = set()
-    for heading in re.findall(r"^##+ (.+)$", readme, re.MULTILINE):
-        anchors.add(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"))
-    links = re.findall(r"\]\(\s*#([^)]+)\)", readme)
-    assert links and set(links) <= anchors
+def test_readmes_map_is_that_of_the_module(readme, source):
+    """Each section by its name, and about how many lines it has."""
+    lines = source.split("\n")
+    first_lines = {}
+    for number, line in enumerate(lines):
+        if re.match(r"# (PART|\d+\.) ", line) and lines[number - 1].startswith("# ===="):
+            first_lines[line[2:]] = number
+    ends = [*first_lines.values(), len(lines)][1:]
+    promised = re.findall(r"\| (\d+) ([^|]+) \| (\d+) (?=\|)", readme)
+    sections = 0
+    for (banner, begin), end in zip(first_lines.items(), ends, strict=True):
+        if banner.startswith("PART"):
+            continue
+        sections += 1
+        (about,) = [int(count) for n, name, count in promised if f"{n}. {name}" == banner]
+        assert abs(about - (end - begin)) <= 10 + 0.1 * about, (banner, end - begin)
+    assert len(promised) == sections
 
 
-def test_readmes_commands_run(one, readme, tmp_path, monkeypatch, capsys):
-    """On two corpora, in the order of the page, with its run.toml; and no command is left out."""
+STANDS_IN = """#!/bin/sh
+# For srun and torchrun: the last argument is run by each of two processes.
+for command; do :; done
+for rank in 0 1; do
+    SLURM_PROCID=$rank SLURM_NTASKS=2 RANK=$rank WORLD_SIZE=2 sh -c "$command" || exit 1
+done
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_readmes_shards_merge_to_the_pair_of_one_job(one, readme, tmp_path, launcher):
+    """Two shards, not sixteen, by a script in the place of the launcher."""
+    os.mkdir(tmp_path / "bin")
+    os.mkdir(tmp_path / "books")
+    program = f'#!/bin/sh\nexec "{sys.executable}" "{HERE / "megatron_min.py"}" "$@"\n'
+    for name, script in (("megatron-min", program), (launcher, STANDS_IN)):
+        path = tmp_path / "bin" / name
+        path.write_text(script, encoding="utf-8")
+        path.chmod(0o755)
+    for name in "ab":
+        jsonl(tmp_path / "books" / f"{name}.jsonl", [name * k for k in range(50)])
+    commands = []
+    for line in readme_block(readme, "sh", "srun").splitlines():
+        if line.startswith(("part=", launcher, "megatron-min merge")):
+            commands.append(line.replace("00016", "00002"))
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    run = ["sh", "-ec", "\n".join(commands)]
+    subprocess.run(run, cwd=tmp_path, env=os.environ | {"PATH": path}, check=True)
+    books = sorted(str(path) for path in (tmp_path / "books").iterdir())
+    whole = one.preprocess(books, tmp_path / "whole", append_eod=True)["text"]
+    assert bytes_of_pair(tmp_path / "books_text_document") == bytes_of_pair(whole)
+
+
+def test_readmes_shards_by_ray(one, readme, tmp_path, monkeypatch):
+    """What stands in for Ray runs each job at once."""
+
+    def remote(max_retries):
+        return lambda function: types.SimpleNamespace(remote=function)
+
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(remote=remote, get=list))
+    monkeypatch.setitem(sys.modules, "megatron_min", one)
     os.mkdir("books")
-    rng = np.random.default_rng(5)
-    texts = ["".join(chr(97 + letter) for letter in rng.integers(0, 26, 300)) for _ in range(200)]
-    jsonl("books/a.jsonl.gz", texts[:100])
-    jsonl("books/b.jsonl.gz", texts[100:])
-    jsonl("wiki.jsonl", texts)
-    section = readme.partition("\n## Commands")[2].partition("\n## ")[0]
-    (commands,) = re.findall(r"^```sh\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    (toml,) = re.findall(r"^```toml\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    pathlib.Path("run.toml").write_text(toml, encoding="utf-8")
-    names = set()
-    for line in commands.splitlines():
-        program, name, *options = line.partition("#")[0].replace("'", "").split()
-        assert program == "megatron-min"
-        names.add(name)
-        if name != "demo":  # it has a test of its own
-            code, out, err = command(one, capsys, name, *options)
-            assert code == 0 and out, (line, err)
-    _, out, _ = command(one, capsys, "--help")
-    assert names == set(re.findall(r"^    (\w+)", out, re.MULTILINE))
+    jsonl("books/a.jsonl", ["a" * k for k in range(50)])
+    exec(readme_block(readme, "python", "ray.remote"), {})
+    whole = one.preprocess("books/*.jsonl", "whole", append_eod=True)["text"]
+    assert bytes_of_pair("books_text_document") == bytes_of_pair(whole)
 
 
-def readme_script(readme, words):
-    """The block of Python in README that has these words."""
-    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    (script,) = [block for block in blocks if words in block]
-    return script
+def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "megatron_min", one)
+    texts = ["first", "", "third"]
+    table = sys.modules["pyarrow"].table({"text": texts, "more": [1, 2, 3]})
+    parquet.write_table(table, "corpus.parquet")
+    exec(readme_block(readme, "python", "pyarrow.parquet"), {})
+    whole = one.preprocess(texts=texts, output_prefix="whole", append_eod=True)["text"]
+    assert bytes_of_pair("corpus_text_document") == bytes_of_pair(whole)
 
 
-# What pretrain_gpt.py does for its data, written anew.  The loader of Megatron-LM has a sampler of
-# its own; here a list of lists stands in for it.
+def test_readmes_comparison_of_two_tokenizers(one, readme, tmp_path, monkeypatch):
+    """It passes where gigatoken makes the same ids, and fails where it does not."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("gigatoken")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "megatron_min", one)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    text = (HERE / "megatron_min.py").read_text(encoding="utf-8")
+    special = ["<|endoftext|>"]
+    tokenizer.train_from_iterator([text], 2000, special_tokens=special, show_progress=False)
+    tokenizer.save("tokenizer.json")
+    jsonl("corpus.jsonl", text.split("\n\n")[:500])
+    comparison = readme_block(readme, "python", "gigatoken:")
+    exec(comparison, {})
+    with pytest.raises(AssertionError):
+        exec(comparison.replace("fast.tokenize(text)", "fast.tokenize(text[1:])"), {})
+
+
+# What pretrain_gpt.py does for its data, written anew.
 PRETRAIN_GPT = """
-import functools
-import torch
-
 def core_gpt_dataset_config_from_args(args):
     return GPTDatasetConfig(
         random_seed=args.seed, sequence_length=args.seq_length, blend=args.blend,
@@ -10304,22 +10420,22 @@ def core_gpt_dataset_config_from_args(args):
         defer_npy_index_mmap=False, context_parallel_size=1, data_parallel_size=1,
         sequence_parallel_size=0, hybrid_context_parallel=False)
 
-def is_dataset_built_on_rank(vp_stage=None):
-    return True
-
-def train_valid_test_datasets_provider(args, sizes, vp_stage=None):
+def train_valid_test_datasets_provider(args, sizes):
     config = core_gpt_dataset_config_from_args(args)
     dataset_type = MockGPTDataset if args.blend is None else GPTDataset
-    is_built = functools.partial(is_dataset_built_on_rank, vp_stage=vp_stage)
-    return BlendedMegatronDatasetBuilder(dataset_type, sizes, is_built, config).build()
-
-def build_pretraining_data_loader(args, dataset):
-    split = dataset.split if hasattr(dataset, "split") else dataset.index_split
-    order = list(range(len(dataset)))
-    batch_sampler = [order[k : k + 2] for k in range(0, args.num_samples[split.name], 2)]
-    return torch.utils.data.DataLoader(
-        dataset, batch_sampler=batch_sampler, num_workers=args.num_workers, pin_memory=False)
+    return BlendedMegatronDatasetBuilder(dataset_type, sizes, lambda: True, config).build()
 """
+
+
+@pytest.fixture
+def two_corpora(mm, tmp_path):
+    """Prefixes of 60 documents each, which end in eods."""
+    rng = np.random.default_rng(6)
+    prefixes = []
+    for name in "ab":
+        docs = [[*rng.integers(1, 90, 20), 0] for _ in range(60)]
+        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
+    return prefixes
 
 
 @pytest.mark.parametrize(
@@ -10328,26 +10444,20 @@ def build_pretraining_data_loader(args, dataset):
     ids=["blend", "no-weights", "one-corpus"],
 )
 def test_two_import_lines_of_pretrain_gpt(
-    mm, up, readme, tmp_path, group, monkeypatch, corpora, weights, resets, num_workers
+    mm, up, readme, tmp_path, group, monkeypatch, two_corpora, corpora, weights, resets, num_workers
 ):
     """Its own functions make the same batches with README's imports in the place of upstream's."""
-    (diff,) = re.findall(r"^```diff\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    diff = readme_block(readme, "diff", "import")
     monkeypatch.setitem(sys.modules, "megatron_min", mm)
-    rng = np.random.default_rng(6)
-    prefixes = []
-    for name in "ab"[:corpora]:
-        docs = [[*rng.integers(1, 90, 20), 0] for _ in range(60)]
-        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
     args = types.SimpleNamespace(
         seed=7,
         seq_length=8,
-        blend=(prefixes, weights),
+        blend=(two_corpora[:corpora], weights),
         split="8,1,1",
         tokenizer=Tok(),
         resets=resets,
-        num_workers=num_workers,
-        num_samples={"train": 20, "valid": 8, "test": 4},
     )
+    sizes = [20, 8, 4]
     loaders = {}
     for sign in "-+":
         imports = re.findall(rf"^\{sign}(.+)", diff, re.MULTILINE)
@@ -10355,84 +10465,49 @@ def test_two_import_lines_of_pretrain_gpt(
         names = {}
         exec("\n".join(imports) + PRETRAIN_GPT, names)
         args.data_cache_path = str(tmp_path / {"-": "theirs", "+": "ours"}[sign])
-        provide = names["train_valid_test_datasets_provider"]
-        datasets = quiet(provide, args, list(args.num_samples.values()))
-        loaders[sign] = [names["build_pretraining_data_loader"](args, d) for d in datasets]
+        loaders[sign] = []
+        datasets = quiet(names["train_valid_test_datasets_provider"], args, sizes)
+        for dataset, size in zip(datasets, sizes, strict=True):
+            part = torch.utils.data.Subset(dataset, range(size))
+            loader = torch.utils.data.DataLoader(part, 2, num_workers=num_workers)
+            loaders[sign].append(loader)
     for found, wanted in zip(loaders["+"], loaders["-"], strict=True):
         for ours, theirs in zip(quiet(list, found), quiet(list, wanted), strict=True):
-            assert list(ours) == list(theirs)
-            for key in theirs:
-                assert torch.equal(ours[key], theirs[key]) or key == "dataset_id"
             if "dataset_id" in theirs:  # int64 here, int16 there
-                assert ours["dataset_id"].tolist() == theirs["dataset_id"].tolist()
+                theirs["dataset_id"] = theirs["dataset_id"].long()
+            same_samples(ours, theirs)
 
 
 @pytest.mark.parametrize("consumed, eval_iters", [(0, 1), (8, 1), (8, 0)])
-def test_the_data_path_of_pretrain_gpt(
-    mm, up, readme, tmp_path, group, monkeypatch, consumed, eval_iters
-):
-    """Its batches are upstream's samples in order; a run may go on, and need not evaluate."""
-    rng = np.random.default_rng(3)
-    prefixes = []
-    for name in "ab":
-        docs = [[*rng.integers(1, 90, 20), 0] for _ in range(60)]
-        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
-    args = types.SimpleNamespace(
-        data_path=["3", prefixes[0], "7", prefixes[1]],
-        data_cache_path=str(tmp_path / "ours"),
-        seed=7,
-        seq_length=8,
-        split="8,1,1",
-        reset_position_ids=True,
-        reset_attention_mask=False,
-        eod_mask_loss=True,
-        create_attention_mask_in_dataloader=False,
-        train_iters=6,
-        global_batch_size=4,
-        micro_batch_size=2,
-        eval_interval=3,
-        eval_iters=eval_iters,
-        num_workers=1,
+def test_readmes_rows_for_megatron_lm(mm, up, tmp_path, group, two_corpora, consumed, eval_iters):
+    """The batches are upstream's samples in order; a run may go on, and need not evaluate."""
+    blend = mm.get_blend_from_list(["3", two_corpora[0], "7", two_corpora[1]])
+    sizes = mm.get_train_valid_test_num_samples(
+        train_iters=6, global_batch_size=4, eval_interval=3, eval_iters=eval_iters
     )
-    monkeypatch.setitem(sys.modules, "megatron_min", mm)
-    names = {}
-    exec(readme_script(readme, "From pretrain_gpt.py"), names)
-    groups = mm.ParallelGroups()
-    firsts = [consumed, consumed // 2 * eval_iters, 0]
-    iterators = names["build_data_iterators"](args, Tok(), groups, *firsts[:2])
-
-    fields = {"split": "8,1,1", "random_seed": 7, "path_to_cache": str(tmp_path / "theirs")}
-    fields |= {"reset_position_ids": True, "eod_mask_loss": True}
-    cfg = config(up, (prefixes, [3.0, 7.0]), **fields)
+    fields = {"split": "8,1,1", "reset_position_ids": True, "eod_mask_loss": True}
+    ours = build(mm, sizes, config(mm, blend, path_to_cache=str(tmp_path / "ours"), **fields))
+    cfg = config(up, blend, path_to_cache=str(tmp_path / "theirs"), **fields)
     theirs = quiet(build, up, [6 * 4, 3 * 4, 4], cfg)
+    groups = mm.ParallelGroups()
+    layout = {"micro_batch_size": 2, "data_parallel_rank": groups.rank("dp")}
+    layout["data_parallel_size"] = groups.size("dp")
+    firsts = [consumed, consumed // 2 * eval_iters, 0]
+    loaders = []
+    for dataset, first in zip(ours, firsts, strict=True):
+        loaders.append(mm.build_pretraining_data_loader(dataset, first, **layout))
     if eval_iters == 0:
-        assert iterators[1:] == [None, None]
-        iterators, theirs, firsts = iterators[:1], theirs[:1], firsts[:1]
-    keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-    for iterator, dataset, first in zip(iterators, theirs, firsts, strict=True):
+        assert loaders[1:] == [None, None]
+        loaders, theirs, firsts = loaders[:1], theirs[:1], firsts[:1]
+    for loader, dataset, first in zip(loaders, theirs, firsts, strict=True):
+        batches = iter(loader)
         for k in range(first, len(dataset) - 1, 2):
-            batch = dict(zip(keys, names["next_batch"](args, iterator, groups), strict=True))
+            batch = mm.get_batch(batches, groups, micro_batch_size=2, sequence_length=8)
             assert batch.pop("attention_mask") is None
             rows = [quiet(dataset.__getitem__, k), quiet(dataset.__getitem__, k + 1)]
             wanted = torch.utils.data.default_collate(rows)
             for key, found in batch.items():
                 same(found, wanted[key], (key, k))
-
-
-def test_shards_by_another_engine(one, readme, tmp_path, monkeypatch):
-    """README's lines for Ray; what stands in for Ray here runs each job at once."""
-
-    def remote(max_retries):
-        return lambda function: types.SimpleNamespace(remote=function)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(remote=remote, get=list))
-    monkeypatch.setitem(sys.modules, "megatron_min", one)
-    os.mkdir("books")
-    jsonl("books/a.jsonl", ["a" * k for k in range(50)])
-    exec(readme_script(readme, "ray.remote"), {})
-    whole = one.preprocess("books/*.jsonl", "whole", append_eod=True)["text"]
-    assert bytes_of_pair("books_text_document") == bytes_of_pair(whole)
 
 
 @pytest.fixture
@@ -10441,18 +10516,18 @@ def training_folder(one, readme, tmp_path):
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
     one.preprocess(jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "corpus", append_eod=True)
-    script = readme_script(readme, "python train.py PREFIX")
+    script = readme_block(readme, "python", "python train.py PREFIX")
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
     return tmp_path
 
 
-def run_training(folder, ranks=1, layout=()):
+def run_training(folder, ranks=1, **layout):
     """What train.py prints, on so many ranks."""
-    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | layout
     launcher = []
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    run = [sys.executable, *launcher, "train.py", "corpus_text_document", *layout]
+    run = [sys.executable, *launcher, "train.py", "corpus_text_document"]
     done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -10460,29 +10535,22 @@ def run_training(folder, ranks=1, layout=()):
 
 @pytest.mark.slow
 def test_training_script_has_equal_losses_on_1_2_and_4_ranks(training_folder):
+    """It learns; and it goes on where it stopped, on other ranks."""
     lines = run_training(training_folder)
-    losses = [float(loss) for loss in re.findall(r": loss (\S+)", "\n".join(lines))]
-    assert len(losses) == 4 and losses[-1] < losses[0]  # it learns
-    assert len(lines) == 6 and ": valid loss " in lines[-1]
-    for ranks, layout in ((2, ["2"]), (4, []), (4, ["2", "2"])):
-        os.remove(training_folder / "checkpoint.pt")
-        assert run_training(training_folder, ranks, layout) == lines, layout
-
-
-@pytest.mark.slow
-def test_training_script_goes_on_where_it_stopped(training_folder):
-    """Ten steps on one rank, ten more on two; a third start says that nothing is left to do."""
-    unbroken = run_training(training_folder)
-    (training_folder / "checkpoint.pt").unlink()
+    losses = [float(line.rpartition(" ")[2]) for line in lines]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    checkpoint = training_folder / "checkpoint.pt"
+    for ranks, layout in ((2, {"TP": "2"}), (4, {}), (4, {"TP": "2", "CP": "2"})):
+        checkpoint.unlink()
+        assert run_training(training_folder, ranks, **layout) == lines, layout
+    checkpoint.unlink()
     path = training_folder / "train.py"
     script = path.read_text(encoding="utf-8")
     path.write_text(script.replace("\nsteps = 20\n", "\nsteps = 10\n"), encoding="utf-8")
     first = run_training(training_folder)
-    assert first == unbroken[:3]
     path.write_text(script, encoding="utf-8")
-    assert first + run_training(training_folder, 2) == unbroken
-    (line,) = run_training(training_folder, 2)
-    assert "all 20 steps" in line
+    assert first + run_training(training_folder, 2) == lines
+    assert run_training(training_folder) == []
 
 
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
@@ -10493,7 +10561,7 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
     names["builder"] = types.SimpleNamespace(build=lambda: [train, train, None])
     for iter_num in (0, 3):
         names["iter_num"] = iter_num
-        exec(readme_script(readme, "def get_batch(split)"), names)
+        exec(readme_block(readme, "python", "def get_batch(split)"), names)
         for step in range(iter_num, 6):
             wanted = train.batch([4 * step + 2, 4 * step + 3])
             for found, key in zip(names["get_batch"]("train"), ("tokens", "labels"), strict=True):
