@@ -9660,60 +9660,6 @@ def test_mock_datasets_equal_upstreams(mm, up, n, length, tokenizer):
 # -- The builder and the cache -----------------------------------------------------------------
 
 
-@pytest.fixture
-def six_corpora(mm, tmp_path):
-    rng = np.random.default_rng(21)
-    prefixes = []
-    for name in "abcdef":
-        docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
-        prefixes.append(mk(mm, tmp_path / "corpora" / name, docs, np.uint16))
-    return prefixes
-
-
-def random_corpora(rng, prefixes):
-    """Up to five of the prefixes, with weights or without."""
-    chosen = [str(prefix) for prefix in rng.choice(prefixes, rng.integers(1, 6), replace=False)]
-    weights = rng.dirichlet(np.ones(len(chosen))) + 0.05
-    if rng.random() < 0.3:
-        weights = rng.integers(1, 5, len(chosen)).astype(float)
-    if rng.random() < 0.4:
-        return chosen, None
-    as_text = rng.random() < 0.3  # as in a JSON file of arguments
-    return chosen, [str(weight) if as_text else weight for weight in weights.tolist()]
-
-
-def random_build(rng, prefixes):
-    """Random (sizes, fields of a config), in all modes that upstream's builder takes."""
-    sizes = rng.integers(1, 400, 3).tolist()
-    fields = {
-        "sequence_length": int(rng.integers(4, 16)),
-        "random_seed": int(rng.integers(9999)),
-        "num_dataset_builder_threads": int(rng.integers(1, 3)),
-    }
-    if rng.random() < 0.5:
-        fields["blend"] = random_corpora(rng, prefixes)
-        fields["split"] = str(rng.choice(["8,1,1", "90,10,0", "1,0,0", "5,4,1"]))
-        if fields["blend"][1] is None and rng.random() < 0.5:
-            sizes = [None] * 3
-        return sizes, fields
-    blends = [random_corpora(rng, prefixes) if rng.random() < 0.8 else None for _ in range(3)]
-    if not any(blends):
-        blends[0] = random_corpora(rng, prefixes)
-    fields["blend_per_split"] = blends
-    valid = blends[1]
-    is_unweighted = valid is not None and valid[1] is None
-    if is_unweighted and len(valid[0]) > 1 and rng.random() < 0.6:
-        fields["multiple_validation_sets"] = True
-        fields["full_validation"] = bool(rng.integers(2))
-        if fields["full_validation"]:
-            sizes[1] = None
-    elif rng.random() < 0.4:
-        fields["full_validation"] = True
-        if is_unweighted and rng.random() < 0.5:
-            sizes[1] = None
-    return sizes, fields
-
-
 def same_built(ours, theirs, note=""):
     """What the two builders made: for each split None, a dataset, a list of them, or a blend."""
     for mine, other in zip(ours, theirs, strict=True):
