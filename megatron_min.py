@@ -92,11 +92,8 @@ import collections.abc
 import concurrent.futures
 import contextlib
 import dataclasses
-import datetime
-import difflib
 import enum
 import errno
-import fractions
 import functools
 import glob
 import hashlib
@@ -115,17 +112,13 @@ import pathlib
 import pkgutil
 import re
 import secrets
-import shlex
 import shutil
 import signal
 import struct
 import sys
 import tempfile
-import textwrap
 import threading
 import time
-import tomllib
-import types
 import typing
 import warnings
 import weakref
@@ -5154,8 +5147,6 @@ def _hide_credentials(text: str | os.PathLike) -> str:
 # -- what is looked at before arrays are built, and while samples are read -------------------------
 
 
-
-
 # ==============================================================================
 # 14. The loader and its state
 # ==============================================================================
@@ -5796,11 +5787,7 @@ class NumMicroBatches:
 # -- what a user may get wrong: indices, splits, weights, phases, configs --------------------------
 
 
-
-
 # -- what a user may get wrong: samples, blends, samplers, layouts, batches ------------------------
-
-
 
 
 # -- one error for every rank ------------------------------------------------------------------

@@ -24,7 +24,6 @@ import dataclasses
 import datetime
 import doctest
 import errno
-import fractions
 import functools
 import gc
 import glob
@@ -46,7 +45,6 @@ import pathlib
 import pickle
 import re
 import runpy
-import shlex
 import shutil
 import signal
 import struct
