@@ -5002,6 +5002,8 @@ class _RemoteFile:
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
+    # the names under which storages tell an ETag or the time of the last change
+    _CHANGED = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "created")
 
     def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
         self.url = os.fspath(url)
@@ -5054,18 +5056,6 @@ class _RemoteFile:
         changed = [str(found[name]) for name in self._CHANGED if name in found]
         return {"size": found["size"], "changed": " ".join(changed)}
 
-    # where storages tell an ETag or a time
-    _CHANGED = (
-        "ETag",
-        "etag",
-        "Last-Modified",
-        "LastModified",
-        "last_modified",
-        "mtime",
-        "updated",
-        "created",
-    )
-
     def _try(self, request, *arguments):
         """Call a request until it succeeds, as often as there are pauses, and once more."""
         import fsspec
@@ -5087,9 +5077,8 @@ class _RemoteFile:
 
     def _describe(self, error):
         """The error to raise for one of fsspec's; an OSError, and no subclass, may pass."""
-        cause = error.__cause__
-        if isinstance(error, FileNotFoundError) and type(cause).__module__.startswith("aiohttp"):
-            error = cause  # fsspec calls whatever happens to an HTTP request "not found"
+        if self.url.startswith("http") and error.__cause__ is not None:
+            error = error.__cause__  # fsspec calls whatever happens to an HTTP request "not found"
         status = getattr(error, "status", None)  # of HTTP
         kind = OSError
         if isinstance(error, FileNotFoundError) or status == 404:

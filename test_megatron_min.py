@@ -687,9 +687,9 @@ def test_reads_of_an_open_file(one, pair):
     assert [call.args[1:] for call in pread.call_args_list] == wanted
     os.truncate(f"{pair}.bin", 35)
     assert lists(ds[:3]) == PAIR[:3]
-    for read in (ds.__getitem__, lambda i: ds[i - 1 :]):
+    for place in (3, slice(2, 4)):
         with pytest.raises(one.DatasetFormatError, match=r"pair\.bin: bytes at 20"):
-            read(3)
+            ds[place]
 
 
 def test_a_multimodal_pair_gives_tokens_and_modes(one, pair, tmp_path):
@@ -4511,7 +4511,10 @@ class FailingCalls:
     """
 
     def __init__(self, monkeypatch, number, error, works, is_crash):
-        self.number, self.error, self.works, self.is_crash = number, error, works, is_crash
+        self.number = number
+        self.error = error
+        self.works = works
+        self.is_crash = is_crash
         self.count = 0
         for name in ("replace", "unlink", "fsync"):
             monkeypatch.setattr(os, name, functools.partial(self.call, getattr(os, name)))
