@@ -8118,9 +8118,9 @@ def _read_record(path_prefix):
     try:
         with open(path, "rb") as file:
             record = json.load(file)
+        sizes = _sizes_of_pair(path_prefix)
     except (OSError, ValueError):  # it is missing, or damaged: no reason to stop
         return None
-    sizes = _sizes_of_pair(path_prefix)
     if any(record.get(field) != size for field, size in sizes.items()):
         return None
     return record

@@ -8889,6 +8889,16 @@ def children_of(process):
     return [int(number) for number in pathlib.Path(path).read_text().split()]
 
 
+def has_three_workers(process):
+    """Has the process of ENDLESS started all workers?"""
+    return len(children_of(process)) == 3
+
+
+def has_ended(processes):
+    """Does none of these processes run?"""
+    return not any(map(is_running, processes))
+
+
 def is_running(process):
     """Does a process run, and is no zombie?"""
     try:
@@ -8897,10 +8907,10 @@ def is_running(process):
         return False
 
 
-def in_a_minute(happened):
-    """Wait until a function says True, for a minute at most."""
+def in_a_minute(happened, *arguments):
+    """Wait until a function of these arguments says True, for a minute at most."""
     end = time.monotonic() + 60
-    while not happened():
+    while not happened(*arguments):
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -8911,13 +8921,71 @@ def test_workers_end_with_their_parent(one, tmp_path):
     arguments = [sys.executable, "-c", ENDLESS, str(tmp_path / "o")]
     parent = subprocess.Popen(arguments, env=os.environ | {"PYTHONPATH": str(HERE)})
     try:
-        in_a_minute(lambda: len(children_of(parent.pid)) == 3)
+        in_a_minute(has_three_workers, parent.pid)
         workers = children_of(parent.pid)
     finally:
         parent.kill()
         parent.wait()
-    in_a_minute(lambda: not any(map(is_running, workers)))
+    in_a_minute(has_ended, workers)
     assert not os.path.exists(tmp_path / "o_text_document.bin")
+
+
+@pytest.mark.slow
+@linux
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_is_killed_at_any_moment(one, tmp_path, number):
+    """The job ends at once, and so do the other workers; nothing is left."""
+    for rng in cases(4):
+        arguments = [sys.executable, "-c", ENDLESS, str(tmp_path / "o")]
+        variables = os.environ | {"PYTHONPATH": str(HERE)}
+        parent = subprocess.Popen(arguments, env=variables, stderr=subprocess.PIPE, text=True)
+        try:
+            in_a_minute(has_three_workers, parent.pid)
+            workers = children_of(parent.pid)
+            time.sleep(rng.random())
+            os.kill(int(rng.choice(workers)), number)
+            _, err = parent.communicate(timeout=60)
+        finally:
+            parent.kill()
+        assert "ChildProcessError: a worker process was killed" in err
+        assert has_ended(workers)
+        assert os.listdir(tmp_path) == []
+
+
+@linux
+def test_a_disk_that_is_full_at_any_moment(one, tmp_path):
+    """Here files may not grow beyond a size: the pair of both keys is there, or none is."""
+    resource = importlib.import_module("resource")
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "%s", "b": "cc"}\n' % (b"x" * 100) * 6000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for rng in cases(6):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(rng.integers(1, 1_100_000)), hard))
+            keys = {"json_keys": ["text", "b"], "workers": int(rng.integers(1, 3))}
+            with pytest.raises(OSError):
+                one.preprocess(path, tmp_path / "o", **keys)
+            assert os.listdir(tmp_path) == ["a.jsonl"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.slow
+def test_lines_of_100_megabytes(one, tmp_path):
+    """In one job by two workers, and as shards that begin in the middle of such a line."""
+    size = 100_000_000
+    path = tmp_path / "a.jsonl"
+    with open(path, "wb") as file:
+        for letter in b"abc":
+            file.write(b'{"text": "%s"}\n' % (bytes([letter]) * size))
+    made = one.preprocess(path, tmp_path / "o", workers=2)["text"]
+    pair = one.IndexedDataset(made)
+    assert pair.sequence_lengths.tolist() == [size] * 3
+    for number, letter in enumerate(b"abc"):
+        assert (pair[number] == letter).all()
+    assert bytes_of_pair(make_shards(one, path, tmp_path, 5)) == bytes_of_pair(made)
 
 
 def test_memory_of_a_long_line(one, tmp_path):
