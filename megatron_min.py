@@ -4620,6 +4620,9 @@ def _finish_step(model, num_tokens):
 # by hand.
 
 
+_unfinished = set()  # the temporary names of the files that are being written
+
+
 class _NewFile:
     """A binary file that appears as path, whole, at commit().
 
@@ -4648,6 +4651,7 @@ class _NewFile:
         folder = os.path.dirname(self.path)
         if folder and not os.path.isdir(folder):
             raise FileNotFoundError(f"{_hide_credentials(folder)}: no such local folder")
+        _unfinished.add(self.temporary)  # before it is there: a signal may come at any moment
         self.file = open(self.temporary, "xb", buffering=1 << 20)
 
     def sync(self) -> None:
@@ -4666,6 +4670,7 @@ class _NewFile:
         if not self.file.closed:
             self.finish()
         os.replace(self.temporary, self.path)
+        _unfinished.discard(self.temporary)
 
     def discard(self) -> None:
         """Remove the file; after commit() this does nothing."""
@@ -4673,6 +4678,7 @@ class _NewFile:
             self.file.close()
         with contextlib.suppress(OSError):  # it has its name already, or the disk refuses this too
             os.unlink(self.temporary)
+        _unfinished.discard(self.temporary)
 
     def __enter__(self) -> typing.BinaryIO:
         return self.file
@@ -6689,7 +6695,8 @@ def _encode_blocks(encoder, blocks, workers):
             pipe, end_of_worker = context.Pipe()
             arguments = (end_of_worker, pipe, encoder)
             process = context.Process(target=_work, args=arguments, daemon=True)
-            process.start()
+            with _signals_wait():
+                process.start()
             processes.append(process)
             pipes.append(pipe)
             end_of_worker.close()  # so that the pipe ends when the worker does
@@ -6708,6 +6715,19 @@ def _encode_blocks(encoder, blocks, workers):
         for process in processes:
             process.kill()
             process.join()
+
+
+@contextlib.contextmanager
+def _signals_wait():
+    """Let Ctrl-C and SIGTERM wait for the end of the block: Python loses one while it forks."""
+    if sys.platform != "linux":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _receive(block, pipe):
@@ -6740,6 +6760,8 @@ def _work(pipe, end_of_parent, encoder):
     # A terminal sends Ctrl-C to all processes.  The parent alone answers: it ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(EOFError, OSError):
@@ -7623,6 +7645,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-min: {_one_line(error)}", file=sys.stderr)
         return 1
     finally:
+        for path in _unfinished:  # a signal came while the file was being made
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return 0

@@ -9201,6 +9201,24 @@ def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, co
     assert {*os.listdir(tmp_path)} - {"__pycache__"} == {"a.jsonl", "signalled.py"}
 
 
+@linux
+def test_a_signal_while_a_file_is_made_leaves_none(one, tmp_path, monkeypatch, capsys):
+    """It comes when the file is there, and nobody has it yet."""
+
+    def open_and_signal(path, mode="r", *arguments, **options):
+        file = open(path, mode, *arguments, **options)
+        if mode == "xb":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return file
+
+    prefix = mk(one, tmp_path / "p", [[1]])
+    monkeypatch.setattr(one, "open", open_and_signal, raising=False)
+    monkeypatch.chdir(tmp_path)
+    before = files_of(tmp_path)
+    code, _, err = command(one, capsys, "merge", "--input", prefix, "--output-prefix", "o")
+    assert (code, err) == (143, "") and files_of(tmp_path) == before
+
+
 def test_the_demo_resumes_and_leaves_nothing(mm, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code, out, err = command(mm, capsys, "demo")
