@@ -1676,14 +1676,14 @@ class GPTDataset(MegatronDataset):
         )
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of sample idx before padding, int64, and the sequences they are from.
+        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
 
-        These are S + x tokens, fewer only in a last short sample.  Subclasses override it; the
-        sequences, and what theirs returns behind them, are not looked at.
+        Subclasses override it.  If theirs returns fewer than S + x tokens, padding follows; the
+        sequences, and what it returns behind them, are not looked at.
         """
         [text] = self._read_texts([idx])
         documents = [i for i, _, _ in self.pieces(idx)]
-        return text, np.array(documents, np.int64)
+        return self._pad(idx, text), np.array(documents, np.int64)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.

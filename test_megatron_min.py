@@ -2142,7 +2142,7 @@ def test_samples_equal_the_loops(mm, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_where_the_tokens_of_a_sample_are(mm, tmp_path):
-    """Their pieces, and what upstream's method returns: the tokens and the sequences."""
+    """Their pieces, and what upstream's method returns: the tokens, padded, and the sequences."""
     for case, rng in enumerate(cases(20)):
         ds = random_dataset(mm, rng, tmp_path / f"{case}/p", np.int32)
         whole = stream(ds)
@@ -2152,7 +2152,9 @@ def test_where_the_tokens_of_a_sample_are(mm, tmp_path):
             found = np.concatenate([ds.dataset.get(*piece) for piece in pieces])
             same(found.astype(np.int64), wanted)
             tokens, sequences = getattr(ds, QUERY)(k)
-            same(tokens, wanted)
+            room = ds.config.sequence_length + int(ds.config.add_extra_token_to_sequence)
+            padding = np.full(room - len(wanted), ds.config.tokenizer.pad)
+            same(tokens, np.concatenate([wanted, padding]))
             same(sequences, np.array([sequence for sequence, _, _ in pieces]))
 
 
@@ -10975,7 +10977,7 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, six_corpora, tmp_path
     """Every mode: the datasets, and each file of the cache byte for byte.
 
     Then each builds from the other's cache.  Upstream writes nothing; we write the same arrays
-    again, with a manifest each, unless we are told to trust what is there.
+    again, with a manifest each.
     """
     compared = 0
     counts = {}
@@ -11006,8 +11008,7 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, six_corpora, tmp_path
         assert stamps(caches[0]) == before, note
         ours = quiet(build, mm, sizes, config(mm, path_to_cache=caches[1], **again))
         same_built(ours, theirs, note)
-        added = set() if again.get("fast_cache_load") else manifests
-        assert files_of(caches[1]).keys() == arrays.keys() | added, note
+        assert files_of(caches[1]).keys() == files.keys(), note
         assert arrays.items() <= files_of(caches[1]).items(), note
         compared += 1
     assert compared >= 0.6 * min(25, 25 * CASES)
@@ -11028,13 +11029,16 @@ def test_upstreams_cache_is_kept_when_the_tokenizer_changes(one, up, tmp_path):
     cache = tmp_path / "cache"
     old = {"path_to_cache": str(cache), "tokenizer": legacy_tokenizer(up)}
     theirs = quiet(gpt, up, prefix, 20, **old)
-    before = stamps(cache)
+    before = files_of(cache)
     (description,) = cache.glob("*-description.txt")
     tokenizer = one.ByteTokenizer()
     tokenizer.unique_identifiers = json.loads(description.read_text())["tokenizer"]
-    fields = {"path_to_cache": str(cache), "tokenizer": tokenizer, "fast_cache_load": True}
-    same_dataset(gpt(one, prefix, 20, **fields), theirs)
-    assert stamps(cache) == before
+    same_dataset(gpt(one, prefix, 20, path_to_cache=str(cache), tokenizer=tokenizer), theirs)
+    after = files_of(cache)
+    assert [name for name in after if name not in before] == [
+        description.name.replace("description.txt", "manifest.json")
+    ]
+    assert all(after[name] == content for name, content in before.items())
 
 
 # -- Ranks and steps of a job ------------------------------------------------------------------
