@@ -2271,8 +2271,8 @@ class BlendedDataset(_SampleTable):
         config: BlendedMegatronDatasetConfig,
         phases: list | None = None,
     ) -> None:
-        # What cannot be is refused, weight 0 is dropped, and a single phase without a weight of 0 is
-        # weights and size from here on.
+        # What cannot be is refused, weight 0 is dropped, and a single phase without a weight of 0
+        # becomes weights and size.
         self.datasets, weights, size, phases = _checked_blend(datasets, weights, size, phases)
         if phases is not None:
             self.size = sum(samples for samples, _ in phases)
