@@ -51,11 +51,9 @@
 #if defined(__GNUC__) || defined(__clang__)
 #define PREFETCH(address) __builtin_prefetch((const void *)(address))
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
 #else
 #define PREFETCH(address) ((void)(address))
 #define INLINE static inline
-#define UNROLL
 #endif
 
 enum { AHEAD = 64 };     /* items are prefetched so many places before; 32 and 128 were slower */
@@ -285,53 +283,6 @@ exit:
     return result;
 }
 
-/* Definition: _verify_pair in megatron_min.py.  Upstream checks nothing.
- *
- *     lengths     4 3 6       none is below 0; here an item has 1 byte
- *     pointers    0 4 7       each is the end of the sequence before it, in bytes
- *     documents   0 1 2 3     none is below the one before it
- *
- * Returns whether all entries are so.  The sums are unsigned: damaged entries may overflow. */
-static int verify_entries(const Py_buffer *lengths, const Py_buffer *pointers,
-                          const Py_buffer *documents, uint64_t width)
-{
-    uint64_t end = 0;
-    int wrong = 0;
-
-    for (Py_ssize_t i = 0; i < lengths->shape[0]; i++) {
-        const int64_t length = load(lengths->buf, i, 4);
-        const uint64_t pointer = (uint64_t)load(pointers->buf, i, 8);
-
-        wrong |= length < 0 || pointer != end;
-        end = pointer + (uint64_t)length * width;
-    }
-    for (Py_ssize_t d = 1; d < documents->shape[0]; d++)
-        wrong |= load(documents->buf, d, 8) < load(documents->buf, d - 1, 8);
-    return !wrong;
-}
-
-static PyObject *verify_index(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    static const Array arrays[] = {{"lengths", "i4", 1, READ}, {"pointers", "i8", 1, READ},
-                                   {"documents", "i8", 1, READ}};
-    Py_buffer view[3] = {{0}};
-    PyObject *o[3], *result = NULL;
-    int width, right;
-
-    if (!PyArg_ParseTuple(args, "OOOi:verify_index", o, o + 1, o + 2, &width))
-        return NULL;
-    if (!borrow_all(o, arrays, view, 3) || !in_range("itemsize", width, 1, 8) ||
-        !in_range("items of pointers", view[1].shape[0], view[0].shape[0], LLONG_MAX))
-        goto exit;
-    Py_BEGIN_ALLOW_THREADS
-    right = verify_entries(&view[0], &view[1], &view[2], (uint64_t)width);
-    Py_END_ALLOW_THREADS
-    result = PyBool_FromLong(right);
-exit:
-    release_all(view, 3);
-    return result;
-}
-
 /* ============================== 3. Sample index ===============================
  *
  * Definition: build_sample_idx in megatron_min.py.  Upstream: helpers.build_sample_idx.
@@ -346,10 +297,6 @@ exit:
  *
  * Invariant: before document d is read, every row whose target lies in documents 0..d-1 is written.
  *
- * A walk may do a part of the whole, so that several threads share the work.  It fills the rows
- * from first_row on; its documents are those from first_document on, and before counts the tokens
- * of those in front of them.
- *
  * Cost: for each document one random read of sizes, prefetched 64 documents ahead, and for each row
  * one store of 8 or 16 bytes.  The walk goes over documents and not over samples, so that addresses
  * do not depend on sums and can be prefetched.
@@ -358,58 +305,42 @@ enum { WALK_DONE, WALK_BAD_ID, WALK_BAD_SIZE, WALK_SHORT };
 
 typedef struct {
     int status;                             /* one of the above */
-    long long position, wanted, found;      /* where it stopped, and why; if it is done, found is
-                                               the number of tokens up to its end */
+    long long position, wanted, found;      /* where it stopped, and why */
 } Walk;
 
 typedef struct {
-    char *rows;             /* (R, 2), int32 or int64 */
+    char *rows;             /* (N + 1, 2), int32 or int64 */
     const char *sizes;      /* (F,) int32, tokens in each document of the file */
-    const char *documents;  /* (L,) int32, which document comes d-th in the part */
-    int64_t num_rows, num_sizes, num_documents;             /* R, F, L */
-    long long sequence, extra, last_token;                  /* S, x, target of the last row */
-    long long first_row, first_document, before;            /* of the part, in the whole */
+    const char *documents;  /* (L,) int32, which document comes d-th in the stream */
+    int64_t num_samples, num_sizes, num_documents;          /* N, F, L */
+    long long sequence, extra, last_token;                  /* S, x, target of row N */
+    Py_ssize_t itemsize;    /* of rows, in bytes */
 } Stream;
 
-/* Stores count rows from row k of the part on, each S tokens behind the one before it.  Wide rows
- * (int64) are stored one at a time: then count is 1. */
-INLINE void store_rows(const Stream *s, int64_t k, int64_t d, int64_t offset, int count, int wide)
+INLINE void store_row(const Stream *s, int64_t k, int64_t d, int64_t offset)
 {
-    const int64_t wide_row[2] = {s->first_document + d, offset};
-    const int32_t row[2] = {(int32_t)wide_row[0], (int32_t)offset};
-    const int32_t apart[2] = {0, (int32_t)s->sequence};
-    uint64_t both, step;                /* a row as one number, so that vectors are used */
+    const int64_t wide[2] = {d, offset};
+    const int32_t narrow[2] = {(int32_t)d, (int32_t)offset};
 
-    memcpy(&both, row, sizeof both);
-    memcpy(&step, apart, sizeof step);
-    if (wide)
-        memcpy(s->rows + 16 * k, wide_row, sizeof wide_row);
-    for (int j = 0; j < count && !wide; j++, both += step)
-        memcpy(s->rows + 8 * (k + j), &both, sizeof both);
+    if (s->itemsize == 8)
+        memcpy(s->rows + 16 * k, wide, sizeof wide);
+    else
+        memcpy(s->rows + 8 * k, narrow, sizeof narrow);
 }
 
 /* Returns the target of row k.  Behind the last row it is one that is never reached: the walk goes
  * on to the end of the documents, so that each id is checked. */
 INLINE int64_t target_of(const Stream *s, int64_t k)
 {
-    return k < s->num_rows - 1 ? (s->first_row + k) * s->sequence + s->extra
-         : k == s->num_rows - 1 ? s->last_token : INT64_MAX;
+    return k < s->num_samples ? k * s->sequence + s->extra
+         : k == s->num_samples ? s->last_token : INT64_MAX;
 }
 
-/* wide and batch are constants wherever this is called, so that each pair gets its own loop.
- *
- * For each document a whole batch of rows is stored, whether they start in this document or not:
- * there is no branch that could be mispredicted.  A product then says how many of them count.  It
- * is rounded down, so it never counts a row too many; rows that it misses are stored one by one. */
-INLINE Walk walk_documents(const Stream s, int wide, int batch)
+static Walk walk_documents(const Stream s)
 {
-    const int64_t last = s.num_rows - 1;
-    const double rate = (1 - 4 * DBL_EPSILON) / (double)s.sequence;     /* samples a token */
-    int64_t k = 0, before = s.before, target;
+    int64_t k = 1, before = 0, target = target_of(&s, k);
 
-    if (s.first_row == 0 && last >= 0)
-        store_rows(&s, k++, -s.first_document, 0, 1, wide);
-    target = target_of(&s, k);
+    store_row(&s, 0, 0, 0);
     for (int64_t d = 0; d < s.num_documents; d++) {
         const int64_t id = load(s.documents, d, 4);
         int64_t size, end;
@@ -421,38 +352,25 @@ INLINE Walk walk_documents(const Stream s, int wide, int batch)
         size = load(s.sizes, id, 4);
         if (size < 0)
             return (Walk){WALK_BAD_SIZE, d, 0, size};
-        end = before + size;
-        if (batch && k + batch <= last) {
-            int64_t count = batch == 1 ? end >= target
-                          : (int64_t)((double)(end - s.extra) * rate) + 1 - s.first_row - k;
-            store_rows(&s, k, d, target - s.extra - before, batch, wide);
-            count = count < 0 ? 0 : count;
-            k += count < batch ? count : batch;
-            target = target_of(&s, k);
-        }
-        for (; end >= target; target = target_of(&s, ++k))
-            store_rows(&s, k, d, target - s.extra - before, 1, wide);
+        for (end = before + size; end >= target; target = target_of(&s, ++k))
+            store_row(&s, k, d, target - s.extra - before);
         before = end;
     }
-    return (Walk){k > last ? WALK_DONE : WALK_SHORT, s.num_documents, s.last_token, before};
+    return (Walk){k > s.num_samples ? WALK_DONE : WALK_SHORT, s.num_documents, s.last_token,
+                  before};
 }
 
 /* Checks that targets are in order, and that no sum reaches 2^63. */
-static int check_targets(const Stream *s, Py_ssize_t itemsize)
+static int check_targets(const Stream *s)
 {
-    const int64_t limit = INT64_MAX - INT32_MAX - 1, most = itemsize == 4 ? INT32_MAX : LLONG_MAX;
-    const int64_t count = s->num_documents;
-    const int64_t n = s->num_rows ? s->first_row + s->num_rows - 1 : 0;     /* the last row */
+    const int64_t limit = INT64_MAX - INT32_MAX - 1, N = s->num_samples;
+    const int64_t most = s->itemsize == 4 ? INT32_MAX : limit / INT32_MAX;
 
     return in_range("add_extra_token", s->extra, 0, 1) &&
-           in_range("first_document", s->first_document, 0, most) &&
-           in_range("before", s->before, 0, limit) &&
-           in_range("items of document_index", count, 0, (limit - s->before) / INT32_MAX) &&
-           in_range("items of document_index", count, 0, n ? most - s->first_document : count) &&
-           in_range("sequence_length", s->sequence, 1, n > 0 ? limit / n : limit) &&
-           (n < 1 || (in_range("last_token", s->last_token, (n - 1) * s->sequence + s->extra + 1,
-                               n * s->sequence + s->extra) &&
-                      in_range("before", s->before, 0, target_of(s, s->first_row == 0) - 1)));
+           in_range("items of document_index", s->num_documents, 0, most) &&
+           in_range("sequence_length", s->sequence, 1, N > 0 ? limit / N : limit) &&
+           (N == 0 || in_range("last_token", s->last_token, (N - 1) * s->sequence + s->extra + 1,
+                               N * s->sequence + s->extra));
 }
 
 static PyObject *build_sample_idx(PyObject *Py_UNUSED(module), PyObject *args)
@@ -466,31 +384,29 @@ static PyObject *build_sample_idx(PyObject *Py_UNUSED(module), PyObject *args)
     };
     Py_buffer view[3] = {{0}}, *rows = view;
     PyObject *o[3], *result = NULL;
-    Stream s = {.first_row = 0};
+    long long sequence, extra, last_token;
+    Stream s;
     Walk walk;
 
-    if (!PyArg_ParseTuple(args, "OOOLLL|LLL:build_sample_idx", o, o + 1, o + 2, &s.sequence,
-                          &s.extra, &s.last_token, &s.first_row, &s.first_document, &s.before))
+    if (!PyArg_ParseTuple(args, "OOOLLL:build_sample_idx", o, o + 1, o + 2, &sequence, &extra,
+                          &last_token))
         return NULL;
     if (!borrow_all(o, arrays, view, 3) ||
-        !in_range("columns of sample_index", rows->shape[1], 2, 2) ||
-        !in_range("first_row", s.first_row, 0, LLONG_MAX - rows->shape[0]))
+        !in_range("rows of sample_index", rows->shape[0], 1, LLONG_MAX) ||
+        !in_range("columns of sample_index", rows->shape[1], 2, 2))
         goto exit;
-    s = (Stream){rows->buf, view[1].buf, view[2].buf, rows->shape[0], view[1].shape[0],
-                 view[2].shape[0], s.sequence, s.extra, s.last_token, s.first_row,
-                 s.first_document, s.before};
-    if (!check_targets(&s, rows->itemsize))
+    s = (Stream){rows->buf, view[1].buf, view[2].buf, rows->shape[0] - 1, view[1].shape[0],
+                 view[2].shape[0], sequence, extra, last_token, rows->itemsize};
+    if (!check_targets(&s))
         goto exit;
     Py_BEGIN_ALLOW_THREADS
-    walk = rows->itemsize == 8 ? walk_documents(s, 1, 0)
-         : s.sequence < 512 ? walk_documents(s, 0, 8)
-         : s.sequence < 4096 ? walk_documents(s, 0, 1) : walk_documents(s, 0, 0);
+    walk = walk_documents(s);
     Py_END_ALLOW_THREADS
     if (walk.status == WALK_DONE)
-        result = PyLong_FromLongLong(walk.found);
+        result = Py_NewRef(Py_None);
     else
         PyErr_Format(walk.status == WALK_BAD_ID ? PyExc_IndexError : PyExc_ValueError,
-                     words[walk.status], s.first_document + walk.position, walk.wanted, walk.found);
+                     words[walk.status], walk.position, walk.wanted, walk.found);
 exit:
     release_all(view, 3);
     return result;
@@ -652,238 +568,92 @@ exit:
  *
  *     lag[d] = weight[d] * max(i, 1) - taken[d]          two operations, each rounded to a double
  *
- * With D > 32 datasets it is a waste to look at all of them for each sample: most were drawn a
- * moment ago and cannot win.  So the samples are made in runs of R (R**3 >= 200 * D), and a run
- * looks only at its candidates: the datasets that would reach a bar by the end of the run if none
- * were drawn.
+ * One running maximum would wait for each comparison in turn, so there are LANES of them (here 2),
+ * side by side, which compilers put into vectors.  A second pass finds the first dataset that has
+ * the largest lag.
  *
- *     lag
- *      |   a ____________----  <- ends above the bar: a candidate
- *      | - - - - - - - - - - - - - - - - - - bar
- *      |   b ___________-----  <- ends below the bar: not looked at in this run
- *      |   c ______
- *      |           \_________  <- a draw takes 1 off
- *      +---|-----------------|---> i
- *        first             last
+ *     lag of d = 0, 1    .2  -.1
+ *                2, 3    .4   .3
+ *                4, 5   -.7   .4
+ *     maxima             .4   .4      the largest is .4, and 2 is the first that has it
  *
- * Invariant: a candidate that wins with a lag at or above the bar is the winner of the plain rule.
- * Proof: let d be a dataset that is no candidate, and i a step of the run.  d is not drawn in the
- * run, so taken[d] stays the same.  weight[d] * i <= weight[d] * last, and rounding keeps the order
- * of two numbers, so the same holds for the rounded products, and for the rounded differences with
- * taken[d].  Hence lag of d at i <= lag of d at last < bar <= lag of the winner: d loses, and there
- * is no tie.
+ * Invariant: a dataset that is used up, and each of the places behind the last dataset, which fill
+ * the last lanes, has a lag of -infinity, and so is never the first with the largest one.
  *
- * If the best candidate for a sample is below the bar, the run ends before this sample.  The next
- * bar is set below the lag of that candidate.  The true winner lags at least as much, so the next
- * run gets past this sample.
- *
- * Equal datasets: if R datasets in a row have the same weight and count, then one more such dataset
- * behind them cannot be drawn within R samples, because each of the R comes before it until it is
- * drawn.  So it is no candidate either.
- *
- * Cost: with up to 32 datasets a knockout among all.  With more, less than sqrt(D) steps for each
- * sample instead of D (4096 datasets: 0.2 us against 5.6 us).  The exception are weights that are
- * almost equal but not quite: then most datasets stay candidates.
+ * Cost: D products and differences for each sample, and half as many again to find the first.
  */
-enum { LANES = 8, SOME = 32 };
+enum { LANES = 8 };
 
 typedef struct {
-    Py_ssize_t count;   /* datasets; LANES places of padding follow, whose lag is -infinity */
-    double *weight;     /* per sample */
-    double *taken;      /* samples drawn so far; infinity once the dataset is used up */
-    double *limit;      /* samples it has; infinity if it never runs out */
-    int16_t *number;    /* which dataset this candidate is */
-} Datasets;
-
-typedef struct {
-    Datasets all, candidates;
+    Py_ssize_t count;               /* datasets; LANES places of padding follow them */
+    double *weight;                 /* per sample */
+    double *taken;                  /* samples drawn so far; infinity once it is used up */
+    double *limit;                  /* samples that it has; infinity if it never runs out */
     char *dataset_index;            /* (size,) int16, which dataset sample i comes from */
     char *dataset_sample_index;     /* (size,) int64, which sample of that dataset it is */
     Py_ssize_t size;
 } Blend;
 
-/* A Pack holds PACK lags side by side: two in a vector on x86-64, else one. */
-#if defined(__SSE2__) || defined(_M_X64)
-#include <emmintrin.h>
-enum { PACK = 2 }; typedef __m128d Pack;
-#define PACK_LAGS(weight, taken, step) \
-    _mm_sub_pd(_mm_mul_pd(_mm_loadu_pd(weight), _mm_set1_pd(step)), _mm_loadu_pd(taken))
-#define PACK_MAX(a, b) _mm_max_pd(a, b)
-#define PACK_REACHES(a, bar) _mm_movemask_pd(_mm_cmpge_pd(a, _mm_set1_pd(bar)))  /* a bit per lag */
-#define PACK_TOP(a) _mm_cvtsd_f64(_mm_max_sd(a, _mm_unpackhi_pd(a, a)))
-#define PACK_CHOOSE(mask, a, b) _mm_or_pd(_mm_and_pd(mask, a), _mm_andnot_pd(mask, b))
-#else
-enum { PACK = 1 }; typedef double Pack;
-#define PACK_LAGS(weight, taken, step) (*(weight) * (step) - *(taken))
-#define PACK_MAX(a, b) ((a) > (b) ? (a) : (b))
-#define PACK_REACHES(a, bar) ((a) >= (bar))
-#define PACK_TOP(a) (a)
-#endif
-
-/* Writes entry i, the next sample of dataset d.  Returns how many samples of d are now taken. */
-INLINE double draw(Blend *b, Py_ssize_t i, int16_t d)
+/* Returns the first dataset with the largest lag. */
+INLINE Py_ssize_t find_first(const Blend *b, double step)
 {
-    const double taken = b->all.taken[d];
-    const int64_t sample = (int64_t)taken;      /* exact: no array has 2**53 items */
+    const double *weight = b->weight, *taken = b->taken;
+    double best[LANES], top;
+    Py_ssize_t d = 0;
 
-    b->all.taken[d] = taken + 1.0 < b->all.limit[d] ? taken + 1.0 : INFINITY;
-    memcpy(b->dataset_index + 2 * i, &d, sizeof d);
-    memcpy(b->dataset_sample_index + 8 * i, &sample, sizeof sample);
-    return b->all.taken[d];
+    for (int k = 0; k < LANES; k++)
+        best[k] = weight[k] * step - taken[k];
+    for (d = LANES; d < b->count; d += LANES)
+        for (int k = 0; k < LANES; k++) {
+            const double lag = weight[d + k] * step - taken[d + k];
+            best[k] = lag > best[k] ? lag : best[k];
+        }
+    top = best[0];
+    for (int k = 1; k < LANES; k++)
+        top = best[k] > top ? best[k] : top;
+    d = 0;
+    while (weight[d] * step - taken[d] < top)
+        d++;
+    return d;
 }
 
-/* Sets *top to the largest lag, and returns the first place that has it.  One running maximum would
- * wait for each comparison in turn, so there are several, side by side. */
-INLINE Py_ssize_t find_top(const Datasets *some, double step, double *top)
+static void blend(const Blend *b)
 {
-    const double *weight = some->weight, *taken = some->taken;
-    Pack best[LANES / PACK], lags;
-    int mask;
+    for (Py_ssize_t i = 0; i < b->size; i++) {
+        const Py_ssize_t d = find_first(b, (double)(i > 1 ? i : 1));
+        const double taken = b->taken[d];
 
-    for (int k = 0; k < LANES / PACK; k++)
-        best[k] = PACK_LAGS(weight + k * PACK, taken + k * PACK, step);
-    for (Py_ssize_t d = LANES; d < some->count; d += LANES)
-        for (int k = 0; k < LANES / PACK; k++) {
-            lags = PACK_LAGS(weight + d + k * PACK, taken + d + k * PACK, step);
-            best[k] = PACK_MAX(best[k], lags);
-        }
-    for (int k = 1; k < LANES / PACK; k++)
-        best[0] = PACK_MAX(best[0], best[k]);
-    *top = PACK_TOP(best[0]);
-    for (Py_ssize_t d = 0;; d += PACK) {
-        lags = PACK_LAGS(weight + d, taken + d, step);
-        mask = PACK_REACHES(lags, *top);
-        if (mask)
-            return d + !(mask & 1);
+        PUT(int16_t, b->dataset_index, i, d);
+        PUT(int64_t, b->dataset_sample_index, i, taken);    /* exact: no array has 2**53 items */
+        b->taken[d] = taken + 1.0 < b->limit[d] ? taken + 1.0 : INFINITY;
     }
 }
-
-/* Copies into some those datasets of all that reach the bar by step last.  Every dataset is written
- * behind the ones that were picked, and n grows by one only if it is picked too: there is no branch
- * that could be mispredicted. */
-static void pick_candidates(const Datasets *all, Datasets *some, double last, double bar, int run)
-{
-    double weight = -1.0, taken = -1.0;
-    Py_ssize_t n = 0, same = 0;             /* same: equal datasets in a row before this one */
-
-    for (Py_ssize_t d = 0; d < all->count; d += LANES) {
-        int mask = 0;
-        for (int k = 0; k < LANES; k += PACK) {
-            const Pack lags = PACK_LAGS(all->weight + d + k, all->taken + d + k, last);
-            mask |= PACK_REACHES(lags, bar) << k;
-        }
-        for (int k = 0; mask && k < LANES; k++) {
-            const int equal = (all->weight[d + k] == weight) & (all->taken[d + k] == taken);
-            same = equal ? same + 1 : 0;
-            some->weight[n] = weight = all->weight[d + k];
-            some->taken[n] = taken = all->taken[d + k];
-            some->number[n] = (int16_t)(d + k);
-            n += (mask >> k & 1) & (same < run);
-        }
-    }
-    some->count = n;
-    for (Py_ssize_t k = n; k < n + LANES; k++) {
-        some->weight[k] = 0.0;
-        some->taken[k] = INFINITY;
-    }
-}
-
-/* Fills in a blend of any number of datasets, in runs. */
-static void blend_many(Blend b)
-{
-    Datasets *all = &b.all, *candidates = &b.candidates;
-    double bar = -DBL_MAX, margin = 1.0, top = 0.0;     /* -DBL_MAX: any lag but -infinity */
-    Py_ssize_t i = 0;
-    int run = 1;
-
-    while (run * run * run < 200 * all->count)
-        run++;
-    if (all->count <= SOME)
-        run = 1 << 30;                      /* one run: so few datasets may all be candidates */
-    while (i < b.size) {
-        const Py_ssize_t end = run < b.size - i ? i + run : b.size;
-
-        pick_candidates(all, candidates, (double)(end > 2 ? end - 1 : 1), bar, run);
-        for (; i < end; i++) {
-            const Py_ssize_t place = find_top(candidates, (double)(i > 1 ? i : 1), &top);
-            if (top < bar)
-                break;
-            candidates->taken[place] = draw(&b, i, candidates->number[place]);
-        }
-        margin *= i == end ? 0.9 : 1.5;
-        margin = margin > 1e-5 ? margin : 1e-5;
-        bar = top - margin > -DBL_MAX ? top - margin : -DBL_MAX;
-    }
-}
-
-#if defined(PACK_CHOOSE)
-/* Fills in a blend of up to count datasets, a constant.  The plain rule is played as a knockout,
- * with no branch that depends on a lag.  Pack k holds the datasets k and k + half.  It meets pack
- * k + far, whose datasets have higher numbers: among equals the lower one wins. */
-INLINE void blend_some(Blend b, int count)
-{
-    const int half = count / 2;
-    Py_ssize_t i = 0;
-
-    while (i < b.size) {                /* all is in registers, until a dataset is used up */
-        Pack weight[SOME / 2], taken[SOME / 2], number[SOME / 2];
-        double newest = 0.0;
-
-        for (int k = 0; k < half; k++) {
-            weight[k] = _mm_set_pd(b.all.weight[k + half], b.all.weight[k]);
-            taken[k] = _mm_set_pd(b.all.taken[k + half], b.all.taken[k]);
-            number[k] = _mm_set_pd(k + half, k);
-        }
-        for (; i < b.size && newest < INFINITY; i++) {
-            const Pack step = _mm_set1_pd((double)(i > 1 ? i : 1)), one = _mm_set1_pd(1.0);
-            Pack lag[SOME / 2], best[SOME / 2], ahead, winner;
-
-            UNROLL for (int k = 0; k < half; k++) {
-                lag[k] = _mm_sub_pd(_mm_mul_pd(weight[k], step), taken[k]);
-                best[k] = number[k];
-            }
-            UNROLL for (int far = 1; far < half; far *= 2)
-                UNROLL for (int k = 0; k + far < half; k += 2 * far) {
-                    ahead = _mm_cmpgt_pd(lag[k + far], lag[k]);
-                    best[k] = PACK_CHOOSE(ahead, best[k + far], best[k]);
-                    lag[k] = PACK_MAX(lag[k + far], lag[k]);
-                }
-            ahead = _mm_cmpgt_pd(_mm_unpackhi_pd(lag[0], lag[0]), lag[0]);
-            winner = PACK_CHOOSE(ahead, _mm_unpackhi_pd(best[0], best[0]), best[0]);
-            winner = _mm_unpacklo_pd(winner, winner);
-            UNROLL for (int k = 0; k < half; k++)
-                taken[k] = _mm_add_pd(taken[k], _mm_and_pd(_mm_cmpeq_pd(number[k], winner), one));
-            newest = draw(&b, i, (int16_t)_mm_cvtsd_si32(winner));
-        }
-    }
-}
-#else
-#define blend_some(b, count) blend_many(b)
-#endif
 
 /* Reads the weights and checks them.  If exhaustive, the input holds sizes: the weights are made of
- * them, and *size is set to their sum. */
-static int read_datasets(Datasets *all, const Py_buffer *input, int exhaustive, Py_ssize_t *size)
+ * them, and their sum is the size of the blend. */
+static int read_datasets(Blend *b, const Py_buffer *input, int exhaustive)
 {
     int64_t items, sum = 0;
 
-    for (Py_ssize_t d = 0; d < all->count; d++) {
+    for (Py_ssize_t d = 0; d < b->count; d++) {
         memcpy(&items, (const char *)input->buf + 8 * d, sizeof items);
-        memcpy(&all->weight[d], &items, sizeof items);
-        all->limit[d] = exhaustive ? (double)items : INFINITY;
+        memcpy(&b->weight[d], &items, sizeof items);
+        b->limit[d] = exhaustive ? (double)items : INFINITY;
         if (exhaustive) {
             if (!in_range("an item of sizes", items, 0, PY_SSIZE_T_MAX - sum))
                 return 0;
             sum += items;
-            all->taken[d] = items ? 0.0 : INFINITY;
-        } else if (!(all->weight[d] >= 0.0 && all->weight[d] <= DBL_MAX)) {
+            b->taken[d] = items ? 0.0 : INFINITY;
+        } else if (!(b->weight[d] >= 0.0 && b->weight[d] <= DBL_MAX)) {
             PyErr_Format(PyExc_ValueError, "weights[%zd]: wanted a finite number, at least 0", d);
             return 0;
         }
     }
-    for (Py_ssize_t d = 0; exhaustive && d < all->count; d++)
-        all->weight[d] = sum ? all->limit[d] / (double)sum : 0.0;
-    *size = exhaustive ? (Py_ssize_t)sum : *size;
+    if (!exhaustive)
+        return 1;
+    for (Py_ssize_t d = 0; d < b->count; d++)
+        b->weight[d] = sum ? b->limit[d] / (double)sum : 0.0;
+    b->size = (Py_ssize_t)sum;
     return 1;
 }
 
@@ -898,32 +668,29 @@ static PyObject *build_blending_indices(PyObject *module, PyObject *args)
     };
     PyObject *o[3], *result = NULL;
     Py_buffer view[3] = {{0}};
-    Py_ssize_t count, places;
+    Py_ssize_t count, size = 0, places;
     double *memory = NULL;
-    Blend b = {.size = 0};
+    Blend b;
 
-    if (!PyArg_ParseTuple(args, exhaustive ? "OOOn" : "OOOnn", o, o + 1, o + 2, &count, &b.size))
+    if (!PyArg_ParseTuple(args, exhaustive ? "OOOn" : "OOOnn", o, o + 1, o + 2, &count, &size))
         return NULL;
     if (!borrow_all(o, arrays, view, 3) || !in_range("num_datasets", count, 1, INT16_MAX - 1) ||
         !in_range(arrays[2].name, view[2].shape[0], count, count))
         goto exit;
     places = count + LANES;
-    memory = PyMem_Calloc((size_t)places, 5 * sizeof(double) + sizeof(int16_t));
+    memory = PyMem_Calloc((size_t)places, 3 * sizeof(double));
     if (!memory && !PyErr_NoMemory())
         goto exit;
-    b = (Blend){{count, memory, memory + places, memory + 2 * places, NULL},
-                {0, memory + 3 * places, memory + 4 * places, NULL,
-                 (int16_t *)(memory + 5 * places)}, view[0].buf, view[1].buf, b.size};
+    b = (Blend){count, memory, memory + places, memory + 2 * places, view[0].buf, view[1].buf,
+                size};
     for (Py_ssize_t k = count; k < places; k++)
-        b.all.taken[k] = INFINITY;
-    if (!read_datasets(&b.all, &view[2], exhaustive, &b.size) ||
-        !in_range("size", b.size, 0, LLONG_MAX) ||
+        b.taken[k] = INFINITY;
+    if (!read_datasets(&b, &view[2], exhaustive) || !in_range("size", b.size, 0, LLONG_MAX) ||
         !in_range("items of dataset_index", view[0].shape[0], b.size, LLONG_MAX) ||
         !in_range("items of dataset_sample_index", view[1].shape[0], b.size, LLONG_MAX))
         goto exit;
     Py_BEGIN_ALLOW_THREADS
-#define UP_TO(most) if (count <= (most)) blend_some(b, most); else
-    UP_TO(2) UP_TO(4) UP_TO(8) UP_TO(16) UP_TO(24) UP_TO(SOME) blend_many(b);
+    blend(&b);
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
 exit:
@@ -951,8 +718,8 @@ static PyObject *build_exhaustive_blending_indices(PyObject *Py_UNUSED(module), 
  *     cu_seqlens              0     3 4 4 4          by documents: starts of pieces, then S
  *
  * Every number that is read from an array is checked before it is used as a place in memory.  A
- * wrong number in shuffle_index, sample_index, document_index or the .idx ends the loop with -1;
- * then the definition runs, and raises the error.
+ * wrong number in shuffle_index, sample_index, document_index or the .idx ends the loop; then the
+ * definition runs, and raises the error.
  *
  * Cost: each piece is read once, and 28 bytes are written for each token.  The tokens of a sample
  * are looked at again only for eod, a mask, padding, or a pad id that real tokens may have.
@@ -1040,13 +807,13 @@ static int64_t read_pieces(const Batch *b, char *const row[], int64_t j)
     return at;
 }
 
-/* Goes over a sample of size real tokens once more: restarts positions after eod, fills in the
- * masks, and makes pads 0.  Returns how many real tokens were equal to the pad id. */
-static int64_t look_again(const Batch *b, char *const row[], int64_t size)
+/* Goes over a sample once more: restarts positions after eod, fills in the masks, and makes pads
+ * 0. */
+static void look_again(const Batch *b, char *const row[])
 {
     char *tokens = row[TOKENS], *labels = row[LABELS];
     const int64_t length = b->length, pad = b->pad, eod = b->eod;
-    int64_t start = 0, pads = size && load(tokens, 0, 8) == pad;
+    int64_t start = 0;
 
     for (int64_t i = 0; i < length; i++) {
         const int64_t token = load(tokens, i, 8), label = load(labels, i, 8);
@@ -1065,24 +832,19 @@ static int64_t look_again(const Batch *b, char *const row[], int64_t size)
             PUT(float, row[LOSS_MASK], i, 0);
         if (token == pad)
             PUT(int64_t, tokens, i, 0);
-        if (label == pad) {
+        if (label == pad)
             PUT(int64_t, labels, i, 0);
-            pads += i + 1 < size;
-        }
     }
     if (b->by_eod)
         count_up(row[POSITIONS], start, length, 0, 1);
-    return pads;
 }
 
-/* Writes all samples that are wanted.  Returns how many of their real tokens were equal to the pad
- * id, or -1 if a number leads to no place. */
-static int64_t read_batch(const Batch *b)
+/* Writes all samples that are wanted.  Returns whether each number leads to a place. */
+static int read_batch(const Batch *b)
 {
     const Py_buffer *array = b->array, *shuffle = &array[SHUFFLE];
     const int64_t length = b->length, samples = shuffle->shape[0];
     char *row[PLACES] = {NULL};
-    int64_t pads = 0;
 
     for (int64_t r = 0; r < array[WANTED].shape[0]; r++) {
         const int64_t place = item_of(&array[PLACES], r), wanted = item_of(&array[WANTED], r);
@@ -1090,13 +852,13 @@ static int64_t read_batch(const Batch *b)
         int64_t j, size;
 
         if (place < 0 || place >= b->batch || k < 0 || k >= samples)
-            return -1;
+            return 0;
         for (int a = 0; a < PLACES; a++)
             if (array[a].obj)
                 row[a] = (char *)array[a].buf + place * (array[a].len / b->batch);
         j = shuffle->itemsize == 4 ? (uint32_t)item_of(shuffle, k) : item_of(shuffle, k);
         if (j < 0 || j >= array[ROWS].shape[0] - 1 || (size = read_pieces(b, row, j)) < 0)
-            return -1;
+            return 0;
         count_up(row[TOKENS], size, length, b->pad, 0);
         memcpy(row[LABELS], row[TOKENS] + 8, 8 * (size_t)(length - 1));
         if (size <= length)
@@ -1106,9 +868,9 @@ static int64_t read_batch(const Batch *b)
         if (!b->by_document && !b->by_eod)
             count_up(row[POSITIONS], 0, length, 0, 1);
         if (b->look || size <= length)
-            pads += look_again(b, row, size);
+            look_again(b, row);
     }
-    return pads;
+    return 1;
 }
 
 static int check_batch(const Batch *b)
@@ -1131,15 +893,26 @@ static int check_batch(const Batch *b)
            in_range("columns of sample_index", array[ROWS].shape[1], 2, 2);
 }
 
+/* For PyArg_ParseTuple: only a plain tuple is sure to keep its items alive.  One of a subclass may
+ * give items of its own making, which nobody else holds. */
+static int plain_tuple(PyObject *obj, void *to)
+{
+    if (!PyTuple_CheckExact(obj)) {
+        PyErr_Format(PyExc_TypeError, "wanted a plain tuple, found %R", (PyObject *)Py_TYPE(obj));
+        return 0;
+    }
+    *(PyObject **)to = obj;
+    return 1;
+}
+
 static PyObject *read_samples(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyTypeObject *tuple = &PyTuple_Type;
     PyObject *o[ARRAYS], *result = NULL;
     Batch b = {0};
-    int64_t pads;
+    int found;
 
-    if (!PyArg_ParseTuple(args, "O!OOO!O!O!:read_samples", tuple, o, o, o, tuple, o, tuple, o,
-                          tuple, o) ||      /* only a tuple is sure to keep its items alive */
+    if (!PyArg_ParseTuple(args, "O&OOO&O&O&:read_samples", plain_tuple, o, o, o, plain_tuple, o,
+                          plain_tuple, o, plain_tuple, o) ||
         !PyArg_ParseTuple(args, "(OOOOOOO)OO(OOO)(OOO)(LLLppp):read_samples", o, o + 1, o + 2,
                           o + 3, o + 4, o + 5, o + 6, o + 7, o + 8, o + 9, o + 10, o + 11, o + 12,
                           o + 13, o + 14, &b.extra, &b.pad, &b.eod, &b.by_eod, &b.mask_loss,
@@ -1157,9 +930,9 @@ static PyObject *read_samples(PyObject *Py_UNUSED(module), PyObject *args)
     if (!in_range("sequence_length", b.length, 1, INT32_MAX - 1) || !check_batch(&b))
         goto exit;
     Py_BEGIN_ALLOW_THREADS
-    pads = read_batch(&b);
+    found = read_batch(&b);
     Py_END_ALLOW_THREADS
-    result = PyLong_FromLongLong(pads);
+    result = PyBool_FromLong(found);
 exit:
     release_all(b.array, ARRAYS);
     return result;
@@ -1170,11 +943,8 @@ exit:
 static PyMethodDef methods[] = {
     {"encode_tokens", encode_tokens, METH_VARARGS,
      "(values, kind, itemsize) -> bytes; values is an array or a list, the rest of its dtype"},
-    {"verify_index", verify_index, METH_VARARGS,
-     "(lengths, pointers, documents, itemsize) -> whether all entries are right"},
     {"build_sample_idx", build_sample_idx, METH_VARARGS,
-     "(sample_index, sizes, document_index, sequence_length, add_extra_token, last_token, "
-     "first_row, first_document, before) -> tokens up to its end"},
+     "(sample_index, sizes, document_index, sequence_length, add_extra_token, last_token)"},
     {"shuffle", shuffle, METH_VARARGS, "(array, key, pos) -> pos"},
     {"build_blending_indices", build_blending_indices, METH_VARARGS,
      "(dataset_index, dataset_sample_index, weights, num_datasets, size)"},
@@ -1183,7 +953,7 @@ static PyMethodDef methods[] = {
     {"read_samples", read_samples, METH_VARARGS,
      "((tokens, labels, loss_mask, position_ids, cu_seqlens, max_seqlen, attention_mask), places, "
      "wanted, (items, pointers, lengths), (document_index, sample_index, shuffle_index), (extra, "
-     "pad, eod, by_eod, mask_loss, reset_mask)) -> real pad ids, or -1 where a place is not there"},
+     "pad, eod, by_eod, mask_loss, reset_mask)) -> whether all places are there"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -70,9 +70,9 @@ Part I, the path of a token
 Part II, the workshop
     11. Whole files               how does a file appear whole, or not at all?
     12. The index cache           when may arrays made earlier be used again?
-    13. Token sources             how are tokens read from a mapping, a file, or object storage?
+    13. Object storage            how are tokens read over a network?
     14. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
-    15. Checks and errors         what is refused, and what do the others do when one rank fails?
+    15. One error for every rank  what do the other ranks do when one of them fails?
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
 Part III, the tools
     17. Tokenizers                which tokenizers can a command use?
@@ -92,11 +92,8 @@ import collections.abc
 import concurrent.futures
 import contextlib
 import dataclasses
-import datetime
-import difflib
 import enum
 import errno
-import fractions
 import functools
 import glob
 import hashlib
@@ -115,17 +112,13 @@ import pathlib
 import pkgutil
 import re
 import secrets
-import shlex
 import shutil
 import signal
 import struct
 import sys
 import tempfile
-import textwrap
 import threading
 import time
-import tomllib
-import types
 import typing
 import warnings
 import weakref
@@ -287,13 +280,12 @@ def get_bin_path(path_prefix: str | os.PathLike) -> str:
 class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
-    A read is a view: nothing is copied, and the view keeps the mapping alive.  Section 13 has the
-    same two methods for an open file, and for object storage.
+    A read is a view: nothing is copied, and the view keeps the mapping alive.  _FileTokens, and
+    _RemoteFile in section 13, have the same two methods.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        content = _map_file(path)  # section 11: all bytes of the file, as an array
-        self.tokens = content.view(dtype)
+        self.tokens = _map_file(path).view(dtype)
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return count tokens from token first on."""
@@ -302,6 +294,58 @@ class _MappedTokens:
     def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return the tokens of several (first, count)."""
         return [self.read(first, count) for first, count in spans]
+
+
+class _FileTokens:
+    """The tokens of a .bin file that stays open; a read is a new array."""
+
+    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
+        self.path = os.fspath(path)
+        self.dtype = np.dtype(dtype)
+        self._file = open(path, "rb", buffering=0)
+        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return count tokens from token first on; DatasetFormatError if the file ends before."""
+        begin = first * self.dtype.itemsize
+        size = count * self.dtype.itemsize
+        content = bytearray()
+        while len(content) < size:  # the system may return a part of what is there
+            place = begin + len(content)
+            part = os.pread(self._file.fileno(), size - len(content), place)
+            if not part:
+                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
+            content += part
+        return np.frombuffer(content, self.dtype)
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (first, count)."""
+        return [self.read(first, count) for first, count in spans]
+
+
+def _map_file(path: str | os.PathLike) -> np.ndarray:
+    """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive.
+
+    Cost: O(1), whatever the size: a page is read when one of its bytes is used for the first time.
+
+    >>> _map_file(get_bin_path(toy_corpus()))[:5].tobytes()
+    b'aaaab'
+    """
+    if os.path.getsize(path) == 0:
+        return np.empty(0, np.uint8)  # an empty file cannot be mapped
+    return np.asarray(np.memmap(path, np.uint8, "r"))
+
+
+# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
+#
+#   what              when                              against
+#   header and sizes  at every open, in O(1)            the table above, the size of the .bin
+#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
+#   entries                                             sequence ends where the .bin ends
+#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
+#                     and before section 4 orders the   of the lengths before it, in bytes, and
+#                     sequences, in O(n)                documents never go back
+#   one place         at every access                   the bounds of the sequence and of the .bin
 
 
 class IndexedDataset(torch.utils.data.Dataset):
@@ -339,7 +383,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.mmap = mmap
         self.object_storage_config = object_storage_config
         self.check = check
-        content = _open_index(self)  # section 13: the bytes of the .idx, after a look at its header
+        self._verified = False
+        content = self._open_index()
+        self._idx_content = content
         _, _, code, n, m = _HEADER.unpack_from(content)
         self.dtype = DType.dtype_from_code(code)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
@@ -349,9 +395,73 @@ class IndexedDataset(torch.utils.data.Dataset):
         if multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
         self._token_bytes = DType.size(self.dtype)
-        self._tokens, self.num_tokens = _open_bin(self)  # section 13: usually _MappedTokens
+        self._tokens = self._open_bin()
+        self.num_tokens = self._bin_stamp["size"] // self._token_bytes
         if check:
             self.verify()
+
+    def _open_index(self):
+        """The bytes of the .idx, mapped, after a look at its header, and at its size."""
+        path = get_idx_path(self.path_prefix)
+        self._idx_stamp = _file_stamp(path)
+        local_path = path
+        if _is_remote(path):
+            local_path = _fetch_index(path, self._idx_stamp, self.object_storage_config)  # a copy
+        content = _map_file(local_path)
+        found = len(content)
+        if found < _HEADER.size:
+            raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
+        magic, version, code, n, m = _HEADER.unpack_from(content)
+        if magic != _MAGIC or version != _VERSION:
+            raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
+        if not 1 <= code <= 8:
+            raise _format_error(path, "dtype code", "1 to 8", code)
+        without_modes = 34 + 12 * n + 8 * m
+        with_modes = without_modes + n
+        if self.multimodal and found != with_modes:
+            raise _format_error(path, "file size", f"{with_modes} bytes with modes", found)
+        if found not in (without_modes, with_modes):
+            wanted = f"{with_modes} bytes with modes or {without_modes} without"
+            raise _format_error(path, "file size", wanted, found)
+        return content
+
+    def _open_bin(self):
+        """Where the tokens come from; the .bin has the size that the .idx says."""
+        idx_path = get_idx_path(self.path_prefix)
+        bin_path = get_bin_path(self.path_prefix)
+        self._bin_stamp = _file_stamp(bin_path)
+        self._check_ends(self._bin_stamp["size"])
+        if _is_remote(bin_path):
+            tokens = _RemoteFile(bin_path, self.dtype)
+        elif self.mmap:
+            tokens = _MappedTokens(bin_path, self.dtype)
+        else:
+            tokens = _FileTokens(bin_path, self.dtype)
+        # Another process may replace the pair meanwhile.  It does so in this order: the old .idx
+        # goes, the new .bin comes, the new .idx comes (section 11).  So if the .idx is the same
+        # before and after the .bin was opened, they belong together.
+        if _file_stamp(idx_path) != self._idx_stamp:
+            raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
+        return tokens
+
+    def _check_ends(self, bin_size):
+        """The documents run from 0 to n, and the last sequence ends where the .bin ends."""
+        path = get_idx_path(self.path_prefix)
+        n = len(self)
+        documents = self.document_indices[:1].tolist() + self.document_indices[-1:].tolist()
+        if documents != [0, n]:
+            raise _format_error(path, "document_indices", f"from 0 to {n}", documents)
+        end = 0
+        if n:
+            last_size = int(self.sequence_lengths[-1]) * self._token_bytes
+            end = int(self.sequence_pointers[-1]) + last_size
+        if bin_size != end or end % self._token_bytes:
+            raise _format_error(
+                get_bin_path(self.path_prefix),
+                f"file size ({self.dtype.__name__} tokens)",
+                f"{end} bytes, as {path} says, a multiple of {self._token_bytes}",
+                f"{bin_size}: the file is truncated, or belongs to another .idx",
+            )
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -373,7 +483,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         The result is a 1-D array of the dtype of the file; with modes it is (tokens, mode).
         IndexError for a place outside of the sequence.  Upstream: the same name.
         """
-        i = _position(idx, len(self), self.path_prefix)  # -1 is the last sequence; section 15
+        i = _position(idx, len(self), self.path_prefix)  # -1 is the last sequence
         first, count = self._span(i, offset, length)
         tokens = self._tokens.read(first, count)
         if self.multimodal:
@@ -393,14 +503,20 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def _span(self, i, offset, length):
         """Where a part of sequence i lies: (number of tokens before it in the .bin, its length)."""
-        start, rest = divmod(int(self.sequence_pointers[i]), self._token_bytes)
+        pointer = int(self.sequence_pointers[i])
         size = int(self.sequence_lengths[i])
+        start, rest = divmod(pointer, self._token_bytes)
+        if rest != 0 or start < 0 or size < 0 or start + size > self.num_tokens:
+            # only an .idx that was not checked as a whole can be wrong in this way
+            path = get_idx_path(self.path_prefix)
+            found = f"byte {pointer}, {size} tokens"
+            raise _format_error(path, f"sequence {i}", "a place in .bin", found)
         offset = operator.index(offset)
         length = size - offset if length is None else operator.index(length)
-        is_in_file = rest == 0 and start >= 0 and size >= 0 and start + size <= self.num_tokens
-        is_in_sequence = offset >= 0 and length >= 0 and offset + length <= size
-        if not (is_in_file and is_in_sequence):
-            raise _error_of_span(self, i, offset, length)  # section 13
+        if offset < 0 or length < 0 or offset + length > size:
+            field = f"tokens of sequence {i}"
+            wanted = f"{offset} to {offset + length}"
+            raise _format_error(self.path_prefix, field, wanted, size, IndexError)
         return start + offset, length
 
     def verify(self) -> None:
@@ -409,12 +525,49 @@ class IndexedDataset(torch.utils.data.Dataset):
         Lengths are >= 0, each pointer is the bytes of the sequences before it, and documents never
         go back.
         """
-        _verify_pair(self)  # section 13
+        if not self._verified:
+            self._verify_sequences()
+            self._verify_documents()
+            self._verified = True
+
+    def _verify_sequences(self):
+        """Each sequence begins where the one before it ends."""
+        path = get_idx_path(self.path_prefix)
+        end = 0
+        for low in range(0, len(self), _CHUNK):
+            lengths = self.sequence_lengths[low : low + _CHUNK]
+            pointers = self.sequence_pointers[low : low + _CHUNK]
+            ends = pointers + lengths * np.int64(self._token_bytes)
+            wanted = np.concatenate([[end], ends[:-1]])
+            wrong = np.flatnonzero((lengths < 0) | (pointers != wanted))
+            if len(wrong):
+                at = wrong[0]
+                if lengths[at] < 0:
+                    raise _format_error(path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
+                field = f"sequence_pointers[{low + at}]"
+                raise _format_error(path, field, wanted[at], pointers[at])
+            end = ends[-1]
+
+    def _verify_documents(self):
+        """Each document begins where, or after, the one before it begins."""
+        path = get_idx_path(self.path_prefix)
+        for low in range(0, len(self.document_indices) - 1, _CHUNK):
+            found = self.document_indices[low : low + _CHUNK + 1]
+            wrong = np.flatnonzero(found[1:] < found[:-1])
+            if len(wrong):
+                at = wrong[0]
+                field = f"document_indices[{low + at + 1}]"
+                raise _format_error(path, field, f">= {found[at]}", found[at + 1])
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return True if both files of the pair exist.  Upstream: the same name."""
-        return _file_exists(get_idx_path(path_prefix)) and _file_exists(get_bin_path(path_prefix))
+        try:
+            _file_stamp(get_idx_path(path_prefix))
+            _file_stamp(get_bin_path(path_prefix))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     @property
     def index(self) -> "IndexedDataset":
@@ -425,22 +578,56 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices, under upstream's name."""
         return self.document_indices
 
-    # ---- The rest is for caches and pickles (sections 12 and 13).  Skip it.
+    # ---- The rest is for caches (section 12) and pickles.  Skip it.
 
     def identity(self) -> dict:
-        """Return what tells this .idx from one that is written later."""
-        return _identity_of_index(self)
+        """Return what tells this .idx from one that is written later.
 
-    def digest_of_contents(self) -> str:
-        """Return an md5 of the sizes of both files and of some of their pages."""
-        return _digest_of_contents(self)
+        These are its size, the time of its last change, and a digest of its first and last page.
+        """
+        ends = self._idx_content[:4096].tobytes() + self._idx_content[-4096:].tobytes()
+        return {
+            "idx_size": self._idx_stamp["size"],
+            "idx_mtime_ns": self._idx_stamp["changed"],
+            "idx_ends": _md5(ends),
+        }
 
     def __reduce__(self):
         """Pickle the path: who unpickles it opens the pair again."""
-        return _pickle_pair(self)
+        arguments = [self.path_prefix, self.multimodal, self.mmap]
+        arguments += [self.object_storage_config, self.check]
+        return type(self), tuple(arguments), [self._idx_stamp, self._bin_stamp]
 
     def __setstate__(self, stamps):
-        _check_stamps(self, stamps)
+        """Refuse files that were opened just now, and are not those of the pickle."""
+        found = [self._idx_stamp, self._bin_stamp]
+        if found != stamps:
+            reason = "the pair was replaced after the dataset was pickled: build it again"
+            raise _format_error(self.path_prefix, "files", stamps, f"{found}: {reason}")
+
+
+_CHUNK = 1 << 14  # entries that verify() takes at a time: its arrays stay in the CPU's cache
+
+
+def _position(idx, n, name):
+    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
+    i = operator.index(idx)
+    if not -n <= i < n:
+        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
+    return i % n
+
+
+def _format_error(path, field, wanted, got, kind=DatasetFormatError):
+    """The error that names the four things a reader of the message needs."""
+    return kind(_hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
+
+
+def _file_stamp(path: str | os.PathLike) -> dict:
+    """Return what tells a file from one that is written later: its size, its last change, ..."""
+    if _is_remote(path):
+        return _RemoteFile(path).stamp()
+    stat = os.stat(path)
+    return {"size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
 
 
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
@@ -472,7 +659,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.sequence_lengths = array.array("i")  # int32
         self.sequence_modes = array.array("b")  # int8
         self.document_indices = array.array("q", [0])  # int64
-        self._bin = _NewFile(bin_path)  # section 11: it has a temporary name until _commit_pair()
+        self._bin = _NewFile(bin_path)  # it has a temporary name until _commit_pair(), section 11
 
     def add_document(
         self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
@@ -481,7 +668,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
         Sequences that add_item() added since the last end belong to the document too.
         """
-        content = _encode_tokens(tensor, self._token_dtype)  # bytes, as the .bin file has them
+        content = _encode_tokens(tensor, self._token_dtype)
         self._append(content, lengths, modes)
         self.document_indices.append(len(self.sequence_lengths))
 
@@ -496,25 +683,40 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     def end_document(self) -> None:
         """End the document of the sequences that were added since the last end."""
-        _check_open(self)
+        self._check_open()
         self.document_indices.append(len(self.sequence_lengths))
 
-    def _append(self, content, lengths, modes=None):
-        """Append sequences: their bytes, as the .bin file has them, their lengths and modes."""
-        lengths, modes = _as_sequences(self, content, lengths, modes)  # section 11: after checks
-        self._write(content)
-        self.sequence_lengths.extend(lengths)
-        if self.multimodal:
-            self.sequence_modes.extend(modes)
+    def add_index(self, path_prefix: str | os.PathLike) -> None:
+        """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
 
-    def _write(self, content):
-        """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
-        _check_open(self)  # section 11
-        try:
-            self._bin.file.write(content)
-        except BaseException:
-            self._bin.discard()
-            raise
+        ValueError if the pair has another dtype, or modes that would be lost, or is the one that is
+        being written.  Upstream: the same name.
+        """
+        self._check_open()
+        source = get_bin_path(path_prefix)
+        target = self._bin.path
+        if os.path.realpath(source) == os.path.realpath(target):
+            raise ValueError(f"{source} is both input and output: choose another output prefix")
+        other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"{source} holds {other.dtype.__name__} tokens, "
+                f"wanted {self.dtype.__name__} as in {target}"
+            )
+        without_modes = 34 + 12 * len(other) + 8 * len(other.document_indices)
+        if not self.multimodal and len(other._idx_content) > without_modes:
+            raise ValueError(
+                f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
+                "multimodal=True"
+            )
+        before = len(self.sequence_lengths)
+        at_a_time = (16 << 20) // self._token_dtype.itemsize  # 16 MiB of tokens
+        for first in range(0, other.num_tokens, at_a_time):
+            self._write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
+        self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
+        self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
+        if self.multimodal:
+            self.sequence_modes.frombytes(other.sequence_modes.tobytes())
 
     def finalize(self, idx_path: str | os.PathLike) -> None:
         """Write the .idx file and give both files their names.
@@ -522,9 +724,14 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         ValueError if sequences were added after the last document ended.  While it runs, it needs
         16 bytes more for each sequence.
         """
-        _check_finished(self)  # section 11
+        self._check_open()
         n = len(self.sequence_lengths)
         m = len(self.document_indices)
+        if self.document_indices[-1] != n:
+            raise ValueError(
+                f"{self._bin.path}: no document ends after sequence {self.document_indices[-1]}: "
+                "call end_document() before finalize()"
+            )
         code = DType.code_from_dtype(self.dtype)
         lengths = np.frombuffer(self.sequence_lengths, np.int32)
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
@@ -548,30 +755,111 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         finally:
             self._bin.discard()  # does nothing once the file has its name
 
-    # ---- many documents at once; section 11 has what these do
+    # ---- The rest is what these methods share, and what section 18 calls.
 
-    def add_documents(
-        self, documents: typing.Any, modes: typing.Any = None, eod_token: int | None = None
-    ) -> None:
-        """Append many documents, each of which is one sequence.
+    def _append_documents(self, tokens, lengths, ends):
+        """Append sequences, and end documents.
 
-        documents   a list of arrays, or an array of the package awkward
-        modes       one int8 for each document; None: all 0
-        eod_token   put this id after each document that has tokens
+        tokens   an array of the builder's dtype: the sequences, laid end to end
+        lengths  of the sequences
+        ends     one number for each document that ends here: how many sequences of this call come
+                 before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no
+                 sequence ends first, then one of two sequences, then one of one.
         """
-        _append_documents(self, documents, modes, eod_token)
+        first = len(self.sequence_lengths)
+        self._append(tokens.view(np.uint8), lengths)
+        for end in ends:
+            self.document_indices.append(first + int(end))
 
-    def add_index(self, path_prefix: str | os.PathLike) -> None:
-        """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
+    def _append(self, content, lengths, modes=None):
+        """Append sequences: their bytes, as the .bin file has them, their lengths and modes."""
+        lengths = _as_compact_array(lengths, "i", "lengths of sequences")
+        num_tokens = len(content) // self._token_dtype.itemsize
+        if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
+            raise ValueError(
+                f"{self._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
+                f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
+            )
+        if self.multimodal:
+            if modes is None:
+                modes = bytes(len(lengths))
+            modes = _as_compact_array(modes, "b", "modes of sequences")
+            if len(modes) != len(lengths):
+                raise ValueError(
+                    f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
+                    f"got {len(modes)} modes"
+                )
+        self._write(content)
+        self.sequence_lengths.extend(lengths)
+        if self.multimodal:
+            self.sequence_modes.extend(modes)
 
-        ValueError if the pair has another dtype, or modes that would be lost, or is the one that is
-        being written.  Upstream: the same name.
-        """
-        _append_pair(self, path_prefix)
+    def _write(self, content):
+        """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
+        self._check_open()
+        try:
+            self._bin.file.write(content)
+        except BaseException:
+            self._bin.discard()
+            raise
 
-    def sync(self) -> None:
-        """Have the disk hold all tokens so far; OSError if it is full."""
-        self._bin.sync()
+    def _check_open(self):
+        """ValueError once the pair is finished, or a write has failed."""
+        if self._bin.file.closed:
+            path = self._bin.path
+            raise ValueError(f"{path} is finalized, or has failed: nothing can be added")
+
+
+def _encode_tokens(values, dtype):
+    """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
+
+    ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
+    floating-point dtype, which the format knows too, are converted as numpy does.
+    """
+    if not isinstance(values, np.ndarray):
+        values = _as_array(values, dtype)
+    ids = np.asarray(values).reshape(-1)
+    if ids.dtype == dtype or dtype.kind == "f" or len(ids) == 0:
+        return ids.astype(dtype, copy=False).tobytes()
+    if ids.dtype.kind == "U":  # decimal strings
+        ids = np.array([int(text) for text in ids])
+    if ids.dtype.kind not in "biu":  # bool, signed, unsigned
+        raise ValueError(f"{dtype} tokens must be integers, got {ids.dtype}")
+    tokens = ids.astype(dtype)
+    misfits = np.flatnonzero(tokens != ids)
+    if len(misfits):
+        at = misfits[0]
+        raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
+    return tokens.tobytes()
+
+
+def _as_tokens(values, dtype):
+    """Tensor, array or list -> 1-D array of dtype; ValueError at an id that does not fit."""
+    return np.frombuffer(_encode_tokens(values, dtype), dtype)
+
+
+def _as_array(values, dtype):
+    """Tensor, list or tuple -> array, of any dtype."""
+    if isinstance(values, torch.Tensor):
+        return values.numpy(force=True)  # from any device
+    if isinstance(values, list):
+        # For integers that fit this is faster than np.asarray(), which looks for their least common
+        # dtype first.  A list of anything else falls through.
+        with contextlib.suppress(TypeError, OverflowError):
+            return np.frombuffer(array.array(dtype.char, values), dtype)
+    return np.asarray(values)
+
+
+def _as_compact_array(values, typecode, name):
+    """Integers -> array.array, a few bytes each.
+
+    ValueError if one does not fit the typecode, TypeError if one is no integer.
+    """
+    try:
+        return array.array(typecode, values)
+    except OverflowError:
+        bits = 8 * array.array(typecode).itemsize
+        raise ValueError(f"{name}: {values!s:.60} does not fit {bits} bits") from None
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
@@ -779,9 +1067,23 @@ def parse_and_normalize_split(split: str) -> list[float]:
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
-    shares = _read_shares(split)  # section 15: one to three numbers
+    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
+    shares = [_number(field) for field in fields]
+    is_numbers = None not in shares and len(shares) <= len(Split)
+    if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
+        raise ValueError(
+            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
+        )
     missing = len(Split) - len(shares)
     return normalize(shares + [0.0] * missing)
+
+
+def _number(text):
+    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
+    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
+        return None
+    number = float(text)
+    return number if math.isfinite(number) else None
 
 
 def convert_split_vector_to_split_matrix(
@@ -789,15 +1091,14 @@ def convert_split_vector_to_split_matrix(
 ) -> list[tuple[float, float] | None]:
     """Turn shares into the (begin, end) of each split, as fractions of a corpus; None where empty.
 
-    vector_b is upstream's, and nothing here gives it: both vectors cut the same corpus, and each
-    entry is what their two cuts of that split have in common.  ValueError if their lengths differ.
-    Upstream: the same name.
+    vector_b is upstream's, for a second cut of the same corpus; it is refused.  Upstream: the same
+    name.
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
     """
     if vector_b is not None:
-        return _common_ranges(vector_a, vector_b)  # section 15
+        raise ValueError("vector_b is not supported: cut a corpus by one vector")
     matrix = []
     begin = 0
     for share in vector_a:
@@ -854,14 +1155,14 @@ class BlendedMegatronDatasetConfig:
                                 token has the same id; if False, padding is -1 in this case.  A
                                 label that equals the pad id has no loss.  So if eod were the pad
                                 id, no model would learn to end a text
-    fast_cache_load             trust a cache that exists, without any check
     blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
                                 blend that follow each other, instead of its weights (section 6).
                                 Use stable_order with it: a phase that is added takes more samples
                                 of each corpus, and those before must stay as they were.  A corpus
                                 that only a later phase uses comes last in blend, with weight 0 in
                                 the phases before, so that the others keep their places in blend
-    Accepted, without effect    defer_npy_index_mmap: cache files are always opened at first access
+    Accepted, without effect    fast_cache_load, defer_npy_index_mmap: no start opens an array, and
+                                each is mapped at its first access
 
     ValueError for a field that is wrong, and for fields that do not go together.
 
@@ -890,14 +1191,129 @@ class BlendedMegatronDatasetConfig:
     blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_config(self)  # section 15; it also brings the fields into one form
+        self._check_numbers()
+        if self.blend_per_split is not None and any(self.blend_per_split):
+            self._check_blend_per_split()
+            self.blend_per_split = [_read_blend(blend) for blend in self.blend_per_split]
+        else:
+            self.blend_per_split = None
+            if self.multiple_validation_sets:
+                raise ValueError("multiple_validation_sets needs blend_per_split")
+            if self.blend is not None and self.split is None:
+                raise ValueError('a blend needs a split, such as "98,1,1"')
+            self.blend = _read_blend(self.blend)
+            self.mock = self.blend is None
+            if self.mock:
+                self.split = "1,1,1"
+            shares = parse_and_normalize_split(self.split)
+            self.split_matrix = convert_split_vector_to_split_matrix(shares)
+        if self.blend_phases is not None:
+            self._check_phases()
+
+    def _check_numbers(self):
+        """The numbers are in their ranges; those of numpy become Python's, for JSON."""
+        lowest = {"random_seed": 0, "sequence_length": 1, "num_dataset_builder_threads": 1}
+        for name, least in lowest.items():
+            value = getattr(self, name)
+            if not hasattr(value, "__index__") or not least <= value < 2**32:
+                raise ValueError(
+                    f"{name} must be a whole number from {least} to 2**32 - 1, got {value!r}"
+                )
+            setattr(self, name, int(value))
+        surplus = self.mid_level_dataset_surplus
+        if not 0 <= surplus < math.inf:
+            raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
+
+    def _check_blend_per_split(self):
+        """There is an entry for each split, and nothing else to be cut."""
+        if self.blend is not None or self.split is not None:
+            raise ValueError(
+                "blend_per_split wants blend and split to be None, "
+                f"got {self.blend} and {self.split}"
+            )
+        if len(self.blend_per_split) != len(Split):
+            raise ValueError(
+                f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
+            )
+
+    def _check_phases(self):
+        """The phases mix the corpora of the training blend."""
+        blend = self.blend
         if self.blend_per_split is not None:
-            return
-        self.mock = self.blend is None
-        if self.mock:
-            self.split = "1,1,1"
-        shares = parse_and_normalize_split(self.split)
-        self.split_matrix = convert_split_vector_to_split_matrix(shares)
+            blend = self.blend_per_split[Split.train.value]
+        elif self.split_matrix[Split.train.value] is None:
+            raise ValueError(f"blend_phases mixes train, but split {self.split!r} has no train")
+        if blend is None:
+            raise ValueError("blend_phases needs a blend for train: which corpora are mixed?")
+        prefixes, _ = blend
+        _as_phases(self.blend_phases, prefixes)
+
+
+def _read_blend(blend):
+    """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
+    if blend is None:
+        return None
+    if len(blend) != 2 or isinstance(blend[0], (str, os.PathLike)) or len(blend[0]) == 0:
+        raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
+    prefixes, weights = blend
+    if weights is not None:
+        weights = _read_weights(weights, prefixes)
+    return prefixes, weights
+
+
+def _read_weights(weights, names):
+    """The weights as a list of Python's numbers, for JSON: one for each of these names.
+
+    ValueError that says which of them is not a finite number >= 0.
+    """
+    weights = np.array(weights).tolist()
+    if not isinstance(weights, list):
+        raise ValueError(f"wanted a list of weights, got {weights!r}")
+    if len(weights) != len(names):
+        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
+    most = sys.float_info.max  # float() fails for an integer above it
+    for weight, name in zip(weights, names, strict=True):
+        if not isinstance(weight, numbers.Real) or not 0 <= weight <= most:
+            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
+    if not 0 < sum(weights) <= most:
+        raise ValueError(f"weights {weights}: wanted a finite sum > 0")
+    return weights
+
+
+def _drop_zero_weights(items, weights):
+    """The items whose weights are not 0, and these weights."""
+    kept = [(item, weight) for item, weight in zip(items, weights, strict=True) if weight]
+    return [item for item, _ in kept], [weight for _, weight in kept]
+
+
+def _as_phases(phases, names):
+    """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none."""
+    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    checked = []
+    for number, phase in enumerate(phases):
+        try:
+            samples, weights = phase
+            samples = operator.index(samples)
+            weights = _read_weights(weights, names)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"phase {number}: {error}") from None
+        if samples < 1:
+            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples}")
+        checked.append((samples, _normalize_used(weights)))
+    return checked
+
+
+def _normalize_used(weights):
+    """normalize() of the weights that are not 0.
+
+    np.sum() adds in groups: zeros in between would group the others otherwise, and so change the
+    rounding of the sum.
+    """
+    weights = np.array(weights, np.float64)
+    is_used = weights > 0
+    weights[is_used] = normalize(weights[is_used])
+    return weights.tolist()
 
 
 @dataclasses.dataclass
@@ -946,10 +1362,56 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     inter_document_masking: bool = dataclasses.field(default=False, kw_only=True)
     stable_order: bool = dataclasses.field(default=False, kw_only=True)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokenizer is None:
+            raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
+        if self.hybrid_context_parallel:
+            raise ValueError(
+                "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
+                "batches with get_batch_on_this_cp_rank()"
+            )
+        if self.reset_attention_mask and not self.has_dense_mask:
+            raise ValueError(
+                "reset_attention_mask has no effect without a dense mask: set "
+                "create_attention_mask, or use inter_document_masking alone"
+            )
+
     @property
     def has_dense_mask(self) -> bool:
         """Does a sample hold a (1, S, S) attention mask?"""
         return bool(self.create_attention_mask and not self.inter_document_masking)
+
+
+def get_blend_from_list(
+    blend: typing.Sequence[str] | None,
+) -> tuple[list[str], list[float] | None] | None:
+    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
+
+    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
+    looks like a number would be taken for a weight: write ./2023 for a folder 2023.  Upstream:
+    get_blend_from_list.
+
+    >>> get_blend_from_list(["30", "p1", "70", "p2"])
+    (['p1', 'p2'], [30.0, 70.0])
+    >>> get_blend_from_list(["2023_01", "wiki"])
+    (['2023_01', 'wiki'], None)
+    """
+    if blend is None:
+        return None
+    if isinstance(blend, str) or not isinstance(blend, collections.abc.Iterable):
+        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
+    entries = [str(entry).strip() for entry in blend]
+    is_number = [_number(entry) is not None for entry in entries]
+    if entries and not any(is_number):
+        return entries, None
+    pairs = len(entries) // 2
+    if not entries or is_number != [True, False] * pairs:
+        raise ValueError(
+            f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
+            "(write a prefix that is a number with its folder: ./2023)"
+        )
+    return entries[1::2], [float(weight) for weight in entries[0::2]]
 
 
 # ==============================================================================
@@ -1057,7 +1519,10 @@ def plan_epochs(
     """
     S = sequence_length
     x = int(add_extra_token_to_sequence)
-    _check_num_samples(num_samples, tokens_per_epoch)  # section 15
+    if num_samples is not None and num_samples < 0:
+        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
+    if num_samples and tokens_per_epoch == 0:
+        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
     num_epochs = 1
     if num_samples:
         num_epochs = _ceil_div(num_samples * S + x, tokens_per_epoch)
@@ -1106,8 +1571,7 @@ def build_document_index(
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
     """
-    _check_documents(documents)  # section 15
-    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
+    document_index = _repeat(documents, num_epochs)
     if not separate_final_epoch:
         shuffle(document_index, random_state)
         return document_index
@@ -1115,6 +1579,13 @@ def build_document_index(
     shuffle(document_index[:edge], random_state)
     shuffle(document_index[edge:], random_state)
     return document_index
+
+
+def _repeat(documents, num_epochs):
+    """The documents once for each epoch, int32 (E*D,); ValueError where a number would wrap."""
+    if len(documents) and np.max(documents) >= 2**31:
+        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
+    return np.tile(np.asarray(documents, np.int32), num_epochs)
 
 
 def build_sample_idx(
@@ -1157,16 +1628,21 @@ def build_sample_idx(
     x = int(add_extra_token_to_sequence)
     tokens = int(num_epochs) * int(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
-    _check_stream(sizes, document_index, S, tokens)  # section 15
+    _check_stream(sizes, document_index, S, tokens)
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
 
     # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
     # or, if the last sample is short, at the end of the stream.
     tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
     lengths = sizes[document_index]
-    _check_lengths(lengths, tokens_read)  # section 15
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError("a size is negative: no sequence has less than 0 tokens")
     ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
     starts = ends - lengths
+    if N > 0 and tokens_read[-1] > ends[-1]:
+        raise ValueError(
+            f"the samples need {tokens_read[-1]} tokens, the documents hold {ends[-1]}"
+        )
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
     rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
     rows[1:, 0] = d
@@ -1179,6 +1655,34 @@ def build_sample_idx(
         # token before the end, which is never in an empty document: the row above is right.)
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
+
+
+def _check_stream(sizes, documents, S, tokens):
+    """Check the arguments of build_sample_idx(): the documents exist, and may hold the tokens."""
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(documents, "document_indices", np.int32)
+    _check_length_of_stream(len(documents), S, tokens)
+    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
+    if len(wrong):
+        d = wrong[0]  # numpy would take a -1
+        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
+
+
+def _check_array(values, name, dtype):
+    """A 1-D array of this dtype; TypeError or ValueError."""
+    found = getattr(values, "dtype", type(values).__name__)
+    if found != dtype:
+        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
+
+
+def _check_length_of_stream(num_documents, S, tokens):
+    """So many documents may hold so many tokens; what follows makes an array of this order."""
+    if not 1 <= operator.index(S) < 2**32:
+        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
+    if not 0 <= tokens <= num_documents * 2**31:
+        raise ValueError(f"{num_documents} documents cannot hold {tokens} tokens")
 
 
 def _sample_index_dtype(num_documents):
@@ -1233,10 +1737,9 @@ def build_stable_orders(
     [0, 1, 2, 1, 0, 2] [1, 2, 0, 4, 3, 5]
     [0, 1, 2, 1, 0, 2, 1, 2, 0] [1, 2, 0, 4, 3, 5, 6, 8, 7]
     """
-    _check_documents(documents)  # section 15
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
-    document_index = np.tile(np.asarray(documents, np.int32), num_epochs)
+    document_index = _repeat(documents, num_epochs)
     N = sample_edges[-1]
     shuffle_index = np.arange(N, dtype=_shuffle_index_dtype(N))
     random_state = np.random.RandomState(random_seed)
@@ -2540,9 +3043,16 @@ def _entries_of_config(
     train ['a', 'b'] [0.25, 0.75] (0, 0.9) 8
     valid ['a', 'b'] [0.25, 0.75] (0.9, 1.0) 4
     """
-    _check_sizes(config, sizes)  # section 15
+    if len(sizes) != len(Split):
+        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
+    is_full = config.multiple_validation_sets and config.full_validation
+    if is_full and sizes[Split.valid.value] is not None:
+        raise ValueError("full_validation: the size of valid must be None")
     entries = []
+    dropped = set()
     for split, size in zip(Split, sizes, strict=True):
+        if size is not None and not 0 <= size < math.inf:
+            raise ValueError(f"size of {split.name}: wanted a number >= 0 or None, got {size}")
         if config.blend_per_split is not None:
             bounds = (0.0, 1.0)
             corpora = config.blend_per_split[split.value]
@@ -2556,6 +3066,12 @@ def _entries_of_config(
         if split is Split.train and config.blend_phases is not None:
             weights = None  # phases have weights of their own
             phases = _as_phases(config.blend_phases, prefixes)
+            total = sum(samples for samples, _ in phases)
+            if size is not None and size > total:
+                raise ValueError(
+                    f"blend_phases has {total} samples, but {size} are wanted of train: add a "
+                    f"phase of {size - total}, or make the last one longer"
+                )
         elif split is Split.valid and config.multiple_validation_sets:
             for prefix in prefixes:  # each is a dataset of its own
                 entries.append(_Entry(split, [prefix], None, bounds, size, None))
@@ -2563,11 +3079,16 @@ def _entries_of_config(
         elif config.blend_per_split is not None and len(prefixes) == 1:
             weights = None  # a single corpus is not blended
         elif weights is not None:
-            prefixes, weights = _drop_zero_weights(prefixes, weights)
+            if size is None:
+                raise ValueError(f"{split.name} is a blend with weights, which needs a size")
+            used, weights = _drop_zero_weights(prefixes, weights)
+            dropped |= set(prefixes).difference(used)
+            prefixes = used
             weights = normalize(weights)
         entries.append(_Entry(split, list(prefixes), weights, bounds, size, phases))
-        _check_size_of_blend(entries[-1])  # section 15
-    _note_dropped(config, entries)  # section 15: a note of the corpora of weight 0
+    if dropped:
+        names = [str(prefix) for prefix in dropped]
+        log.warning("dropped from the blend, weight 0: %s", ", ".join(sorted(names)))
     return entries
 
 
@@ -2636,7 +3157,6 @@ class BlendedMegatronDatasetBuilder:
             corpora = []
             for prefix, size in zip(entry.prefixes, sizes, strict=True):
                 corpora.append((entry, prefix, opened[prefix], size))
-            # [self._build_part(corpus) for corpus in corpora], several at a time (section 15)
             threads = self.config.num_dataset_builder_threads
             parts = _in_threads(threads, self._build_part, corpora)
             dataset = parts[0] if entry.is_one_corpus else self._mix(entry, parts)
@@ -2657,15 +3177,19 @@ class BlendedMegatronDatasetBuilder:
         for entry in self._entries:
             prefixes += entry.prefixes
         prefixes = list(dict.fromkeys(prefixes))  # each once
-        _allow_open_files(self._entries, prefixes)  # section 13: a process may open few by default
+        _allow_open_files(self._entries, prefixes)  # a process may open few by default
         threads = self.config.num_dataset_builder_threads
         corpora = _in_threads(threads, self._open, prefixes)
         return dict(zip(prefixes, corpora, strict=True))
 
     def _open(self, prefix):
-        """Open a corpus."""
+        """Open a corpus; ValueError where int32 cannot number its sequences."""
         opened = self.cls.build_low_level_dataset(prefix, self.config)
-        _check_num_sequences(prefix, self.cls.numel_low_level_dataset(opened))  # section 15
+        n = self.cls.numel_low_level_dataset(opened)
+        if n >= 2**31:
+            raise ValueError(
+                f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
+            )
         return opened
 
     def _build_part(self, corpus):
@@ -2674,7 +3198,7 @@ class BlendedMegatronDatasetBuilder:
         first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(opened))
         documents = range(first, end)
         if self.cls is not GPTDataset:  # another class gets what upstream gives, an array
-            documents = _as_documents(documents)
+            documents = np.arange(first, end, dtype=np.int32)
         return self.cls(opened, prefix, documents, size, entry.split, self.config)
 
     def _mix(self, entry, parts):
@@ -2685,15 +3209,20 @@ class BlendedMegatronDatasetBuilder:
             size = sum(math.ceil(entry.size * weight) for weight in entry.weights)
             return self._blend_of(parts, entry.weights, size)
         # One epoch of each corpus, or as many samples of these as are wanted.
-        # section 15: a warning, or an error if samples are wanted, and there are none
-        _warn_if_few_samples(entry, parts)
-        parts = [part for part in parts if len(part) > 0]
-        if len(parts) == 0:
-            return None
         lengths = [len(part) for part in parts]
+        total = sum(lengths)
         size = entry.size
-        if size is not None:
-            size = min(size, sum(lengths))
+        if total == 0 and size == 0:
+            return None
+        if total == 0:
+            raise ValueError(f"{entry.split.name}: samples are wanted, but no corpus has one in it")
+        if size is not None and size > total:
+            warnings.warn(
+                f"{entry.split.name}: an epoch has {total:,} samples, not {size:,}: the run will "
+                "end early; give weights, to repeat corpora",
+                stacklevel=2,
+            )
+            size = total
         return self._blend_of(parts, lengths, size)  # if size is None, all samples of each
 
     def _blend_of(self, parts, weights, size, phases=None):
@@ -2715,6 +3244,42 @@ class BlendedMegatronDatasetBuilder:
 
 def _do_nothing():
     """The part of a rank that only waits for the others."""
+
+
+def _in_threads(num_threads, function, items):
+    """[function(item) for each item], so many at a time; after an error no further one is begun."""
+    if num_threads == 1 or len(items) == 1:
+        return [function(item) for item in items]
+    pool = concurrent.futures.ThreadPoolExecutor(num_threads)
+    try:
+        futures = [pool.submit(function, item) for item in items]
+        # There may be hundreds of corpora, of hours each.
+        concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _allow_open_files(entries, prefixes):
+    """Raise the soft limit of open files, as far as the hard one allows, to what a build needs.
+
+    These are two for each pair and one for each index array, which stay mapped.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    wanted = 200 + 2 * len(prefixes)  # 200 for the program itself, such as sockets and libraries
+    for entry in entries:
+        wanted += len(GPTDataset.index_names) * len(entry.prefixes)
+        wanted += len(BlendedDataset.index_names)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # ==============================================================================
@@ -2754,9 +3319,8 @@ def _do_nothing():
 # One number, consumed_samples, says how many samples all ranks together have used: with "single"
 # in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader counts it
 # (section 14).  A sampler has an attribute of the same name, which only says where its next pass
-# starts.  A checkpoint keeps the number and what the samples so far depend on.  A job
-# that goes on may have other ranks, micro-batches or workers, wherever the order does not depend on
-# them:
+# starts.  A checkpoint keeps the number, and a look at the samples so far.  A job that goes on may
+# have other ranks, micro-batches or workers, wherever the order does not depend on them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
@@ -2799,8 +3363,19 @@ class _Sampler:
         data_parallel_size: int,
         drop_last: bool = True,
     ) -> None:
-        sizes = total_samples, micro_batch_size, data_parallel_size
-        _check_sampler(*sizes, data_parallel_rank)  # section 15
+        sizes = {
+            "total_samples": total_samples,
+            "micro_batch_size": micro_batch_size,
+            "data_parallel_size": data_parallel_size,
+        }
+        for name, size in sizes.items():
+            if size < 1 or size % 1:
+                raise ValueError(f"{name} must be >= 1 and whole, got {size}")
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(
+                f"data_parallel_rank must be 0 to {data_parallel_size - 1}, "
+                f"got {data_parallel_rank}"
+            )
         self.total_samples = int(total_samples)
         self.consumed_samples = int(consumed_samples)
         self.micro_batch_size = int(micro_batch_size)
@@ -2809,12 +3384,20 @@ class _Sampler:
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        _check_start(self, self.consumed_samples)  # section 15
+        self._check_start(self.consumed_samples)
 
     def __len__(self) -> int:
         if self.drop_last:
             return self.active_total_samples // self.samples_per_round
         return _ceil_div(self.total_samples, self.samples_per_round)
+
+    def _check_start(self, consumed_samples: int) -> None:
+        """ValueError unless a pass can start there: in order anywhere; at the end it is empty."""
+        if not 0 <= consumed_samples <= self.total_samples:
+            raise ValueError(
+                f"consumed_samples must be 0 to total_samples ({self.total_samples}), "
+                f"got {consumed_samples}"
+            )
 
     @property
     def micro_batch_times_data_parallel_size(self) -> int:
@@ -2925,6 +3508,19 @@ class MegatronPretrainingRandomSampler(_Sampler):
             data_parallel_rank,
             data_parallel_size,
         )
+
+    def _check_start(self, consumed_samples: int) -> None:
+        """ValueError unless a pass can start there: after a whole number of rounds."""
+        per_round = self.samples_per_round
+        if not self.active_total_samples:
+            raise ValueError(
+                f"total_samples ({self.total_samples}) must fill a round of {per_round} samples"
+            )
+        if not 0 <= consumed_samples < 2**63 or consumed_samples % per_round:
+            raise ValueError(
+                f"consumed_samples must be a multiple of the round of {per_round} samples, "
+                f"got {consumed_samples}"
+            )
 
     def __iter__(self) -> typing.Iterator[list[int]]:
         turn, done = divmod(self.consumed_samples, self.active_total_samples)
@@ -3062,7 +3658,11 @@ class ParallelGroups:
         Each rank is in one of these lists.  ValueError for an unknown axis, or a size below 1.
         """
         axes = kind.split("-")
-        _check_axes(axes, tensor, context, data, pipeline)  # section 15
+        if not set(axes) <= {"tp", "cp", "dp", "pp"}:
+            raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
+        if min(tensor, context, data, pipeline) < 1:
+            sizes = f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
+            raise ValueError(f"sizes must be at least 1, got {sizes}")
         groups = {}
         for rank in range(tensor * context * data * pipeline):
             rest, tp = divmod(rank, tensor)
@@ -3074,9 +3674,7 @@ class ParallelGroups:
         return list(groups.values())
 
     def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
-        world = torch.distributed.get_world_size() if _is_distributed() else 1
-        _check_layout(world, tensor, context, pipeline)  # section 15
-        data = world // (tensor * context * pipeline)
+        data = self._data_size(tensor, context, pipeline)
         self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
         self._ranks = {}  # {kind: the ranks of this rank's group}
         self._groups = {}  # {kind: the process group of this rank}
@@ -3091,6 +3689,26 @@ class ParallelGroups:
         if _is_distributed() and torch.distributed.get_backend() != "gloo":
             lists = self.rank_lists("tp", **self.sizes)
             self.batch_group = self._new_group(lists, backend="gloo")
+
+    @staticmethod
+    def _data_size(tensor, context, pipeline):
+        """The number of ranks along dp: what the other axes leave of the job."""
+        world = 1
+        if _is_distributed():
+            world = torch.distributed.get_world_size()
+        elif os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
+                "initialized, so every rank would read the same samples: call "
+                "torch.distributed.init_process_group() first"
+            )
+        others = tensor * context * pipeline
+        if others < 1 or world % others != 0:
+            raise ValueError(
+                f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
+                f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
+            )
+        return world // others
 
     @staticmethod
     def _own_list(lists):
@@ -3252,16 +3870,18 @@ def _batch_layout(keys, micro_batch_size, sequence_length):
 
 def _read_batch(data_iterator, layout, packing):
     """Read the next batch: the tensors of layout, and those of packing where the batch has them."""
-    _check_iterator(data_iterator)  # section 15
+    if data_iterator is None:
+        raise ValueError("this rank reads for its group: give a data_iterator, not None")
     batch = next(data_iterator)
-    _check_is_dict(batch)
+    if not isinstance(batch, dict):
+        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
     wanted = dict(layout)
     if _has_any(batch, packing):
         wanted.update(packing)
     makes_mask = "attention_mask" in layout and not _has_any(batch, ["attention_mask"])
     if makes_mask:
         del wanted["attention_mask"]
-    _check_batch(batch, wanted)  # section 15
+    _check_batch(batch, wanted)
     tensors = {}
     for key, (_, dtype) in wanted.items():
         tensors[key] = batch[key].to("cpu", dtype)
@@ -3269,6 +3889,21 @@ def _read_batch(data_iterator, layout, packing):
         shape, _ = layout["attention_mask"]
         tensors["attention_mask"] = _causal_masks(shape, tensors.get("cu_seqlens"))
     return tensors
+
+
+def _check_batch(batch, layout):
+    """ValueError unless the batch has the tensors of a layout, in its shapes."""
+    for key, (shape, dtype) in layout.items():
+        found = None
+        if isinstance(batch.get(key), torch.Tensor):
+            found = tuple(batch[key].shape)
+        if found != shape:
+            raise ValueError(
+                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
+                "get_batch the same micro_batch_size and sequence_length"
+            )
+        if batch[key].is_floating_point() and not dtype.is_floating_point:
+            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
 
 
 def _has_any(batch, keys):
@@ -3304,7 +3939,7 @@ def _share_batch(data_iterator, layout, packing, groups, device):
     buffer = _broadcast_tensors(tensors, layout, groups, device)
     status = _cut_views(buffer, layout)["status"].item()
     if status == _FAILED:
-        _raise_error_of(0, error, groups.batch_group)  # tp rank 0 met it; see section 15
+        _raise_error_of(0, error, groups.batch_group)  # on all ranks of the group: tp 0 tells it
     batch = _cut_views(buffer.to(device, non_blocking=True), layout)
     del batch["status"]
     if status == _PACKED:
@@ -3357,9 +3992,10 @@ def get_batch_on_this_cp_rank(
                with cu_seqlens too, cut the whole row and not every document (the name is
                upstream's, which means the row by a sequence)
     Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
-    Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size.
-               SFTDataset fills its documents up to such lengths; the documents of GPTDataset have
-               any length, so with inter_document_masking set use_per_sequence_balancing
+    Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
+               where cu_seqlens does not rise from 0 to S.  SFTDataset fills its documents up to
+               such lengths; the documents of GPTDataset have any length, so with
+               inter_document_masking set use_per_sequence_balancing
     Upstream   get_batch_on_this_cp_rank, which changes the batch
 
     >>> batch = {"tokens": torch.arange(8)[None]}
@@ -3369,18 +4005,23 @@ def get_batch_on_this_cp_rank(
     >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
     [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
     """
-    _check_cp_rank(cp_rank, cp_size)  # section 15
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"wanted a cp_rank from 0 to cp_size - 1, got {cp_rank} of {cp_size}")
     part = dict(batch)
     tensors = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
     if cp_size == 1 or not tensors:
         return part
     length = tensors[0].shape[-1]
     cuts_documents = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
-    bounds_of_rows = [[0, length]]  # where what is cut begins and ends, here the same in all rows
     if cuts_documents:
-        # cu_seqlens repeats the length in its unused entries
-        bounds_of_rows = [sorted({0, *starts, length}) for starts in batch["cu_seqlens"].tolist()]
-    _check_bounds(bounds_of_rows, cuts_documents, cp_size)  # section 15
+        bounds_of_rows = _bounds_of_documents(batch["cu_seqlens"].tolist(), length, cp_size)
+    elif length % (2 * cp_size) == 0:
+        bounds_of_rows = [[0, length]]  # the same in all rows
+    else:
+        raise ValueError(
+            f"a sequence of {length} tokens cannot be cut for cp_size {cp_size}: "
+            f"its length must be a multiple of {2 * cp_size}"
+        )
     chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
@@ -3394,6 +4035,29 @@ def get_batch_on_this_cp_rank(
         else:
             part[key] = _take_chunks(value, dim, chunks_of_rows[0])
     return part
+
+
+def _bounds_of_documents(cu_seqlens, length, cp_size):
+    """For each row where its documents begin and end; ValueError unless each can be cut."""
+    bounds_of_rows = []
+    for row, starts in enumerate(cu_seqlens):
+        bounds = [0, *starts, length]
+        if bounds != sorted(bounds):
+            raise ValueError(
+                f"cu_seqlens of row {row}: wanted numbers that rise from 0 to {length}, "
+                f"got {np.array(starts)}"
+            )
+        bounds = sorted(set(bounds))  # the unused entries of cu_seqlens repeat the length
+        for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            tokens = end - begin
+            if tokens % (2 * cp_size) != 0:
+                raise ValueError(
+                    f"document {document} of row {row} has {tokens} tokens ({begin} to {end}): "
+                    f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
+                    "use_per_sequence_balancing=True cuts the whole sequence instead"
+                )
+        bounds_of_rows.append(bounds)
+    return bounds_of_rows
 
 
 def _chunks_of_row(bounds, cp_rank, cp_size):
@@ -3524,7 +4188,8 @@ class DistributedDataParallel(torch.nn.Module):
     grad_shards    list of tensors: this rank's slice of each bucket
 
     In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
-    last under no_sync(); then finish_grad_sync(), and the optimizer.
+    last under no_sync(); then finish_grad_sync(), and the optimizer.  Whatever converts, replaces
+    or unfreezes parameters, such as module.to(), comes before the module is wrapped.
 
     >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
     >>> model.zero_grad_buffer()
@@ -3546,22 +4211,28 @@ class DistributedDataParallel(torch.nn.Module):
         check_for_nan_in_grad: bool = False,
     ) -> None:
         super().__init__()
-        _check_bucket_size(bucket_size)  # section 15
+        if bucket_size < 1:
+            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
         self.module = module
         self.group = group
-        self.size = 1
-        if _is_distributed():
-            self.size = torch.distributed.get_world_size(group)
+        self.bucket_size = bucket_size
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
         self.average_in_collective = average_in_collective
-        if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
+        self.check_for_nan_in_grad = check_for_nan_in_grad
+        self._make_buffers()
+
+    def _make_buffers(self):
+        """Make the buffers, and have _on_gradient() called for each gradient."""
+        self.size = 1
+        if _is_distributed():
+            self.size = torch.distributed.get_world_size(self.group)
+        if self.size > 1 and torch.distributed.get_backend(self.group) != "nccl":
             # gloo refuses to average in torch 2.7, and adds without a word in torch 2.8
             self.average_in_collective = False
-        self.check_for_nan_in_grad = check_for_nan_in_grad
         self.grad_buffers = []
         self.grad_shards = []
-        self._names = {param: name for name, param in module.named_parameters()}
+        self._names = {param: name for name, param in self.module.named_parameters()}
         self._buckets = []
         self._bucket_of = {}  # {parameter: number of its bucket}
         self._num_sent = 0  # buckets that were sent in this step
@@ -3569,22 +4240,26 @@ class DistributedDataParallel(torch.nn.Module):
         # True: the buffers hold averages already, and sending them again would be wrong.  So a loop
         # may call finish_grad_sync() and then finalize_model_grads(), which calls it again.
         self._is_averaged = False
-        self._nan_names = []  # parameters with nan in what was sent in this step; see section 15
-        for runs in self._runs_of_parameters(bucket_size):
+        self._nan_names = []  # parameters with nan in what this rank sent in this step
+        for runs in self._runs_of_parameters():
             self._add_buffer(runs)
         for param in self._bucket_of:
-            # section 15: when backward has added to param.grad, _on_gradient(param) is called
             param.register_post_accumulate_grad_hook(_GradientHook(self))
         self.zero_grad_buffer()
 
-    def _runs_of_parameters(self, bucket_size):
+    def __setstate__(self, state):
+        """Unpickle, or copy: neither the hooks nor the memory that tensors share come along."""
+        super().__setstate__(state)
+        self._make_buffers()
+
+    def _runs_of_parameters(self):
         """For each dtype and device: a list of runs, the parameters of one bucket each."""
         runs_of = {}
         for param in reversed(self._names):
             if not param.requires_grad:
                 continue
             runs = runs_of.setdefault((param.dtype, param.device), [[]])
-            if _num_elements(runs[-1]) >= bucket_size:
+            if _num_elements(runs[-1]) >= self.bucket_size:
                 runs.append([])
             runs[-1].append(param)
         return runs_of.values()
@@ -3628,7 +4303,11 @@ class DistributedDataParallel(torch.nn.Module):
     def _on_gradient(self, param):
         """Note that backward has added to param.grad; send the buckets that are complete now."""
         number = self._bucket_of[param]
-        _check_not_sent(self, param)  # section 15
+        if number < self._num_sent:
+            raise RuntimeError(
+                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
+                "but the last under no_sync()"
+            )
         _put_into_buffer(param)
         self._is_averaged = False
         if self._in_sync and self.overlap_grad_reduce:
@@ -3645,8 +4324,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._num_sent += 1
         for param in bucket.params:
             _put_into_buffer(param)
-        if self.check_for_nan_in_grad:
-            _note_nan(self, bucket)  # section 15
+            if self.check_for_nan_in_grad and param.main_grad.isnan().any():
+                self._nan_names.append(self._names[param])
         if self.size == 1:
             return
         operation = torch.distributed.ReduceOp.AVG
@@ -3654,8 +4333,9 @@ class DistributedDataParallel(torch.nn.Module):
             operation = torch.distributed.ReduceOp.SUM
             bucket.data.mul_(1 / self.size)
         if self.use_distributed_optimizer:
-            bucket.handle = _reduce_scatter(
-                shard, bucket.data, operation, self.group, async_op=True
+            shards = list(bucket.data.chunk(self.size))
+            bucket.handle = torch.distributed.reduce_scatter(
+                shard, shards, operation, self.group, async_op=True
             )
         else:
             bucket.handle = torch.distributed.all_reduce(
@@ -3680,7 +4360,14 @@ class DistributedDataParallel(torch.nn.Module):
         self._wait_and_reset()
         self._is_averaged = True
         if self.check_for_nan_in_grad:
-            _raise_if_nan(self)  # section 15
+            _on_every_rank(self._raise_if_nan, self.group)  # raised on all ranks of the group
+
+    def _raise_if_nan(self):
+        """ValueError if this rank has sent nan; it is told once."""
+        names = self._nan_names
+        self._nan_names = []
+        if names:
+            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
 
     def _wait_and_reset(self):
         """Wait for what was sent; from now on every gradient is expected again."""
@@ -3695,13 +4382,31 @@ class DistributedDataParallel(torch.nn.Module):
         """Begin a step: every gradient is 0, and every param.grad a view of the buffers again.
 
         A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
+        ValueError where a parameter was converted, replaced or unfrozen after the wrapping.
         """
+        self._check_parameters()
         self._wait_and_reset()
         self._is_averaged = False
         self._nan_names = []
         for param in self._bucket_of:  # the padding between them is 0 from the beginning
             param.main_grad.zero_()
             param.grad = param.main_grad
+
+    def _check_parameters(self):
+        """ValueError where backward would put a gradient elsewhere than into the buffers."""
+        memory = {buffer.untyped_storage().data_ptr() for buffer in self.grad_buffers}
+        for name, param in self.module.named_parameters():
+            if param in self._bucket_of:
+                grad = param.main_grad
+                is_kind = grad.dtype == param.dtype and grad.device == param.device
+                is_held = is_kind and grad.untyped_storage().data_ptr() in memory
+            else:
+                is_held = not param.requires_grad
+            if not is_held:
+                raise ValueError(
+                    f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
+                    "its gradient would not be averaged: do that first, then wrap the model"
+                )
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by a factor."""
@@ -3712,8 +4417,24 @@ class DistributedDataParallel(torch.nn.Module):
         """Give every rank the parameters of the group's first rank, frozen ones included."""
         if self.size == 1:
             return
-        for param in self._names:
+        for param in self.module.parameters():
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
+
+
+class _GradientHook:
+    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
+
+    A parameter keeps its hooks, and Python cannot free a cycle that goes through one: with a weak
+    reference a wrapper that was dropped is freed, and its module too.
+    """
+
+    def __init__(self, wrapper):
+        self.wrapper = weakref.ref(wrapper)
+
+    def __call__(self, param):
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper._on_gradient(param)
 
 
 def _put_into_buffer(param):
@@ -3835,7 +4556,10 @@ def forward_backward_no_pipelining(
     """
     if not isinstance(model, (list, tuple)):
         model = [model]
-    _check_step(model, num_microbatches)  # section 15
+    if len(model) != 1:
+        raise ValueError(f"without pipelining there is one model, got a list of {len(model)}")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
     [model] = model
     reports = []
     token_counts = []
@@ -3891,10 +4615,6 @@ def _finish_step(model, num_tokens):
 #   sync    the same                             the operating system has written it to the disk
 #   rename  corpus.bin                           in one step: a reader finds the old or the new one
 #
-# Object storage has no rename.  There the temporary file is a local one, in the folder TMPDIR, and
-# in the place of the rename it is uploaded as a whole: readers find the old object until the upload
-# is complete.
-#
 # After an error, or Ctrl-C, or SIGTERM in our commands, the temporary file is removed.  A process
 # that is killed (kill -9, no power, a second signal meanwhile) leaves it behind; it can be deleted
 # by hand.
@@ -3906,7 +4626,6 @@ class _NewFile:
     synced     have the disk hold the file before it gets its name; False for what can be made again
     file       the open file, to write to
     temporary  its name until commit()
-    is_kept    True: discard() leaves it, because it is finished, and could not be uploaded
 
     In a with block the file is committed at the end, or removed if an exception ends the block.
     OSError if the folder is missing, or the disk is full.
@@ -3925,33 +4644,16 @@ class _NewFile:
     def __init__(self, path: str | os.PathLike, synced: bool = True) -> None:
         self.path = os.fspath(path)
         self.synced = synced
-        self.is_kept = False
-        self.is_remote = _is_remote(self.path)
         self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
-        if self.is_remote:
-            # A wrong URL, or a missing right, is an error now and not after hours of work.
-            _file_exists(self.path)
-            name = os.path.basename(self.temporary)
-            self.temporary = os.path.join(tempfile.gettempdir(), name)
-        try:
-            self.file = io.BufferedWriter(_NamedFile(self.temporary, "x+b"), 1 << 20)
-        except (FileNotFoundError, NotADirectoryError):
-            folder = os.path.dirname(self.temporary)
-            raise FileNotFoundError(f"{folder}: no such folder") from None
-        # Readers of the old file keep their rights.  Some file systems, such as vfat, refuse to set
-        # rights.
-        if os.path.exists(self.path):
-            with contextlib.suppress(OSError):
-                shutil.copymode(self.path, self.temporary)
+        folder = os.path.dirname(self.path)
+        if folder and not os.path.isdir(folder):
+            raise FileNotFoundError(f"{_hide_credentials(folder)}: no such local folder")
+        self.file = open(self.temporary, "xb", buffering=1 << 20)
 
     def sync(self) -> None:
         """Have the disk hold all that was written; OSError if it is full."""
         self.file.flush()
-        try:
-            os.fsync(self.file.fileno())
-        except OSError as error:
-            error.filename = self.temporary
-            raise
+        os.fsync(self.file.fileno())
 
     def finish(self) -> None:
         """Close the whole file; it has its temporary name still."""
@@ -3960,28 +4662,15 @@ class _NewFile:
         self.file.close()
 
     def commit(self) -> None:
-        """Give the file its name.  If it cannot be uploaded it is kept, and the error says so."""
+        """Give the file its name."""
         if not self.file.closed:
             self.finish()
-        if not self.is_remote:
-            os.replace(self.temporary, self.path)
-            return
-        try:
-            self._upload()
-        except OSError as error:
-            raise _keep(error, self) from None
-
-    def _upload(self):
-        """Write the finished file as the object that it is to be."""
-        _RemoteFile(self.path).upload(self.temporary)
-        os.unlink(self.temporary)
+        os.replace(self.temporary, self.path)
 
     def discard(self) -> None:
         """Remove the file; after commit() this does nothing."""
         with contextlib.suppress(OSError):  # a full disk refuses what is not yet written
             self.file.close()
-        if self.is_kept:
-            return
         with contextlib.suppress(OSError):  # it has its name already, or the disk refuses this too
             os.unlink(self.temporary)
 
@@ -3996,263 +4685,30 @@ class _NewFile:
             self.discard()
 
 
-class _NamedFile(io.FileIO):
-    """A file whose errors name it: Python's own say "[Errno 28] No space left on device" alone."""
-
-    def write(self, content):
-        try:
-            return super().write(content)
-        except OSError as error:
-            error.filename = self.name
-            raise
-
-
 def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
     """Give a .bin and its .idx their names; an old .idx never stands beside a new .bin.
 
     The disk has both files, whole, before one gets its name; OSError if it is full.  If the .bin
-    cannot be renamed, the old pair stays as it was.  If one of the two cannot be uploaded, they are
-    kept, and the error says how to upload them.
+    cannot be renamed, the old .idx comes back.
     """
-    tokens.sync()
-    index.sync()
-    record = f"{index.path.removesuffix('.idx')}.record.json"  # of the old pair: see section 18
-    if index.is_remote:
-        try:
-            _RemoteFile(record).remove()
-            _RemoteFile(index.path).remove()
-            tokens.finish()
-            tokens._upload()
-        except OSError as error:
-            raise _keep(error, tokens, index) from None
-    else:
-        pathlib.Path(record).unlink(missing_ok=True)
-        _rename_without_old_index(tokens, index)
-    index.commit()
-
-
-def _keep(error, *files):
-    """Keep finished files that were not uploaded; return the error that says how to do it."""
-    for file in files:
-        file.is_kept = True
-    places = ", then ".join(f"{file.temporary} as {file.path}" for file in files)
-    return OSError(f"{error}; upload {places}")
-
-
-def _rename_without_old_index(tokens, index):
-    """Give a .bin its name while the old .idx has another one, which it keeps only on an error."""
-    old_index = f"{index.temporary.removesuffix('.tmp')}.old.tmp"
     if os.path.isdir(index.path):
         raise IsADirectoryError(f"{index.path} is a folder: wanted the place of a file")
+    tokens.finish()
+    index.finish()
+    record = f"{index.path.removesuffix('.idx')}.record.json"  # of the old pair (section 18)
+    pathlib.Path(record).unlink(missing_ok=True)
+    old_index = f"{index.temporary.removesuffix('.tmp')}.old.tmp"
     try:
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(index.path, old_index)
-            tokens.commit()
-        finally:
-            _settle_old_index(tokens, index, old_index)
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(index.path, old_index)
+        tokens.commit()
     finally:
-        _settle_old_index(tokens, index, old_index)  # a signal may have ended the line above
-
-
-def _settle_old_index(tokens, index, old_index):
-    """Remove the old .idx, or, where the .bin has not got its name, put it back."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.exists(tokens.temporary):
-            os.replace(old_index, index.path)
-        else:
-            os.unlink(old_index)
-
-
-def _map_file(path: str | os.PathLike) -> np.ndarray:
-    """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive.
-
-    Returns uint8 (size of the file,); OSError if there is no such file.  Cost: O(1), whatever the
-    size: a page is read when one of its bytes is used for the first time.
-
-    >>> _map_file(get_bin_path(toy_corpus()))[:5].tobytes()
-    b'aaaab'
-    """
-    if os.path.getsize(path) == 0:
-        return np.empty(0, np.uint8)  # an empty file cannot be mapped
-    return np.asarray(np.memmap(path, np.uint8, "r"))
-
-
-# -- What a builder takes ----------------------------------------------------------------------
-
-
-def _encode_tokens(values, dtype):
-    """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
-
-    ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
-    floating-point dtype, which the format knows too, are converted as numpy does.
-    """
-    if not isinstance(values, np.ndarray):
-        values = _as_array(values, dtype)
-    ids = np.asarray(values).reshape(-1)
-    if ids.dtype == dtype or dtype.kind == "f" or len(ids) == 0:
-        return ids.astype(dtype, copy=False).tobytes()
-    if ids.dtype.kind not in "biu":  # bool, signed, unsigned
-        raise ValueError(f"{dtype} tokens must be integers, got {ids.dtype}")
-    tokens = ids.astype(dtype)
-    misfits = np.flatnonzero(tokens != ids)
-    if len(misfits):
-        at = misfits[0]
-        raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
-    return tokens.tobytes()
-
-
-def _as_array(values, dtype):
-    """Tensor, list or tuple -> array, of any dtype."""
-    if isinstance(values, torch.Tensor):
-        return values.numpy(force=True)  # from any device
-    if isinstance(values, list):
-        # For integers that fit this is faster than np.asarray(), which looks for their least common
-        # dtype first.  A list of anything else falls through.
-        with contextlib.suppress(TypeError, OverflowError):
-            return np.frombuffer(array.array(dtype.char, values), dtype)
-    return np.asarray(values)
-
-
-def _as_tokens(values, dtype):
-    """Tensor, array or list -> 1-D array of dtype; ValueError at an id that does not fit."""
-    return np.frombuffer(_encode_tokens(values, dtype), dtype)
-
-
-def _as_compact_array(values, typecode, name):
-    """Integers -> array.array, a few bytes each.
-
-    ValueError if one does not fit the typecode, TypeError if one is no integer.
-    """
-    try:
-        return array.array(typecode, values)
-    except OverflowError:
-        bits = 8 * array.array(typecode).itemsize
-        raise ValueError(f"{name}: {values!s:.60} does not fit {bits} bits") from None
-
-
-def _as_arrays(documents, dtype):
-    """Return the tokens of each document as an array of dtype.
-
-    documents   a list of tensors, arrays or lists; or an array of the package awkward, whose
-                tokens are laid end to end already
-
-    >>> _as_arrays([np.array([97, 97]), [98]], np.dtype(np.uint16))
-    [array([97, 97], dtype=uint16), array([98], dtype=uint16)]
-    """
-    if not type(documents).__module__.startswith("awkward"):
-        return [_as_tokens(document, dtype) for document in documents]
-    import awkward  # it is there: it has made the documents
-
-    layout = documents.layout.to_ListOffsetArray64(True)
-    edges = np.asarray(layout.offsets).tolist()  # where each document begins, and the end
-    tokens = _as_tokens(awkward.to_numpy(layout.content[: edges[-1]]), dtype)
-    return [tokens[begin:end] for begin, end in itertools.pairwise(edges)]
-
-
-def _append_documents(builder, documents, modes, eod_token):
-    """What IndexedDatasetBuilder.add_documents() does."""
-    eod = _as_tokens([] if eod_token is None else [eod_token], builder._token_dtype)
-    pieces = [eod[:0]]  # so that there is something to concatenate
-    lengths = []
-    for tokens in _as_arrays(documents, builder._token_dtype):
-        pieces.append(tokens)
-        lengths.append(len(tokens))
-        if len(tokens) > 0:
-            pieces.append(eod)
-            lengths[-1] += len(eod)
-    ends = range(1, len(lengths) + 1)  # each document is one sequence
-    _append_with_ends(builder, np.concatenate(pieces).view(np.uint8), lengths, ends, modes)
-
-
-def _append_with_ends(builder, content, lengths, ends, modes=None):
-    """Append sequences, and end documents.
-
-    content  the bytes of the sequences, as the .bin file has them
-    ends     one number for each document that ends here: how many sequences of this call come
-             before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no sequence
-             ends first, then one of two sequences, then one of one.
-    """
-    first = len(builder.sequence_lengths)
-    builder._append(content, lengths, modes)
-    for end in ends:
-        builder.document_indices.append(first + int(end))
-
-
-def _append_pair(builder, path_prefix):
-    """What IndexedDatasetBuilder.add_index() does."""
-    _check_open(builder)
-    source = get_bin_path(path_prefix)
-    target = builder._bin.path
-    if os.path.realpath(source) == os.path.realpath(target):
-        raise ValueError(f"{source} is both input and output: choose another output prefix")
-    other = IndexedDataset(path_prefix, multimodal=builder.multimodal, check=True)
-    if other.dtype != builder.dtype:
-        raise ValueError(
-            f"{source} holds {other.dtype.__name__} tokens, "
-            f"wanted {builder.dtype.__name__} as in {target}"
-        )
-    without_modes = 34 + 12 * len(other) + 8 * len(other.document_indices)
-    if not builder.multimodal and len(other._idx_content) > without_modes:
-        raise ValueError(
-            f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
-            "multimodal=True"
-        )
-    before = len(builder.sequence_lengths)
-    at_a_time = (16 << 20) // builder._token_dtype.itemsize  # 16 MiB of tokens
-    for first in range(0, other.num_tokens, at_a_time):
-        builder._write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
-    builder.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
-    builder.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
-    if builder.multimodal:
-        builder.sequence_modes.frombytes(other.sequence_modes.tobytes())
-
-
-def _check_open(builder):
-    """ValueError once the pair is finished, or a write has failed."""
-    if builder._bin.file.closed:
-        path = builder._bin.path
-        raise ValueError(f"{path} is finalized, or has failed: nothing can be added")
-
-
-def _as_sequences(builder, content, lengths, modes):
-    """Lengths and modes of new sequences, as array.arrays; ValueError if they do not fit."""
-    lengths = _as_compact_array(lengths, "i", "lengths of sequences")
-    num_tokens = len(content) // builder._token_dtype.itemsize
-    if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
-        raise ValueError(
-            f"{builder._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
-            f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
-        )
-    if modes is None and builder.multimodal:
-        modes = bytes(len(lengths))
-    if modes is not None:
-        modes = _as_compact_array(modes, "b", "modes of sequences")
-        if len(modes) != len(lengths):
-            raise ValueError(
-                f"{builder._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
-                f"got {len(modes)} modes"
-            )
-    return lengths, modes
-
-
-def _check_finished(builder):
-    """The last document has ended, and the .bin file has all tokens; ValueError, OSError."""
-    _check_open(builder)
-    last_end = builder.document_indices[-1]
-    if last_end != len(builder.sequence_lengths):
-        raise ValueError(
-            f"{builder._bin.path}: no document ends after sequence {last_end}: "
-            "call end_document() before finalize()"
-        )
-    builder._bin.file.flush()
-    num_tokens = np.frombuffer(builder.sequence_lengths, np.int32).sum(dtype=np.int64)
-    wanted = int(num_tokens) * builder._token_dtype.itemsize
-    found = os.path.getsize(builder._bin.temporary)
-    if found != wanted:
-        raise OSError(
-            f"{builder._bin.path}: wanted {wanted} bytes, got {found}: a write has failed"
-        )
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.exists(tokens.temporary):  # the .bin has not got its name
+                os.replace(old_index, index.path)
+            else:
+                os.unlink(old_index)
+    index.commit()
 
 
 # ==============================================================================
@@ -4486,27 +4942,24 @@ def _md5(data):
 
 
 # ==============================================================================
-# 13. Token sources
+# 13. Object storage
 # ==============================================================================
-# Question answered here: how are tokens read from a mapping, a file, or object storage?
+# Question answered here: how are tokens read over a network?
 #
-#   IndexedDataset  --read(first token, count)-->  _MappedTokens   a view of the mapped .bin file,
-#                                                                  see section 1
-#                                                  _FileTokens     a new array, read from the file
-#                                                  _RemoteFile     a range of a remote object
+# Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
+# read with the package fsspec, which comes with torch, and never written.
 #
-# Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus, read
-# with the package fsspec, which comes with torch.  The .idx is copied to a local folder, once, and
-# mapped.  Of the .bin only what a sample needs is read, and the parts of a batch at the same time:
+#   s3://bucket/corpus.idx   copied once, whole, into a local folder, and mapped:  a1b2....idx
 #
-#   read_many([(0, 5), (900, 3)])   exact ranges   |#####|                            |###|
-#                                   blocks         |#####...............|.............###.|.....
+#   s3://bucket/corpus.bin   a a a a b b b c c c c c c       read_many([(0, 4), (8, 2)])
+#                            |-----|         |-|             asks for these two ranges, and for
+#                                                            nothing else, at the same time
 #
-# Blocks serve where neighbours are read soon after, as when a corpus is copied; shuffled samples
-# have no such neighbours.
+# Requests fail now and then, and with many ranges one of them fails nearly always.  So only those
+# that failed are asked for again, after a pause:
 #
-# The last parts of this section look at a corpus before orders are made of it, and at the number of
-# files that may be open.
+#   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
+#   second try                             range 3 ok
 
 
 @dataclasses.dataclass
@@ -4515,9 +4968,8 @@ class ObjectStorageConfig:
 
     path_to_idx_cache   folder for copies of .idx files; None: megatron_min in the folder of the
                         user's caches, $XDG_CACHE_HOME or ~/.cache
-    bin_chunk_nbytes    0: read just the bytes that are asked for; else read the .bin in blocks of
-                        so many bytes, and keep the last eight (upstream's default: 256 MiB);
-                        a read holds twice as many for a moment
+    bin_chunk_nbytes    accepted, without effect: the .bin is read in exact ranges, where upstream
+                        reads blocks of 256 MiB by default
 
     Copies of .idx files are never removed: an object that changes leaves its old copy behind.
     """
@@ -4526,8 +4978,6 @@ class ObjectStorageConfig:
     bin_chunk_nbytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.bin_chunk_nbytes < 0:
-            raise ValueError(f"bin_chunk_nbytes must be >= 0, got {self.bin_chunk_nbytes}")
         if _is_remote(self.folder):
             raise ValueError("path_to_idx_cache must be a local folder, got a URL")
 
@@ -4540,169 +4990,42 @@ class ObjectStorageConfig:
         return os.path.join(caches, "megatron_min")
 
 
-class _FileTokens:
-    """The tokens of a .bin file that stays open; the methods are those of _MappedTokens."""
-
-    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.path = os.fspath(path)
-        self.dtype = np.dtype(dtype)
-        self._file = open(path, "rb", buffering=0)
-        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return a new array; DatasetFormatError if the file ends before the last token."""
-        size = count * self.dtype.itemsize
-        begin = start * self.dtype.itemsize
-        content = _pread(self._file, size, begin)
-        if len(content) < size:
-            raise _format_error(self.path, f"bytes at {begin}", size, len(content))
-        return np.frombuffer(content, self.dtype)
-
-    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the tokens of several (start, count)."""
-        return [self.read(start, count) for start, count in spans]
-
-
-def _pread(file, size, begin):
-    """The bytes of an open file from begin on: size bytes, or fewer at the end of the file."""
-    content = bytearray()
-    while len(content) < size:
-        got = _read_once(file, size - len(content), begin + len(content))
-        if not got:
-            break
-        content += got
-    return content
-
-
-_SEEK_LOCK = threading.Lock()
-
-
-def _read_once(file, size, begin):
-    """Some bytes of an open file from begin on; the system may return a part of what is there."""
-    if hasattr(os, "pread"):
-        return os.pread(file.fileno(), size, begin)
-    with _SEEK_LOCK:  # on Windows the threads of a process share the position in a file
-        file.seek(begin)
-        return file.read(size)
-
-
 class _RemoteFile:
-    """An object on object storage, by its URL: read in ranges, written and removed as a whole.
+    """An object on object storage, by its URL; read() and read_many() are those of _MappedTokens.
 
-    url           such as s3://bucket/corpus.bin
-    dtype         what its tokens are; of bytes by default, for what is no .bin
-    block_bytes   0: read exact ranges; else whole blocks of so many bytes, the last of which are
-                  kept
+    url     such as s3://bucket/corpus.bin
+    dtype   what its tokens are; of bytes by default
 
-    Every operation is tried again after growing pauses, but for what cannot succeed: an object that
-    is not there, a missing right, a wrong argument, a missing package.  An error names the object,
-    without the user name, the password and the query of its URL.  Objects can be pickled, and used
-    by threads and by forked processes: fsspec keeps one connection for each process.
+    Every request is tried again after growing pauses, unless the object is not there or may not be
+    read.  An error names the object.  Objects can be pickled, and used by threads and by forked
+    processes: fsspec keeps one connection for each process.
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
-    _KEPT_BLOCKS = 8
 
-    def __init__(
-        self, url: str | os.PathLike, dtype: type = np.uint8, block_bytes: int = 0
-    ) -> None:
+    def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
         self.url = os.fspath(url)
         self.dtype = np.dtype(dtype)
-        self.block_bytes = block_bytes
-        self._size = None  # of the object, where blocks are cut
-        self._kept = {}  # {where a block begins: its bytes}, the oldest first
-        if self.url.lower().startswith("file://"):
-            raise ValueError(f"{self.url}: for a local file give its path, without file://")
-        if block_bytes:
-            self._size = self.stamp()["size"]
 
-    def stamp(self) -> dict:
-        """Return {"size": bytes, "changed": a digest of what the storage says of the object}."""
-        found = self._try(self._info)
-        # The URL that a server redirects to may have a signature, which is a new one each time;
-        # other servers tell when the object was last read.
-        for name in ("url", "time", "accessTime"):
-            found.pop(name, None)
-        return {"size": found["size"], "changed": _md5(json.dumps(found, default=str))}
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return a new array."""
-        return self.read_many([(start, count)])[0]
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return a new array of count tokens from token first on."""
+        return self.read_many([(first, count)])[0]
 
     def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return new arrays, whose ranges, or blocks, are fetched at the same time."""
+        """Return new arrays, whose ranges are fetched at the same time."""
         ranges = []
-        for start, count in spans:
-            begin = start * self.dtype.itemsize
-            ranges.append((begin, begin + count * self.dtype.itemsize))
-        contents = []
-        if not self.block_bytes:
-            contents = self._fetch(ranges)
-        else:
-            # A few ranges at a time, because the blocks of a whole batch may not fit into memory.
-            for low in range(0, len(ranges), self._KEPT_BLOCKS):
-                contents += self._cut_from_blocks(ranges[low : low + self._KEPT_BLOCKS])
-        return [np.frombuffer(content, self.dtype) for content in contents]
-
-    def upload(self, path: str) -> None:
-        """Write a local file as this object, as a whole."""
-        self._try(self._put, path)
-
-    def remove(self) -> None:
-        """Remove the object, if there is one."""
-        with contextlib.suppress(FileNotFoundError):
-            self._try(self._remove)
-
-    def file_system(self) -> tuple[typing.Any, str]:
-        """Return fsspec's file system, and the path of the object in it."""
-        return self._try(self._open)
-
-    def _fetch(self, ranges):
-        """The bytes of each (begin, end); a further try asks only for what did not come yet."""
-        contents = {(begin, end): b"" for begin, end in ranges if begin == end}
+        contents = {}  # (begin, end) -> bytes
+        for first, count in spans:
+            begin = first * self.dtype.itemsize
+            end = begin + count * self.dtype.itemsize
+            ranges.append((begin, end))
+            if begin == end:
+                contents[begin, end] = b""
         self._try(self._fetch_missing, ranges, contents)
-        return [contents[span] for span in ranges]
+        return [np.frombuffer(contents[span], self.dtype) for span in ranges]
 
-    def _cut_from_blocks(self, ranges):
-        """The bytes of each (begin, end), cut out of whole blocks."""
-        # fsspec's own cache of blocks would fetch those of a batch one after the other.
-        blocks = self._kept.copy()  # a copy of this call's own, since threads may read, too
-        missing = []  # (begin, end) of each block to fetch
-        for begin, end in ranges:
-            first = begin - begin % self.block_bytes
-            for block in range(first, end, self.block_bytes):
-                if block not in blocks:
-                    missing.append((block, min(block + self.block_bytes, self._size)))
-        for (block, _), content in zip(missing, self._fetch(missing), strict=True):
-            blocks[block] = content
-        self._kept = dict(list(blocks.items())[-self._KEPT_BLOCKS :])
-        contents = []
-        for begin, end in ranges:
-            first = begin - begin % self.block_bytes
-            parts = [blocks[block] for block in range(first, end, self.block_bytes)]
-            contents.append(b"".join(parts)[begin - first : end - first])
-        return contents
-
-    def _open(self):
-        """fsspec's file system, and the path of the object in it; fsspec keeps file systems."""
-        import fsspec
-
-        return fsspec.core.url_to_fs(self.url)
-
-    def _info(self):
-        """All that the storage says of the object, which must not be an older answer."""
-        file_system, path = self._open()
-        file_system.invalidate_cache(path)
-        found = file_system.info(path)
-        if found.get("type") == "directory":
-            raise FileNotFoundError("this is a folder")
-        if found.get("size") is None:
-            raise ValueError("the server does not tell its size")
-        return dict(sorted(found.items()))
-
-    def _fetch_missing(self, ranges, contents):
+    def _fetch_missing(self, file_system, path, ranges, contents):
         """Fetch the ranges that contents lacks; what came is kept, and the first error raised."""
-        file_system, path = self._open()
         missing = [span for span in dict.fromkeys(ranges) if span not in contents]
         begins = [begin for begin, _ in missing]
         ends = [end for _, end in missing]
@@ -4711,30 +5034,50 @@ class _RemoteFile:
         for (begin, end), content in zip(missing, found, strict=True):
             if isinstance(content, BaseException):
                 errors.append(content)
-            elif len(content) > end - begin:  # such a server would send the whole object each time
-                raise ValueError("the server sends more than the range that it is asked for")
-            elif len(content) < end - begin:
+            elif len(content) != end - begin:
                 errors.append(OSError(f"bytes {begin} to {end} came as {len(content)} bytes"))
             else:
                 contents[begin, end] = content
         if errors:
             raise errors[0]
 
-    def _put(self, path):
-        """Write a local file as this object."""
-        file_system, remote_path = self._open()
-        file_system.put_file(path, remote_path)
+    def stamp(self) -> dict:
+        """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
+        return self._try(self._ask_for_stamp)
 
-    def _remove(self):
-        """Remove the object."""
-        file_system, path = self._open()
-        file_system.rm_file(path)
+    def _ask_for_stamp(self, file_system, path):
+        """The size of the object, and its ETag or the time of its last change."""
+        file_system.invalidate_cache(path)  # an older answer would be of no use
+        found = file_system.info(path)
+        if found["type"] == "directory" or found["size"] is None:
+            raise FileNotFoundError("no object with a size")
+        changed = [str(found[name]) for name in self._CHANGED if name in found]
+        return {"size": found["size"], "changed": " ".join(changed)}
 
-    def _try(self, operation, *arguments):
-        """Call operation until it succeeds, as often as there are pauses, and once more."""
+    # where storages tell an ETag or a time
+    _CHANGED = (
+        "ETag",
+        "etag",
+        "Last-Modified",
+        "LastModified",
+        "last_modified",
+        "mtime",
+        "updated",
+        "created",
+    )
+
+    def _try(self, request, *arguments):
+        """Call a request until it succeeds, as often as there are pauses, and once more."""
+        import fsspec
+
+        try:
+            file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec keeps file systems
+        except ImportError as error:
+            url = _hide_credentials(self.url)
+            raise ImportError(f'{url}: {error}: pip install "megatron-min[storage]"') from None
         for pause in (*self._PAUSES, None):
             try:
-                return operation(*arguments)
+                return request(file_system, path, *arguments)
             except Exception as error:
                 described = self._describe(error)
                 if pause is None or type(described) is not OSError:
@@ -4747,31 +5090,36 @@ class _RemoteFile:
         cause = error.__cause__
         if isinstance(error, FileNotFoundError) and type(cause).__module__.startswith("aiohttp"):
             error = cause  # fsspec calls whatever happens to an HTTP request "not found"
-        url = _hide_credentials(self.url)
-        text = _hide_credentials(f"{type(error).__name__}: {error}")
         status = getattr(error, "status", None)  # of HTTP
-        if isinstance(error, ImportError):
-            return ImportError(
-                f"{url} needs a further package: {error} (for s3, http and https: "
-                'pip install "megatron-min[storage]")'
-            )
-        if isinstance(error, PermissionError) or status in (401, 403):
-            return PermissionError(f"{url}: {text}")
+        kind = OSError
         if isinstance(error, FileNotFoundError) or status == 404:
-            # the text is often just the URL, with its query
-            return FileNotFoundError(f"{url}: no such object, or no right to see it")
-        if isinstance(error, (TypeError, ValueError)):
-            return ValueError(f"{url}: {text}")
-        return OSError(f"{url}: {text}")
+            kind = FileNotFoundError
+        if isinstance(error, PermissionError) or status in (401, 403):
+            kind = PermissionError
+        return kind(_hide_credentials(f"{self.url}: {type(error).__name__}: {error}"))
 
 
-def _open_tokens(
-    path: str, dtype: type, mmap: bool = True, config: ObjectStorageConfig | None = None
-) -> _MappedTokens | _FileTokens | _RemoteFile:
-    """Return the source of the tokens of a .bin file, which is mapped, open, or remote."""
-    if _is_remote(path):
-        return _RemoteFile(path, dtype, 0 if config is None else config.bin_chunk_nbytes)
-    return _MappedTokens(path, dtype) if mmap else _FileTokens(path, dtype)
+def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig | None) -> str:
+    """Return the path of a local copy of an .idx file, which is made where there is none.
+
+    Its name says which object it is of, and which state of it.  Processes that start together may
+    copy it at the same time: each copy appears whole, and they are equal.
+    """
+    if config is None:
+        config = ObjectStorageConfig()
+    name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
+    copied = os.path.join(config.folder, f"{name}.idx")
+    if os.path.exists(copied):
+        return copied
+    os.makedirs(config.folder, exist_ok=True)
+    remote = _RemoteFile(url)
+    at_a_time = 64 << 20  # bytes
+    with _NewFile(copied) as file:
+        for begin in range(0, stamp["size"], at_a_time):
+            file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
+        if remote.stamp() != stamp:
+            raise _format_error(url, "object", "one that stays while it is copied", "another")
+    return copied
 
 
 def _is_remote(path: str | os.PathLike) -> bool:
@@ -4782,316 +5130,6 @@ def _is_remote(path: str | os.PathLike) -> bool:
     """
     path = os.fspath(path)
     return "://" in path and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
-
-
-def _file_stamp(path: str | os.PathLike) -> dict:
-    """Return what tells a file from one that is written later: its size, its last change, ..."""
-    if _is_remote(path):
-        return _RemoteFile(path).stamp()
-    stat = os.stat(path)
-    return {"size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
-
-
-def _file_exists(path: str | os.PathLike) -> bool:
-    """Return True if there is such a file or object."""
-    if not _is_remote(path):
-        return os.path.exists(path)
-    try:
-        _RemoteFile(path).stamp()
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _fetch_index(path: str, stamp: dict, config: ObjectStorageConfig | None = None) -> str:
-    """Return the path of a local copy of an .idx file; a local file is its own copy.
-
-    The name of the copy says which object it is of, and which state of it: so no two prefixes share
-    a copy, and an object that has changed is copied again.  Processes that start together wait for
-    the one that copies.
-    """
-    if not _is_remote(path):
-        return path
-    folder = ObjectStorageConfig().folder if config is None else config.folder
-    copied = os.path.join(folder, f"{_md5(path)}-{stamp['changed']}.idx")
-    if os.path.exists(copied):
-        return copied
-    os.makedirs(folder, exist_ok=True)
-    with open(f"{copied}.lock", "wb") as lock:
-        _wait_for_lock(lock)  # the end of this block, or of this process, unlocks
-        if not os.path.exists(copied):
-            with _NewFile(copied) as file:
-                _copy_object(path, stamp, file)
-    return copied
-
-
-def _wait_for_lock(file):
-    """Wait until no other process has locked this open file, and lock it.
-
-    Where there are no locks, go on without: each process makes a copy, and each appears whole.
-    """
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-            raise
-
-
-def _copy_object(url, stamp, file):
-    """Write an object to an open file; an error if it changed meanwhile."""
-    remote = _RemoteFile(url)
-    size = stamp["size"]
-    for begin in range(0, size, _COPIED_BYTES):
-        file.write(remote.read(begin, min(_COPIED_BYTES, size - begin)))
-    if remote.stamp() != stamp:
-        raise _format_error(url, "object", "one that stays while it is copied", "another")
-
-
-_COPIED_BYTES = 64 << 20  # that are asked for at once
-
-
-# -- is a pair what its format says? ---------------------------------------------------------------
-#
-# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
-#
-#   what              when                              against
-#   header and sizes  at every open, in O(1)            the table of section 1, the size of the .bin
-#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
-#   entries                                             sequence ends where the .bin ends
-#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
-#                     and before section 4 orders the   of the lengths before it, in bytes, and
-#                     sequences, in O(n)                documents never go back
-#   one place         at every access                   the bounds of the sequence and of the .bin
-
-_CHUNK = 1 << 14  # entries that are checked at a time: temporary arrays stay in the CPU's cache
-
-
-def _open_index(pair):
-    """The bytes of the .idx file of a pair, mapped; its header and its size are right."""
-    path = get_idx_path(pair.path_prefix)
-    if not _is_remote(path) and not os.path.exists(path):
-        raise FileNotFoundError(_describe_missing_pair(pair.path_prefix))
-    pair._idx_stamp = _file_stamp(path)
-    pair._idx_content = _map_file(_fetch_index(path, pair._idx_stamp, pair.object_storage_config))
-    pair._verified = False
-    pair._identity = None  # _identity_of_index() fills it
-    pair._digest = None  # _digest_of_contents() fills it
-    _check_header(path, pair._idx_content, pair.multimodal)
-    return pair._idx_content
-
-
-def _open_bin(pair):
-    """The tokens of the .bin file of a pair, and how many there are; it belongs to the .idx."""
-    idx_path = get_idx_path(pair.path_prefix)
-    bin_path = get_bin_path(pair.path_prefix)
-    pair._bin_stamp = _file_stamp(bin_path)
-    bin_size = pair._bin_stamp["size"]
-    _check_ends(pair, bin_size)
-    tokens = _open_tokens(bin_path, pair.dtype, pair.mmap, pair.object_storage_config)
-    # Another process may replace the pair meanwhile.  It does so in this order: the old .idx goes,
-    # the new .bin comes, the new .idx comes (section 11).  So if the .idx is the same before and
-    # after the .bin was opened, they belong together.
-    if _file_stamp(idx_path) != pair._idx_stamp:
-        raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
-    return tokens, bin_size // pair._token_bytes
-
-
-def _check_header(path, content, multimodal):
-    """An .idx has a header, and exactly the bytes that its header implies."""
-    found = len(content)
-    if found < _HEADER.size:
-        raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
-    magic, version, code, n, m = _HEADER.unpack_from(content)
-    if magic != _MAGIC or version != _VERSION:
-        raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
-    if not 1 <= code <= 8:
-        raise _format_error(path, "dtype code", "1 to 8", code)
-    without_modes = 34 + 12 * n + 8 * m
-    with_modes = without_modes + n
-    if multimodal and found != with_modes:
-        raise _format_error(path, "file size", f"{with_modes} bytes with modes", found)
-    if found not in (without_modes, with_modes):
-        wanted = f"{with_modes} bytes with modes or {without_modes} without"
-        raise _format_error(path, "file size", wanted, found)
-
-
-def _check_ends(pair, bin_size):
-    """The documents of a pair run from 0 to n, and its last sequence ends where the .bin ends."""
-    path = get_idx_path(pair.path_prefix)
-    n = len(pair)
-    documents = pair.document_indices[[0, -1]].tolist() if len(pair.document_indices) else []
-    if documents != [0, n]:
-        raise _format_error(path, "document_indices", f"from 0 to {n}", documents)
-    end = 0
-    if n:
-        end = int(pair.sequence_pointers[-1]) + int(pair.sequence_lengths[-1]) * pair._token_bytes
-    tokens = f"{pair.dtype.__name__} tokens"
-    if end % pair._token_bytes:
-        field = f"end of the last sequence ({tokens})"
-        raise _format_error(path, field, f"a multiple of {pair._token_bytes}", end)
-    if bin_size != end:
-        raise _format_error(
-            get_bin_path(pair.path_prefix),
-            f"file size ({tokens})",
-            f"{end} bytes, as {path} says",
-            f"{bin_size}: the file is truncated, or belongs to another .idx",
-        )
-
-
-def _error_of_span(pair, i, offset, length):
-    """The error for a part of sequence i that is not in the sequence, or not in the .bin file."""
-    pointer = int(pair.sequence_pointers[i])
-    size = int(pair.sequence_lengths[i])
-    start, rest = divmod(pointer, pair._token_bytes)
-    if rest or start < 0 or size < 0 or start + size > pair.num_tokens:
-        # only an .idx that was not checked as a whole can be wrong in this way
-        path = get_idx_path(pair.path_prefix)
-        found = f"byte {pointer}, {size} tokens"
-        return _format_error(path, f"sequence {i}", "a place in .bin", found)
-    field = f"tokens of sequence {i}"
-    wanted = f"{offset} to {offset + length}"
-    return _format_error(pair.path_prefix, field, wanted, size, IndexError)
-
-
-def _verify_pair(pair):
-    """What IndexedDataset.verify() does."""
-    if pair._verified:
-        return
-    _verify_sequences(pair)
-    _verify_documents(pair)
-    pair._verified = True
-
-
-def _verify_sequences(pair):
-    """Each sequence begins where the one before it ends."""
-    path = get_idx_path(pair.path_prefix)
-    end = 0
-    for low in range(0, len(pair), _CHUNK):
-        lengths = pair.sequence_lengths[low : low + _CHUNK]
-        pointers = pair.sequence_pointers[low : low + _CHUNK]
-        ends = pointers + lengths * np.int64(pair._token_bytes)
-        wanted = np.concatenate([[end], ends[:-1]])
-        wrong = np.flatnonzero((lengths < 0) | (pointers != wanted))
-        if len(wrong):
-            at = wrong[0]
-            if lengths[at] < 0:
-                raise _format_error(path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
-            field = f"sequence_pointers[{low + at}]"
-            raise _format_error(path, field, wanted[at], pointers[at])
-        end = ends[-1]
-
-
-def _verify_documents(pair):
-    """Each document begins where, or after, the one before it begins."""
-    path = get_idx_path(pair.path_prefix)
-    for low in range(0, len(pair.document_indices) - 1, _CHUNK):
-        found = pair.document_indices[low : low + _CHUNK + 1]
-        wrong = np.flatnonzero(found[1:] < found[:-1])
-        if len(wrong):
-            at = wrong[0]
-            field = f"document_indices[{low + at + 1}]"
-            raise _format_error(path, field, f">= {found[at]}", found[at + 1])
-
-
-# -- is a pair the one that it was? -------------------------------------------------------------
-
-
-def _identity_of_index(pair):
-    """The size of an .idx, the time of its last change, and a digest of its first and last page."""
-    if pair._identity is None:
-        first = pair._idx_content[:_PAGE].tobytes()
-        last = pair._idx_content[-_PAGE:].tobytes()
-        pair._identity = {
-            "idx_size": pair._idx_stamp["size"],
-            "idx_mtime_ns": pair._idx_stamp["changed"],
-            "idx_ends": _md5(first + last),
-        }
-    return pair._identity.copy()
-
-
-def _digest_of_contents(pair):
-    """An md5 of the sizes of both files of a pair and of some of their pages.
-
-    8 pages of 4 KiB of the .idx and 24 of the .bin, the first, the last, and evenly between: so a
-    copy at another path has the same digest, and a corpus with other tokens, even of the same
-    lengths, has another.  It is kept as long as the files are the same.  Object storage is not
-    asked again whether they are: that would be two requests each time.
-    """
-    stamps = [pair._idx_stamp, pair._bin_stamp]
-    if not _is_remote(pair.path_prefix):
-        with contextlib.suppress(FileNotFoundError):  # files that are open outlive their names
-            stamps = [
-                _file_stamp(get_idx_path(pair.path_prefix)),
-                _file_stamp(get_bin_path(pair.path_prefix)),
-            ]
-    if pair._digest is None or stamps != pair._digest_stamps:
-        pair._digest = _digest_of_pages(pair)
-        pair._digest_stamps = stamps
-    return pair._digest
-
-
-def _pickle_pair(pair):
-    """What pickle calls to open a pair again: a class, its arguments, and what the files were."""
-    arguments = pair.path_prefix, pair.multimodal, pair.mmap, pair.object_storage_config, pair.check
-    return type(pair), arguments, [pair._idx_stamp, pair._bin_stamp]
-
-
-def _check_stamps(pair, stamps):
-    """DatasetFormatError if the files that were opened are not those of the pickle."""
-    found = [pair._idx_stamp, pair._bin_stamp]
-    if found != stamps:
-        reason = "the pair was replaced after the dataset was pickled: build it again"
-        raise _format_error(pair.path_prefix, "files", stamps, f"{found}: {reason}")
-
-
-def _digest_of_pages(pair):
-    """The md5 of the sizes of both files, and of pages of them, as they are now."""
-    bin_size = pair.num_tokens * pair._token_bytes
-    parts = [f"{len(pair._idx_content)} {bin_size}".encode()]
-    for begin, end in _pages_spread(len(pair._idx_content), 8):
-        parts.append(pair._idx_content[begin:end].tobytes())
-    spans = []
-    for begin, end in _pages_spread(bin_size, 24):
-        spans.append((begin // pair._token_bytes, (end - begin) // pair._token_bytes))
-    source = pair._tokens
-    if _is_remote(pair.path_prefix):
-        # the pages alone, where samples may be read in large blocks
-        source = _open_tokens(get_bin_path(pair.path_prefix), pair.dtype)
-    for tokens in source.read_many(spans):
-        parts.append(tokens.tobytes())
-    return _md5(b"".join(parts))
-
-
-def _pages_spread(size, count):
-    """Up to count pages of a file of this size, as (begin, end): first, last, evenly between."""
-    last = max(0, size - 1) // _PAGE
-    numbers_of_pages = sorted({k * last // (count - 1) for k in range(count)})
-    return [(k * _PAGE, min(k * _PAGE + _PAGE, size)) for k in numbers_of_pages]
-
-
-def _format_error(path, field, wanted, got, kind=DatasetFormatError):
-    """The error that names the four things a reader of the message needs."""
-    return kind(_hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
-
-
-def _describe_missing_pair(prefix):
-    """The sentence for a prefix without an .idx: it names pairs of the folder with such a name."""
-    folder, name = os.path.split(prefix)
-    if folder and not os.path.isdir(folder):
-        return f"{get_idx_path(prefix)}: there is no folder {folder}"
-    pairs = sorted(path.stem for path in pathlib.Path(folder).glob("*.idx"))
-    stem = name.removesuffix(".bin").removesuffix(".idx")
-    alike = [pair for pair in pairs if pair.startswith(stem)]
-    if not alike:
-        alike = difflib.get_close_matches(stem, pairs)
-    if alike:
-        found = " or ".join(os.path.join(folder, pair) for pair in alike[:3])
-        return f"{get_idx_path(prefix)}: no such file; did you mean {found}?"
-    return f"{get_idx_path(prefix)}: no such file: wanted the path of a pair without .bin and .idx"
 
 
 def _hide_credentials(text: str | os.PathLike) -> str:
@@ -5107,39 +5145,6 @@ def _hide_credentials(text: str | os.PathLike) -> str:
 
 
 # -- what is looked at before arrays are built, and while samples are read -------------------------
-
-
-# -- how many files may be open ----------------------------------------------------------------
-
-_SPARE_FILES = 100  # of the program itself, such as logs, sockets and libraries
-
-
-def _allow_open_files(entries: list[_Entry], prefixes: list) -> None:
-    """Let this process open the files that these corpora need, while they are mapped.
-
-    These are two for each pair and one for each index array.  The soft limit is raised, up to the
-    hard one; OSError where that is too low.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    wanted = _SPARE_FILES + 2 * len(prefixes)
-    for entry in entries:
-        wanted += len(GPTDataset.index_names) * len(entry.prefixes)
-        wanted += len(BlendedDataset.index_names)
-    if os.path.isdir("/proc/self/fd"):
-        wanted += len(os.listdir("/proc/self/fd"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
-        return
-    if hard != resource.RLIM_INFINITY and wanted > hard:
-        raise OSError(
-            f"{len(prefixes)} corpora need {wanted} open files, and this process may open {hard}: "
-            f"raise the hard limit (ulimit -Hn {wanted}, then ulimit -n {wanted})"
-        )
-    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # ==============================================================================
@@ -5160,24 +5165,33 @@ def _allow_open_files(entries: list[_Entry], prefixes: list) -> None:
 # was given, so what was made ahead and not used is made again after a resume.
 #
 # A state has three keys: its version, the number of consumed samples, and a text, which is the JSON
-# of what these samples depend on: their past.  A state is accepted where the past is the same.
+# of a look at these samples: their past.  After 24 samples of a blend of two corpora:
 #
-#   the past of            depends on
-#   a plain order          seed, S, documents and their tokens, the number of epochs, and whether
-#                          the last one is apart; not on the number of samples that are wanted
-#   stable_order           seed, S, documents and their tokens
-#   a blend                the weights, and the past of each corpus; not on its size
-#   phases                 the phases up to here, and the past of the corpora in them
-#   the sampler "cyclic"   besides, the number of samples that it shuffles, and its seed
+#   sampler              {"kind": "single"}
+#   taken                [8, 16]                     how many samples each corpus gave
+#   pair of corpus 0     [3, 13]                     its numbers of sequences and tokens
+#   probes of corpus 0   [[0, 1, 0, "5b9d..."],      its sample 0 begins in sequence 1, at token 0,
+#                         ...                        and has tokens with this md5
+#                         [7, 2, 5, "c39f..."]]      the last sample that it gave
+#   pair of corpus 1     ...
 #
-# Settings that change masks and positions, and not which tokens come, are no part of the past.
-#
-# With u, v and w for the weights of phases, of datasets with stable_order:
+# The job that loads a state looks at the same places of its own data, and goes on where it finds
+# the same.  So whatever changes the samples is noticed: another seed, S, split, order, weight or
+# file.  What does not change those that were consumed is not asked about: a longer run, a phase
+# that comes later, a copy at another path.  With u, v and w for the weights of phases, of datasets
+# with stable_order:
 #
 #   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
 #   a job that it fits                 phases (500, u) (400, v)
 #   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
 #   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
+#
+# A look cannot see how a class of the user's own changes what it reads.  So its past has, besides,
+# what the class says of itself.  Settings that change masks and positions, and not which tokens
+# come, are no part of the past.
+
+_STATE_VERSION = 5  # a number to raise when the same past comes to mean other samples
+_NUM_PROBES = 32  # of all datasets together; but of each its first sample, and its last one
 
 
 class PretrainingDataLoader(torch.utils.data.DataLoader):
@@ -5191,7 +5205,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                    its processes; pin_memory alone does not change who makes them.
 
     len() counts the batches of a whole pass, also after a resume.  Where several iterators run, the
-    state is that of the newest.
+    state is that of the newest.  The first iterator after load_state_dict() goes on where the state
+    was taken; one that was only looked at, as by next(iter(loader)), uses that up.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -5216,11 +5231,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if self.makes_batches:
             self.num_threads = num_workers
             num_workers = 0  # torch starts no processes
-        arguments.setdefault("persistent_workers", num_workers > 0)
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self.consumed_samples = batch_sampler.consumed_samples
         self._num_loads = 0  # a running iterator sees by it that a state was loaded
         self._num_iterators = 0  # the last of them counts
+        self._counted = {}  # {blend: (samples, how many of them each dataset gave)}
+        self._checksum = None  # of the order of a blend, where the sampler is "cyclic"
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
@@ -5247,11 +5263,35 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 )
 
     def _own_batches(self):
-        """Batches of our own datasets, in the order of the sampler."""
+        """Batches of our own datasets, in the order of the sampler; by threads if there are any.
+
+        They are made a few ahead, so memory stays small.  An error comes at the place of its batch.
+        """
         if not self.num_threads:
-            return map(self._make_batch, self.batch_sampler)
+            yield from map(self._make_batch, self.batch_sampler)
+            return
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
-        return _map_ahead(pool, self.num_threads + 1, self._make_batch, self.batch_sampler)
+        pending = collections.deque()
+        try:
+            for indices in self.batch_sampler:
+                pending.append(self._begin_batch(pool, indices))
+                if len(pending) > self.num_threads + 1:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            # no waiting: the garbage collector may close this iterator in any thread at any time
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _begin_batch(self, pool, indices):
+        """The future of a batch."""
+        try:
+            return pool.submit(self._make_batch, indices)
+        except RuntimeError:
+            # The script has ended, while a thread of its own still reads: no pool begins anything.
+            future = concurrent.futures.Future()
+            future.set_result(self._make_batch(indices))
+            return future
 
     def _make_batch(self, indices):
         """One batch; where there is a GPU, in pinned memory, from which it copies faster."""
@@ -5260,64 +5300,205 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             batch = {key: values.pin_memory() for key, values in batch.items()}
         return batch
 
+    # ---- the state
+
     def state_dict(self) -> dict:
         """Return {"version": number, "consumed_samples": number, "past": text}.
 
         It is equal on all ranks that read: a tensor-parallel rank that gets its batches from
-        another one stays at the beginning.
+        another one stays at the beginning.  Cost: to read 32 samples; the first time also to count
+        the samples that each dataset of a blend gave.
         """
-        return _save_position(self.dataset, self.batch_sampler, self.consumed_samples)
+        return {
+            "version": _STATE_VERSION,
+            "consumed_samples": self.consumed_samples,
+            "past": json.dumps(self._look_at_past(self.consumed_samples)),
+        }
 
     def load_state_dict(self, state: dict, strict: bool = True) -> None:
         """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
 
         Ranks, micro-batch size and workers may be others, unless the order depends on them.  The
         run may be longer, unless the consumed samples would be others (see the table above).
-        ValueError names what does not fit; strict=False goes on all the same.
+        ValueError names the first thing that does not fit; strict=False goes on all the same.
         """
-        consumed = _check_position(state, self.dataset, self.batch_sampler, strict)
+        try:
+            consumed = operator.index(state["consumed_samples"])
+            version = state["version"]
+            saved = json.loads(state["past"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
+        self.batch_sampler._check_start(consumed)
+        if strict:
+            self._check_past(consumed, version, saved)
         self._num_loads += 1
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
+    def _check_past(self, consumed_samples, version, saved):
+        """ValueError unless the past in a state is what is found here."""
+        if version != _STATE_VERSION:
+            difference = f"its version is {version}, and {_STATE_VERSION} is wanted"
+        else:
+            here = json.loads(json.dumps(self._look_at_past(consumed_samples)))
+            if saved == here:
+                return
+            difference = self._describe_difference(saved, here)
+        raise ValueError(
+            f"the state does not fit: {difference}.  Go on with the data and the settings of the "
+            "state (a run that is to be longer, or mixed in another way, wants stable_order=True "
+            f"from its first start), or read what is here from sample {consumed_samples:,} on, "
+            "where some samples come twice and others never: load_state_dict(state, strict=False)"
+        )
 
-def _map_ahead(
-    pool: concurrent.futures.Executor,
-    limit: int,
-    function: typing.Callable,
-    items: typing.Iterable,
-) -> typing.Iterator:
-    """Yield function(item) for each item, in order, made in a pool at most limit items ahead.
+    def _look_at_past(self, consumed_samples):
+        """What the consumed samples are, as the drawing above has it; {} if there is none."""
+        if consumed_samples == 0:
+            return {}
+        settings, num_samples = self._settings_of_order(consumed_samples)
+        taken = self._count_taken(self.dataset, num_samples)
+        while taken and taken[-1] == 0:
+            taken.pop()
+        past = {"sampler": settings, "taken": taken}
+        corpora = _corpora_of(self.dataset)
+        givers = [d for d, count in enumerate(taken) if count > 0]
+        for d in givers:
+            num_probes = max(2, _NUM_PROBES // len(givers))
+            for key, value in _look_at_corpus(corpora[d], taken[d], num_probes).items():
+                past[f"{key} of corpus {d}"] = value
+        return past
 
-    So memory stays small however many items there are.  The pool ends with the iterator.  An error
-    of function comes in the place of its result, and an error of items after all results.
+    def _settings_of_order(self, consumed_samples):
+        """What the order depends on, and of how many samples of the dataset it is made.
 
-    >>> pool = concurrent.futures.ThreadPoolExecutor(2)
-    >>> list(_map_ahead(pool, 2, len, ["aaaa", "bbb", "cccccc"]))
-    [4, 3, 6]
-    """
-    pending = collections.deque()
-    try:
-        for future in _submit_all(pool, function, items):
-            pending.append(future)
-            if len(pending) > limit:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        # no waiting: the garbage collector may close this iterator in any thread at any time
-        pool.shutdown(wait=False, cancel_futures=True)
+        An order of "single" is made of those that are consumed; one of "cyclic" of all that are
+        shuffled, and there the place of a sample in a blend counts, too.
+        """
+        sampler = self.batch_sampler
+        settings = {"kind": sampler.kind}
+        if sampler.kind != "cyclic":
+            return settings, consumed_samples
+        num_samples = sampler.samples_shuffled()
+        if sampler.data_sharding:
+            num_samples *= sampler.data_parallel_size
+        turn, done = divmod(consumed_samples, sampler.active_total_samples)
+        settings["seed"] = sampler.seed
+        settings["data_sharding"] = sampler.data_sharding
+        settings["samples that are shuffled"] = num_samples
+        settings["turn"] = turn
+        settings["samples done in the turn"] = done
+        if sampler.data_sharding:
+            settings["data_parallel_size"] = sampler.data_parallel_size
+        if isinstance(self.dataset, BlendedDataset):
+            if self._checksum is None:
+                order = self.dataset.dataset_index[:num_samples]
+                self._checksum = zlib.crc32(np.ascontiguousarray(order))
+            settings["checksum of dataset_index"] = self._checksum
+        return settings, num_samples
+
+    def _count_taken(self, dataset, num_samples):
+        """How many of the first samples of a dataset or blend each corpus gave.
+
+        The last count is kept, and goes on from there: of 10^9 samples a count takes seconds.
+        """
+        if not isinstance(dataset, BlendedDataset):
+            return [min(num_samples, len(dataset))]
+        counted, counts = self._counted.get(dataset, (0, 0))
+        if counted > num_samples:
+            counted = 0
+            counts = 0
+        new = dataset.dataset_index[counted:num_samples]
+        counts = np.add(counts, _count_datasets(new, len(dataset.datasets)))
+        self._counted[dataset] = num_samples, counts
+        taken = []
+        for part, count in zip(dataset.datasets, counts.tolist(), strict=True):
+            taken += self._count_taken(part, count)  # a part may be a blend
+        return taken
+
+    def _describe_difference(self, saved, here):
+        """A sentence on the first thing in which two pasts differ."""
+        for key in {**saved, **here}:
+            was = saved.get(key)
+            now = here.get(key)
+            if was != now:
+                break
+        what, _, d = key.partition(" of corpus ")
+        if what == "taken":
+            counts = list(itertools.zip_longest(was, now, fillvalue=0))
+            d = [old == new for old, new in counts].index(False)
+            was, now = counts[d]
+            what = "the number of samples"
+        elif not d:
+            return f"the {what} is {was} in the state, {now} here"
+        corpus = f"corpus {d}"
+        corpora = _corpora_of(self.dataset)
+        if int(d) < len(corpora):
+            corpus += f" ({os.path.basename(_name(corpora[int(d)]))})"
+        if what != "probes":
+            return f"{what} of {corpus} is {was} in the state, {now} here"
+        for probe, found in zip(was, now, strict=True):
+            if probe != found:
+                break
+        k, sequence, offset, _ = probe
+        begin = f"sample {k:,} of {corpus} begins at sequence {sequence:,}, token {offset:,}"
+        if probe[:3] == found[:3]:
+            return f"{begin}, and its tokens are others here"
+        return f"{begin} in the state, at sequence {found[1]:,}, token {found[2]:,} here"
 
 
-def _submit_all(pool, function, items):
-    """Yield a future of function(item) for each item; after an error of items, one that failed."""
-    try:
-        for item in items:
-            yield pool.submit(function, item)
-    except Exception as error:
-        failed = concurrent.futures.Future()
-        failed.set_exception(error)
-        yield failed
+def _corpora_of(dataset):
+    """The datasets of a blend, and of the blends in it; a dataset itself."""
+    if not isinstance(dataset, BlendedDataset):
+        return [dataset]
+    return [corpus for part in dataset.datasets for corpus in _corpora_of(part)]
+
+
+def _look_at_corpus(dataset, count, num_probes):
+    """What the first samples of one dataset are: a pair and probes, and what its class says."""
+    found = {}
+    has_pieces = hasattr(dataset, "pieces")
+    if has_pieces:
+        reader = dataset.dataset
+        if isinstance(reader, IndexedDataset):
+            num_tokens = reader.num_tokens
+        else:
+            num_tokens = int(np.sum(reader.sequence_lengths, dtype=np.int64))
+        found["pair"] = [len(reader), num_tokens]
+        found["probes"] = _probe(dataset, count, num_probes)
+    if has_pieces and type(dataset).__module__ == __name__:
+        return found
+    identifiers = dict(getattr(dataset, "unique_identifiers", {}))
+    identifiers.pop("dataset_path", None)
+    identifiers.pop("num_samples", None)
+    found |= json.loads(json.dumps(identifiers, default=_as_json))
+    made_from = {}
+    if hasattr(dataset, "made_from"):
+        made_from = dataset.made_from()
+    if isinstance(dataset, GPTDataset):
+        # What every GPTDataset says is in the probes; and a copy of a corpus has other times.
+        known = GPTDataset.made_from(dataset)
+        made_from = {key: value for key, value in made_from.items() if key not in known}
+    if made_from:
+        found["made_from"] = made_from
+    elif not has_pieces:
+        found["length"] = len(dataset)
+    return found
+
+
+def _probe(dataset, count, num_probes):
+    """Some of the first samples, evenly spread: [[sample, first sequence, offset, md5], ...]."""
+    num_probes = min(count, num_probes)
+    gaps = max(1, num_probes - 1)
+    samples = [i * (count - 1) // gaps for i in range(num_probes)]
+    pieces_of_samples = [dataset.pieces(k) for k in samples]
+    parts_of_samples = _read_pieces(dataset.dataset, pieces_of_samples)
+    probes = []
+    for k, pieces, parts in zip(samples, pieces_of_samples, parts_of_samples, strict=True):
+        sequence, offset, _ = pieces[0]
+        tokens = np.concatenate(parts, dtype="<i8")
+        digest = hashlib.md5(tokens, usedforsecurity=False).hexdigest()
+        probes.append([k, int(sequence), int(offset), digest])
+    return probes
 
 
 def build_pretraining_data_loader(
@@ -5355,28 +5536,7 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    place = consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size
-    order = dataloader_type, data_sharding, full_validation, drop_last, seed
-    sampler = _make_sampler(dataset, *place, *order)
-    return PretrainingDataLoader(
-        dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
-    )
-
-
-def _make_sampler(
-    dataset,
-    consumed_samples,
-    micro_batch_size,
-    data_parallel_rank,
-    data_parallel_size,
-    dataloader_type,
-    data_sharding,
-    full_validation,
-    drop_last,
-    seed,
-):
-    """The sampler of a rank; the arguments are those of build_pretraining_data_loader()."""
-    layout = [
+    place = [
         len(dataset),
         consumed_samples,
         micro_batch_size,
@@ -5384,239 +5544,19 @@ def _make_sampler(
         data_parallel_size,
     ]
     if full_validation:
-        return MegatronFullValidationSampler(*layout)
-    if dataloader_type == "single":
-        return MegatronPretrainingSampler(*layout, drop_last)
-    if dataloader_type == "cyclic":
-        return MegatronPretrainingRandomSampler(dataset, *layout, data_sharding, seed)
-    raise ValueError(
-        "dataloader_type: wanted single or cyclic (or external, for a loader of your own), "
-        f"got {dataloader_type!r}"
-    )
-
-
-# -- the state -------------------------------------------------------------------------------------
-
-_STATE_VERSION = 4  # a number to raise when the same past comes to mean other samples
-
-
-def _save_position(dataset: typing.Any, sampler: _Sampler, consumed_samples: int) -> dict:
-    """Return the state of a loader: how far, in which order, of which data.
-
-    >>> sampler = MegatronPretrainingSampler(8, 0, 2, 0, 1)
-    >>> state = _save_position(range(8), sampler, 4)
-    >>> state["past"]
-    '{"class of corpus 0": "range", "sampler": "single", "samples of corpus 0": 8}'
-    >>> _check_position(state, range(8), sampler)
-    4
-    """
-    past = _past_of_order(dataset, sampler, consumed_samples)
-    return {
-        "version": _STATE_VERSION,
-        "consumed_samples": consumed_samples,
-        "past": json.dumps(past, sort_keys=True, default=str),
-    }
-
-
-def _check_position(
-    state: dict, dataset: typing.Any, sampler: _Sampler, strict: bool = True
-) -> int:
-    """Return the consumed samples of a state; ValueError names what does not fit here.
-
-    state is what _save_position() returned, at a place where a pass of the sampler can start.
-    strict=False lets a run go on with other data or in another order.
-    """
-    try:
-        consumed_samples = operator.index(state["consumed_samples"])
-        version = state["version"]
-        saved = dict(json.loads(state["past"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
-    _check_start(sampler, consumed_samples)
-    here = json.loads(_save_position(dataset, sampler, consumed_samples)["past"])
-    here["version of the state"] = _STATE_VERSION
-    saved["version of the state"] = version
-    differences = _describe_differences(here, saved, dataset)
-    if differences and strict:
-        raise ValueError(
-            f"the state does not fit: {'; '.join(differences)}.  Go on with the data and the "
-            "settings of the state (a run that is to be longer, or mixed in another way, wants "
-            f"stable_order=True from its first start), or read what is here from sample "
-            f"{consumed_samples:,} on, where some samples come twice and others never: "
-            "load_state_dict(state, strict=False)"
-        )
-    return consumed_samples
-
-
-def _past_of_order(dataset, sampler, consumed_samples):
-    """What the consumed samples depend on: a flat dict of texts and numbers."""
-    past = {"sampler": sampler.kind}
-    num_samples = consumed_samples  # of the dataset, from the first one on
-    if sampler.kind == "cyclic":
-        epoch, done = divmod(consumed_samples, sampler.active_total_samples)
-        past["seed of the sampler"] = sampler.seed
-        past["data_sharding"] = sampler.data_sharding
-        num_samples = sampler.samples_shuffled()
-        past["samples that are shuffled"] = num_samples
-        past["epoch of the sampler"] = epoch
-        past["samples done in the epoch"] = done
-        if sampler.data_sharding:
-            past["data_parallel_size"] = sampler.data_parallel_size
-            num_samples *= sampler.data_parallel_size
-    if isinstance(dataset, BlendedDataset):
-        corpora = _past_of_blend(dataset, num_samples, past)
+        sampler = MegatronFullValidationSampler(*place)
+    elif dataloader_type == "single":
+        sampler = MegatronPretrainingSampler(*place, drop_last)
+    elif dataloader_type == "cyclic":
+        sampler = MegatronPretrainingRandomSampler(dataset, *place, data_sharding, seed)
     else:
-        corpora = {0: dataset}
-    for d, part in corpora.items():
-        for key, value in _past_of_corpus(part).items():
-            past[f"{key} of corpus {d}"] = value
-    return past
-
-
-def _past_of_blend(blend, num_samples, past):
-    """Note in past what the first samples of a blend depend on; return {d: dataset} of them."""
-    if _has_own_arrays(blend):
-        past["orders of the blend"] = _digest_of_arrays(blend)
-        return dict(enumerate(blend.datasets))
-    if blend.phases is None:
-        for d, count in enumerate(blend.weights):
-            past[f"samples of the blend of corpus {d}"] = count
-        return dict(enumerate(blend.datasets))
-    used = {}
-    for number, (samples, weights) in enumerate(_phases_of_past(blend.phases, num_samples)):
-        past[f"samples of phase {number}"] = samples
-        for d, weight in enumerate(weights):
-            if weight > 0:
-                past[f"weight in phase {number} of corpus {d}"] = weight
-                used[d] = blend.datasets[d]
-    return used
-
-
-def _phases_of_past(phases, num_samples):
-    """The phases that the first samples are from, the last of them cut off behind these samples."""
-    past = []
-    left = num_samples
-    for samples, weights in phases:
-        if left > 0:
-            past.append((min(samples, left), weights))
-        left -= samples
-    return past
-
-
-def _past_of_corpus(dataset):
-    """What the first samples of one dataset depend on, however many they are."""
-    found = {"class": type(dataset).__name__}
-    if not isinstance(dataset, MegatronDataset):
-        found["samples"] = len(dataset)
-        return found
-    found["split"] = dataset.index_split.name
-    found["sequence_length"] = dataset.config.sequence_length
-    found["random_seed"] = dataset.config.random_seed
-    found["documents"] = _describe_documents(dataset._documents)
-    found |= _past_of_class(dataset)
-    if not isinstance(dataset, GPTDataset):
-        found["samples"] = len(dataset)
-        return found
-    found["sequences"] = len(dataset.dataset)
-    if isinstance(dataset.dataset, IndexedDataset):
-        found["contents"] = dataset.dataset.digest_of_contents()
-    elif hasattr(dataset.dataset, "get") and hasattr(dataset.dataset, "sequence_lengths"):
-        found["contents"] = _digest_of_sequences(dataset.dataset)
-    found["extra_token"] = dataset._extra
-    found["keeps_short"] = dataset._keeps_short
-    if _has_own_arrays(dataset):
-        found["orders"] = _digest_of_arrays(dataset)
-        return found
-    found["stable_order"] = dataset.config.stable_order
-    # With a short last sample, more epochs make a whole one of it, in another place of the order.
-    if not dataset.config.stable_order or dataset._keeps_short:
-        found["epochs"] = dataset.epoch_plan.num_epochs
-        found["last epoch apart"] = dataset.epoch_plan.separate_final_epoch
-    return found
-
-
-def _past_of_class(dataset):
-    """What a class of the user's own says that its samples depend on."""
-    own = dataset.made_from() or {}
-    if isinstance(dataset, GPTDataset):
-        # What every GPTDataset has is noted by other keys: a copy of a corpus has other times.
-        known = GPTDataset.made_from(dataset)
-        own = {key: value for key, value in own.items() if key not in known}
-    found = {f"{key} (made_from)": value for key, value in own.items()}
-    for name in dataset._key_config_attributes():
-        if name not in MegatronDataset._key_config_attributes():
-            found[f"{name} (config)"] = getattr(dataset.config, name)
-    return found
-
-
-def _digest_of_sequences(reader):
-    """A digest of 32 sequences of a reader of the user's own, or of mock data: evenly spread."""
-    last = len(reader) - 1
-    digest = hashlib.md5(usedforsecurity=False)
-    for i in sorted({k * last // 31 for k in range(32)}):
-        length = int(reader.sequence_lengths[i])
-        tokens = reader.get(i, 0, min(length, _PAGE))
-        digest.update(f"{length} {np.asarray(tokens).tolist()}".encode())
-    return digest.hexdigest()
-
-
-def _has_own_arrays(dataset: typing.Any) -> bool:
-    """Return True if a subclass has made an array of this dataset, or somebody has set another."""
-    if dataset._cache is None:
-        return True
-    for name in dataset.index_names:
-        if name in vars(dataset):  # it is mapped, or was set
-            made = dataset._cache.array(name)
-            own = vars(dataset)[name]
-            if own is not made and not np.array_equal(own, made):
-                return True
-    return False
-
-
-def _digest_of_arrays(dataset):
-    """A digest of all index arrays of a dataset, for orders that no config describes."""
-    digest = hashlib.md5(usedforsecurity=False)
-    for name in dataset.index_names:
-        digest.update(np.ascontiguousarray(getattr(dataset, name)))
-    return digest.hexdigest()
-
-
-def _describe_differences(here, saved, dataset):
-    """A sentence for each key in which two pasts differ, at most five.
-
-    Where the same keys have other values, keys that one of the two lacks follow from these.
-    """
-    keys = [key for key in here if key in saved and here[key] != saved[key]]
-    if not keys:
-        keys = sorted(here.keys() ^ saved.keys())
-    sentences = []
-    for key in keys[:5]:
-        if "contents" in key or "orders" in key:  # a digest, which says nothing to a person
-            sentences.append(f"the {key}{_name_of_corpus(key, dataset)} are not those in the state")
-        else:
-            found = f"{_shown(here, key)} here, {_shown(saved, key)} in the state"
-            sentences.append(f"{key}{_name_of_corpus(key, dataset)} is {found}")
-    if len(keys) > 5:
-        sentences.append(f"and {len(keys) - 5} more")
-    return sentences
-
-
-def _shown(past, key):
-    """A value as a person reads it: 1,000 and not 1000."""
-    if key not in past:
-        return "not there"
-    if type(past[key]) is int:
-        return f"{past[key]:,}"
-    return repr(past[key])
-
-
-def _name_of_corpus(key, dataset):
-    """ " (wiki)" for a key such as "epochs of corpus 3", if the blend here has this corpus."""
-    found = re.search(r" of corpus (\d+)$", key)
-    parts = getattr(dataset, "datasets", [dataset])
-    if found is None or int(found[1]) >= len(parts):
-        return ""
-    return f" ({os.path.basename(_name(parts[int(found[1])]))})"
+        raise ValueError(
+            "dataloader_type: wanted single or cyclic (or external, for a loader of your own), "
+            f"got {dataloader_type!r}"
+        )
+    return PretrainingDataLoader(
+        dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
+    )
 
 
 # -- what a training loop needs beside it ----------------------------------------------------------
@@ -5827,16 +5767,12 @@ class NumMicroBatches:
 
 
 # ==============================================================================
-# 15. Checks and errors
+# 15. One error for every rank
 # ==============================================================================
-# Question answered here: what is refused, and what do the other ranks do when one rank fails?
+# Question answered here: what do the other ranks do when one of them fails?
 #
-# What users can get wrong is checked once, where it enters: a config when it is made, sizes when a
-# builder is made, arrays where a public function of section 4 gets them.  The error is a ValueError
-# (TypeError, IndexError), and its sentence says what was wanted, and what was found.
-#
-#   Without the end of this section the other ranks would wait for a failed one in the next
-#   collective, until a timeout ends them, and none of their logs would say why.
+# Without this section they would wait for it in the next collective, until a timeout ends them, and
+# none of their logs would say why.
 #
 #            step()             smallest of all     rank 2 broadcasts    every rank raises
 #   rank 0   works     -> 4 --+                   +-- class and sentence --> "rank 2: no such file"
@@ -5851,572 +5787,22 @@ class NumMicroBatches:
 # -- what a user may get wrong: indices, splits, weights, phases, configs --------------------------
 
 
-def _position(idx, n, name):
-    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
-    i = operator.index(idx)
-    if not -n <= i < n:
-        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
-    return i % n
-
-
-def _number(text):
-    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
-    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
-        return None
-    number = float(text)
-    return number if math.isfinite(number) else None
-
-
-def _read_shares(split):
-    """The numbers of a split such as "98,1,1": one to three, none negative, not all 0."""
-    fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
-    shares = [_number(field) for field in fields]
-    is_numbers = None not in shares and len(shares) <= len(Split)
-    if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
-        raise ValueError(
-            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
-        )
-    return shares
-
-
-def _read_weights(weights, names):
-    """The weights as a list of Python's numbers; ValueError that says which weight is wrong.
-
-    Wanted is a finite number >= 0 for each name.  It may be a text, as in a file of JSON.
-    """
-    if isinstance(weights, str) or not hasattr(weights, "__len__"):
-        raise ValueError(f"wanted a list of weights, got {weights!r}")
-    if len(weights) != len(names):
-        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
-    numbers_read = []
-    for weight, name in zip(weights, names, strict=True):
-        number = weight
-        if isinstance(weight, str):
-            number = _number(weight.strip())
-        elif isinstance(weight, np.generic):
-            number = weight.item()
-        # float(number) would fail for a very large integer: compare with the largest float instead
-        if not isinstance(number, numbers.Real) or not 0 <= number <= sys.float_info.max:
-            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
-        numbers_read.append(number)
-    total = sum(float(number) for number in numbers_read)
-    if not 0 < total < math.inf:
-        raise ValueError(f"weights {numbers_read}: wanted a finite sum > 0")
-    return numbers_read
-
-
-def _drop_zero_weights(items, weights):
-    """The items whose weights are not 0, and these weights."""
-    kept = [(item, weight) for item, weight in zip(items, weights, strict=True) if weight]
-    return [item for item, _ in kept], [weight for _, weight in kept]
-
-
-def _note_zero_weights(names, weights):
-    """Log which datasets or corpora of a blend are dropped."""
-    dropped = [str(name) for name, weight in zip(names, weights, strict=True) if not weight]
-    if dropped:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-
-
-def _note_dropped(config, entries):
-    """Log which corpora of a config no entry has; once for splits that cut the same blend."""
-    for entry in entries:
-        if entry.weights is None:
-            continue
-        if config.blend_per_split is None:
-            _note_zero_weights(*config.blend)
-            return
-        _note_zero_weights(*config.blend_per_split[entry.split.value])
-
-
-def _common_ranges(vector_a, vector_b):
-    """What two cuts of a corpus have in common: from the later begin to the earlier end."""
-    if len(vector_a) != len(vector_b):
-        raise ValueError(f"wanted two split vectors of one length, got {vector_a} and {vector_b}")
-    ranges_a = convert_split_vector_to_split_matrix(vector_a)
-    ranges_b = convert_split_vector_to_split_matrix(vector_b)
-    matrix = []
-    for range_a, range_b in zip(ranges_a, ranges_b, strict=True):
-        common = None
-        if range_a is not None and range_b is not None:
-            begin = max(range_a[0], range_b[0])
-            end = min(range_a[1], range_b[1])
-            if begin < end:
-                common = begin, end
-        matrix.append(common)
-    return matrix
-
-
-def _as_phases(phases, names):
-    """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none."""
-    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
-    checked = []
-    for number, phase in enumerate(phases):
-        if not isinstance(phase, (list, tuple)) or len(phase) != 2:
-            raise ValueError(f"phase {number}: wanted (samples, weights), got {phase!r}")
-        samples, weights = phase
-        if not isinstance(samples, numbers.Integral) or samples < 1:
-            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples!r}")
-        try:
-            weights = _read_weights(weights, names)
-        except ValueError as error:
-            raise ValueError(f"phase {number}: {error}") from None
-        checked.append((int(samples), _normalize_used(weights)))
-    return checked
-
-
-def _normalize_used(weights):
-    """normalize() of the weights that are not 0.
-
-    np.sum() adds in groups: zeros in between would group the others otherwise, and so change the
-    rounding of the sum.
-    """
-    weights = np.array(weights, np.float64)
-    is_used = weights > 0
-    weights[is_used] = normalize(weights[is_used])
-    return weights.tolist()
-
-
-def _check_config(config):
-    """Check all fields of a config, and bring them into one form; ValueError says which is wrong.
-
-    Whole numbers become int, weights become numbers, and a blend_per_split of three None is None.
-    """
-    _check_whole_number(config, "random_seed", 0)
-    _check_whole_number(config, "sequence_length", 1)
-    _check_whole_number(config, "num_dataset_builder_threads", 1)
-    surplus = config.mid_level_dataset_surplus
-    if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
-        raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-    config.blend_per_split = _read_blend_per_split(config)
-    if config.blend_per_split is None:
-        if config.blend is not None and config.split is None:
-            raise ValueError('a blend needs a split, such as "98,1,1"')
-        if config.multiple_validation_sets:
-            raise ValueError("multiple_validation_sets needs blend_per_split")
-        config.blend = _read_one_blend(config.blend)
-    if config.blend_phases is not None:
-        _check_phases(config)
-    if isinstance(config, GPTDatasetConfig):
-        _check_gpt_config(config)
-
-
-def _check_whole_number(config, name, lowest):
-    """The field is a whole number from lowest to 2**32 - 1; numpy's become int, for JSON."""
-    value = getattr(config, name)
-    if not hasattr(value, "__index__") or not lowest <= value < 2**32:
-        raise ValueError(f"{name} must be a whole number from {lowest} to 2**32 - 1, got {value!r}")
-    setattr(config, name, int(value))
-
-
-def _read_blend_per_split(config):
-    """The blend of each split, checked; None if no split has one of its own."""
-    blends = config.blend_per_split
-    if not isinstance(blends, (list, tuple, types.NoneType)):
-        raise ValueError(f"blend_per_split wants a list, got {blends!r}")
-    if not blends or not any(blends):
-        return None
-    if config.blend is not None or config.split is not None:  # there is nothing to cut
-        raise ValueError(
-            "blend_per_split wants blend and split to be None, "
-            f"got {config.blend} and {config.split}"
-        )
-    if len(blends) != len(Split):
-        raise ValueError(f"blend_per_split wants {len(Split)} entries, got {len(blends)}")
-    return [_read_one_blend(blend) for blend in blends]
-
-
-def _read_one_blend(blend):
-    """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
-    if blend is None:
-        return None
-    is_pair = isinstance(blend, (list, tuple)) and len(blend) == 2
-    if not is_pair or not _are_paths(blend[0]):
-        raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
-    prefixes, weights = blend
-    if weights is not None:
-        weights = _read_weights(weights, prefixes)
-    return prefixes, weights
-
-
-def _are_paths(prefixes):
-    """Is this a list of at least one path, and of nothing else?"""
-    if isinstance(prefixes, str) or not hasattr(prefixes, "__len__") or len(prefixes) == 0:
-        return False
-    return all(isinstance(path, (str, os.PathLike)) for path in prefixes)
-
-
-def _check_phases(config):
-    """blend_phases mixes the corpora of the training blend."""
-    blend = config.blend
-    if config.blend_per_split is not None:
-        blend = config.blend_per_split[Split.train.value]
-    elif blend is not None and not parse_and_normalize_split(config.split)[Split.train.value]:
-        raise ValueError(f"blend_phases mixes train, but split {config.split!r} has no train")
-    if blend is None:
-        raise ValueError("blend_phases needs a blend for train: it says which corpora are mixed")
-    prefixes, _ = blend
-    _as_phases(config.blend_phases, prefixes)
-
-
-def _check_gpt_config(config):
-    """The fields that GPTDatasetConfig has on top of those of its base class."""
-    if config.tokenizer is None:
-        raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
-    if config.hybrid_context_parallel:
-        raise ValueError(
-            "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
-            "batches with get_batch_on_this_cp_rank()"
-        )
-    if config.reset_attention_mask and not config.has_dense_mask:
-        raise ValueError(
-            "reset_attention_mask has no effect without a dense mask: set "
-            "create_attention_mask, or use inter_document_masking alone"
-        )
-
-
-# -- what a user may get wrong: sizes, and corpora that are too small or too large -----------------
-
-
-def _check_sizes(config, sizes):
-    """The samples that are wanted of train, valid and test: each a number, or None."""
-    if len(sizes) != len(Split):
-        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
-    if config.multiple_validation_sets and config.full_validation:
-        if sizes[Split.valid.value] is not None:
-            raise ValueError("full_validation: the size of valid must be None")
-    for split, size in zip(Split, sizes, strict=True):
-        is_number = isinstance(size, numbers.Real) and 0 <= size < math.inf
-        if size is not None and not is_number:
-            raise ValueError(f"size of {split.name}: wanted a number or None, got {size!r}")
-
-
-def _check_size_of_blend(blend):
-    """A blend with weights has a size, and phases have as many samples as are wanted."""
-    if blend.weights is not None and blend.size is None:
-        raise ValueError(
-            f"{blend.split.name} is a blend with weights, which needs a size (--sizes), got None"
-        )
-    if blend.phases is not None and blend.size is not None:
-        total = sum(samples for samples, _ in blend.phases)
-        if blend.size > total:
-            raise ValueError(
-                f"blend_phases has {total} samples, but {blend.size} are wanted of train: "
-                f"add a phase of {blend.size - total}, or make the last one longer"
-            )
-
-
-def _check_num_sequences(prefix, n):
-    """int32 can number the sequences of a corpus."""
-    if n >= 2**31:
-        raise ValueError(
-            f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
-        )
-
-
-def _warn_if_few_samples(blend, parts):
-    """Warnings where one epoch of each corpus gives too few samples; ValueError where none."""
-    split = blend.split.name
-    total = sum(len(part) for part in parts)
-    if total == 0 and blend.size != 0:
-        wanted = "one epoch" if blend.size is None else f"{blend.size} samples"
-        raise ValueError(f"{split}: wanted {wanted}, but no corpus has a sample in it")
-    if blend.size is not None and blend.size > total:
-        warnings.warn(
-            f"{split}: an epoch has {total:,} samples, not {blend.size:,}: the run will end early; "
-            "give weights, to repeat corpora",
-            stacklevel=2,
-        )
-    for part in parts:
-        if len(part) == 0 and total > 0:
-            warnings.warn(
-                f"{split} of {_name(part)} holds no whole sample: left out of the blend",
-                stacklevel=2,
-            )
-
-
-# -- what a user may get wrong: the arrays of section 4 --------------------------------------------
-
-
-def _check_num_samples(num_samples, tokens_per_epoch):
-    """Samples are wanted of a split that has tokens."""
-    if num_samples is not None and num_samples < 0:
-        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
-    if num_samples and not tokens_per_epoch:
-        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
-
-
-def _check_documents(documents):
-    """int32 can hold the numbers of the documents."""
-    if len(documents) and np.max(documents) >= 2**31:
-        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
-
-
-def _check_array(values, name, dtype):
-    """A 1-D array of this dtype; TypeError or ValueError."""
-    found = getattr(values, "dtype", type(values).__name__)
-    if found != dtype:
-        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
-    if values.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
-
-
-def _check_stream(sizes, documents, S, tokens):
-    """Check the arguments of build_sample_idx(): the documents exist, and may hold the tokens."""
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(documents, "document_indices", np.int32)
-    _check_length_of_stream(len(documents), S, tokens)
-    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
-    if len(wrong):
-        d = wrong[0]  # numpy would take a -1
-        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
-
-
-def _check_length_of_stream(num_documents, S, tokens):
-    """So many documents may hold so many tokens; what follows makes an array of this order."""
-    if not 1 <= operator.index(S) < 2**32:
-        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
-    if not 0 <= tokens <= num_documents * 2**31:
-        raise ValueError(f"{num_documents} documents cannot hold {tokens} tokens")
-
-
-def _check_lengths(lengths, tokens_read):
-    """Documents of these lengths hold all tokens that the samples read."""
-    if len(lengths) and lengths.min() < 0:
-        raise ValueError("a size is negative: no sequence has less than 0 tokens")
-    held = lengths.sum(dtype=np.int64)
-    if len(tokens_read) and tokens_read[-1] > held:
-        raise ValueError(f"the samples need {tokens_read[-1]} tokens, the documents hold {held}")
-
-
-def _in_threads(num_threads, function, items):
-    """[function(item) for each item], so many at a time; after an error no further one is begun."""
-    if num_threads == 1 or len(items) == 1:
-        return [function(item) for item in items]
-    pool = concurrent.futures.ThreadPoolExecutor(num_threads)
-    try:
-        futures = [pool.submit(function, item) for item in items]
-        # There may be hundreds of corpora, of hours each.
-        concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-        return [future.result() for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 # -- what a user may get wrong: samples, blends, samplers, layouts, batches ------------------------
-
-
-def _check_sampler(total_samples, micro_batch_size, data_parallel_size, data_parallel_rank):
-    """ValueError unless a sampler can have these sizes, and this rank."""
-    sizes = {
-        "total_samples": total_samples,
-        "micro_batch_size": micro_batch_size,
-        "data_parallel_size": data_parallel_size,
-    }
-    for name, size in sizes.items():
-        if size < 1 or size % 1:
-            raise ValueError(f"{name} must be >= 1 and whole, got {size}")
-    if not 0 <= data_parallel_rank < data_parallel_size:
-        raise ValueError(
-            f"data_parallel_rank must be 0 to {data_parallel_size - 1}, got {data_parallel_rank}"
-        )
-
-
-def _check_start(sampler: _Sampler, consumed_samples: int) -> None:
-    """ValueError unless a pass of the sampler can start there.
-
-    In a plain order a pass can start anywhere; at the very end it is empty.  A shuffled order wants
-    a whole number of rounds.
-    """
-    total = sampler.total_samples
-    per_round = sampler.samples_per_round
-    if sampler.kind != "cyclic":
-        if not 0 <= consumed_samples <= total:
-            raise ValueError(
-                f"consumed_samples must be 0 to total_samples ({total}), got {consumed_samples}"
-            )
-        return
-    if not sampler.active_total_samples:
-        raise ValueError(f"total_samples ({total}) must fill a round of {per_round} samples")
-    if not 0 <= consumed_samples < 2**63 or consumed_samples % per_round:
-        raise ValueError(
-            f"consumed_samples must be a multiple of the round of {per_round} samples, "
-            f"got {consumed_samples}"
-        )
-
-
-def _check_axes(axes, tensor, context, data, pipeline):
-    """ValueError unless these are axes of a layout, and its sizes are at least 1."""
-    if not set(axes) <= {"tp", "cp", "dp", "pp"}:
-        kind = "-".join(axes)
-        raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
-    if min(tensor, context, data, pipeline) < 1:
-        raise ValueError(
-            "sizes must be at least 1, got "
-            f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
-        )
-
-
-def _check_layout(world, tensor, context, pipeline):
-    """ValueError unless the ranks of the job can be cut so, and know one another."""
-    if not _is_distributed() and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
-            "initialized, so every rank would read the same samples: call "
-            "torch.distributed.init_process_group() first"
-        )
-    if min(tensor, context, pipeline) < 1 or world % (tensor * context * pipeline) != 0:
-        raise ValueError(
-            f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
-            f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
-        )
-
-
-def _check_iterator(data_iterator):
-    """ValueError where a rank that reads for its group has nothing to read from."""
-    if data_iterator is None:
-        raise ValueError("this rank reads for its group: give a data_iterator, not None")
-
-
-def _check_is_dict(batch):
-    """ValueError for what a loader of this module does not yield."""
-    if not isinstance(batch, dict):
-        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
-
-
-def _check_batch(batch, layout):
-    """ValueError unless the batch has the tensors of a layout, in its shapes."""
-    for key, (shape, dtype) in layout.items():
-        found = None
-        if isinstance(batch.get(key), torch.Tensor):
-            found = tuple(batch[key].shape)
-        if found == shape and batch[key].is_floating_point() and not dtype.is_floating_point:
-            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
-        if found != shape:
-            raise ValueError(
-                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
-                "get_batch the same micro_batch_size and sequence_length"
-            )
-
-
-def _check_cp_rank(cp_rank, cp_size):
-    """ValueError unless there is such a context-parallel rank."""
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"wanted cp_size >= 1 and cp_rank below it, got {cp_size} and {cp_rank}")
-
-
-def _check_bounds(bounds_of_rows, cuts_documents, cp_size):
-    """ValueError unless all that is to be cut has 2 * cp_size chunks of equal size."""
-    for row, bounds in enumerate(bounds_of_rows):
-        for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
-            if (end - begin) % (2 * cp_size) == 0:
-                continue
-            if not cuts_documents:
-                raise ValueError(
-                    f"a sequence of {end} tokens cannot be cut for cp_size {cp_size}: "
-                    f"its length must be a multiple of {2 * cp_size}"
-                )
-            raise ValueError(
-                f"document {document} of row {row} has {end - begin} tokens ({begin} to {end}): "
-                f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
-                "use_per_sequence_balancing=True cuts the whole sequence instead"
-            )
-
-
-# -- what section 10 leaves to the workshop --------------------------------------------------------
-
-
-class _GradientHook:
-    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
-
-    A parameter keeps its hooks.  With a weak reference a wrapper that was dropped is freed, and its
-    module can be used without it or be wrapped again.
-    """
-
-    def __init__(self, wrapper):
-        self.wrapper = weakref.ref(wrapper)
-
-    def __call__(self, param):
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper._on_gradient(param)
-
-
-def _reduce_scatter(output, data, operation, group, async_op):
-    """torch.distributed.reduce_scatter_single, which older versions of torch name otherwise."""
-    function = getattr(torch.distributed, "reduce_scatter_single", None)
-    if function is None:
-        function = torch.distributed.reduce_scatter_tensor
-    return function(output, data, operation, group, async_op)
-
-
-def _check_bucket_size(bucket_size):
-    """ValueError for a bucket of no element."""
-    if bucket_size < 1:
-        raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
-
-
-def _check_not_sent(wrapper: DistributedDataParallel, param: torch.nn.Parameter) -> None:
-    """RuntimeError where backward adds to a gradient that is on its way already."""
-    if wrapper._bucket_of[param] < wrapper._num_sent:
-        raise RuntimeError(
-            f"gradient of {wrapper._names[param]} after it was sent: put all backwards of a step "
-            "but the last under no_sync()"
-        )
-
-
-def _note_nan(wrapper: DistributedDataParallel, bucket: _Bucket) -> None:
-    """Note which parameters have nan in a bucket that is about to be sent."""
-    for param in bucket.params:
-        if param.main_grad.isnan().any():
-            wrapper._nan_names.append(wrapper._names[param])
-
-
-def _raise_if_nan(wrapper: DistributedDataParallel) -> None:
-    """ValueError, on every rank, if one of them has sent nan; it is told once."""
-    names = wrapper._nan_names
-    wrapper._nan_names = []
-
-    def check():
-        if names:
-            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
-
-    _on_every_rank(check, wrapper.group)
-
-
-def _check_step(models, num_microbatches):
-    """ValueError unless there is one model, and something to run it on."""
-    if len(models) != 1:
-        raise ValueError(f"without pipelining there is one model, got a list of {len(models)}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
 
 
 # -- one error for every rank ------------------------------------------------------------------
 
-_MESSAGE_BYTES = 8192  # holds a class name and a sentence, however many bytes its characters take
-_MESSAGE_CHARACTERS = 600
 
-
-# The classes that reach other ranks as themselves; an error of any other class becomes a
-# RuntimeError whose sentence has the name of that class behind "rank R: ".
+# The classes that reach other ranks as themselves.  An error of any other class becomes a
+# RuntimeError, with the name of that class behind the sentence.
 _SHARED_ERRORS = {
-    kind.__name__: kind
-    for kind in (
-        DatasetFormatError,
-        _BlendTooLarge,
-        FileNotFoundError,
-        ImportError,
-        IndexError,
-        KeyError,
-        OSError,
-        PermissionError,
-        RuntimeError,
-        StopIteration,
-        TypeError,
-        ValueError,
-    )
+    "DatasetFormatError": DatasetFormatError,
+    "FileNotFoundError": FileNotFoundError,
+    "IndexError": IndexError,
+    "RuntimeError": RuntimeError,
+    "StopIteration": StopIteration,
+    "TypeError": TypeError,
+    "ValueError": ValueError,
 }
 
 
@@ -6446,27 +5832,27 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
     step     is called without arguments; it may use collectives only if all ranks reach them
     group    a torch.distributed process group; None: all ranks
     Returns  what step() returns on this rank
-    Raises   where step() failed on several ranks, the error of the lowest of them, on every rank.
-             Its sentence begins with "rank R: ", R being the rank in the whole job, and is cut to
-             600 characters; its class is the original one if that is a common one, else
-             RuntimeError.  A rank that failed itself has its own error as the cause.  Without
-             other ranks the error of step() is passed on as it is.
-    Cost     one all_reduce of 8 bytes; another 8 KiB where a rank failed
+    Raises   where step() failed on several ranks, the error of the lowest of them, on every rank:
+             "rank R: " and its sentence, R being the rank in the whole job.  A rank that failed
+             itself has its own error as the cause.  Without other ranks the error of step() is
+             passed on as it is.
+    Cost     one all_reduce of 8 bytes, and a broadcast only where a rank failed
 
     >>> _on_every_rank(os.getpid) == os.getpid()
     True
     """
-    if not _is_distributed() or torch.distributed.get_world_size(group) == 1:
+    world = 1
+    if _is_distributed():
+        world = torch.distributed.get_world_size(group)
+    if world == 1:
         return step()
     result = None
     error = None
+    mine = world
     try:
         result = step()
     except Exception as caught:
         error = caught
-    world = torch.distributed.get_world_size(group)
-    mine = world
-    if error is not None:
         mine = _rank(group)
     first_failed = torch.tensor(mine, device=_device_of_group(group))
     torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
@@ -6480,33 +5866,12 @@ def _raise_error_of(source, error, group):
 
     Every rank must call this function with its own error, or with None if it has none.
     """
-    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    if _rank(group) == source:
-        message = _encode_error(error)
-    message = message.to(_device_of_group(group))
-    torch.distributed.broadcast(message, group=group, group_src=source)
-    name, sentence = json.loads(bytes(message.tolist()))
-    shared = _SHARED_ERRORS[name](sentence)
-    shared.names_its_rank = True
-    raise shared from error
-
-
-def _encode_error(error):
-    """The class name and the sentence of an error, as JSON in a uint8 tensor of fixed size."""
-    sentence = str(error)
-    if isinstance(error, KeyError) and error.args:
-        sentence = str(error.args[0])  # str(error) puts quotes around the sentence
-    name = type(error).__name__
-    if _SHARED_ERRORS.get(name) is not type(error):
-        sentence = f"{name}: {sentence}"
-        name = "RuntimeError"
-    if not hasattr(error, "names_its_rank"):  # it may have come through _on_every_rank() before
-        sentence = f"rank {_rank()}: {sentence}"
-    # JSON in ASCII: a character takes at most 12 bytes, so 600 of them always fit.  No pickle:
-    # unpickling would run whatever code the message asks for.
-    text = json.dumps([name, sentence[:_MESSAGE_CHARACTERS]])
-    padded = text.encode("ascii").ljust(_MESSAGE_BYTES)
-    return torch.tensor(list(padded), dtype=torch.uint8)
+    told = [type(error).__name__, f"rank {_rank()}: {error}"]
+    torch.distributed.broadcast_object_list(told, group=group, group_src=source)
+    name, sentence = told  # those of the rank number `source`
+    if name not in _SHARED_ERRORS:
+        raise RuntimeError(f"{sentence} ({name})") from error
+    raise _SHARED_ERRORS[name](sentence) from error
 
 
 def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
@@ -6537,7 +5902,6 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #
 #   definition, above                   adapter, below                 loop, in _helpers.c
 #   _encode_tokens                      _c_encode_tokens               encode_tokens
-#   _verify_pair                        _c_verify_pair                 verify_index
 #   build_sample_idx                    _c_build_sample_idx            build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
 #   build_blending_indices              _c_build_blending_indices      build_blending_indices
@@ -6581,17 +5945,6 @@ def _c_encode_tokens(values, dtype):
         return _c_encode_tokens.__wrapped__(values, dtype)
 
 
-@functools.wraps(_verify_pair)
-def _c_verify_pair(pair):
-    if not pair._verified:
-        arrays = pair.sequence_lengths, pair.sequence_pointers, pair.document_indices
-        pair._verified = _megatron_min.verify_index(*arrays, pair._token_bytes)
-    _c_verify_pair.__wrapped__(pair)  # it does nothing more, or raises the error
-
-
-_DOCUMENTS_OF_A_THREAD = 1 << 22  # fewer documents are not worth a thread of their own
-
-
 @functools.wraps(build_sample_idx)
 def _c_build_sample_idx(
     sizes,
@@ -6602,9 +5955,9 @@ def _c_build_sample_idx(
     drop_last_partial_sequence=True,
     add_extra_token_to_sequence=True,
 ):
-    x = int(add_extra_token_to_sequence)
-    flags = drop_last_partial_sequence, x
+    flags = drop_last_partial_sequence, add_extra_token_to_sequence
     try:
+        x = int(add_extra_token_to_sequence)
         S = operator.index(sequence_length)
         tokens = int(num_epochs) * int(tokens_per_epoch)
         lengths = np.ascontiguousarray(sizes)
@@ -6612,81 +5965,14 @@ def _c_build_sample_idx(
         _check_length_of_stream(len(documents), S, tokens)
         num_samples = count_samples(tokens, S, *flags)
         rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
-        tokens_needed = min(tokens, num_samples * S + x)
-        _c_fill_sample_index(rows, lengths, documents, S, x, tokens_needed)
-        if tokens_needed < num_samples * S and x == 0:
+        tokens_read = min(tokens, num_samples * S + x)  # where the last sample ends
+        _megatron_min.build_sample_idx(rows, lengths, documents, S, x, tokens_read)
+        if x == 0 and tokens_read < num_samples * S:
             rows[-1] = len(documents) - 1, lengths[documents[-1]]
         return rows
     except (IndexError, TypeError, ValueError):
         arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
         return _c_build_sample_idx.__wrapped__(*arguments, *flags)
-
-
-def _c_fill_sample_index(rows, sizes, documents, S, x, tokens_needed):
-    """Fill the sample index, a part of the documents on each core.
-
-    Row k comes from the document in which k*S + x tokens have been read; for the last row these are
-    tokens_needed.  A part fills the rows whose number of tokens is reached in its documents.
-
-    documents   | part 0               | part 1              |
-    tokens      0 .................... before[1] ........... the end
-    rows        k*S + x <= before[1]   the others
-
-    In C, build_sample_idx(rows, sizes, documents, S, x, last, low, begin, before) fills rows, which
-    are those of the index from row low on, from documents, which are those of the stream from place
-    begin on.  There are before tokens before these, and last is the number of tokens of the last of
-    these rows.  The call returns the number of tokens up to the end of these documents.
-    """
-    parts = _cut_documents(documents)
-    if len(parts) == 1:
-        _megatron_min.build_sample_idx(rows, sizes, documents, S, x, tokens_needed)
-        return
-    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
-        before = [0]  # tokens before each part
-        for begin, end in parts[:-1]:
-            before.append(before[-1] + _c_count_tokens(pool, sizes, documents[begin:end]))
-        futures = []
-        low = 0
-        for part, (begin, end) in enumerate(parts):
-            high = len(rows)
-            if part + 1 < len(parts) and before[part + 1] < tokens_needed:
-                # the first row that this part cannot reach; row 0, (0, 0), is always of part 0
-                high = max(1, (before[part + 1] - x) // S + 1)
-            last = min(tokens_needed, (high - 1) * S + x)
-            place = low, begin, before[part]
-            arguments = rows[low:high], sizes, documents[begin:end], S, x, last, *place
-            futures.append(pool.submit(_megatron_min.build_sample_idx, *arguments))
-            low = high
-        for future in futures:
-            future.result()
-
-
-def _cut_documents(documents):
-    """Parts of the documents, one for each core if they are many: [(begin, end), ...]."""
-    most = 2**31 - 1  # documents that one call can number
-    count = max(1, len(documents) // _DOCUMENTS_OF_A_THREAD)
-    if count > 1:
-        count = min(count, _num_cores())  # which reads a file
-    count = max(count, _ceil_div(len(documents), most))
-    edges = [len(documents) * part // count for part in range(count + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
-
-
-def _num_cores():
-    """The cores of this machine, or 1 if Python cannot tell."""
-    cores = os.cpu_count()
-    return 1 if cores is None else cores
-
-
-def _c_count_tokens(pool, sizes, documents):
-    """The tokens of these documents, counted on all cores: the loop, without rows to fill."""
-    no_rows = np.empty((0, 2), np.int32)
-    S = 1  # without rows to fill, S, x and the last row do not matter: the loop only counts
-    futures = []
-    for piece in np.array_split(documents, _num_cores()):
-        arguments = no_rows, sizes, piece, S, 0, 0
-        futures.append(pool.submit(_megatron_min.build_sample_idx, *arguments))
-    return sum(future.result() for future in futures)
 
 
 _FEW_ITEMS = 4096  # numpy shuffles so many while C is still given the state of the generator
@@ -6737,11 +6023,11 @@ _NO_EOD = -(2**63)  # an id that no token has
 
 @functools.wraps(GPTDataset.fill)
 def _c_fill(self, columns, rows, indices):
-    is_filled = False
     corpus = self.dataset
-    if type(corpus) is IndexedDataset and type(corpus._tokens) is _MappedTokens and self.fills_rows:
-        is_filled = _c_read_samples(self, columns, rows, indices)
-    if not is_filled:
+    is_mapped = type(corpus) is IndexedDataset and type(corpus._tokens) is _MappedTokens
+    if is_mapped and self.fills_rows and _c_read_samples(self, columns, rows, indices):
+        _take_loss_of_padding(columns, rows, indices)
+    else:
         _c_fill.__wrapped__(self, columns, rows, indices)
 
 
@@ -6756,7 +6042,7 @@ def _c_read_samples(dataset, columns, rows, indices):
     if len(dataset) < len(shuffle_index):  # of a subclass: no sample comes from behind its end
         shuffle_index = shuffle_index[: len(dataset)]
     try:
-        real_pads = _megatron_min.read_samples(
+        return _megatron_min.read_samples(
             (
                 columns["tokens"],
                 columns["labels"],
@@ -6781,16 +6067,10 @@ def _c_read_samples(dataset, columns, rows, indices):
         )
     except (OverflowError, TypeError, ValueError):
         return False
-    if real_pads < 0:
-        return False
-    if None in tuple(indices):
-        _take_loss_of_padding(columns, rows, indices)
-    return True
 
 
 if IMPLEMENTATION == "c":
     _encode_tokens = _c_encode_tokens
-    _verify_pair = _c_verify_pair
     build_sample_idx = _c_build_sample_idx
     shuffle = _c_shuffle
     build_blending_indices = _c_build_blending_indices
@@ -6821,15 +6101,13 @@ def _describe_kernels():
 #
 # A command names its tokenizer; build_tokenizer() turns the name into an object.
 #
-#   bytes               ByteTokenizer(), of section 2
-#   null:50000          NullTokenizer(50000): the text holds ids already
-#   tokenizer.json      HuggingFaceTokenizer("tokenizer.json"); or a folder that holds such a file
-#   my_module:thing     what a module of your own has under this name: a tokenizer, or a class or
-#                       function that makes one without arguments
-#
-# A tokenizer may have one method more than section 2 asks for: tokenize_batch(texts) returns the
-# ids of each text, as a list of lists or arrays, or as an array of the package awkward.  It is used
-# where it exists, because a library can be faster on many texts.
+#   bytes                     ByteTokenizer(), of section 2
+#   null:50000                NullTokenizer(50000): the text holds ids already
+#   tokenizer.json            HuggingFaceTokenizer("tokenizer.json"), by the package tokenizers; or
+#                             a folder that holds such a file
+#   gigatoken:tokenizer.json  the same file by the package gigatoken, forty times faster
+#   my_module:thing           what a module of your own has under this name: a tokenizer, or a class
+#                             or function that makes one without arguments
 
 
 class NullTokenizer:
@@ -6837,7 +6115,6 @@ class NullTokenizer:
 
     vocab_size   argument: how many ids there are, without eod; the attribute of this name, as in
                  every tokenizer, counts eod too: one more
-    Raises       ValueError if vocab_size is not a whole number
     Upstream     NullTokenizer
 
     >>> tokenizer = NullTokenizer(100)
@@ -6858,33 +6135,24 @@ class NullTokenizer:
         """Return the numbers in a text; ValueError if a word is no number."""
         return [int(number) for number in text.split()]
 
-    def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the numbers in each text as an array."""
-        return [np.array(text.split(), np.int64) for text in texts]
-
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
         return " ".join(str(token) for token in ids)
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, whose ids the package tokenizers defines (pip install tokenizers).
+    """A tokenizer.json, with the ids that the package tokenizers makes.
 
     path                the tokenizer.json, or a folder that holds it, as save_pretrained() makes it
     eod_token           the text of the end-of-document token; default <|endoftext|>, or else </s>
     add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
                         of a text (BOS), around each text; with False a text is its own tokens
                         alone, as in upstream's preprocessing
-    Raises              FileNotFoundError; ImportError without the package; ValueError if the file
+    Raises              ImportError without the package; ValueError if there is no such file, if it
                         is no tokenizer, or has no such token
-
-    The package gigatoken makes the same ids forty times faster.  tokenize_batch() uses it after
-    choose_engine() has found that it can be trusted.
     """
 
-    # gigatoken 0.10 keeps each word that it has seen, in about 11 bytes for each byte of it.  So it
-    # is made anew after so much text: that costs 7 % of the time, and a worker stays below 1 GiB.
-    _GIGATOKEN_BYTES = 48 << 20
+    _package = "tokenizers"
 
     def __init__(
         self,
@@ -6895,8 +6163,6 @@ class HuggingFaceTokenizer:
         path = os.fspath(path)
         if os.path.isdir(path):
             path = os.path.join(path, "tokenizer.json")
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"{path}: no such file")
         tokenizers = _import_extra("tokenizers", "tools", path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
@@ -6906,13 +6172,11 @@ class HuggingFaceTokenizer:
             ) from None
         self.path = path
         self._add_special_tokens = add_special_tokens
-        self._uses_gigatoken = False
-        self._gigatoken = None  # made when it is first used, and anew after much text
-        self._gigatoken_bytes = 0  # how much text it has seen
         self.vocab_size = self._tokenizer.get_vocab_size()
-        self.eod = self._find_eod(path, eod_token)
+        self.eod = self._find_eod(eod_token)
         self.unique_identifiers = {
             "class": "HuggingFaceTokenizer",
+            "package": self._package,
             "tokenizer.json": _md5(self._tokenizer.to_str()),
             "eod": self.eod,
         }
@@ -6922,7 +6186,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def _find_eod(self, path, eod_token):
+    def _find_eod(self, eod_token):
         """Return the id of eod_token, or of the first usual name that the vocabulary has."""
         names = ["<|endoftext|>", "</s>"]
         if eod_token:
@@ -6931,16 +6195,14 @@ class HuggingFaceTokenizer:
             token = self._tokenizer.token_to_id(name)
             if token is not None:
                 return token
-        raise ValueError(f"{path}: no token {' or '.join(names)}: name another with --eod-token")
+        raise ValueError(f"{self.path}: no token {' or '.join(names)}: give eod_token another one")
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text."""
         return self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
 
-    def tokenize_batch(self, texts: list[str]) -> typing.Any:
-        """Return the ids of each text, as a list of arrays, or as one array of awkward."""
-        if self._uses_gigatoken:
-            return self._tokenize_by_gigatoken(texts)
+    def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the ids of each text as an array."""
         encodings = self._tokenizer.encode_batch_fast(
             texts, add_special_tokens=self._add_special_tokens
         )
@@ -6950,81 +6212,54 @@ class HuggingFaceTokenizer:
         """Return the text of some ids, special tokens included."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def choose_engine(self, texts: list[str]) -> str:
-        """Let gigatoken make the ids from now on, if it makes those of tokenizers for these texts.
 
-        Returns   one line that says which of the two works, and why
-        """
-        reason = self._why_not_gigatoken(texts)
-        self._uses_gigatoken = reason is None
-        if reason is not None:
-            return f"{self.path}: the package tokenizers works, not gigatoken: {reason}"
-        count = _count(len(texts), "text")
-        return f"{self.path}: gigatoken works; it makes the ids of tokenizers for {count} of these"
+class _GigatokenTokenizer(HuggingFaceTokenizer):
+    """A tokenizer.json, with the ids that the package gigatoken makes.
 
-    def _why_not_gigatoken(self, texts):
-        """Why gigatoken cannot make the ids, in words; None: it can."""
-        if os.environ.get("MEGATRON_MIN_GIGATOKEN") == "0":
-            return "MEGATRON_MIN_GIGATOKEN is 0"
-        if self._add_special_tokens:
-            return "it adds no special tokens to a text"
-        token = _token_of_other_ids(json.loads(self._tokenizer.to_str()))
-        if token is not None:
-            return f"it may make other ids of texts with the added token {token!r}"
-        wanted = [tokens.tolist() for tokens in self.tokenize_batch(texts)]
+    For the usual files, such as those of GPT-2 and Llama 3, they are the ids of tokenizers.
+    ValueError if gigatoken refuses the file.
+    """
+
+    _package = "gigatoken"
+
+    # gigatoken 0.10 keeps each word that it has seen, in about 11 bytes for each byte of it.  So it
+    # is made anew after so much text: that costs 7 % of the time, and a worker stays below 1 GiB.
+    _MOST_BYTES = 48 << 20
+
+    def __init__(self, path: str | os.PathLike, eod_token: str | None = None) -> None:
+        super().__init__(path, eod_token)
+        self._start()
+
+    def _start(self):
+        """Make gigatoken's own tokenizer, which has seen no text yet."""
+        gigatoken = _import_extra("gigatoken", "tools", self.path)
         try:
-            found = self._tokenize_by_gigatoken(texts).to_list()
-        except ModuleNotFoundError as error:
-            return f"the package {error.name} is not installed (pip install gigatoken)"
-        except Exception as error:  # it may refuse the file in any way
-            return f"it does not take this file: {_one_line(error)}"
-        if found != wanted:
-            return "it makes other ids for texts of these inputs"
-        return None
-
-    def _tokenize_by_gigatoken(self, texts):
-        """Return the ids of each text as an array of awkward."""
-        contents = [text.encode() for text in texts]
-        self._gigatoken_bytes += sum(len(content) for content in contents)
-        if self._gigatoken is None or self._gigatoken_bytes > self._GIGATOKEN_BYTES:
-            import gigatoken
-
             self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
-            self._gigatoken_bytes = 0
-        return self._gigatoken.encode_batch(contents, parallel=False)
+        except Exception as error:  # each part of a file may be refused with an error of its own
+            raise ValueError(f"{self.path}: gigatoken refuses it: {_one_line(error)}") from None
+        self._seen_bytes = 0
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        return self.tokenize_batch([text])[0].tolist()
+
+    def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the ids of each text as an array."""
+        contents = [text.encode() for text in texts]
+        if self._gigatoken is None or self._seen_bytes > self._MOST_BYTES:
+            self._start()
+        self._seen_bytes += sum(map(len, contents))
+        # The ids come as an array of the package awkward: those of all texts, laid end to end, and
+        # where each text ends.
+        found = self._gigatoken.encode_batch(contents, parallel=False)
+        layout = found.layout.to_ListOffsetArray64(True)
+        edges = np.asarray(layout.offsets).tolist()
+        tokens = np.asarray(layout.content.data)
+        return [tokens[begin:end] for begin, end in itertools.pairwise(edges)]
 
     def __getstate__(self):
         """Pickle all but what gigatoken has made, which cannot be pickled."""
         return self.__dict__ | {"_gigatoken": None}
-
-
-def _token_of_other_ids(content):
-    """Return an added token with which gigatoken makes other ids, without a word; None: no such.
-
-    content   of a tokenizer.json.  What is told here was measured with gigatoken 0.10.0, on random
-              texts of odd characters.
-    """
-    is_normalized = not _normalizers(content["normalizer"]) <= {"Sequence", "Prepend", "Replace"}
-    puts_a_space_first = '"add_prefix_space": true' in json.dumps(content["pre_tokenizer"])
-    for token in content["added_tokens"]:
-        text = token["content"]
-        if token["single_word"]:
-            return text
-        if is_normalized and (token["normalized"] or not text.isascii()):
-            return text
-        if text[:1].isspace() and (token["rstrip"] or puts_a_space_first):
-            return text
-    return None
-
-
-def _normalizers(normalizer):
-    """The types of a normalizer of a tokenizer.json, and of those that it consists of."""
-    if normalizer is None:
-        return set()
-    types = {normalizer["type"]}
-    for part in normalizer.get("normalizers", []):
-        types |= _normalizers(part)
-    return types
 
 
 def _import_extra(module, extra, user):
@@ -7055,26 +6290,29 @@ def build_tokenizer(
 
     eod_token           the text of the end-of-document token of a tokenizer.json; others know
                         their own
-    add_special_tokens  of a tokenizer.json, see HuggingFaceTokenizer
-    Raises              ValueError, OSError, ImportError or AttributeError if there is no such
-                        tokenizer
+    add_special_tokens  of a tokenizer.json by the package tokenizers, see HuggingFaceTokenizer
+    Raises              ValueError, ImportError or AttributeError if there is no such tokenizer
 
     >>> build_tokenizer("null:100").eod
     100
     """
     name = os.fspath(name)
-    if name.endswith(".json") or (name != "bytes" and os.path.isdir(name)):
+    is_gigatoken = name.startswith("gigatoken:")
+    is_file = name.endswith(".json") or (name != "bytes" and os.path.isdir(name))
+    if is_file and not is_gigatoken:
         return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
     if add_special_tokens:
-        raise ValueError(f"{name}: only a tokenizer.json has special tokens to add")
+        raise ValueError(f"{name}: only a tokenizer.json by tokenizers has special tokens to add")
+    if is_gigatoken:
+        return _GigatokenTokenizer(name.removeprefix("gigatoken:"), eod_token)
     if name == "bytes":
         return ByteTokenizer()
     if name.startswith("null:"):
         return NullTokenizer(name.removeprefix("null:"))
     if ":" not in name:
         raise ValueError(
-            f"unknown tokenizer {name!r}: use bytes, null:VOCAB, a tokenizer.json, a folder that "
-            "holds one, or module:attribute"
+            f"unknown tokenizer {name!r}: use bytes, null:VOCAB, a tokenizer.json or a folder that "
+            "holds one, gigatoken:tokenizer.json, or module:attribute"
         )
     return _tokenizer_of_module(name)
 
@@ -7121,27 +6359,16 @@ def _tokenizer_of_module(name):
 #   lines         |------|---------|------------|----|----------|==================|
 #   bytes         |           shard 0/3         :        shard 1/3        :       shard 2/3       |
 #
-# A compressed file and a Parquet file cannot be entered in the middle: they belong to the shard in
-# which they begin.  The shards cut the documents in order, so their pairs, merged in order, are the
-# files of one job, byte for byte.
+# A compressed file cannot be entered in the middle: it belongs to the shard in which it begins.
+# The shards cut the documents in order, so their pairs, merged in order, are the files of one job,
+# byte for byte.
 #
 #   books_text_document_00001_of_00003.bin, .idx       the pair of shard 1/3
 #   books_text_document_00001_of_00003.record.json     what it was made from
-#
-# Each pair has such a record: the inputs, with the number of documents of each, the tokenizer, and
-# the options.  It is the way back from a document to its input, and a job that is started again
-# finds by it what is made already.  A record notes the sizes of its pair; beside another pair it is
-# ignored.
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
 # memory, and the error of a worker that has died waits for the workers before it.
 _BLOCK_BYTES = 1 << 19
-_BLOCK_ROWS = 128  # the same for Parquet, which tells no bytes
-_READ_AHEAD_BYTES = 1 << 15  # how much of a local file is read at a time, and so behind a shard
-_PROGRESS_SECONDS = 10.0  # the least time between two lines of progress
-_SAMPLED_PLACES = 32  # of the inputs, where texts are taken to compare two tokenizers
-_TEXTS_OF_A_PLACE = 4
-_SAMPLED_CHARACTERS = 1 << 13  # of each of these texts
 
 
 def preprocess(
@@ -7160,17 +6387,13 @@ def preprocess(
 ) -> dict[str, str]:
     """Write files of JSON lines as pairs, <output_prefix>_<key>_document.bin and .idx for each key.
 
-    Blank lines are no documents.  Pairs that are there, made from the same inputs in the same way,
-    as their records say, are not made anew.
+    Blank lines are no documents.
 
     input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these, which are
-                  read in this order; the files of a pattern are read in sorted order.  A name that
-                  ends in .parquet is a table whose columns are the keys; any other file holds JSON
-                  lines, compressed if its name ends in .gz, .bz2, .xz or .zst.  "-" is standard
-                  input.
+                  read in this order; the files of a pattern are read in sorted order.  They are
+                  compressed if their names end in .gz, .bz2, .xz or .zst.  "-" is standard input.
     texts         in the place of input: an iterable of texts, or of dicts with the JSON keys
     tokenizer     an object as described in section 2, or its name as in section 17; default bytes
-    output_prefix a folder in it that is missing is made
     append_eod    put tokenizer.eod after each document that has tokens
     json_keys     each key of these becomes a pair of its own
     split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
@@ -7180,7 +6403,7 @@ def preprocess(
                   the names, as in _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": bad lines are left out, and a
                   warning at the end gives their number and what was wrong with the first one
-    verbose       print progress to stderr, at most every ten seconds, and once at the end
+    verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason; OSError; ImportError that names a
                   missing package.  Then no pair appears; if the error comes while several pairs
@@ -7199,8 +6422,6 @@ def preprocess(
         raise ValueError(f"workers must be >= 1, got {workers}")
     if not 0 <= shard[0] < shard[1]:
         raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {shard[0]}/{shard[1]}")
-    if output_prefix is None:
-        raise ValueError("preprocess wants an output_prefix")
     if (input is None) == (texts is None):
         raise ValueError("preprocess wants one of input, which are paths, and texts")
     if tokenizer is None:
@@ -7208,116 +6429,85 @@ def preprocess(
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
     prefixes = _output_prefixes(output_prefix, json_keys, split_sentences, shard)
-    encoder = _BlockEncoder(tokenizer, list(prefixes), append_eod, on_error == "skip")
-    if split_sentences:
-        encoder.sentence_splitter = _load_sentence_splitter()
+    encoder = _Encoder(tokenizer, list(prefixes), append_eod, split_sentences, on_error)
     if texts is None:
         parts = _cut_inputs(_find_inputs(input), shard)
+        blocks = _read_inputs(parts)
     else:
-        parts = [_part_of_texts(texts, shard)]
-    _make_folder_of(output_prefix)
-    description = _describe_job(parts, encoder)
-    if all(_is_made(prefix, description) for prefix in prefixes.values()):
-        if verbose:
-            _print_progress([f"{prefix} is there already" for prefix in prefixes.values()])
-        return prefixes
-    _write_pairs(parts, encoder, prefixes, workers, description, verbose)
-    return prefixes
-
-
-def _output_prefixes(output_prefix, json_keys, split_sentences, shard):
-    """Return {key: path prefix of its pair}."""
-    if isinstance(json_keys, str):
-        json_keys = [json_keys]
-    level = "sentence" if split_sentences else "document"
-    prefixes = {}
-    for key in json_keys:
-        prefixes[key] = f"{os.fspath(output_prefix)}_{key}_{level}{_shard_name(shard)}"
-    if len(prefixes) == 0:
-        raise ValueError("preprocess wants at least one JSON key")
-    return prefixes
-
-
-def _make_folder_of(path):
-    """Make the folder that a file is to be in, if there is none; object storage has no folders."""
-    folder = os.path.dirname(path)
-    if not folder or _is_remote(path):
-        return
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise NotADirectoryError(
-            f"{path}: wanted the name of a file in a folder, but {folder} is a file, or is in one"
-        ) from None
-
-
-def _write_pairs(parts, encoder, prefixes, workers, description, verbose):
-    """Encode all parts of the inputs, and write the pair of each key and its record."""
-    blocks = _read_blocks(parts, encoder.json_keys)
-    if hasattr(encoder.tokenizer, "choose_engine"):
-        first_block = next(blocks, None)
-        if first_block is not None:
-            blocks = itertools.chain([first_block], blocks)
-            engine = encoder.tokenizer.choose_engine(_sample_texts(parts, first_block, encoder))
-            log.info(engine)
-            if verbose:
-                _print_progress([engine])
-    progress = _Progress(parts, verbose)
+        parts = [_Part("texts", "texts", None)]
+        blocks = _read_texts(texts, parts[0], list(prefixes), shard)
+    num_bytes = 0
+    faults = []
+    started = time.perf_counter()
     with contextlib.ExitStack() as stack:
         builders = {}
         for key, prefix in prefixes.items():
             builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
             builders[key] = stack.enter_context(builder)
-        encoded_blocks = _encode_blocks(encoder, blocks, workers)
+        bar = stack.enter_context(_progress_bar(parts, verbose))
         # Closed even where an exception ends the loop, so that workers never outlive the job.
-        stack.enter_context(contextlib.closing(encoded_blocks))
-        for encoded in encoded_blocks:
-            for key, column in encoded.columns.items():
-                content = column.tokens.view(np.uint8)
-                _append_with_ends(builders[key], content, column.lengths, column.ends)
-            progress.update(encoded)
+        encoded_blocks = contextlib.closing(_encode_blocks(encoder, blocks, workers))
+        for block, columns, block_faults in stack.enter_context(encoded_blocks):
+            for key, (tokens, lengths, ends) in columns.items():
+                builders[key]._append_documents(tokens, lengths, ends)
+            block.part.documents += len(ends)
+            faults += block_faults
+            block_bytes = sum(map(len, block.lines))
+            num_bytes += block_bytes
+            if bar is not None:
+                bar.update(block_bytes)
         for builder in builders.values():
-            builder.sync()  # a full disk shows here, before the first pair has its name
-        _finalize_all(builders, prefixes)
-    for key, prefix in prefixes.items():
-        _write_record(prefix, _record_of_job(description, key, progress.documents_of_part))
-    progress.finish()
+            builder._bin.sync()  # a full disk shows here, before the first pair has its name
+    for prefix in prefixes.values():
+        inputs = [part.describe() for part in parts]
+        _write_record(prefix, _identity_of_tokenizer(tokenizer), inputs)
+    if verbose:
+        documents = sum(part.documents for part in parts)
+        rate = num_bytes / 1e6 / (time.perf_counter() - started)
+        done = f"{documents:,} documents, {num_bytes:,} bytes, {rate:,.1f} MB/s"
+        print(done, file=sys.stderr)
+    _warn_of_left_out(parts, faults)
+    return prefixes
 
 
-def _finalize_all(builders, prefixes):
-    """Finalize each builder, even where another one fails; then raise the first error."""
-    errors = []
-    for key, prefix in prefixes.items():
-        try:
-            builders[key].finalize(get_idx_path(prefix))
-        except OSError as error:  # such as an upload that failed, and says what to do
-            errors.append(error)
-    if len(errors) > 0:
-        raise errors[0]
-
-
-# -- Shards ------------------------------------------------------------------------------------
-
-
-def _shard_name(shard):
-    """What a shard adds to the names of its files; the names sort as the shards do."""
+def _output_prefixes(output_prefix, json_keys, split_sentences, shard):
+    """Return {key: path prefix of its pair}; the names of shards sort as the shards do."""
+    if isinstance(json_keys, str):
+        json_keys = [json_keys]
+    level = "sentence" if split_sentences else "document"
     index, count = shard
-    if count == 1:
-        return ""
-    return f"_{index:05}_of_{count:05}"
+    suffix = f"_{index:05}_of_{count:05}" if count > 1 else ""
+    prefixes = {key: f"{os.fspath(output_prefix)}_{key}_{level}{suffix}" for key in json_keys}
+    if len(prefixes) == 0:
+        raise ValueError("preprocess wants at least one JSON key")
+    return prefixes
 
 
-def _shard_of_launcher() -> tuple[int, int]:
-    """Return the shard (i, n) that this process is to make of n, as its launcher says.
+def _progress_bar(parts, verbose):
+    """Return a bar of tqdm, if it is asked for and installed; else a context that gives None."""
+    if verbose:
+        with contextlib.suppress(ModuleNotFoundError):
+            import tqdm
 
-    torchrun sets RANK and WORLD_SIZE, Slurm's srun SLURM_PROCID and SLURM_NTASKS; without them
-    this process makes the whole, (0, 1).  Beware of a script of sbatch that starts no srun: it is
-    one process, and Slurm says to it that there are SLURM_NTASKS.
-    """
-    for rank, world_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in os.environ and world_size in os.environ:
-            return int(os.environ[rank]), int(os.environ[world_size])
-    return 0, 1
+            total = sum(part.limit() - part.begin for part in parts)  # math.inf: not known
+            return tqdm.tqdm(total=total, unit="B", unit_scale=True)
+    return contextlib.nullcontext()
+
+
+def _warn_of_left_out(parts, faults):
+    """Warn of bad lines, and of inputs that gave no document."""
+    if len(faults) > 0:
+        warnings.warn(f"left out {len(faults):,} bad lines; the first: {faults[0]}", stacklevel=3)
+    empty = []
+    for part in parts:
+        if part.documents == 0 and part.begin == 0 and part.end == part.size:
+            empty.append(part.name)
+    if len(empty) > 0:
+        names = ", ".join(empty[:3])
+        warnings.warn(f"no document came from {len(empty):,} inputs: {names}", stacklevel=3)
+
+
+# -- From lines to tokens ----------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -7325,839 +6515,155 @@ class _Part:
     """The part of an input from one byte up to another: what begins there is read by this job."""
 
     path: str
-    size: int | None  # of the whole input, in bytes; None: not known
-    changed: typing.Any  # what tells the input from one that is written later; None: not known
-    begin: int
-    end: float  # math.inf: the end of the input, wherever that is
-    texts: typing.Iterable | None = None  # the texts themselves, if the input is no file
-
-    def is_whole(self):
-        """Whether no other shard reads from this input."""
-        return self.begin == 0 and self.end in (self.size, math.inf)
-
-    def kind(self):
-        """ "texts", "parquet", "compressed", or "lines"."""
-        if self.texts is not None:
-            return "texts"
-        name = _format_name(self.path)
-        if name.endswith(".parquet"):
-            return "parquet"
-        if _compression(name) is not None:
-            return "compressed"
-        return "lines"
-
-
-def _part_of_texts(texts, shard):
-    """Return the _Part of an iterable of texts."""
-    if isinstance(texts, (str, bytes)):
-        raise ValueError("texts must be an iterable of texts, and not one text")
-    if shard[1] > 1:
-        raise ValueError("texts cannot be cut into shards: give each job texts of its own")
-    return _Part("texts", None, None, 0, math.inf, texts)
-
-
-def _cut_inputs(paths, shard):
-    """Return the _Parts of the inputs that a shard reads: an equal share of all their bytes."""
-    index, count = shard
-    parts = []
-    for path in paths:
-        if not _is_remote(path) and not os.path.isfile(path):  # such as a pipe
-            parts.append(_Part(path, None, None, 0, math.inf))
-            if count > 1:
-                raise ValueError(
-                    f"{path}: its size is not known, so it cannot be cut into shards: write it to "
-                    "a file first, or make the pair in one job (--shard 0/1)"
-                )
-            continue
-        stamp = _file_stamp(path)
-        parts.append(_Part(path, stamp["size"], stamp["changed"], 0, stamp["size"]))
-    if count == 1:
-        return parts
-    total = sum(part.size for part in parts)
-    first = total * index // count
-    last = total * (index + 1) // count
-    cut = []
-    start = 0  # where the input begins, if all inputs are laid end to end
-    for part in parts:
-        part.begin = max(first - start, 0)
-        part.end = max(min(last - start, part.size), 0)
-        start += part.size
-        # An empty file has no byte that a shard could have: shard 0 says that it is empty.
-        is_mine = part.begin < part.end or (part.size == 0 and index == 0)
-        if part.kind() != "lines":  # it is read as a whole, or not at all
-            is_mine = is_mine and part.begin == 0
-            part.end = part.size
-        if is_mine:
-            cut.append(part)
-    return cut
-
-
-def _check_all_shards(prefixes: typing.Sequence[str | os.PathLike]) -> None:
-    """Check that prefixes which are to be merged have all shards of a corpus, in order, or none.
-
-    Raises   ValueError that names the first shard that is missing or at another place
-
-    >>> _check_all_shards(["a_text_document_00000_of_00002", "a_text_document_00001_of_00002"])
-    >>> _check_all_shards(["a_text_document_00001_of_00002"])
-    Traceback (most recent call last):
-    ValueError: wanted a_text_document_00000_of_00002 in the place of a_text_document_00001_of_00002
-    """
-    wanted = []  # the shards of a corpus that must come next, in order
-    for prefix in prefixes:
-        prefix = os.fspath(prefix)
-        name = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", prefix)
-        if name is not None and len(wanted) == 0:
-            count = int(name[2])
-            wanted = [f"{name[1]}_{index:05}_of_{count:05}" for index in range(count)]
-        if len(wanted) > 0:
-            shard = wanted.pop(0)
-            if prefix != shard:
-                raise ValueError(f"wanted {shard} in the place of {prefix}")
-    if len(wanted) > 0:
-        raise ValueError(f"wanted {wanted[0]} too, after {prefix}: merge all shards, or none")
-
-
-def merge(
-    prefixes: typing.Iterable[str | os.PathLike],
-    output_prefix: str | os.PathLike,
-    multimodal: bool = False,
-) -> None:
-    """Append whole pairs, in the given order, into one new pair of the same dtype.
-
-    The new pair equals the one that a single builder would have written, and its record joins the
-    records of the pairs.  The output may not be one of the inputs.  Cost: each byte is copied once.
-    Upstream: tools/merge_datasets.py.
-
-    >>> prefix = toy_corpus()
-    >>> merge([prefix, prefix], prefix + "2")
-    >>> IndexedDataset(prefix + "2").document_indices.tolist()
-    [0, 1, 2, 3, 4, 5, 6]
-    """
-    if isinstance(prefixes, (str, os.PathLike)):
-        prefixes = [prefixes]
-    prefixes = list(prefixes)
-    if not prefixes:
-        raise ValueError("merge wants at least one input prefix")
-    dtype = IndexedDataset(prefixes[0], check=False).dtype
-    record = _join_records(prefixes)
-    with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
-        for prefix in prefixes:
-            builder.add_index(prefix)
-    _write_record(output_prefix, record)
-
-
-# -- Records -----------------------------------------------------------------------------------
-#
-#   {"tokenizer": {...}, "options": {...},
-#    "inputs": [{"name": "wiki-00.jsonl", "size": 600, "changed": ..., "begin": 0, "end": 600,
-#                "documents": 3},
-#               {"name": "wiki-01.jsonl", "size": 500, "changed": ..., "begin": 0, "end": 250,
-#                "documents": 2}],
-#    "bin": 1200, "idx": 130}                  the sizes of the pair, in bytes
-#
-# Here documents 0 to 2 of the pair are those of wiki-00.jsonl, and documents 3 and 4 are the first
-# two of wiki-01.jsonl: the documents that begin in its first 250 bytes.
-
-
-def read_record(path_prefix: str | os.PathLike) -> dict | None:
-    """Return what a pair was made from, as its record says; None if it has none.
-
-    None, too, if the record is of another pair, of other sizes.
-    """
-    try:
-        if not _file_exists(_record_path(path_prefix)):
-            return None
-        with _open_input(_record_path(path_prefix)) as file:
-            record = json.loads(file.read())
-        if _sizes_of_pair(path_prefix) != {"bin": record["bin"], "idx": record["idx"]}:
-            return None
-    except Exception:  # it is missing, or no record, or cannot be read: no reason to stop
-        return None
-    return record
-
-
-def input_of_document(record: dict | None, document: int) -> tuple[str | None, int | None]:
-    """Return the name of the input that has a document of a pair, and its number in there, from 0.
-
-    record     what read_record() returns; without a record the answer is (None, None)
-    Raises     IndexError if the record has no such document
-
-    A number counts documents: blank lines, and bad lines that were left out, are none.  Where a
-    shard begins within an input, numbers count from there, and the name says from which byte on.
-
-    >>> record = {"inputs": [{"name": "a", "begin": 0, "documents": 3},
-    ...                      {"name": "b", "begin": 0, "documents": 2}]}
-    >>> input_of_document(record, 4)
-    ('b', 1)
-    """
-    if record is None:
-        return None, None
-    rest = operator.index(document)
-    for found in record["inputs"]:
-        if 0 <= rest < found["documents"]:
-            return found["name"] + _from_byte(found["begin"]), rest
-        rest -= found["documents"]
-    raise IndexError(f"the record of the pair has no document {document}")
-
-
-def _warn_of_other_tokenizer(path_prefix: str | os.PathLike, tokenizer: typing.Any) -> None:
-    """Warn if a pair was made with another tokenizer, as its record says: its ids mean other texts.
-
-    Nothing is said of a pair without a record.
-    """
-    record = read_record(path_prefix)
-    if record is None or record.get("tokenizer") is None:
-        return
-    identity = _identity_of_tokenizer(tokenizer)
-    if record["tokenizer"] != identity:
-        warnings.warn(
-            f"{os.fspath(path_prefix)} was made with the tokenizer {record['tokenizer']}, and the "
-            f"config has {identity}: the ids of one are other texts for the other",
-            stacklevel=3,
-        )
-
-
-def _record_path(path_prefix):
-    """The path of the record of a pair."""
-    return f"{os.fspath(path_prefix)}.record.json"
-
-
-def _sizes_of_pair(path_prefix):
-    """The sizes of the files of a pair, in bytes."""
-    return {
-        "bin": _file_stamp(get_bin_path(path_prefix))["size"],
-        "idx": _file_stamp(get_idx_path(path_prefix))["size"],
-    }
-
-
-def _identity_of_tokenizer(tokenizer):
-    """The unique_identifiers of a tokenizer, as JSON gives them back; None if it has none."""
-    identity = _attribute(tokenizer, "unique_identifiers")
-    return json.loads(json.dumps(identity, default=str))
-
-
-def _from_byte(begin):
-    """What the name of an input says where something is counted from its middle on."""
-    if begin == 0:
-        return ""
-    return f" from byte {begin:,} on"
-
-
-def _describe_job(parts, encoder):
-    """All that the pairs of a job depend on, as far as can be told without reading the inputs."""
-    inputs = []
-    for part in parts:
-        end = part.end
-        if end == math.inf:
-            end = None
-        name = _hide_credentials(part.path)  # the record is a file, which others may read
-        inputs.append(
-            {
-                "name": name,
-                "size": part.size,
-                "changed": part.changed,
-                "begin": part.begin,
-                "end": end,
-            }
-        )
-    return {
-        "tokenizer": _identity_of_tokenizer(encoder.tokenizer),
-        "options": encoder.describe(),
-        "inputs": inputs,
-    }
-
-
-def _record_of_job(description, key, documents_of_part):
-    """The record of the pair of a key, whose parts gave so many documents."""
-    inputs = []
-    for part, documents in zip(description["inputs"], documents_of_part, strict=True):
-        inputs.append(part | {"documents": documents})
-    return description | {"json_key": key, "inputs": inputs}
-
-
-def _is_made(prefix, description):
-    """Whether a pair is there, whole, and was made from the same inputs in the same way."""
-    if description["tokenizer"] is None:
-        return False
-    record = read_record(prefix)
-    if record is None:
-        return False
-    for part in record["inputs"]:
-        part.pop("documents")
-        if part["changed"] is None:  # such as of standard input: it may be another one now
-            return False
-    return all(record.get(field) == description[field] for field in description)
-
-
-def _write_record(prefix, record):
-    """Write the record of a pair, which is there."""
-    with _NewFile(_record_path(prefix), synced=False) as file:
-        file.write(json.dumps(record | _sizes_of_pair(prefix), indent=1).encode())
-
-
-def _join_records(prefixes):
-    """The record of the pair that merge() makes of these pairs."""
-    inputs = []
-    tokenizers = []
-    options = []
-    for prefix in prefixes:
-        record = read_record(prefix)
-        if record is None:  # such as upstream's pair: an input of its own
-            documents = len(IndexedDataset(prefix, check=False).document_indices) - 1
-            name = _hide_credentials(os.fspath(prefix))
-            whole = {"name": name, "size": None, "changed": None, "begin": 0, "end": None}
-            record = {"inputs": [whole | {"documents": documents}]}
-        for part in record["inputs"]:
-            if len(inputs) > 0 and _goes_on(inputs[-1], part):
-                inputs[-1]["documents"] += part["documents"]
-                inputs[-1]["end"] = part["end"]
-            else:
-                inputs.append(part)
-        tokenizers.append(record.get("tokenizer"))
-        options.append(record.get("options"))
-    joined = {"tokenizer": None, "options": None, "inputs": inputs}
-    # What the pairs do not share cannot be said of the whole.
-    if tokenizers.count(tokenizers[0]) == len(tokenizers):
-        joined["tokenizer"] = tokenizers[0]
-    if options.count(options[0]) == len(options):
-        joined["options"] = options[0]
-    return joined
-
-
-def _goes_on(before, part):
-    """Does a part of an input begin where the part before it, of the shard before, ends?"""
-    is_same = all(before[field] == part[field] for field in ("name", "size", "changed"))
-    return is_same and part["begin"] > 0 and before["end"] == part["begin"]
-
-
-# -- Inputs ------------------------------------------------------------------------------------
-
-
-def _find_inputs(inputs):
-    """Return the paths and URLs of all files that are meant; "-" stays."""
-    if isinstance(inputs, (str, os.PathLike)):
-        inputs = [inputs]
-    paths = []
-    for path in inputs:
-        path = os.fspath(path)
-        if os.path.isdir(path):
-            raise IsADirectoryError(f"{path} is a folder: name its files, as in '{path}/*.jsonl'")
-        # A name that exists is a file, even where it contains a * or a [.
-        if path == "-" or _file_exists(path):
-            paths.append(path)
-            continue
-        matches = _files_of_pattern(path)
-        if len(matches) == 0:
-            raise FileNotFoundError(f"{path}: no such file, and as a pattern it matches none")
-        paths.extend(matches)
-    if len(paths) == 0:
-        raise ValueError("preprocess wants at least one input")
-    for path in paths:
-        if _format_name(path).endswith(".zip"):
-            raise ValueError(f"{path}: a zip archive may hold several files: unpack it first")
-    return paths
-
-
-def _files_of_pattern(pattern):
-    """Return the paths or URLs of the files that a pattern matches, sorted."""
-    if not _is_remote(pattern):
-        found = sorted(glob.glob(pattern, recursive=True))
-        return [path for path in found if not os.path.isdir(path)]
-    import fsspec  # it comes with torch
-
-    file_system, name = fsspec.core.url_to_fs(pattern)
-    if not re.search(r"[*?\[]", name):
-        return []
-    found = file_system.glob(name, detail=True)
-    files = [path for path in sorted(found) if found[path]["type"] != "directory"]
-    return [file_system.unstrip_protocol(path) for path in files]
-
-
-def _open_input(path):
-    """Open a file or an object, to read bytes."""
-    if not _is_remote(path):
-        return open(path, "rb", _READ_AHEAD_BYTES)
-    import fsspec
-
-    file_system, name = fsspec.core.url_to_fs(path)
-    return io.BufferedReader(_PatientFile(path, file_system.open(name, "rb")), 1 << 20)
-
-
-class _PatientFile(io.RawIOBase):
-    """An open object on object storage; a read that fails is tried again: most faults pass."""
-
-    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
-
-    def __init__(self, path, file):
-        self._path = path
-        self._file = file
-
-    def readable(self):
-        return True
-
-    def seekable(self):
-        return True
-
-    def seek(self, offset, whence=io.SEEK_SET):
-        """Go to offset bytes after the beginning, the present position, or the end."""
-        return self._file.seek(offset, whence)
-
-    def readinto(self, buffer):
-        """Fill the buffer, or a part of it; return how many bytes came."""
-        position = self._file.tell()
-        for pause in (*self._PAUSES, None):
-            try:
-                self._file.seek(position)
-                content = self._file.read(len(buffer))
-                break
-            except Exception as error:  # each storage has errors of its own
-                if pause is None:
-                    fault = f"{type(error).__name__}: {error}"
-                    raise ConnectionError(f"{self._path}: {fault}") from None
-                time.sleep(pause)
-        buffer[: len(content)] = content
-        return len(content)
-
-    def close(self):
-        self._file.close()
-        super().close()
-
-
-def _format_name(path):
-    """The name that tells the format of a file, in lower case: without the query of a URL."""
-    if _is_remote(path):
-        path = path.partition("?")[0]
-    return path.lower()
-
-
-def _compression(name):
-    """How a file of this name is compressed, as fsspec says it; None: it is not."""
-    if name.endswith(".zst"):
-        return "zstd"
-    if name.endswith(".jsonl"):  # the usual name: to import fsspec takes 0.1 s
-        return None
-    import fsspec
-
-    return fsspec.utils.infer_compression(name)
-
-
-# -- Reading -----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Block:
-    """Some lines of an input, or some rows, which one worker encodes."""
-
-    part: int  # which one of the parts of the job it is of
-    path: str
-    first: int  # the number of its first line or row, counted from 1
-    lines: list  # lines of JSON, as bytes; or rows, parsed already
-    num_bytes: int  # what the lines take up in the input: compressed bytes, if it is compressed
-    origin: str = ""  # for a part of an input: from which byte on the lines are counted, in words
-
-    def documents(self):
-        """Return (number, line or row) of all that are not blank."""
-        documents = []
-        for index, line in enumerate(self.lines):
-            if isinstance(line, dict) or not line.isspace():
-                documents.append((index, line))
-        return documents
-
-    def place(self, index):
-        """Where a line is, in words."""
-        unit = "line" if isinstance(self.lines[index], bytes) else "row"
-        return f"{self.path}: {unit} {self.first + index}{self.origin}"
-
-
-def _read_blocks(parts, json_keys):
-    """Yield the lines of all parts as _Blocks."""
-    for number, part in enumerate(parts):
-        for block in _read_part(part, json_keys):
-            block.part = number
-            yield block
-
-
-def _read_part(part, json_keys):
-    """Yield the lines of a part as _Blocks."""
-    if part.kind() == "texts":
-        yield from _read_texts(part, json_keys)
-        return
-    if part.path == "-":
-        if sys.stdin is None:
-            raise ValueError("-: standard input is closed")
-        yield from _read_lines(part, sys.stdin.buffer)
-        return
-    with _open_input(part.path) as file:
-        if part.kind() == "parquet":
-            yield from _read_parquet(part, file, json_keys)
-        elif part.kind() == "compressed":
-            yield from _read_compressed(part, file)
-        else:
-            yield from _read_lines(part, file)
-
-
-def _read_lines(part, file):
-    """Yield the lines that begin in a part of an open file as _Blocks."""
-    position = part.begin
-    if position > 0:
-        # The line in which the byte before lies belongs to the shard before this one.
-        file.seek(position - 1)
-        position += len(file.readline()) - 1
-    origin = _from_byte(position)
-    first = 1
-    while position < part.end:
-        lines = file.readlines(int(min(_BLOCK_BYTES, part.end - position)))
-        if len(lines) == 0:
-            _check_end(part, position)
-            return
-        size = sum(map(len, lines))
-        if position + size - len(lines[-1]) >= part.end:  # the next shard begins with this line
-            size -= len(lines.pop())
-        yield _Block(0, part.path, first, lines, size, origin)
-        first += len(lines)
-        position += size
-
-
-def _check_end(part, position):
-    """ValueError if an input ends before the size that it had when the job began."""
-    if part.size is not None and position < part.size:
-        raise ValueError(
-            f"{part.path}: it had {part.size:,} bytes when this job began, and ends now after "
-            f"{position:,}: it was cut off meanwhile"
-        )
-
-
-def _read_texts(part, json_keys):
-    """Yield an iterable of texts, or of dicts, as _Blocks."""
-    first = 1
-    rows = []
-    size = 0
-    for text in part.texts:
-        row = {json_keys[0]: text}
-        if isinstance(text, collections.abc.Mapping):
-            row = {key: text.get(key) for key in json_keys}
-        rows.append(row)
-        size += sum(len(str(value)) for value in row.values())
-        if size >= _BLOCK_BYTES:
-            yield _Block(0, part.path, first, rows, size)
-            first += len(rows)
-            rows = []
-            size = 0
-    if len(rows) > 0:
-        yield _Block(0, part.path, first, rows, size)
-
-
-def _read_compressed(part, file):
-    """Yield the lines of an open file that is compressed as _Blocks."""
-    first = 1
-    position = 0
-    text_file = _decompress(part.path, file)
-    while True:
-        try:
-            lines = text_file.readlines(_BLOCK_BYTES)
-        except ConnectionError:  # the file may be whole
-            raise
-        except Exception as error:  # each format has errors of its own
-            raise ValueError(f"{part.path}: damaged, or cut off: {_one_line(error)}") from None
-        if len(lines) == 0:
-            _check_end(part, file.tell())
-            return
-        yield _Block(0, part.path, first, lines, file.tell() - position)
-        first += len(lines)
-        position = file.tell()
-
-
-def _decompress(path, file):
-    """Return the open file decompressed, as its name says."""
-    import fsspec
-
-    compression = _compression(_format_name(path))
-    if compression == "zstd":
-        text_file = _ZstdText(path, file)
-    else:
-        text_file = fsspec.compression.compr[compression](file, mode="r")
-    return io.BufferedReader(text_file, 1 << 20)
-
-
-class _ZstdText(io.RawIOBase):
-    """What a .zst file holds.
-
-    It may be made of several files, laid end to end: the package's own reader would end at the end
-    of the first one, and would not notice that a file is cut off.
-    """
-
-    def __init__(self, path, file):
-        zstandard = _import_extra("zstandard", "storage", path)
-        # Files that "zstd --long" has made need memory for up to 2 GiB.
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._file = file
-        self._frame = None  # what decompresses the frame that is being read; None: between two
-        self._compressed = b""  # was read, and is not decompressed yet
-        self._text = memoryview(b"")  # was decompressed, and is not given to the caller yet
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        """Fill the buffer, or a part of it; return how many bytes came, 0 at the end."""
-        while len(self._text) == 0:
-            if len(self._compressed) == 0:
-                self._compressed = self._file.read(1 << 16)
-            if len(self._compressed) == 0:
-                if self._frame is not None:
-                    raise EOFError("it ends in the middle of a frame")
-                return 0
-            self._decompress_more()
-        count = min(len(buffer), len(self._text))
-        buffer[:count] = self._text[:count]
-        self._text = self._text[count:]
-        return count
-
-    def _decompress_more(self):
-        """Decompress what was read, up to the end of the frame."""
-        if self._frame is None:
-            self._frame = self._decompressor.decompressobj()
-        self._text = memoryview(self._frame.decompress(self._compressed))
-        self._compressed = self._frame.unused_data
-        if self._frame.eof:
-            self._frame = None
-
-
-def _read_parquet(part, file, json_keys):
-    """Yield the rows of an open Parquet file as _Blocks; only the columns of the keys are read."""
-    table = _open_parquet(part.path, file)
-    for key in json_keys:
-        if key not in table.schema_arrow.names:
-            names = ", ".join(table.schema_arrow.names)
-            raise ValueError(f"{part.path}: wanted a column {key!r}, got {names}")
-    first = 1
-    bytes_a_row = part.size / max(table.metadata.num_rows, 1)
-    batches = table.iter_batches(_BLOCK_ROWS, columns=json_keys)
-    while True:
-        try:
-            batch = next(batches, None)
-            if batch is None:
-                return
-            rows = batch.to_pylist()
-        except ConnectionError:
-            raise
-        except Exception as error:  # pyarrow raises many kinds
-            raise ValueError(f"{part.path}: damaged: {_one_line(error)}") from None
-        yield _Block(0, part.path, first, rows, round(len(rows) * bytes_a_row))
-        first += len(rows)
-
-
-def _open_parquet(path, file):
-    """Return pyarrow's ParquetFile of a path or an open file; ValueError if it is none."""
-    parquet = _import_extra("pyarrow.parquet", "storage", path)
-    try:
-        return parquet.ParquetFile(file)
-    except ConnectionError:
-        raise
-    except Exception as error:  # pyarrow raises many kinds
-        raise ValueError(f"{path}: damaged, or no Parquet file: {_one_line(error)}") from None
-
-
-def _sample_texts(parts, first_block, encoder):
-    """Return a hundred texts or so, from all over the inputs, where these can be sought."""
-    blocks = [first_block]
-    chosen = parts[:: max(1, len(parts) // _SAMPLED_PLACES)]
-    for part in chosen:
-        if part.end == math.inf:  # it can be read once
-            continue
-        places = 1
-        if part.kind() == "lines":
-            places = max(1, _SAMPLED_PLACES // len(chosen))
-        for place in range(places):
-            begin = part.begin + int(part.end - part.begin) * place // places
-            blocks.append(_first_block_from(dataclasses.replace(part, begin=begin), encoder))
-    texts = []
-    for block in blocks:
-        if block is not None:
-            texts += encoder.texts_of(block, _TEXTS_OF_A_PLACE)
-    # Half a surrogate is no character, and an error of every tokenizer: without it.
-    return [text[:_SAMPLED_CHARACTERS].encode(errors="ignore").decode() for text in texts]
-
-
-def _first_block_from(part, encoder):
-    """Return the first _Block of a part; None if there is none that can be read."""
-    try:
-        with contextlib.closing(_read_part(part, encoder.json_keys)) as blocks:
-            return next(blocks, None)
-    except (OSError, ValueError):  # the job finds it too, and says it
-        return None
-
-
-# -- Encoding ----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Column:
-    """The documents of a block under one JSON key, as IndexedDatasetBuilder._append wants them."""
-
-    tokens: np.ndarray  # of all documents, laid end to end
-    lengths: list[int]  # in tokens, of each sequence that has tokens; most texts are one
-    ends: list[int]  # how many of the lengths belong to this document and those before it
-
-
-@dataclasses.dataclass
-class _EncodedBlock:
-    """What became of a _Block."""
-
-    part: int
-    columns: dict[str, _Column]
-    num_documents: int
-    num_skipped: int  # bad lines
-    first_fault: str | None  # what is wrong with the first of these
-    num_bytes: int  # as in _Block
-
-
-class _BlockEncoder:
-    """Turn blocks of JSON lines into tokens, lengths and ends, for each JSON key.
+    name: str  # the path without credentials, for messages and records
+    size: int | None  # of the whole input, in bytes; None: it has none, as a pipe
+    begin: int = 0
+    end: int | None = None  # None: its end, wherever that is
+    documents: int = 0  # how many it has given
+
+    def limit(self):
+        """The byte before which the last line begins; unknown of text that is compressed."""
+        if self.end is None or _compression(self.path) is not None:
+            return math.inf
+        return self.end
+
+    def describe(self):
+        """What the record of a pair says of the part."""
+        described = dataclasses.asdict(self)
+        del described["path"]
+        return described
+
+
+class _Block(typing.NamedTuple):
+    """Some lines of an input, which one worker encodes."""
+
+    part: _Part
+    begin: int  # the byte of the input from which its lines are counted
+    first: int  # the number of the first line, counted from 1
+    lines: list[bytes]
+
+
+class _Encoder:
+    """What a worker does: it turns lines into what a builder appends.
 
     lines                    tokens                 lengths   ends
     {"text": "aaaa"}         a a a a $ b b b $      5         1   one sequence so far
     {"text": ""}             ($ is eod)                       1   no sequence more
     {"text": ["b", "bb"]}                           1, 3      3   three sequences
-
-    sentence_splitter   None: a text is one sequence; else its tokenize() cuts a text into the
-                        sentences that become sequences; the eod goes after the last one
     """
 
-    def __init__(self, tokenizer, json_keys, append_eod, skip_errors):
+    def __init__(self, tokenizer, json_keys, append_eod, split_sentences, on_error):
         self.tokenizer = tokenizer
         self.json_keys = json_keys
-        self.skip_errors = skip_errors
-        self.sentence_splitter = None
+        self.on_error = on_error
+        self.splitter = _load_sentence_splitter() if split_sentences else None
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
-        self.eod = _as_tokens([], self.dtype)
+        self.eod = np.array([], self.dtype)
         if append_eod:
             eod = _attribute(tokenizer, "eod")
             if eod is None:
                 raise ValueError("append_eod wants a tokenizer with eod: this one has none")
             self.eod = _as_tokens([eod], self.dtype)
 
-    def describe(self):
-        """All that the tokens of a block depend on, but the block and the tokenizer's identity."""
-        return {
-            "version": __version__,
-            "vocab_size": self.tokenizer.vocab_size,
-            "eod": self.eod.tolist(),
-            "json_keys": self.json_keys,
-            "skip_errors": self.skip_errors,
-            "sentences": type(self.sentence_splitter).__name__,
-        }
-
-    def encode(self, block):
-        """Return a _Block as an _EncodedBlock; ValueError at the first bad line, or skip them."""
-        documents = block.documents()
-        faults = []
-        try:
-            columns = self._tokenize([self._parse(line) for _, line in documents])
-        except Exception:
-            # A tokenizer may raise anything, and says nothing about lines: look for the bad one.
-            rows, faults = self._find_good_rows(block, documents)
-            columns = self._tokenize(rows)
-        return _EncodedBlock(
-            part=block.part,
-            columns=columns,
-            num_documents=len(documents) - len(faults),
-            num_skipped=len(faults),
-            first_fault=faults[0] if faults else None,
-            num_bytes=block.num_bytes,
-        )
-
-    def texts_of(self, block, count):
-        """Return the texts of the first documents of a block, without bad lines."""
-        texts = []
-        for _, line in block.documents()[:count]:
-            try:
-                row = self._parse(line)
-            except Exception:  # a bad line: the job finds it, too
+    def encode(self, lines):
+        """Return {key: (tokens, lengths, ends)} of lines: section 2's loop, for many at a time."""
+        rows = []
+        for line in lines:
+            if line.isspace():
                 continue
-            for key in self.json_keys:
-                texts.extend(_sentences(row[key]))
-        return texts
+            rows.append(self._parse(line))
+        columns = {}
+        for key in self.json_keys:
+            documents = [self._sentences(row[key]) for row in rows]
+            all_tokens = self._tokenize(list(itertools.chain(*documents)))
+            first = 0
+            pieces = [self.eod[:0]]  # so that there is something to concatenate
+            lengths = []
+            ends = []
+            for sentences in documents:
+                of_document = all_tokens[first : first + len(sentences)]
+                first += len(sentences)
+                sequences = [tokens for tokens in of_document if len(tokens) > 0]
+                if len(sequences) > 0:
+                    lengths.extend(map(len, sequences))
+                    lengths[-1] += len(self.eod)
+                    pieces.extend(sequences)
+                    pieces.append(self.eod)
+                ends.append(len(lengths))  # a document may have no sequences
+            columns[key] = (_as_tokens(np.concatenate(pieces), self.dtype), lengths, ends)
+        return columns
 
     def _parse(self, line):
-        """Return the row of a line; ValueError unless each key holds text."""
-        if isinstance(line, bytes):
-            line = line.removesuffix(b"\n")
-            row = json.loads(line)
-        else:
-            row = line
+        """Return the row of a line; ValueError unless each key holds a text, or a list of them."""
+        row = json.loads(line)
         for key in self.json_keys:
             if not isinstance(row, dict) or not _is_text(row.get(key)):
-                found = str(line)[:60]
+                found = line[:60].decode(errors="replace")
                 raise ValueError(f"wanted a JSON object with text under {key!r}, got {found}")
         return row
 
-    def _find_good_rows(self, block, documents):
-        """Return (the rows of all good lines, [what is wrong with each bad line])."""
-        rows = []
+    def _sentences(self, text):
+        """Return the texts that become the sequences of a document."""
+        if self.splitter is None:
+            return _sentences(text)
+        return [part for sentence in _sentences(text) for part in self.splitter.tokenize(sentence)]
+
+    def _tokenize(self, texts):
+        """Return the ids of each text as an array."""
+        if not hasattr(self.tokenizer, "tokenize_batch"):
+            return [np.asarray(self.tokenizer.tokenize(text)) for text in texts]
+        batch = self.tokenizer.tokenize_batch(texts)
+        if len(batch) != len(texts):
+            raise ValueError(f"tokenize_batch returned {len(batch)} lists for {len(texts)} texts")
+        return [np.asarray(ids) for ids in batch]
+
+    def encode_block(self, block):
+        """Return the columns of a _Block, and what is wrong with each line that was left out.
+
+        ValueError at the first bad line, unless bad lines are to be left out.
+        """
+        try:
+            return self.encode(block.lines), []
+        except Exception:
+            # A tokenizer may raise anything, and says nothing about lines: look for the bad ones.
+            return self._encode_good_lines(block)
+
+    def _encode_good_lines(self, block):
+        """The same, where a line is bad: line by line, so that the bad ones are known."""
+        good = []
         faults = []
-        for index, line in documents:
+        for number, line in enumerate(block.lines, block.first):
             try:
-                row = self._parse(line)
-                self._tokenize([row])
-                rows.append(row)
+                self.encode([line])
+                good.append(line)
             except Exception as error:
-                fault = f"{block.place(index)}: {_one_line(error)}"
-                if not self.skip_errors:
+                place = f"{block.part.name}: line {number}{_from_byte(block.begin)}"
+                fault = f"{place}: {_one_line(error)}"
+                if self.on_error == "stop":
                     advice = "--on-error skip leaves such lines out"
                     raise ValueError(f"{fault} ({advice})") from error
                 faults.append(fault)
-        return rows, faults
+        return self.encode(good), faults
 
-    def _tokenize(self, rows):
-        """Return {key: _Column} of some documents."""
-        columns = {}
-        for key in self.json_keys:
-            texts = []  # of all documents
-            counts = []  # how many of the texts each document has
-            for row in rows:
-                parts = self._split(row[key])
-                texts.extend(parts)
-                counts.append(len(parts))
-            columns[key] = self._lay_end_to_end(self._tokenize_texts(texts), counts)
-        return columns
 
-    def _split(self, text):
-        """Return the texts that become the sequences of a document."""
-        sentences = _sentences(text)
-        if self.sentence_splitter is None:
-            return sentences
-        parts = []
-        for sentence in sentences:
-            parts.extend(self.sentence_splitter.tokenize(sentence))
-        return parts
+def _is_text(value):
+    """Is this a text, or a list of texts, its sentences?"""
+    if isinstance(value, list):
+        return all(isinstance(sentence, str) for sentence in value)
+    return isinstance(value, str)
 
-    def _tokenize_texts(self, texts):
-        """Return the ids of each text as an array of the dtype of the file."""
-        if hasattr(self.tokenizer, "tokenize_batch"):
-            batch = self.tokenizer.tokenize_batch(texts)
-        else:
-            batch = [self.tokenizer.tokenize(text) for text in texts]
-        if len(batch) != len(texts):
-            raise ValueError(f"tokenize_batch returned {len(batch)} lists for {len(texts)} texts")
-        return _as_arrays(batch, self.dtype)
 
-    def _lay_end_to_end(self, arrays, counts):
-        """Return a _Column of the tokens of texts, of which counts[d] are document d, with eods."""
-        pieces = [_as_tokens([], self.dtype)]  # so that there is something to concatenate
-        lengths = []
-        ends = []
-        first = 0
-        for count in counts:
-            sequences = [tokens for tokens in arrays[first : first + count] if len(tokens) > 0]
-            first += count
-            if len(sequences) > 0:
-                pieces.extend(sequences)
-                pieces.append(self.eod)
-                lengths.extend([len(tokens) for tokens in sequences])
-                lengths[-1] += len(self.eod)
-            ends.append(len(lengths))
-        return _Column(np.concatenate(pieces), lengths, ends)
+def _from_byte(begin):
+    """What the name of an input says where its lines are counted from the middle on."""
+    return f" from byte {begin:,} on" if begin > 0 else ""
+
+
+def _one_line(error):
+    """Return the message of an error on one line; an unexpected kind of error is named."""
+    message = _hide_credentials(" ".join(str(error).split()))
+    if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
+        return message
+    return f"{type(error).__name__}: {message}".removesuffix(": ")
 
 
 def _load_sentence_splitter():
@@ -8169,39 +6675,26 @@ def _load_sentence_splitter():
         warnings.warn(
             "nltk has no model of English sentences here, so those of its untrained Punkt are "
             'taken, which end after "Dr." too: python -m nltk.downloader punkt_tab',
-            stacklevel=3,
+            stacklevel=4,
         )
         return punkt.PunktSentenceTokenizer()
-
-
-def _is_text(value):
-    """Is this a text, or a list of texts, its sentences?"""
-    if isinstance(value, list):
-        return all(isinstance(sentence, str) for sentence in value)
-    return isinstance(value, str)
 
 
 # -- Workers -----------------------------------------------------------------------------------
 
 
 def _encode_blocks(encoder, blocks, workers):
-    """Yield each block encoded, in order; by worker processes if there is more than one."""
-    if workers > 1:
-        yield from _encode_in_processes(encoder, blocks, workers)
+    """Yield (block, columns, faults) of each _Block, in order; see _Encoder.encode_block()."""
+    if workers == 1:
+        for block in blocks:
+            yield block, *encoder.encode_block(block)
         return
-    for block in blocks:
-        yield encoder.encode(block)
-
-
-def _encode_in_processes(encoder, blocks, workers):
-    """Yield each block encoded, in order, by worker processes."""
     # A forked process has everything at once; the other ways to start one import torch again.
     # Elsewhere than on Linux a library may not survive a fork, or there is none.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     processes = []
-    idle = collections.deque()  # the pipes of workers that have no block
-    busy = collections.deque()  # those of the others, in the order of their blocks
-    fault = None
+    pipes = []
+    busy = collections.deque()  # (block, pipe of the worker that has it), in order
     try:
         for _ in range(workers):
             pipe, end_of_worker = context.Pipe()
@@ -8209,32 +6702,43 @@ def _encode_in_processes(encoder, blocks, workers):
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             processes.append(process)
+            pipes.append(pipe)
             end_of_worker.close()  # so that the pipe ends when the worker does
-            idle.append(pipe)
-        while fault is None:
-            try:
-                block = next(blocks, None)
-            except Exception as error:  # the blocks before it may have an earlier fault
-                fault = error
-                break
-            if block is None:
-                break
+        for block, pipe in zip(blocks, itertools.cycle(pipes)):
             encoded = None
-            if len(idle) == 0:
-                idle.append(busy.popleft())
-                encoded = _receive(idle[0])
-            _send(idle[0], block)
-            busy.append(idle.popleft())
+            if len(busy) == workers:
+                encoded = _receive(*busy.popleft())
+            with _death_of_worker_is_an_error():
+                pipe.send(block)
+            busy.append((block, pipe))
             if encoded is not None:
                 yield encoded  # it is written while the worker has a block already
-        for pipe in busy:
-            yield _receive(pipe)
-        if fault is not None:
-            raise fault
+        for block, pipe in busy:
+            yield _receive(block, pipe)
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+def _receive(block, pipe):
+    """Return (block, columns, faults) of the block that a worker has; its error is raised here."""
+    with _death_of_worker_is_an_error():
+        answer = pipe.recv()
+    if isinstance(answer, Exception):
+        raise answer
+    return block, *answer
+
+
+@contextlib.contextmanager
+def _death_of_worker_is_an_error():
+    """ChildProcessError where a pipe has ended, because its worker has."""
+    try:
+        yield
+    except (EOFError, OSError):
+        raise ChildProcessError(
+            "a worker process was killed, perhaps for lack of memory: use fewer workers"
+        ) from None
 
 
 def _work(pipe, end_of_parent, encoder):
@@ -8253,126 +6757,362 @@ def _work(pipe, end_of_parent, encoder):
         while True:
             block = pipe.recv()
             try:
-                answer = encoder.encode(block)
+                answer = encoder.encode_block(block)
             except Exception as error:
                 answer = ValueError(str(error))
             pipe.send(answer)
 
 
-def _send(pipe, block):
-    """Send a block to a worker, which waits for it; ChildProcessError if it has died."""
+# -- Inputs ------------------------------------------------------------------------------------
+
+
+def _find_inputs(inputs):
+    """Return the paths and URLs of all files that are meant; "-" stays."""
+    if isinstance(inputs, (str, os.PathLike)):
+        inputs = [inputs]
+    paths = []
+    for path in map(os.fspath, inputs):
+        found = _files_of(path)
+        if len(found) == 0:
+            name = _hide_credentials(path)
+            raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
+        paths.extend(found)
+    if len(paths) == 0:
+        raise ValueError("preprocess wants at least one input")
+    return paths
+
+
+def _files_of(path):
+    """Return the files that a path, URL or pattern means, sorted.
+
+    A name that exists is a file, even where it contains a * or a [.
+    """
+    if path == "-" or (not _is_remote(path) and os.path.exists(path)):
+        return [path]
+    if not _is_remote(path):
+        found = sorted(glob.glob(path, recursive=True))
+        return [file for file in found if not os.path.isdir(file)]
+    file_system, name = _file_system(path)
+    with _errors_that_name(path):
+        if file_system.exists(name):
+            return [path]
+        found = file_system.glob(name, detail=True)
+    files = [file for file in sorted(found) if found[file]["type"] != "directory"]
+    return [file_system.unstrip_protocol(file) for file in files]
+
+
+def _file_system(path):
+    """Return fsspec's file system of a path or URL, and the name that the file has in there."""
+    import fsspec  # it comes with torch
+
     try:
-        pipe.send(block)
-    except OSError:
-        raise _worker_died() from None
+        return fsspec.core.url_to_fs(path)
+    except ImportError as error:  # "Install s3fs to access S3"
+        extra = 'pip install "megatron-min[storage]"'
+        raise ImportError(f"{_hide_credentials(path)}: {error} ({extra})") from None
 
 
-def _receive(pipe):
-    """Return what a worker has made of its block; its error is raised here."""
+@contextlib.contextmanager
+def _errors_that_name(path):
+    """Have the errors of storages and compressions, which are of many kinds, name the file."""
     try:
-        answer = pipe.recv()
-    except (EOFError, OSError):
-        raise _worker_died() from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+        yield
+    except Exception as error:
+        raise OSError(f"{_hide_credentials(path)}: cannot be read: {_one_line(error)}") from None
 
 
-def _worker_died():
-    """The error of a pipe that has ended."""
-    return ChildProcessError(
-        "a worker process was killed, perhaps for lack of memory: use fewer workers"
-    )
+def _size_of(path):
+    """The size of an input in bytes; None if it has none, such as standard input and a pipe."""
+    if path == "-" or (not _is_remote(path) and not os.path.isfile(path)):
+        return None
+    file_system, name = _file_system(path)
+    with _errors_that_name(path):
+        file_system.invalidate_cache()
+        return file_system.size(name)
 
 
-# -- Progress ----------------------------------------------------------------------------------
+def _compression(path):
+    """How a file is compressed, as fsspec infers it from its name; None: it is not."""
+    import fsspec
 
-
-class _Progress:
-    """Count what is done, and print it to stderr: now and then, and once at the end."""
-
-    def __init__(self, parts, verbose):
-        self.parts = parts
-        self.verbose = verbose
-        self.total_bytes = sum(part.end - part.begin for part in parts)  # math.inf: not known
-        self.documents_of_part = [0] * len(parts)
-        self.num_skipped = 0
-        self.first_fault = None
-        self.num_bytes = 0
-        self.started = time.perf_counter()
-        self.printed = self.started
-
-    def update(self, encoded):
-        """Count an _EncodedBlock; print a line if the last line is ten seconds old."""
-        self.documents_of_part[encoded.part] += encoded.num_documents
-        self.num_skipped += encoded.num_skipped
-        self.num_bytes += encoded.num_bytes
-        if self.first_fault is None:
-            self.first_fault = encoded.first_fault
-        now = time.perf_counter()
-        if self.verbose and now - self.printed >= _PROGRESS_SECONDS:
-            self.printed = now
-            _print_progress([*self._counts(now), *self._time_left(now)])
-
-    def finish(self):
-        """Print the last line, and warn of lines and files that gave no document."""
-        now = time.perf_counter()
-        seconds = datetime.timedelta(seconds=round(now - self.started))
-        if self.verbose:
-            _print_progress([*self._counts(now), f"done in {seconds}"])
-        if self.num_skipped:
-            first = _hide_credentials(self.first_fault)
-            warnings.warn(
-                f"left out {_count(self.num_skipped, 'bad line')}; the first: {first}", stacklevel=4
+    if _is_remote(path):
+        path = path.partition("?")[0]
+    compression = fsspec.utils.infer_compression(path)
+    if compression == "zip":
+        name = _hide_credentials(path)
+        raise ValueError(f"{name}: a zip archive may hold several files: unpack it first")
+    if path.lower().endswith(".zst"):
+        reader = fsspec.compression.compr.get("zstd")
+        # The reader that fsspec makes of the package zstandard ends after the first of the
+        # compressed files that may lie end to end in one, without a word.
+        if getattr(reader, "__name__", None) != "ZstdFile":
+            raise ImportError(
+                f"{_hide_credentials(path)} needs Python 3.14's compression.zstd, or the package "
+                'backports.zstd: pip install backports.zstd, or "megatron-min[tools]"'
             )
-        empty = []
-        for part, documents in zip(self.parts, self.documents_of_part, strict=True):
-            if documents == 0 and part.is_whole():
-                empty.append(part.path)
-        if len(empty) > 0:
-            names = _hide_credentials(", ".join(empty[:3]))
-            warnings.warn(
-                f"no document came from {_count(len(empty), 'input')}: {names}", stacklevel=4
+    return compression
+
+
+def _cut_inputs(paths, shard):
+    """Return the _Parts of the inputs that a shard reads: an equal share of all their bytes."""
+    index, count = shard
+    sizes = [_size_of(path) for path in paths]
+    if count > 1 and None in sizes:
+        raise ValueError(
+            f"{paths[sizes.index(None)]}: its size is not known, so it cannot be cut into shards: "
+            "write it to a file first, or make the pair in one job"
+        )
+    parts = []
+    start = 0  # where the input begins, if all inputs are laid end to end
+    for path, size in zip(paths, sizes, strict=True):
+        part = _Part(path, _hide_credentials(path), size, 0, size)
+        is_compressed = _compression(path) is not None
+        if count > 1:
+            total = sum(sizes)
+            part.begin = max(total * index // count - start, 0)
+            part.end = min(total * (index + 1) // count - start, size)
+            start += size
+            if part.begin >= part.end or (is_compressed and part.begin > 0):
+                continue
+        if is_compressed:  # it is read as a whole
+            part.end = size
+        parts.append(part)
+    return parts
+
+
+def _read_inputs(parts):
+    """Yield all lines that begin in the parts of the inputs, as _Blocks."""
+    for part in parts:
+        with _errors_that_name(part.path), _open_input(part) as file:
+            yield from _read_lines(part, file)
+        size = _size_of(part.path)
+        if size != part.size:
+            raise OSError(
+                f"{part.name}: it had {part.size} bytes when this job began, and {size} after it "
+                "was read: it was written or cut off meanwhile"
             )
 
-    def _counts(self, now):
-        """What was done, and how fast, in words."""
-        documents = sum(self.documents_of_part)
-        done = _size(self.num_bytes)
-        if self.num_bytes < self.total_bytes < math.inf:
-            done = f"{done} of {_size(self.total_bytes)}"
-        seconds = max(now - self.started, 1e-3)
-        rates = [f"{self.num_bytes / seconds / 1e6:,.1f} MB/s"]
-        rates.append(f"{documents / seconds:,.0f} documents/s")
-        return [_count(documents, "document"), done, *rates]
 
-    def _time_left(self, now):
-        """The time that the rest takes if it goes on like this, in words; nothing if unknown."""
-        if self.total_bytes == math.inf or self.num_bytes == 0:
-            return []
-        bytes_left = max(self.total_bytes - self.num_bytes, 0)
-        seconds = (now - self.started) * bytes_left / self.num_bytes
-        return [f"{datetime.timedelta(seconds=round(seconds))} left"]
+@contextlib.contextmanager
+def _open_input(part):
+    """Open an input, to read the bytes of its text."""
+    if part.path == "-":
+        yield sys.stdin.buffer
+        return
+    import fsspec
+
+    if part.size is None:  # fsspec wants to seek in what it opens, which a pipe does not allow
+        opened = open(part.path, "rb")
+    else:
+        opened = fsspec.open(part.path, "rb", compression=_compression(part.path))
+    with opened as file:
+        yield io.BufferedReader(file, 1 << 16)
 
 
-def _print_progress(words):
-    """Print one line to stderr."""
-    with contextlib.suppress(OSError):  # that nobody reads the progress is no reason to stop
-        print(_hide_credentials(", ".join(words)), file=sys.stderr, flush=True)
+def _read_lines(part, file):
+    """Yield the lines that begin in a part of an open file, as _Blocks."""
+    position = part.begin
+    if position > 0:
+        # The line in which the byte before lies belongs to the shard before this one.
+        file.seek(position - 1)
+        position += len(file.readline()) - 1
+    begin = position
+    first = 1
+    limit = part.limit()
+    while position < limit:
+        lines = file.readlines(min(_BLOCK_BYTES, limit - position))
+        if len(lines) == 0:
+            return
+        size = sum(map(len, lines))
+        if position + size - len(lines[-1]) >= limit:  # the next shard begins with this line
+            size -= len(lines.pop())
+        yield _Block(part, begin, first, lines)
+        first += len(lines)
+        position += size
 
 
-def _count(number, noun):
-    """1, "document" -> "1 document"; 1000, "document" -> "1,000 documents"."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}s"
+def _read_texts(texts, part, json_keys, shard):
+    """Yield an iterable of texts, or of dicts, as _Blocks of JSON lines."""
+    if isinstance(texts, (str, bytes)):
+        raise ValueError("texts must be an iterable of texts, and not one text")
+    if shard[1] > 1:
+        raise ValueError("texts cannot be cut into shards: give each job texts of its own")
+    first = 1
+    lines = []
+    size = 0
+    for text in texts:
+        row = {json_keys[0]: text}
+        if isinstance(text, collections.abc.Mapping):
+            row = {key: text.get(key) for key in json_keys}
+        lines.append(json.dumps(row).encode())
+        size += len(lines[-1])
+        if size >= _BLOCK_BYTES:
+            yield _Block(part, 0, first, lines)
+            first += len(lines)
+            lines = []
+            size = 0
+    yield _Block(part, 0, first, lines)
 
 
-def _size(num_bytes):
-    """A number of bytes as a person reads it."""
-    if num_bytes < 100_000:
-        return _count(num_bytes, "byte")
-    return f"{num_bytes / 1e6:,.1f} MB"
+# -- Merge and records -------------------------------------------------------------------------
+#
+#   {"tokenizer": {...},
+#    "inputs": [{"name": "wiki-00.jsonl", "size": 600, "begin": 0, "end": 600, "documents": 3},
+#               {"name": "wiki-01.jsonl", "size": 500, "begin": 0, "end": 250, "documents": 2}],
+#    "bin": 1200, "idx": 130}                  the sizes of the pair, in bytes
+#
+# Here documents 0 to 2 of the pair are those of wiki-00.jsonl, and documents 3 and 4 are the first
+# two of wiki-01.jsonl: the documents that begin in its first 250 bytes.  Beside a pair of other
+# sizes the record is ignored.
+
+
+def merge(
+    prefixes: typing.Iterable[str | os.PathLike],
+    output_prefix: str | os.PathLike,
+    multimodal: bool = False,
+) -> None:
+    """Append whole pairs, in the given order, into one new pair of the same dtype.
+
+    The new pair equals the one that a single builder would have written, and its record joins the
+    records of the pairs.  The output may not be one of the inputs; of the shards of a corpus, all
+    must be there, in order.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
+
+    >>> prefix = toy_corpus()
+    >>> merge([prefix, prefix], prefix + "2")
+    >>> IndexedDataset(prefix + "2").document_indices.tolist()
+    [0, 1, 2, 3, 4, 5, 6]
+    """
+    if isinstance(prefixes, (str, os.PathLike)):
+        prefixes = [prefixes]
+    prefixes = [os.fspath(prefix) for prefix in prefixes]
+    if len(prefixes) == 0:
+        raise ValueError("merge wants at least one input prefix")
+    _check_all_shards(prefixes)
+    dtype = IndexedDataset(prefixes[0]).dtype
+    tokenizer, inputs = _join_records(prefixes)
+    with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
+        for prefix in prefixes:
+            builder.add_index(prefix)
+    _write_record(output_prefix, tokenizer, inputs)
+
+
+def _check_all_shards(prefixes):
+    """Check that prefixes which are to be merged have all shards of a corpus, in order, or none.
+
+    >>> _check_all_shards(["a_text_document_00000_of_00002", "a_text_document_00001_of_00002"])
+    >>> _check_all_shards(["a_text_document_00001_of_00002"])
+    Traceback (most recent call last):
+    ValueError: wanted a_text_document_00000_of_00002 in the place of a_text_document_00001_of_00002
+    """
+    wanted = []  # the shards of a corpus that must come next, in order
+    for prefix in prefixes:
+        name = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", prefix)
+        if name is not None and len(wanted) == 0:
+            wanted = [f"{name[1]}_{index:05}_of_{name[2]}" for index in range(int(name[2]))]
+        if len(wanted) > 0:
+            shard = wanted.pop(0)
+            if prefix != shard:
+                raise ValueError(f"wanted {shard} in the place of {prefix}")
+    if len(wanted) > 0:
+        raise ValueError(f"wanted {wanted[0]} too, after {prefix}: merge all shards, or none")
+
+
+def _read_record(path_prefix):
+    """Return the record of a pair, a dict; None if it has none, or one of other sizes."""
+    path = f"{os.fspath(path_prefix)}.record.json"
+    try:
+        with open(path, "rb") as file:
+            record = json.load(file)
+    except (OSError, ValueError):  # it is missing, or damaged: no reason to stop
+        return None
+    sizes = _sizes_of_pair(path_prefix)
+    if any(record.get(field) != size for field, size in sizes.items()):
+        return None
+    return record
+
+
+def _sizes_of_pair(path_prefix):
+    """The sizes of the files of a pair, in bytes."""
+    return {
+        "bin": os.path.getsize(get_bin_path(path_prefix)),
+        "idx": os.path.getsize(get_idx_path(path_prefix)),
+    }
+
+
+def _write_record(path_prefix, tokenizer, inputs):
+    """Write the record of a pair, which is there."""
+    record = {"tokenizer": tokenizer, "inputs": inputs} | _sizes_of_pair(path_prefix)
+    with _NewFile(f"{os.fspath(path_prefix)}.record.json", synced=False) as file:
+        file.write(json.dumps(record, indent=1).encode())
+
+
+def _join_records(prefixes):
+    """The tokenizer and the inputs of the pair that merge() makes of these pairs."""
+    inputs = []
+    tokenizers = []
+    for prefix in prefixes:
+        record = _read_record(prefix)
+        if record is None:  # such as upstream's pair: an input of its own
+            part = _Part(prefix, _hide_credentials(prefix), None)
+            part.documents = len(IndexedDataset(prefix).document_indices) - 1
+            record = {"tokenizer": None, "inputs": [part.describe()]}
+        tokenizers.append(record["tokenizer"])
+        for part in record["inputs"]:
+            # Does the part of an input begin where the part before it, of the shard before, ends?
+            end_of_before = (part["name"], part["size"], part["begin"])
+            before = inputs[-1] if len(inputs) > 0 else {"name": None, "size": None, "end": None}
+            if part["begin"] > 0 and end_of_before == (
+                before["name"],
+                before["size"],
+                before["end"],
+            ):
+                before["documents"] += part["documents"]
+                before["end"] = part["end"]
+            else:
+                inputs.append(part)
+    is_one = tokenizers.count(tokenizers[0]) == len(tokenizers)
+    return tokenizers[0] if is_one else None, inputs
+
+
+def _input_of_document(record, document):
+    """Return the name of the input that has a document of a pair, and its number in there, from 0.
+
+    A number counts documents: blank lines, and bad lines that were left out, are none.  Where a
+    shard begins within an input, numbers count from there, and the name says from which byte on.
+
+    >>> record = {"inputs": [{"name": "a", "begin": 0, "documents": 3},
+    ...                      {"name": "b", "begin": 0, "documents": 2}]}
+    >>> _input_of_document(record, 4)
+    ('b', 1)
+    """
+    for part in record["inputs"]:
+        if document < part["documents"]:
+            return part["name"] + _from_byte(part["begin"]), document
+        document -= part["documents"]
+    raise IndexError(f"the record of the pair has {document} documents too few")
+
+
+def _warn_of_other_tokenizer(path_prefix: str | os.PathLike, tokenizer: typing.Any) -> None:
+    """Warn if a pair was made with another tokenizer, as its record says: its ids mean other texts.
+
+    Nothing is said of a pair without a record.
+    """
+    record = _read_record(path_prefix)
+    if record is None or record["tokenizer"] is None:
+        return
+    identity = _identity_of_tokenizer(tokenizer)
+    if record["tokenizer"] != identity:
+        warnings.warn(
+            f"{os.fspath(path_prefix)} was made with the tokenizer {record['tokenizer']}, and the "
+            f"config has {identity}: the ids of one are other texts for the other",
+            stacklevel=3,
+        )
+
+
+def _identity_of_tokenizer(tokenizer):
+    """The unique_identifiers of a tokenizer, as JSON gives them back; None if it has none."""
+    identity = _attribute(tokenizer, "unique_identifiers")
+    return json.loads(json.dumps(identity, default=str))
 
 
 # ==============================================================================
@@ -8463,31 +7203,30 @@ class SFTDataset(MegatronDataset):
                     f"{name} must be False for SFTDataset: cu_seqlens and position_ids keep the "
                     "conversations of a sample apart"
                 )
-        if self.num_samples and not len(self.indices):
+        if self.num_samples and len(self.indices) == 0:
             raise ValueError(
                 f"{_name(self)}: {index_split.name} of split {config.split!r} holds no rows for "
                 f"{self.num_samples} samples: enlarge it"
             )
+        self._tokenize_conversation = _attribute(config.tokenizer, "tokenize_conversation")
+        identifiers = _attribute(config.tokenizer, "unique_identifiers")
+        if self._tokenize_conversation is None and identifiers is not None:
+            if identifiers.get("add_special_tokens"):
+                raise ValueError(
+                    "SFTDataset wants a tokenizer that was made without add_special_tokens: this "
+                    "one would put its special tokens around each piece of a conversation"
+                )
         self._pad_token_id = _attribute(config.tokenizer, "pad")
         self._fill_token_id = self._pad_token_id
         if self._pad_token_id is None:
             self._fill_token_id = _attribute(config.tokenizer, "eod")
-        if self._fill_token_id is None:
-            raise ValueError(
-                "SFTDataset fills short samples with the tokenizer's pad, or else its eod: this "
-                "tokenizer has neither"
-            )
         self._granularity = 1
         if config.context_parallel_size is not None and config.context_parallel_size > 1:
             self._granularity = 2 * config.context_parallel_size
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> typing.Any:
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
-        if dataset_path is None:
-            raise ValueError(
-                "SFTDataset has no mock data: give a blend of .jsonl or .parquet files"
-            )
         if os.fspath(dataset_path).endswith(".parquet"):
             return _ParquetRows(dataset_path)
         return _JsonlRows(dataset_path)
@@ -8531,10 +7270,11 @@ class SFTDataset(MegatronDataset):
         """Yield (tokens, targets), int64, of one conversation of a row after the other."""
         try:
             for conversation in _split_conversations(self.dataset[row]):
-                tokens, targets = self._encode(conversation)
-                if len(tokens) != len(targets):
-                    raise ValueError(
-                        f"the tokenizer gave {len(tokens)} tokens and {len(targets)} targets"
+                if self._tokenize_conversation is None:
+                    tokens, targets = _encode_conversation(conversation, self.config.tokenizer)
+                else:
+                    tokens, targets = self._tokenize_conversation(
+                        conversation, return_target=True, add_generation_prompt=False
                     )
                 yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
         except Exception as error:
@@ -8542,14 +7282,6 @@ class SFTDataset(MegatronDataset):
             if isinstance(self.dataset, _JsonlRows):
                 place = f"line {self.dataset.line_numbers[row]}"
             raise ValueError(f"{_name(self)}, {place}: {error}") from error
-
-    def _encode(self, conversation):
-        """The tokens and targets of one conversation, by the tokenizer's template or by ours."""
-        tokenizer = self.config.tokenizer
-        tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
-        if tokenize_conversation is None:
-            return _encode_conversation(conversation, tokenizer)
-        return tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
 
     def made_from(self) -> dict:
         """Return what tells the rows from others: their numbers, and the ends of the file."""
@@ -8566,15 +7298,11 @@ class SFTDataset(MegatronDataset):
 def _split_conversations(row):
     """Cut the messages of a row into conversations: each system message begins a new one.
 
-    Anything but {"messages": [message, ...]} is a ValueError.
-
     >>> messages = [{"role": role, "content": "hi"} for role in ("user", "system", "user")]
     >>> [len(conversation) for conversation in _split_conversations({"messages": messages})]
     [1, 2]
     """
-    messages = None
-    if isinstance(row, collections.abc.Mapping):
-        messages = row.get("messages")
+    messages = row.get("messages") if isinstance(row, collections.abc.Mapping) else None
     if not isinstance(messages, list) or len(messages) == 0:
         raise ValueError(
             'wanted "messages", a list of {"role": ..., "content": ...}, '
@@ -8668,11 +7396,6 @@ class _JsonlRows:
 
     def __init__(self, path):
         self.path = os.fspath(path)
-        if self.path.endswith((".gz", ".zst", ".bz2", ".xz")):
-            raise ValueError(
-                f"{self.path}: rows are read in any order, and a compressed file can only be read "
-                "from its beginning: decompress it first"
-            )
         self.starts = array.array("q")
         self.line_numbers = array.array("q")
         position = 0
@@ -8690,29 +7413,19 @@ class _JsonlRows:
         # An open file would have a position, which threads and forked processes could mix up.
         with open(self.path, "rb") as file:
             file.seek(self.starts[row])
-            line = file.readline()
-        try:
-            return json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"no JSON: {error}") from None
+            return json.loads(file.readline())
 
 
 class _ParquetRows:
-    """The rows of a Parquet file, by number; its column "messages" is kept in memory.
-
-    It is read with the package pyarrow (extra "storage").
-    """
+    """The rows of a Parquet file, by number; its column "messages" is kept in memory."""
 
     def __init__(self, path):
         parquet = _import_extra("pyarrow.parquet", "storage", path)
-        with open(path, "rb") as file:
-            try:
-                table = parquet.read_table(file, columns=["messages"])
-            except Exception as error:  # pyarrow raises many kinds
-                raise ValueError(
-                    f'{path}: damaged, or no Parquet file with a column "messages": {error}'
-                ) from None
-        self._messages = table.column("messages")
+        try:
+            table = parquet.read_table(path, columns=["messages"])
+            self._messages = table.column("messages")
+        except Exception as error:  # pyarrow raises many kinds, and none names the file
+            raise ValueError(f'{path}: wanted a Parquet file with "messages": {error}') from None
 
     def __len__(self):
         return len(self._messages)
@@ -8724,20 +7437,18 @@ class _ParquetRows:
 # ==============================================================================
 # 20. Audit
 # ==============================================================================
-# Question answered here: which documents made this batch, and what will this blend do?
+# Question answered here: which documents made this sample, and which samples read this document?
 #
-#   trace(dataset, k)         a sample          ->  its spans: which tokens of which documents
-#   find(dataset, pair, i)    a sequence        ->  the samples that hold tokens of it
-#   explain(dataset, step)    a training step   ->  the samples of all ranks, the spans of each
-#   plan(config, sizes)       a config          ->  what the builder would build
+#   trace(dataset, k)         a sample      ->  its spans: which tokens of which documents
+#   find(dataset, pair, i)    a sequence    ->  the samples that hold tokens of it
 #
-# The first three follow from the orders of section 4, and read no token.  trace() goes down this
-# table, as GPTDataset.pieces() does, and find() goes up:
+# Both follow from the orders of section 4, and read no token.  trace() goes down this table, as
+# GPTDataset.pieces() does, and find() goes up:
 #
 #   array            trace() goes from        to                        find() goes back by
-#   shuffle_index    sample k                 sample j of the stream    its inverse, made once
+#   shuffle_index    sample k                 sample j of the stream    its inverse
 #   sample_index     sample j of the stream   positions d .. d'         binary search
-#   document_index   positions d .. d'        sequences                 a sorted copy, made once
+#   document_index   positions d .. d'        sequences                 one pass over it
 #
 # A BlendedDataset has two arrays above these: they say which sample of which dataset sample i is.
 
@@ -8760,7 +7471,7 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     """Return the spans of sample k, in order: its S + x tokens, or fewer if it is padded.
 
     A subclass that changes tokens when it reads them is traced to the tokens before the change.
-    Cost: that of dataset.pieces(k), a binary search for each span, and the record of each pair; no
+    Cost: that of dataset.pieces(k), a binary search for each span, and the record of the pair; no
     token is read.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
@@ -8775,75 +7486,51 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     >>> find(train, train.dataset_path, 2)             # the samples that hold tokens of cccccc
     [0, 1]
     """
-    return _trace(dataset, k, {})
-
-
-def _trace(dataset, k, records):
-    """Trace a sample; records keeps the record of each pair that was seen."""
     if isinstance(dataset, BlendedDataset):
         i = _position(k, len(dataset), "the samples of a blend")
         part = dataset.datasets[dataset.dataset_index[i]]
-        return _trace(part, int(dataset.dataset_sample_index[i]), records)
+        return trace(part, int(dataset.dataset_sample_index[i]))
+    is_pair = isinstance(dataset.dataset, IndexedDataset)
+    record = None
+    if is_pair:
+        record = _read_record(dataset.dataset_path)  # what the pair was made from: section 18
     spans = []
     sample_offset = 0
-    for sequence, offset, length in _pieces(dataset, k):
-        if length > 0:
+    for sequence, offset, length in dataset.pieces(k):
+        if length == 0:
+            continue
+        document = sequence  # of mock data, or of a reader of the user's own
+        byte_offset = None
+        input = None
+        input_document = None
+        if is_pair:
             document, byte_offset = _place_in_pair(dataset.dataset, sequence, offset)
-            input, input_document = _place_in_input(dataset, document, records)
-            spans.append(
-                Span(
-                    path_prefix=dataset.dataset_path,
-                    sequence=sequence,
-                    document=document,
-                    offset=offset,
-                    length=length,
-                    byte_offset=byte_offset,
-                    sample_offset=sample_offset,
-                    input=input,
-                    input_document=input_document,
-                )
+        if record is not None:
+            input, input_document = _input_of_document(record, document)
+        spans.append(
+            Span(
+                path_prefix=dataset.dataset_path,
+                sequence=sequence,
+                document=document,
+                offset=offset,
+                length=length,
+                byte_offset=byte_offset,
+                sample_offset=sample_offset,
+                input=input,
+                input_document=input_document,
             )
-            sample_offset += length
+        )
+        sample_offset += length
     return spans
 
 
-def _pieces(dataset, k):
-    """The pieces of sample k; TypeError for a dataset that is not cut from a stream of tokens."""
-    if not hasattr(dataset, "pieces"):
-        raise TypeError(
-            f"{type(dataset).__name__} cannot be traced: its samples are not pieces of sequences, "
-            "as those of a GPTDataset are"
-        )
-    return dataset.pieces(k)
-
-
 def _place_in_pair(pair, sequence, offset):
-    """The document of a sequence, and the byte of the .bin at which its token offset is.
-
-    A reader of the user's own, as that of mock data, has neither: there a sequence is a document.
-    """
-    if not isinstance(pair, IndexedDataset):
-        return sequence, None
+    """The document of a sequence, and the byte of the .bin at which its token offset is."""
     # A document without sequences begins where the next one begins: the last one has the sequence.
     # bisect, since the entries lie unaligned in the file: np.searchsorted() would copy all of them.
     document = bisect.bisect_right(pair.document_indices, sequence) - 1
     token_bytes = DType.size(pair.dtype)
     return document, int(pair.sequence_pointers[sequence]) + offset * token_bytes
-
-
-def _place_in_input(dataset, document, records):
-    """The input file of a document, and its number there; (None, None) without a record."""
-    prefix = dataset.dataset_path
-    if not isinstance(dataset.dataset, IndexedDataset):
-        return None, None
-    if prefix not in records:
-        records[prefix] = read_record(prefix)
-    return input_of_document(records[prefix], document)
-
-
-def _parts_of(dataset):
-    """The datasets of a blend, or the dataset alone."""
-    return dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
 
 
 def find(
@@ -8854,387 +7541,50 @@ def find(
     path_prefix   the pair; None for mock data
     Raises        ValueError if the dataset has no such pair, IndexError if the pair has no such
                   sequence
-    Cost          that of a SampleFinder: take one yourself for many questions
+    Cost          one pass over the orders, 4 or 8 bytes for each sample; a few binary searches for
+                  each epoch; and the samples that are found
     """
-    return SampleFinder(dataset).find(path_prefix, sequence)
+    prefix = path_prefix if path_prefix is None else os.fspath(path_prefix)
+    parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    prefixes = [part.dataset_path for part in parts]
+    if prefix not in prefixes:
+        names = ", ".join(str(name) for name in prefixes)
+        raise ValueError(f"{prefix} is not a pair of this dataset, which has {names}")
+    found = []
+    for d, part in enumerate(parts):
+        if prefixes[d] != prefix:
+            continue
+        samples = _samples_of_sequence(part, sequence)
+        if isinstance(dataset, BlendedDataset):
+            # The samples 0, 1, 2, ... of a part come in this order in the blend, which may take
+            # fewer of them than the part has.
+            places = np.flatnonzero(dataset.dataset_index == d)
+            samples = [int(places[k]) for k in samples if k < len(places)]
+        found += samples
+    return sorted(found)
 
 
-class SampleFinder:
-    """Finds the samples of a dataset that hold tokens of a sequence.
-
-    Cost: the first question about a pair sorts a copy of document_index and inverts shuffle_index
-    (10 million documents: a third of a second), 8 bytes for each document of all epochs and 4 or 8
-    for each sample, and 8 more for each sample of a blend.  Each further question takes a few
-    binary searches for each epoch, and the samples that are found.
-    """
-
-    def __init__(self, dataset: GPTDataset | BlendedDataset) -> None:
-        self._dataset = dataset
-        self._parts = _parts_of(dataset)
-        self._orders = {}  # of the parts that were asked about
-
-    def find(self, path_prefix: str | os.PathLike | None, sequence: int) -> list[int]:
-        """Return the samples that hold a token of this sequence of the pair, in order."""
-        prefix = path_prefix if path_prefix is None else os.fspath(path_prefix)
-        prefixes = [part.dataset_path for part in self._parts]
-        if prefix not in prefixes:
-            names = ", ".join(str(name) for name in prefixes)
-            raise ValueError(f"{prefix} is not a pair of this dataset, which has {names}")
-        found = []
-        for d, part in enumerate(self._parts):
-            if prefixes[d] == prefix:
-                if d not in self._orders:
-                    self._orders[d] = _InvertedOrders(part)
-                found += self._in_dataset(d, self._orders[d].find(sequence))
-        return sorted(found)
-
-    def _in_dataset(self, d, samples):
-        """Samples of part d -> the same samples, as the whole dataset numbers them."""
-        if not isinstance(self._dataset, BlendedDataset):
-            return samples
-        # The samples 0, 1, 2, ... of a part come in this order in the blend.
-        orders = self._orders[d]
-        if orders.places_in_blend is None:
-            orders.places_in_blend = np.flatnonzero(self._dataset.dataset_index == d)
-        places = orders.places_in_blend
-        # a part may be built for more samples than the blend takes of it
-        return [int(places[k]) for k in samples if k < len(places)]
-
-
-class _InvertedOrders:
-    """The orders of a GPTDataset, from a sequence to samples."""
-
-    def __init__(self, dataset):
-        _pieces(dataset, 0)  # an error for a dataset that has none
-        self._dataset = dataset
-        self.places_in_blend = None
-        # One number for each entry of document_index, sequence * size + position.  When they are
-        # sorted, those of a sequence are neighbours: binary search finds the first and the last.
-        self._size = len(dataset.document_index)
-        if self._size > 2**32:
-            raise ValueError(f"find() knows up to 2**32 places of documents, not {self._size}")
-        self._places = dataset.document_index.astype(np.int64)
-        self._places *= self._size
-        self._places += np.arange(self._size)
-        self._places.sort()
-        # where each sample of the stream is in the shuffled order
-        shuffle_index = dataset.shuffle_index
-        self._numbers = np.empty_like(shuffle_index)
-        self._numbers[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
-
-    def find(self, sequence):
-        """The samples that hold a token of this sequence of the pair."""
-        i = _position(sequence, len(self._dataset.dataset), f"{_name(self._dataset)}, its pair")
-        begin, end = np.searchsorted(self._places, [i * self._size, (i + 1) * self._size])
-        found = []
-        for k in self._samples_at(self._places[begin:end] - i * self._size):
-            if any(piece[0] == i and piece[2] > 0 for piece in self._dataset.pieces(k)):
-                found.append(k)
-        return found
-
-    def _samples_at(self, positions):
-        """The samples that may hold a token of one of these positions of the stream."""
-        starts = self._dataset.sample_index[:, 0]  # where samples start, in order
-        num_samples = len(starts) - 1
-        samples = set()
-        for d in positions.tolist():
-            # Those that start at d may hold its tokens, and the last one that starts before d.
-            first = max(0, bisect.bisect_left(starts, d) - 1)
-            end = min(bisect.bisect_right(starts, d), num_samples)
-            samples.update(self._numbers[first:end].tolist())
-        # a subclass may have a smaller len()
-        return [k for k in samples if k < len(self._dataset)]
-
-
-class ExplainedSample(typing.NamedTuple):
-    """A sample of a global batch; see explain()."""
-
-    data_parallel_rank: int
-    micro_batch: int  # counted from 0 in the step
-    sample: int | None  # of the dataset; None is padding
-    spans: list[Span]  # none for padding
-
-
-def explain(
-    dataset: typing.Any,
-    step: int,
-    *,
-    global_batch_size: int,
-    micro_batch_size: int,
-    data_parallel_size: int = 1,
-    consumed_samples: int = 0,
-    dataloader_type: str = "single",
-    data_sharding: bool = True,
-    full_validation: bool = False,
-    drop_last: bool = True,
-    seed: int = 0,
-) -> list[ExplainedSample]:
-    """Return what the loaders of all data-parallel ranks give in one step of training.
-
-    step               counted from 0: the first step after consumed_samples is step 0
-    global_batch_size  samples in a step, of all ranks: a whole number of rounds (section 8)
-    consumed_samples   samples that were consumed before step 0, also by steps of another size
-    the others         as for build_pretraining_data_loader()
-    Returns            one entry for each sample, rank by rank, each rank's in the order of reading;
-                       fewer than global_batch_size where the order ends in this step
-    Raises             ValueError if the run has no such step
-    Cost               O(global_batch_size) spans; "cyclic" draws, for each rank, the order of an
-                       epoch.  No token is read.
-
-    >>> dataset = BlendedMegatronDatasetBuilder(
-    ...     GPTDataset, [6, 0, 0], lambda: True,
-    ...     GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
-    ...                      tokenizer=ByteTokenizer(), create_attention_mask=False)).build()[0]
-    >>> layout = dict(global_batch_size=2, micro_batch_size=1, data_parallel_size=2)
-    >>> for rank, micro_batch, sample, spans in explain(dataset, 1, **layout):
-    ...     print(rank, micro_batch, sample, [(span.sequence, span.length) for span in spans])
-    0 0 2 [(2, 3), (0, 2)]
-    1 0 3 [(1, 1), (2, 4)]
-    """
-    if step < 0 or data_parallel_size < 1:
-        raise ValueError(
-            f"wanted step >= 0 and data_parallel_size >= 1, got {step} and {data_parallel_size}"
-        )
-    begin = consumed_samples + step * global_batch_size
-    if dataloader_type != "cyclic" and not 0 <= begin < len(dataset):
-        raise ValueError(f"step {step} begins at sample {begin} of {len(dataset)}: no such step")
-    samples_per_round = data_parallel_size
-    if not full_validation:
-        samples_per_round *= micro_batch_size
-    rounds, rest = divmod(global_batch_size, samples_per_round)
-    if rest or rounds < 1:
-        raise ValueError(
-            f"global_batch_size: wanted a multiple of the round of {samples_per_round} samples, "
-            f"got {global_batch_size}"
-        )
-    records = {}
-    explained = []
-    for rank in range(data_parallel_size):
-        place = begin, micro_batch_size, rank, data_parallel_size
-        order = dataloader_type, data_sharding, full_validation, drop_last, seed
-        batches = _make_sampler(dataset, *place, *order)
-        if batches.kind == "cyclic":
-            batches = cyclic_iter(batches)  # the step may go on in the next turn
-        for micro_batch, samples in enumerate(itertools.islice(batches, rounds)):
-            for k in samples:
-                spans = []
-                if k is not None:
-                    spans = _trace(dataset, k, records)
-                explained.append(ExplainedSample(rank, micro_batch, k, spans))
-    if len(explained) == 0:
-        raise ValueError(f"step {step} begins at sample {begin}: what is left fills no round")
-    return explained
-
-
-# -- plan() ------------------------------------------------------------------------------------
-
-
-class PlanRow(typing.NamedTuple):
-    """What plan() says of one corpus in one split."""
-
-    split: str
-    path_prefix: str | None  # None: mock data
-    documents: int  # sequences of this split
-    tokens: int  # in these
-    samples_requested: int | None  # what it is built for; None: one epoch
-    samples_built: int  # whole epochs of that many samples at least
-    samples_drawn: int  # what a run of the wanted size reads
-    epochs: fractions.Fraction  # S * samples_drawn / tokens
-    weight_asked: float  # share of the samples of the split; 1 for a corpus alone
-    weight_achieved: fractions.Fraction  # samples_drawn of the samples of the split
-    tokens_cut: int  # tokens at the end of the last epoch that fill no sample
-    steps_per_epoch: fractions.Fraction | None  # of train: steps in which the corpus is read once
-
-
-class Plan(typing.NamedTuple):
-    """What plan() returns: a row for each corpus of each split, and what may cost a run."""
-
-    rows: list[PlanRow]
-    notes: list[str]
-
-
-def plan(
-    config: GPTDatasetConfig,
-    sizes: typing.Sequence[int | None],
-    global_batch_size: int | None = None,
-) -> Plan:
-    """Return what a BlendedMegatronDatasetBuilder of GPTDatasets would build, and a run would read.
-
-    sizes              samples wanted of train, valid and test; None: one epoch, as for the builder
-    global_batch_size  samples in a step, for steps_per_epoch
-    Raises             ValueError where the builder raises one
-    Cost               opens each pair and reads the lengths of its documents; the blends are made,
-                       10 bytes for each sample of them.  No token is read, and nothing is written.
-
-    >>> prefix = toy_corpus()                                   # 3 documents, 13 tokens
-    >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
-    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
-    >>> [row], notes = plan(config, [6, 0, 0], global_batch_size=2)
-    >>> row.samples_built, row.epochs, row.tokens_cut, row.steps_per_epoch
-    (6, Fraction(24, 13), 1, Fraction(13, 8))
-    """
-    if global_batch_size is not None and global_batch_size < 1:
-        raise ValueError(f"global_batch_size must be >= 1, got {global_batch_size}")
-    cls = MockGPTDataset if config.mock else GPTDataset
-    opened = {}  # the lengths of the sequences of each pair
-    rows = []
-    notes = []
-    for blend in _entries_of_config(config, sizes):
-        corpora = []
-        requested = blend.sizes(config.mid_level_dataset_surplus)
-        for prefix, num_samples in zip(blend.prefixes, requested, strict=True):
-            if prefix not in opened:
-                opened[prefix] = cls.build_low_level_dataset(prefix, config).sequence_lengths
-            corpora.append(_PlannedCorpus(config, blend, prefix, opened[prefix], num_samples))
-        drawn = _samples_drawn(blend, [corpus.epochs.num_samples for corpus in corpora])
-        shares = _shares_asked(blend, corpora)
-        for corpus, num_drawn, share in zip(corpora, drawn, shares, strict=True):
-            if num_drawn > corpus.epochs.num_samples:
-                corpus.enlarge(num_drawn)
-            row = corpus.row(num_drawn, share, sum(drawn), global_batch_size)
-            rows.append(row)
-            notes += corpus.notes(row)
-        if blend.size is not None and sum(drawn) < blend.size:
-            notes.append(
-                f"{blend.split.name}: an epoch has {sum(drawn):,} samples, not {blend.size:,}: the "
-                "run will end early"
-            )
-    return Plan(rows, notes)
-
-
-_MANY_EPOCHS = 4  # repeating data more often than this is known to teach a model less and less
-_MUCH = 0.05  # from this share on, a difference of a weight is worth a note
-
-
-class _PlannedCorpus:
-    """A corpus in a split of a config, and the epochs of it that a number of samples takes."""
-
-    def __init__(self, config, blend, prefix, lengths, num_samples):
-        self.config = config
-        self.blend = blend
-        self.prefix = prefix
-        self.name = f"{blend.split.name} of {'mock data' if prefix is None else prefix}"
-        self.documents = range(*split_range(blend.bounds, len(lengths)))
-        self.tokens = _count_tokens(lengths, self.documents)
-        self.enlarge(num_samples)
-
-    def enlarge(self, num_samples):
-        """Plan for so many samples: a blend may take more of a corpus than its surplus."""
-        self.requested = num_samples
-        self.epochs = self.plan_epochs(num_samples)
-
-    def plan_epochs(self, num_samples):
-        """Return the EpochPlan of so many samples of this corpus; None: one epoch."""
-        config = self.config
-        is_valid = self.blend.split is Split.valid
-        drop_last = config.drop_last_partial_validation_sequence or not is_valid
-        x = config.add_extra_token_to_sequence
-        try:
-            return plan_epochs(self.tokens, num_samples, config.sequence_length, drop_last, x)
-        except ValueError as error:  # it holds no tokens
-            raise ValueError(f"{self.name}: {error}") from None
-
-    def row(self, drawn, weight_asked, drawn_of_all, global_batch_size):
-        """Return the PlanRow, for a run that reads so many samples of this corpus and of all."""
-        S = self.config.sequence_length
-        built = self.epochs.num_samples
-        tokens_in_use = 0
-        if built > 0:
-            tokens_in_use = built * S + self.config.add_extra_token_to_sequence
-        epochs = fractions.Fraction(0)
-        weight_achieved = fractions.Fraction(0)
-        steps_per_epoch = None
-        if drawn > 0:
-            epochs = fractions.Fraction(drawn * S, self.tokens)
-            weight_achieved = fractions.Fraction(drawn, drawn_of_all)
-            if global_batch_size is not None and self.blend.split is Split.train:
-                steps_per_epoch = fractions.Fraction(drawn_of_all, global_batch_size) / epochs
-        return PlanRow(
-            split=self.blend.split.name,
-            path_prefix=self.prefix,
-            documents=len(self.documents),
-            tokens=self.tokens,
-            samples_requested=self.requested,
-            samples_built=built,
-            samples_drawn=drawn,
-            epochs=epochs,
-            weight_asked=weight_asked,
-            weight_achieved=weight_achieved,
-            tokens_cut=max(0, self.epochs.num_epochs * self.tokens - tokens_in_use),
-            steps_per_epoch=steps_per_epoch,
-        )
-
-    def notes(self, row):
-        """Return sentences on what may cost a run."""
-        notes = []
-        if row.epochs > _MANY_EPOCHS:
-            notes.append(
-                f"{self.name}: read {float(row.epochs):.1f} times: more than {_MANY_EPOCHS} times "
-                "is worth less and less"
-            )
-        difference = abs(float(row.weight_achieved) - row.weight_asked)
-        if self.blend.size != 0 and difference > _MUCH * row.weight_asked:
-            notes.append(
-                f"{self.name}: a weight of {row.weight_asked:.4g} cannot be met with so few "
-                f"samples: {row.samples_drawn:,} are drawn, {float(row.weight_achieved):.4g} of all"
-            )
-        n = row.samples_requested
-        other = self.size_of_other_order(n)
-        if other is not None and self.blend.split is Split.train:
-            notes.append(
-                f"{self.name}: for {_count(other, 'sample')} instead of {n:,} all of them would be "
-                "shuffled anew, from the first one on: set stable_order if the run may become "
-                "longer or shorter"
-            )
-        return notes
-
-    def size_of_other_order(self, n):
-        """A number of samples, 1 % more than n or less, that has another order; None: none has."""
-        if not n or self.config.stable_order:
-            return None
-        margin = max(1, n // 100)
-        for other in (n + margin, max(1, n - margin)):
-            epochs = self.plan_epochs(other)
-            is_as_long = epochs.num_epochs == self.epochs.num_epochs
-            if not is_as_long or epochs.separate_final_epoch != self.epochs.separate_final_epoch:
-                return other
-        return None
-
-
-def _samples_drawn(blend, built):
-    """How many samples a run reads of each corpus of a blend; built: how many each has."""
-    if blend.is_one_corpus:
-        return [built[0] if blend.size is None else int(blend.size)]
-    if blend.phases is not None:
-        phases = blend.phases
-    elif blend.weights is not None:
-        phases = [(sum(math.ceil(blend.size * weight) for weight in blend.weights), blend.weights)]
-    elif sum(built) == 0 and blend.size != 0:
-        raise ValueError(f"{blend.split.name}: no corpus of the blend holds a whole sample")
-    elif blend.size is None or sum(built) == 0:
-        return built
-    else:
-        phases = [(min(int(blend.size), sum(built)), _normalize_used(built))]
-    size = sum(samples for samples, _ in phases)
-    dataset_index = np.zeros(size, np.int16)
-    build_phase_indices(dataset_index, np.zeros(size, np.int64), phases)
-    return np.bincount(dataset_index, minlength=len(built)).tolist()
-
-
-def _shares_asked(blend, corpora):
-    """The share of the samples of a split that each corpus is to give."""
-    if blend.is_one_corpus:
-        return [1.0]
-    if blend.weights is not None:
-        return blend.weights
-    if blend.phases is None:
-        built = [corpus.epochs.num_samples for corpus in corpora]
-        return [count / max(1, sum(built)) for count in built]
-    shares = np.zeros(len(corpora))
-    size = sum(samples for samples, _ in blend.phases)
-    for samples, weights in blend.phases:
-        shares += np.multiply(weights, samples / size)
-    return shares.tolist()
+def _samples_of_sequence(dataset, sequence):
+    """The samples of a GPTDataset that hold a token of a sequence, in any order."""
+    i = _position(sequence, len(dataset.dataset), f"{_name(dataset)}, its pair")
+    shuffle_index = dataset.shuffle_index
+    numbers = np.empty_like(shuffle_index)  # sample j of the stream -> k
+    numbers[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
+    starts = dataset.sample_index[
+        :, 0
+    ]  # where samples start, in order, and where the last one ends
+    positions = np.flatnonzero(dataset.document_index == i)
+    # Those that start at a position may hold its tokens, and the last one that starts before it.
+    firsts = np.searchsorted(starts, positions) - 1
+    ends = np.searchsorted(starts, positions, "right")
+    samples = set()
+    for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
+        samples.update(numbers[max(0, first) : end].tolist())
+    found = []
+    for k in samples:
+        if any(piece[0] == i and piece[2] > 0 for piece in dataset.pieces(k)):
+            found.append(k)
+    return found
 
 
 # ==============================================================================
@@ -9245,25 +7595,8 @@ def _shares_asked(blend, corpora):
 #   megatron-min preprocess --input 'books/*.jsonl' --output-prefix books --append-eod --workers 8
 #   megatron-min merge      --input books_text_document wiki_text_document --output-prefix all
 #   megatron-min inspect    all --tokenizer tokenizer.json
-#   megatron-min verify     all cache
-#   megatron-min build      --config run.toml --path-to-cache cache
-#   megatron-min plan       --config run.toml --global-batch-size 512
-#   megatron-min trace      --config run.toml --step 31000 --global-batch-size 512 --decode
-#   megatron-min find       --config run.toml --path-prefix books --sequence 12
+#   megatron-min verify     all books_text_document
 #   megatron-min demo
-#
-# build, plan, trace and find read the options of a run.  Those that people type are flags; the TOML
-# file of --config may hold these and all others:
-#
-#   flag              in run.toml                              what becomes of it
-#   --blend 7 a 3 b   blend = [7, "a", 3, "b"]                 fields of GPTDatasetConfig
-#   --random-seed 1   random_seed = 1
-#                     eod_mask_loss = true, ...
-#   --tokenizer t     tokenizer = "t", eod_token = "<end>"     arguments of build_tokenizer()
-#   --sizes 9 9 none  sizes = [9, 9, "none"]                   sizes of the builder
-#   --global-...      global_batch_size = 8, seed = 1, ...     arguments of explain()
-#
-# A flag wins over the file.  A blend of the command line replaces all blends of the file.
 #
 #   how a command ends                              exit code
 #   well                                            0
@@ -9276,126 +7609,34 @@ def _shares_asked(blend, corpora):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code; codes 2 and 143 come as SystemExit.
+    """Run a command and return its exit code; codes 2, 130 and 143 come as SystemExit.
 
     argv   the words after the name of the program; None: those of this process
     """
     options = _make_parser().parse_args(argv)
-    with warnings.catch_warnings(), _exit_at_sigterm(), _any_text_on_stdout():
-        warnings.showwarning = _print_warning
-        return _run_command(options)
+    arrived = []
 
+    def exit_at_signal(number, frame):
+        """End the command as an exception does; 128 + number is how a shell reports a signal."""
+        arrived.append(number)
+        sys.exit(128 + number)
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults, and keeps the lines of the example: two formatters of argparse."""
-
-
-def _make_parser():
-    """Return the parser of all commands; each stores the function that runs it as options.run."""
-    parser = argparse.ArgumentParser(
-        _program_name(),
-        description="Megatron-LM's GPT data path: text to files to indices to resumable batches.",
-        epilog=f"{_program_name()} COMMAND --help shows the options of a command, and an example.",
-    )
-    version = f"{__version__} ({_describe_kernels()})"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_preprocess(commands)
-    _add_merge(commands)
-    _add_inspect(commands)
-    _add_verify(commands)
-    _add_build(commands)
-    _add_plan(commands)
-    _add_trace(commands)
-    _add_find(commands)
-    _add_demo(commands)
-    return parser
-
-
-def _add_command(commands, name, run, help, example, makes_files=False):
-    """Add a command without options yet, and return its parser.
-
-    run          the generator that runs the command: it takes the options, and yields the lines
-                 that are printed
-    help         what the command does, in a line
-    example      a command line, without the name of the program and of the command
-    makes_files  is its work done when its files are there?  Else its work is what it prints
-    """
-    parser = commands.add_parser(
-        name,
-        help=help,
-        description=help,
-        formatter_class=_HelpFormatter,
-        argument_default=argparse.SUPPRESS,  # what is not given, and has no default, is not there
-    )
-    parser.epilog = f"example:\n  {parser.prog} {example}".rstrip()
-    parser.set_defaults(run=run, makes_files=makes_files)
-    return parser
-
-
-def _program_name():
-    """How this program was started: also a copy of this file alone is one."""
-    if os.path.basename(sys.argv[0]) == os.path.basename(__file__):
-        return f"python {sys.argv[0]}"
-    return "megatron-min"
-
-
-def _run_command(options):
-    """Run the command and return the exit code; an error becomes one sentence on stderr."""
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, exit_at_signal)
     try:
-        return _print_lines(options.run(options), options.makes_files)
-    except (Exception, KeyboardInterrupt) as error:
-        signal_error = _find_signal(error)
-        if isinstance(signal_error, SystemExit):
-            raise signal_error from None
-        if isinstance(signal_error, KeyboardInterrupt):
-            print("megatron-min: interrupted", file=sys.stderr)
-            return 130
+        with warnings.catch_warnings():
+            warnings.showwarning = _print_warning
+            options.run(options)
+    except Exception as error:
+        if len(arrived) > 0:  # what a signal stops may raise an error of its own
+            sys.exit(128 + arrived[0])
         print(f"megatron-min: {_one_line(error)}", file=sys.stderr)
         return 1
-
-
-def _print_lines(lines, makes_files):
-    """Print what a command says, and return the exit code.
-
-    makes_files   then the lines tell of files that are made, whether or not there is room for the
-                  lines; else it is an error that they cannot be written
-    """
-    for line in lines:
-        try:
-            print(line, flush=True)
-        except OSError as error:
-            # Python would try to write the line again when it exits: send it to nowhere.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            # A reader may have seen enough, as in "megatron-min demo | head -1".
-            if not isinstance(error, BrokenPipeError):
-                print(f"megatron-min: output: {_one_line(error)}", file=sys.stderr)
-            if not makes_files:
-                return 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return 0
-
-
-def _find_signal(error):
-    """What a signal has raised, if that led to this error; else None.
-
-    A signal that comes while a pool starts a thread makes the pool raise an error of its own.
-    """
-    while error is not None:
-        if isinstance(error, (SystemExit, KeyboardInterrupt)):
-            return error
-        error = error.__context__
-    return None
-
-
-def _one_line(error):
-    """Return the message of an error on one line; an unexpected kind of error is named."""
-    words = str(error).split()
-    if len(words) == 0:
-        return type(error).__name__
-    message = _hide_credentials(" ".join(words))
-    if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)):
-        return message
-    return f"{type(error).__name__}: {message}"
 
 
 def _print_warning(message, *details):
@@ -9403,959 +7644,174 @@ def _print_warning(message, *details):
     print(f"warning: {_one_line(message)}", file=sys.stderr)
 
 
-@contextlib.contextmanager
-def _any_text_on_stdout():
-    """Print \\xe9 for a letter that the terminal's encoding lacks, instead of stopping there."""
-    if not isinstance(sys.stdout, io.TextIOWrapper):  # closed by the shell, or a program's own
-        yield
-        return
-    errors = sys.stdout.errors
-    sys.stdout.reconfigure(errors="backslashreplace")
+def _say(line):
+    """Print a line of what a command has found or made."""
     try:
-        yield
-    finally:
-        sys.stdout.reconfigure(errors=errors)
+        print(line, flush=True)
+    except OSError as error:
+        # Python would try to write the line again when it exits: send it to nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # A reader may have seen enough, as in "megatron-min demo | head -1".
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
-@contextlib.contextmanager
-def _exit_at_sigterm():
-    """Let SIGTERM end the with block as an exception does, so that files are cleaned up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python allows only the main thread to handle signals
-        return
-    previous = signal.signal(signal.SIGTERM, _exit_143)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def _make_parser():
+    """Return the parser of all commands; each stores the function that runs it as options.run."""
+    parser = argparse.ArgumentParser(
+        "megatron-min",
+        description="Megatron-LM's GPT data path: text to files to indices to resumable batches.",
+        epilog="megatron-min COMMAND --help shows the options of a command, and an example.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    example = "--input 'books/*.gz' --output-prefix book --append-eod"
+    text = "JSON lines, also compressed, to .bin/.idx pairs"
+    command = _add_command(commands, "preprocess", _run_preprocess, text, example)
+    command.usage = "megatron-min preprocess --input PATH ... --output-prefix PREFIX [options]"
+    text = "files, globs, URLs; .gz, .bz2, .xz, .zst; - is stdin"
+    command.add_argument("--input", nargs="+", required=True, help=text, metavar="PATH")
+    text = "the pairs are PREFIX_KEY_document"
+    command.add_argument("--output-prefix", required=True, help=text, metavar="PREFIX")
+    _add_tokenizer(command)
+    command.add_argument("--append-eod", action="store_true", help="eod after each document")
+    text = "each key becomes a pair; without: text"
+    command.add_argument("--json-keys", nargs="+", default=["text"], help=text, metavar="KEY")
+    text = "a sentence is a sequence; PREFIX_KEY_sentence"
+    command.add_argument("--split-sentences", action="store_true", help=text)
+    text = "processes; the files are the same for any number"
+    command.add_argument("--workers", type=int, default=1, help=text, metavar="N")
+    text = "make the i-th of n parts, from 0 on; merge joins them"
+    command.add_argument("--shard", type=_shard, default=(0, 1), help=text, metavar="i/n")
+    text = "at a bad line: stop (the default), or skip to count it"
+    command.add_argument("--on-error", default="stop", help=text, metavar="HOW")
+    text = "no progress on stderr"
+    command.add_argument("--no-verbose", dest="verbose", action="store_false", help=text)
+
+    example = "--input a_text_document b_text_document --output-prefix all"
+    text = "append pairs of one dtype into a new pair"
+    command = _add_command(commands, "merge", _run_merge, text, example)
+    text = "path prefixes of pairs, in order"
+    command.add_argument("--input", nargs="+", required=True, help=text, metavar="PREFIX")
+    command.add_argument("--output-prefix", required=True, help="of the new pair", metavar="PREFIX")
+    command.add_argument("--multimodal", action="store_true", help="the pairs hold modes")
+
+    place = "path or URL of a pair, without .bin and .idx"
+    example = "books_text_document --tokenizer tokenizer.json"
+    text = "counts, lengths and first tokens of a pair"
+    command = _add_command(commands, "inspect", _run_inspect, text, example)
+    command.add_argument("prefix", help=place)
+    _add_tokenizer(command)
+
+    text = "check every entry of pairs"
+    command = _add_command(commands, "verify", _run_verify, text, "books_text_document")
+    command.add_argument("prefix", nargs="+", help=place)
+
+    text = "real text to blended, resumable batches, in a few seconds"
+    _add_command(commands, "demo", _run_demo, text, "")
+    return parser
 
 
-def _exit_143(signal_number, frame):
-    """Handle SIGTERM; 143 = 128 + 15 is how a shell reports a process that SIGTERM has ended."""
-    sys.exit(143)
+def _add_command(commands, name, run, help, example):
+    """Add a command that is run by run(options); return its parser, which has no options yet."""
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=help,
+        epilog=f"example:\n  megatron-min {name} {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
 
 
-# -- What the commands share -------------------------------------------------------------------
-
-
-_TOKENIZERS = "bytes, null:VOCAB, a tokenizer.json, its folder, or module:attribute"
-
-
-def _add_tokenizer_options(parser):
+def _add_tokenizer(command):
     """Add the arguments of build_tokenizer()."""
-    parser.add_argument("--tokenizer", default="bytes", help=_TOKENIZERS)
-    parser.add_argument(
-        "--eod-token",
-        help="text of the end-of-document token of a tokenizer.json; without, <|endoftext|> or "
-        "else </s>",
-    )
-    parser.add_argument(
-        "--add-special-tokens",
-        action="store_true",
-        default=False,
-        help="let a tokenizer.json add its own special tokens, such as BOS, to each text",
-    )
+    text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
+    command.add_argument("--tokenizer", default="bytes", help=text, metavar="NAME")
+    text = "end-of-document token of a tokenizer.json"
+    command.add_argument("--eod-token", help=text, metavar="TEXT")
 
 
-def _tokenizer_of(values):
-    """Return the tokenizer that the values of options by name, or of a file, describe."""
-    return build_tokenizer(
-        values.get("tokenizer", "bytes"),
-        values.get("eod_token"),
-        values.get("add_special_tokens", False),
-    )
-
-
-def _add_json_flag(parser):
-    parser.add_argument(
-        "--json", action="store_true", default=False, help="print JSON, for other programs"
-    )
-
-
-def _whole_number(text):
-    """The type of an option that is a number from 0 on."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"wanted a whole number, 0 or more, got {text}")
-    return int(text)
-
-
-def _positive_number(text):
-    """The type of an option that is a number from 1 on."""
-    number = _whole_number(text)
-    if number == 0:
-        raise argparse.ArgumentTypeError("wanted a whole number, 1 or more, got 0")
-    return number
-
-
-def _pair_prefix(path):
-    """The type of an argument that names a pair: a shell completes x to x.bin, which means x."""
-    for extension in (".bin", ".idx"):
-        if path.endswith(extension) and not IndexedDataset.exists(path):
-            return path.removesuffix(extension)
-    return path
-
-
-def _counts(label, dataset):
-    """A line about a pair."""
-    words = [
-        _count(len(dataset), "sequence"),
-        _count(len(dataset.document_indices) - 1, "document"),
-        f"{_count(dataset.num_tokens, 'token')} of {np.dtype(dataset.dtype)}",
-    ]
-    return _hide_credentials(f"{label}: {', '.join(words)}")
-
-
-def _table(titles, rows, alignment):
-    """Rows of values under their titles, as lines; alignment is l or r for each column."""
-    lines = [titles]
-    for row in rows:
-        lines.append([_cell(value) for value in row])
-    widths = []
-    for column in range(len(titles)):
-        widths.append(max(len(line[column]) for line in lines))
-    aligned = []
-    for line in lines:
-        cells = []
-        for cell, width, side in zip(line, widths, alignment, strict=True):
-            cells.append(cell.ljust(width) if side == "l" else cell.rjust(width))
-        aligned.append("  ".join(cells).rstrip())
-    return aligned
-
-
-def _cell(value):
-    """A value of a table as a text: 12,345,678, 0.25; "-" for None."""
-    if value is None:
-        return "-"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return str(value)
-
-
-def _shorten(path, width=32):
-    """Return the end of a path that is too long for a column; None is mock data."""
-    text = "mock data" if path is None else str(path)
-    return text if len(text) <= width else "..." + text[3 - width :]
-
-
-def _json(value):
-    """A value for other programs; a Fraction becomes a text such as "24/13"."""
-    return json.dumps(value, indent=2, default=str)
-
-
-# -- preprocess --------------------------------------------------------------------------------
-
-
-def _add_preprocess(commands):
-    parser = _add_command(
-        commands,
-        "preprocess",
-        _run_preprocess,
-        "JSON lines, also compressed, and Parquet to .bin/.idx pairs",
-        "--input 'books/*.jsonl.gz' --output-prefix books --append-eod --workers 8",
-        makes_files=True,
-    )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        help="files, globs and URLs, read in this order: JSON lines (also .gz, .bz2, .xz, .zst) "
-        'and .parquet; "-" is stdin',
-    )
-    parser.add_argument(
-        "--output-prefix", required=True, help="the pairs are named PREFIX_KEY_document"
-    )
-    _add_tokenizer_options(parser)
-    parser.add_argument(
-        "--split-sentences",
-        action="store_true",
-        default=False,
-        help="a sentence is a sequence; in PREFIX_KEY_sentence",
-    )
-    parser.add_argument(
-        "--append-eod",
-        action="store_true",
-        default=False,
-        help="put an eod after each document that has tokens",
-    )
-    parser.add_argument("--json-keys", default=["text"], nargs="+", help="each key becomes a pair")
-    parser.add_argument(
-        "--workers",
-        default=1,
-        type=_whole_number,
-        help="processes that tokenize; the files are the same for any number",
-    )
-    parser.add_argument(
-        "--shard",
-        type=_parse_shard,
-        help="i/n: make the i-th of n parts, from 0 on; merge makes one pair of them; without: "
-        "that of torchrun or Slurm, else the whole",
-    )
-    parser.add_argument(
-        "--on-error",
-        default="stop",
-        choices=["stop", "skip"],
-        help="at a bad line: stop, or skip: leave it out, and count it",
-    )
-    parser.add_argument(
-        "--verbose",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="show progress on stderr",
-    )
-
-
-def _parse_shard(text):
+def _shard(text):
     """The type of --shard: "3/16" -> (3, 16)."""
-    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
-    if numbers is None:
-        raise argparse.ArgumentTypeError(f"wanted i/n, such as 0/16, got {text}")
-    return int(numbers[1]), int(numbers[2])
+    index, count = text.split("/")
+    return int(index), int(count)
 
 
 def _run_preprocess(options):
-    shard = getattr(options, "shard", None)
-    if shard is None:
-        shard = _shard_of_launcher()
     prefixes = preprocess(
         options.input,
         options.output_prefix,
-        _tokenizer_of(vars(options)),
+        build_tokenizer(options.tokenizer, options.eod_token),
         append_eod=options.append_eod,
         json_keys=options.json_keys,
         split_sentences=options.split_sentences,
         workers=options.workers,
-        shard=shard,
+        shard=options.shard,
         on_error=options.on_error,
         verbose=options.verbose,
     )
-    made = list(prefixes.values())
-    for prefix in made:
-        yield _counts(prefix, IndexedDataset(prefix))
-    if shard[1] == 1:
-        return
-    yield from _how_to_merge(made, shard)
+    for prefix in prefixes.values():
+        _say(_counts(prefix, IndexedDataset(prefix)))
 
 
-def _how_to_merge(prefixes, shard):
-    """The commands that make one pair of the shards of each key."""
-    yield f"this is shard {shard[0]}/{shard[1]}; when all {shard[1]} are made:"
-    for prefix in prefixes:
-        whole = prefix.removesuffix(_shard_name(shard))
-        quoted = shlex.quote(whole)
-        shards = f"{quoted}_*_of_{shard[1]:05}.idx"  # the * is for the shell
-        yield f"{_program_name()} merge --input {shards} --output-prefix {quoted}"
-
-
-# -- merge, inspect, verify --------------------------------------------------------------------
-
-
-def _add_merge(commands):
-    parser = _add_command(
-        commands,
-        "merge",
-        _run_merge,
-        "append pairs into a new pair",
-        "--input books_text_document wiki_text_document --output-prefix all",
-        makes_files=True,
-    )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        type=_pair_prefix,
-        required=True,
-        help="path prefixes of pairs of one dtype, in the order in which they are appended",
-    )
-    parser.add_argument("--output-prefix", required=True, help="of the new pair")
-    parser.add_argument(
-        "--multimodal", action="store_true", default=False, help="the pairs hold modes"
+def _counts(label, dataset):
+    """A line about a pair."""
+    num_documents = len(dataset.document_indices) - 1
+    return _hide_credentials(
+        f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, "
+        f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
     )
 
 
 def _run_merge(options):
-    _check_all_shards(options.input)
-    _make_folder_of(options.output_prefix)
     merge(options.input, options.output_prefix, options.multimodal)
-    yield _counts(options.output_prefix, IndexedDataset(options.output_prefix))
-
-
-def _add_inspect(commands):
-    parser = _add_command(
-        commands,
-        "inspect",
-        _run_inspect,
-        "counts, lengths and first tokens of a pair",
-        "books_text_document --tokenizer tokenizer.json",
-    )
-    parser.add_argument("prefix", type=_pair_prefix, help="path of a pair, without .bin and .idx")
-    parser.add_argument(
-        "--tokens", default=16, type=_whole_number, help="how many tokens of sequence 0 to show"
-    )
-    _add_tokenizer_options(parser)
+    _say(_counts(options.output_prefix, IndexedDataset(options.output_prefix)))
 
 
 def _run_inspect(options):
-    tokenizer = _tokenizer_of(vars(options))
-    dataset = IndexedDataset(options.prefix, check=False)
-    yield _counts(options.prefix, dataset)
-    if len(dataset) > 0:
-        yield from _describe_lengths(dataset.sequence_lengths)
-        yield from _describe_first_tokens(dataset, options.tokens, tokenizer)
-
-
-def _describe_lengths(lengths):
-    """How long the sequences are; percentiles of at most 100,000: there may be a billion."""
-    yield f"lengths: {lengths.min():,} to {lengths.max():,} tokens"
-    sample = lengths[:: _ceil_div(len(lengths), 100_000)]
-    percentiles = np.percentile(sample, (1, 25, 50, 75, 99)).round().astype(int).tolist()
-    note = ""
-    if len(sample) < len(lengths):
-        note = f", of {len(sample):,} lengths from all over the pair"
-    numbers = ", ".join(f"{number:,}" for number in percentiles)
-    yield f"1%, 25%, median, 75%, 99%{note}: {numbers}"
-
-
-def _describe_first_tokens(dataset, count, tokenizer):
-    """How sequence 0 begins, as ids, and as text if they are ids of the tokenizer."""
-    tokens = dataset[0][:count].tolist()
-    yield f"sequence 0: {tokens}"
+    tokenizer = build_tokenizer(options.tokenizer, options.eod_token)
+    dataset = IndexedDataset(options.prefix)
+    _say(_counts(options.prefix, dataset))
+    if len(dataset) == 0:
+        return
+    lengths = dataset.sequence_lengths
+    mean = dataset.num_tokens / len(dataset)
+    _say(f"lengths: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
+    tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
+    _say(f"sequence 0: {tokens}")
     if max(tokens, default=0) < tokenizer.vocab_size:
-        yield f"decoded: {tokenizer.detokenize(tokens)!r}"
+        _say(f"decoded: {tokenizer.detokenize(tokens)!r}")
     else:
-        yield (
-            f"not decoded: the tokenizer has {tokenizer.vocab_size:,} ids: name that of the pair "
-            "with --tokenizer"
-        )
-
-
-def _add_verify(commands):
-    parser = _add_command(
-        commands,
-        "verify",
-        _run_verify,
-        "check every entry of a pair, or every byte of the index caches of a folder",
-        "books_text_document cache --json",
-    )
-    parser.add_argument(
-        "path",
-        nargs="+",
-        type=_pair_prefix,
-        help="a pair, without .bin and .idx; or a folder of index caches",
-    )
-    _add_json_flag(parser)
+        _say("not decoded: name the tokenizer of the pair with --tokenizer")
 
 
 def _run_verify(options):
-    checked = []
-    for path in options.path:
-        if IndexedDataset.exists(path) or not os.path.exists(path):
-            dataset = IndexedDataset(path, check=True)
-            counts = {
-                "path": path,
-                "sequences": len(dataset),
-                "documents": len(dataset.document_indices) - 1,
-                "tokens": dataset.num_tokens,
-            }
-            checked.append(counts)
-            if not options.json:
-                yield _counts(f"whole: {path}", dataset)
-            continue
-        for stem, sizes in verify_cache(path).items():
-            checked.append({"path": path, "cache": stem, "bytes": sizes})
-            if not options.json:
-                yield f"whole: {stem}: {_count(sum(sizes.values()), 'byte')}"
-    if options.json:
-        yield _json(checked)
-
-
-# -- The options of a run, for build, plan, trace and find ------------------------------------
-
-
-def get_blend_from_list(
-    blend: typing.Sequence[str] | None,
-) -> tuple[list[str], list[float] | None] | None:
-    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
-
-    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
-    looks like a number would be taken for a weight: write ./2023 for a folder 2023.  Upstream:
-    get_blend_from_list.
-
-    >>> get_blend_from_list(["30", "p1", "70", "p2"])
-    (['p1', 'p2'], [30.0, 70.0])
-    >>> get_blend_from_list(["2023_01", "wiki"])
-    (['2023_01', 'wiki'], None)
-    """
-    if blend is None:
-        return None
-    if isinstance(blend, str) or not isinstance(blend, collections.abc.Iterable):
-        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
-    entries = [str(entry).strip() for entry in blend]
-    is_number = [_number(entry) is not None for entry in entries]
-    if entries and not any(is_number):
-        return entries, None
-    pairs = len(entries) // 2
-    if not entries or is_number != [True, False] * pairs:
-        raise ValueError(
-            f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
-            "(write a prefix that is a number with its folder: ./2023)"
-        )
-    return entries[1::2], [float(weight) for weight in entries[0::2]]
-
-
-# The arguments of explain() that a file may hold, with a value of each: of a number the least one.
-_LAYOUT = {
-    "global_batch_size": 1,
-    "micro_batch_size": 1,
-    "data_parallel_size": 1,
-    "consumed_samples": 0,
-    "dataloader_type": "single",
-    "data_sharding": True,
-    "drop_last": True,
-    "seed": 0,
-}
-
-
-# The same of the arguments of build_tokenizer().
-_OF_TOKENIZER = {"tokenizer": "bytes", "eod_token": "</s>", "add_special_tokens": False}
-
-
-class _Run(typing.NamedTuple):
-    """What a run reads, and in which order."""
-
-    config: GPTDatasetConfig
-    sizes: list[int | None] | None  # of train, valid and test, None is one epoch; not given: None
-    layout: dict  # what is given of _LAYOUT
-
-
-def _add_run_options(parser):
-    """Add the options that say which data a run reads."""
-    parser.add_argument(
-        "prefix",
-        nargs="*",
-        type=_pair_prefix,
-        help="corpora that are all train: the same as --blend PREFIX --split 1",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a TOML file with the fields of GPTDatasetConfig, and sizes, tokenizer, eod_token, "
-        f"add_special_tokens, {', '.join(_LAYOUT)}; flags win over it",
-    )
-    parser.add_argument(
-        "--blend",
-        nargs="+",
-        type=_pair_prefix,
-        help="path prefixes, or a weight before each: 70 books 30 wiki; in the place of all "
-        "blends of the file",
-    )
-    parser.add_argument("--split", help='shares of train, valid and test, such as "98,1,1"')
-    parser.add_argument(
-        "--sizes",
-        nargs=3,
-        type=_number_of_samples,
-        metavar=("TRAIN", "VALID", "TEST"),
-        help="samples of each; none is one epoch",
-    )
-    parser.add_argument("--sequence-length", type=_positive_number, help="S, in tokens")
-    parser.add_argument(
-        "--random-seed", type=_whole_number, help="of every shuffle of documents and samples"
-    )
-    parser.add_argument("--tokenizer", help=f"{_TOKENIZERS}; without: bytes")
-    parser.add_argument(
-        "--path-to-cache",
-        help="folder of the index files; without: PREFIX/cache for a corpus, and none for a blend",
-    )
-
-
-def _add_step_options(parser):
-    """Add the options that say which samples form a step."""
-    parser.add_argument("--global-batch-size", type=_positive_number, help="samples in a step")
-    parser.add_argument(
-        "--micro-batch-size",
-        type=_positive_number,
-        help="samples that one rank reads at once; without: 1",
-    )
-    parser.add_argument(
-        "--data-parallel-size", type=_positive_number, help="data-parallel ranks; without: 1"
-    )
-    parser.add_argument(
-        "--consumed-samples",
-        type=_whole_number,
-        help="samples that were consumed before step 0; without: 0",
-    )
-
-
-def _add_index_split(parser):
-    """Add the option that says which split a command looks at."""
-    names = [split.name for split in Split]
-    parser.add_argument(
-        "--index-split", default="train", choices=names, help="the split to look at"
-    )
-
-
-def _number_of_samples(text):
-    """The type of --sizes: a number of samples, or None for one epoch."""
-    if text == "none":
-        return None
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(
-            f"wanted a number of samples, or none for one epoch, got {text}"
-        )
-    return int(text)
-
-
-def _read_run(options):
-    """Return the _Run of the flags and of the file of --config."""
-    flags = vars(options)
-    values = {}
-    if "config" in flags:
-        values = _read_toml(flags["config"])
-    if "prefix" in flags:
-        if "blend" in flags:
-            raise ValueError("name the corpora once: as PREFIX or with --blend")
-        flags = flags | {"blend": flags["prefix"]}
-    if "blend" in flags:
-        values.pop("blend_per_split", None)
-        values.pop("blend_phases", None)
-        values["blend"] = get_blend_from_list(flags["blend"])
-    others = ["split", "sizes", "sequence_length", "random_seed", "tokenizer", "path_to_cache"]
-    for name in [*others, *_LAYOUT]:
-        if name in flags:
-            values[name] = flags[name]
-    if "prefix" in flags and "split" not in values:
-        warnings.warn(
-            "without --split all documents count as train, as with --split 1", stacklevel=2
-        )
-        values["split"] = "1"
-    sizes = values.pop("sizes", None)
-    layout = {name: values.pop(name) for name in _LAYOUT if name in values}
-    return _Run(_make_config(values, flags.get("config")), sizes, layout)
-
-
-def _make_config(values, path):
-    """Return the GPTDatasetConfig of the values that are left; path is the file, for errors."""
-    for name in ("random_seed", "sequence_length"):
-        if name not in values:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} is needed, here or as {name} in a file of --config")
-    tokenizer = _tokenizer_of(values)
-    fields = {}
-    for name, value in values.items():
-        if name not in _OF_TOKENIZER:
-            fields[name] = value
-    try:
-        return GPTDatasetConfig(**fields, tokenizer=tokenizer)
-    except TypeError as error:  # a name that is no field
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _read_toml(path):
-    """Return the values of a file, in the form that GPTDatasetConfig and explain() want."""
-    with open(path, "rb") as file:
-        try:
-            values = tomllib.load(file)
-        except ValueError as error:  # no TOML, or no UTF-8
-            raise ValueError(f"{path}: {error}") from None
-    values = _with_home(values)
-    try:
-        _check_values(values)
-        if "sizes" in values:
-            values["sizes"] = _read_sizes(values["sizes"])
-        if "blend" in values:
-            values["blend"] = _read_blend_of_file(values["blend"])
-        if isinstance(values.get("blend_per_split"), list):
-            blends = values["blend_per_split"]
-            values["blend_per_split"] = [_read_blend_of_file(blend) for blend in blends]
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return values
-
-
-def _with_home(value):
-    """Put the home folder in the place of the ~ that a text begins with, as a shell does."""
-    if isinstance(value, str):
-        return os.path.expanduser(value)
-    if isinstance(value, list):
-        return [_with_home(entry) for entry in value]
-    if isinstance(value, dict):
-        return {name: _with_home(entry) for name, entry in value.items()}
-    return value
-
-
-def _check_values(values):
-    """ValueError for a layout that no job has, and for a value of another type."""
-    for name, example in (_LAYOUT | _OF_TOKENIZER).items():
-        value = values.get(name, example)
-        if type(value) is not type(example):
-            raise ValueError(f"{name}: wanted a value such as {example!r}, got {value!r}")
-        if type(value) is int and value < example:
-            raise ValueError(f"{name} must be >= {example}, got {value}")
-    kind = values.get("dataloader_type", "single")
-    if kind not in ("single", "cyclic"):
-        raise ValueError(f"dataloader_type must be single or cyclic, got {kind}")
-
-
-def _read_sizes(sizes):
-    """Return the sizes of a file, [100, "none", 0], as the builder wants them: [100, None, 0]."""
-    if not isinstance(sizes, list) or len(sizes) != len(Split):
-        raise ValueError(f"sizes: wanted one of train, of valid and of test, got {sizes!r}")
-    try:
-        return [_number_of_samples(str(size)) for size in sizes]
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"sizes: {error}") from None
-
-
-def _read_blend_of_file(blend):
-    """Return a blend of a file as the config has it; None for [], a split without a blend.
-
-    ["books", "wiki"]             prefixes
-    [70, "books", 30, "wiki"]     weights and prefixes in turn
-    [["books", "wiki"], [70, 30]] prefixes and weights, as the config has it
-    """
-    if blend == []:
-        return None
-    if isinstance(blend, list) and isinstance(blend[0], list):
-        return blend
-    return get_blend_from_list(blend)
-
-
-def _build_datasets(run):
-    """Build train, valid and test, as a job with these options would."""
-    cls = MockGPTDataset if run.config.mock else GPTDataset
-    sizes = [None] * len(Split) if run.sizes is None else run.sizes
-    return BlendedMegatronDatasetBuilder(cls, sizes, _is_built_here, run.config).build()
-
-
-def _is_built_here():
-    """Say to the builder that this process, the only one, builds the datasets."""
-    return True
-
-
-# -- build -------------------------------------------------------------------------------------
-
-
-def _add_build(commands):
-    parser = _add_command(
-        commands,
-        "build",
-        _run_build,
-        "make the index caches of a blend, for jobs that have the same tokenizer",
-        "--blend 70 books_text_document 30 wiki_text_document --split 98,1,1 \\\n"
-        "    --sizes 1000000 1000 1000 --sequence-length 2048 --random-seed 1234 \\\n"
-        "    --tokenizer tokenizer.json --path-to-cache cache",
-        makes_files=True,
-    )
-    _add_run_options(parser)
-
-
-def _run_build(options):
-    run = _read_run(options)
-    if run.sizes is None:
-        raise ValueError("--sizes is needed, here or as sizes in a file of --config")
-    for split, built in zip(Split, _build_datasets(run), strict=True):
-        if not isinstance(built, list):  # it is a list with multiple_validation_sets
-            built = [built]
-        for dataset in built:
-            yield _describe_dataset(split, dataset)
-            _check_saved(dataset)
-
-
-def _check_saved(dataset):
-    """OSError if a cache could not be written: without it, the command has made nothing."""
-    datasets = [dataset]
-    if isinstance(dataset, BlendedDataset):
-        datasets += dataset.datasets
-    for built in datasets:
-        if built is not None and built._cache.folder is not None and not built._cache.is_saved:
-            raise OSError(f"no cache was written to {built._cache.folder}: see the warning above")
-
-
-def _describe_dataset(split, dataset):
-    """A line about a dataset that was built."""
-    if dataset is None:
-        return f"{split.name}: none"
-    cache = f"cache {dataset.unique_description_hash}"
-    if dataset._cache.folder is None:
-        cache = "its arrays are not kept: give --path-to-cache"
-    return f"{split.name}: {_count(len(dataset), 'sample')}, {cache}"
-
-
-# -- plan --------------------------------------------------------------------------------------
-
-
-def _add_plan(commands):
-    parser = _add_command(
-        commands,
-        "plan",
-        _run_plan,
-        "what a run will read of each corpus, before it starts",
-        "--config run.toml --global-batch-size 512",
-    )
-    _add_run_options(parser)
-    _add_step_options(parser)
-    _add_json_flag(parser)
-
-
-def _run_plan(options):
-    run = _read_run(options)
-    sizes = [None] * len(Split) if run.sizes is None else run.sizes
-    planned, notes = plan(run.config, sizes, run.layout.get("global_batch_size"))
-    if options.json:
-        yield _json({"rows": [row._asdict() for row in planned], "notes": notes})
-        return
-    samples = []
-    epochs = []
-    for row in planned:
-        corpus = [row.split, _shorten(row.path_prefix)]
-        counts = [row.documents, row.tokens, row.samples_requested]
-        samples.append([*corpus, *counts, row.samples_built, row.samples_drawn])
-        steps = None
-        if row.steps_per_epoch is not None:
-            steps = f"{float(row.steps_per_epoch):,.1f}"
-        shares = [f"{row.weight_asked:.2%}", f"{float(row.weight_achieved):.2%}"]
-        times = f"{float(row.epochs):,.2f}"
-        epochs.append([*corpus, *shares, times, row.tokens_cut, steps])
-    titles = ["split", "corpus", "documents", "tokens", "requested", "built", "drawn"]
-    yield from _table(titles, samples, "llrrrrr")
-    yield ""
-    titles = ["split", "corpus", "share asked", "drawn", "epochs", "tokens cut", "steps in 1 epoch"]
-    yield from _table(titles, epochs, "llrrrrr")
-    for note in notes:
-        yield textwrap.fill(note, 100, initial_indent="note: ", subsequent_indent="      ")
-
-
-# -- trace and find ----------------------------------------------------------------------------
-
-
-def _add_trace(commands):
-    parser = _add_command(
-        commands,
-        "trace",
-        _run_trace,
-        "which documents a sample, or a step, is made of; writes index caches, as build does",
-        "--config run.toml --step 31 --global-batch-size 512 --decode",
-    )
-    _add_index_split(parser)
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--sample", type=_whole_number, nargs="+", help="numbers of samples")
-    wanted.add_argument(
-        "--step",
-        type=_whole_number,
-        help="number of a step, counted from 0; needs --global-batch-size",
-    )
-    parser.add_argument("--decode", action="store_true", default=False, help="print the text, too")
-    _add_run_options(parser)
-    _add_step_options(parser)
-    _add_json_flag(parser)
-
-
-def _run_trace(options):
-    run, dataset = _dataset_to_audit(options)
-    if "step" in options:
-        explained = _explain_step(dataset, options, run)
-    else:
-        explained = [ExplainedSample(None, None, k, trace(dataset, k)) for k in options.sample]
-    entries = []
-    for sample in explained:
-        spans = []
-        for span in sample.spans:
-            described = span._asdict()
-            if options.decode:
-                described["text"] = run.config.tokenizer.detokenize(_tokens_of(dataset, span))
-            spans.append(described)
-        entries.append(sample._asdict() | {"spans": spans})
-    if options.json:
-        yield _json(entries)
-        return
-    if "step" in options:
-        yield f"step {options.step:,}, counted from 0: {_samples_in_words(entries, run.layout)}"
-    for entry in entries:
-        yield _describe_sample(entry, options.index_split)
-        if entry["spans"]:
-            yield from _table_of_spans(entry["spans"])
-
-
-def _dataset_to_audit(options):
-    """Return the _Run of the options, and its dataset of one split."""
-    run = _read_run(options)
-    if run.sizes is None and not run.config.stable_order:
-        warnings.warn(
-            "without --sizes the order is that of one epoch of each corpus: that of a run with "
-            "other sizes may differ",
-            stacklevel=2,
-        )
-    split = Split[options.index_split]
-    dataset = _build_datasets(run)[split.value]
-    if dataset is None:
-        raise ValueError(f"there is no {split.name}: --split and the blends leave it out")
-    if isinstance(dataset, list):
-        raise ValueError(f"{split.name} is {len(dataset)} datasets: name one corpus as PREFIX")
-    return run, dataset
-
-
-def _explain_step(dataset, options, run):
-    """Return what explain() says of --step."""
-    if "global_batch_size" not in run.layout:
-        raise ValueError("--step needs --global-batch-size")
-    layout = {"micro_batch_size": 1} | run.layout
-    if options.index_split == Split.valid.name and run.config.full_validation:
-        layout["full_validation"] = True
-    return explain(dataset, options.step, **layout)
-
-
-def _tokens_of(dataset, span):
-    """Return the tokens of a span."""
-    for part in _parts_of(dataset):
-        if part.dataset_path == span.path_prefix:
-            return part.dataset.get(span.sequence, span.offset, span.length).tolist()
-    raise ValueError(f"{span.path_prefix} is no corpus of this dataset")
-
-
-def _samples_in_words(entries, layout):
-    """Which samples a step reads: one after the other, or those that were shuffled into it."""
-    numbers = [entry["sample"] for entry in entries if entry["sample"] is not None]
-    if layout.get("dataloader_type") == "cyclic":
-        return f"{_count(len(numbers), 'sample')}, shuffled"
-    return f"samples {min(numbers):,} to {max(numbers):,}"
-
-
-def _describe_sample(entry, index_split):
-    """The line above the spans of a sample."""
-    tokens = sum(span["length"] for span in entry["spans"])
-    name = "padding"
-    if entry["sample"] is not None:
-        name = f"sample {entry['sample']:,}"
-    if entry["micro_batch"] is not None:
-        name = f"rank {entry['data_parallel_rank']}, micro-batch {entry['micro_batch']}: {name}"
-    counts = f"{_count(tokens, 'token')}, {_count(len(entry['spans']), 'span')}"
-    return f"{name} of {index_split}: {counts}"
-
-
-def _table_of_spans(spans):
-    """The spans of a sample, as the lines of a table; in it, the text of each is cut."""
-    titles = ["  at", "tokens", "corpus", "sequence", "document", "offset", "byte", "input"]
-    alignment = "rrlrrrrl"
-    if "text" in spans[0]:
-        titles.append("text")
-        alignment += "l"
-    rows = []
-    for span in spans:
-        row = [span["sample_offset"], span["length"], _shorten(span["path_prefix"], 28)]
-        row += [span["sequence"], span["document"], span["offset"], span["byte_offset"]]
-        row.append(_input_in_words(span))
-        if "text" in span:
-            row.append(_quote(span["text"], 60))
-        rows.append(row)
-    return _table(titles, rows, alignment)
-
-
-def _input_in_words(span):
-    """The input file of a span, and the number of its document in that file, counted from 0."""
-    if span["input"] is None:
-        return None
-    return f"{span['input']}, document {span['input_document']:,}"
-
-
-def _quote(text, width):
-    """Return the begin of a text on one line, in quotes."""
-    quoted = repr(text)
-    return quoted if len(quoted) <= width else quoted[: width - 3] + "..."
-
-
-def _add_find(commands):
-    parser = _add_command(
-        commands,
-        "find",
-        _run_find,
-        "which samples, or steps, hold tokens of a sequence; writes index caches, as build does",
-        "--config run.toml --path-prefix books_text_document --sequence 12",
-    )
-    _add_index_split(parser)
-    parser.add_argument(
-        "--sequence", type=_whole_number, required=True, help="its number in its pair"
-    )
-    parser.add_argument(
-        "--path-prefix", type=_pair_prefix, help="its pair, where the blend has several"
-    )
-    _add_run_options(parser)
-    _add_step_options(parser)
-    _add_json_flag(parser)
-
-
-def _run_find(options):
-    run, dataset = _dataset_to_audit(options)
-    prefixes = list(dict.fromkeys(part.dataset_path for part in _parts_of(dataset)))
-    prefix = getattr(options, "path_prefix", prefixes[0])
-    if len(prefixes) > 1 and "path_prefix" not in options:
-        raise ValueError(f"--path-prefix is needed, one of {', '.join(prefixes)}")
-    found = find(dataset, prefix, options.sequence)
-    end = _end_of_run(dataset, run.layout)
-    samples = [k for k in found if k < end]
-    entries = []
-    for k in samples:
-        tokens = 0
-        for span in trace(dataset, k):
-            if (span.path_prefix, span.sequence) == (prefix, options.sequence):
-                tokens += span.length
-        entries.append({"sample": k, "tokens": tokens, "step": _step_of(k, run.layout)})
-    if options.json:
-        yield _json(entries)
-        return
-    name = f"sequence {options.sequence:,} of {'mock data' if prefix is None else prefix}"
-    count = _count(len(entries), "sample")
-    yield f"{name}: tokens of it are in {count} of {options.index_split}"
-    if entries:
-        rows = [list(entry.values()) for entry in entries]
-        yield from _table(["sample", "tokens of it", "step, counted from 0"], rows, "rrr")
-    if len(found) > len(samples):
-        left_out = _count(len(found) - len(samples), "sample")
-        yield f"and in {left_out} from {end:,} on, before which the run of --sizes ends"
-
-
-def _end_of_run(dataset, layout):
-    """How many samples a run reads: a dataset of whole epochs may have more than it asks for."""
-    wanted = getattr(dataset, "num_samples", None)  # a blend has no more than that
-    if wanted is None or layout.get("dataloader_type") == "cyclic":
-        return len(dataset)
-    return wanted
-
-
-def _step_of(k, layout):
-    """Return the step that reads sample k, where samples are read in order; else None."""
-    consumed = layout.get("consumed_samples", 0)
-    is_in_order = layout.get("dataloader_type", "single") == "single"
-    if "global_batch_size" not in layout or not is_in_order or k < consumed:
-        return None
-    return (k - consumed) // layout["global_batch_size"]
-
-
-# -- demo --------------------------------------------------------------------------------------
-
-
-def _add_demo(commands):
-    text = "real text to blended, resumable batches, in a few seconds"
-    _add_command(commands, "demo", _run_demo, text, "")
+    for prefix in options.prefix:
+        _say(_counts(f"whole: {prefix}", IndexedDataset(prefix, check=True)))
 
 
 def _run_demo(options):
     with tempfile.TemporaryDirectory() as folder:
-        yield "1. Text to pairs: Python's modules and docstrings; a token is a byte, or an end"
+        _say("1. Text to pairs: Python's modules and docstrings; a token is a byte, or an end")
         prefixes = _make_demo_pairs(folder)
         for prefix in prefixes:
-            yield _counts(prefix, IndexedDataset(prefix))
+            _say(_counts(prefix, IndexedDataset(prefix)))
 
         train = _build_demo_blend(prefixes)
-        yield f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; 90 % of the pairs have"
+        _say(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; 90 % of the pairs have")
         for name, dataset, taken in zip(
             ["code", "docs"], train.datasets, train.samples_taken(), strict=True
         ):
-            yield f"   {name}: {len(dataset):,} samples, {taken:,} of them in the blend"
+            _say(f"   {name}: {len(dataset):,} samples, {taken:,} of them in the blend")
 
         loaders = _make_demo_loaders(train, num_ranks=2)
         steps = _global_batches(loaders)
         text = ByteTokenizer().detokenize(next(steps)[0])
         for _ in range(4):
             next(steps)
-        yield f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps"
+        _say(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
 
         state = loaders[0].state_dict()
         resumed = _make_demo_loaders(train, num_ranks=4)
@@ -10364,9 +7820,9 @@ def _run_demo(options):
         equal = []
         for found, wanted in zip(_global_batches(resumed), steps, strict=True):
             equal.append(torch.equal(found, wanted))
-        yield f"4. Resumed: 4 ranks x 2 samples, {len(equal)} more steps, equal: {all(equal)}"
-    yield "Next, your own text, a JSON object with a text on each line of a file:"
-    yield f"{_program_name()} preprocess --input corpus.jsonl --output-prefix corpus --append-eod"
+        _say(f"4. Resumed: 4 ranks x 2 samples, {len(equal)} more steps, equal: {all(equal)}")
+    _say("Next, your own text, a JSON object with a text on each line of a file:")
+    _say("megatron-min preprocess --input corpus.jsonl --output-prefix corpus --append-eod")
 
 
 def _make_demo_pairs(folder):
@@ -10394,7 +7850,7 @@ def _build_demo_blend(prefixes):
         create_attention_mask=False,
     )
     sizes = [600, 600, 600]
-    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, _is_built_here, config).build()[0]
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
 
 
 def _make_demo_loaders(train, num_ranks):

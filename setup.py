@@ -99,12 +99,15 @@ setup(
     entry_points={"console_scripts": ["megatron-min = megatron_min:main"]},
     install_requires=["numpy>=1.26", "torch>=2.8"],  # the oldest that were tried
     extras_require={
-        "test": ["pytest", "pytest-benchmark", "setuptools>=70.1", "gigatoken", "tokenizers"],
-        # of the commands: a tokenizer.json of Hugging Face, and --split-sentences
-        "tools": ["gigatoken>=0.10", "nltk>=3.9", "tokenizers"],
-        # s3://, http:// and https:// (s3fs needs aiohttp), .parquet, .zst
-        "storage": ["pyarrow", "s3fs", "zstandard"],
-        "test-storage": ["s3fs", "moto[server]"],  # an S3 server of the tests
+        "test": ["pytest", "pytest-benchmark", "setuptools>=70.1"],  # the last builds wheels
+        "tools": [
+            "backports.zstd; python_version < '3.14'",  # .zst; newer Pythons have compression.zstd
+            "gigatoken>=0.10",
+            "nltk>=3.9",  # --split-sentences
+            "tokenizers",
+            "tqdm",
+        ],
+        "storage": ["pyarrow", "s3fs"],  # .parquet; s3://, http:// and https:// (by way of aiohttp)
         "parity": ["megatron-core==0.16.1"],  # to compare with, in the tests and in bench.py
     },
     ext_modules=ext_modules,

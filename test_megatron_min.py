@@ -23,7 +23,6 @@ import dataclasses
 import datetime
 import doctest
 import errno
-import fractions
 import functools
 import gc
 import glob
@@ -45,7 +44,6 @@ import pathlib
 import pickle
 import re
 import runpy
-import shlex
 import shutil
 import signal
 import struct
@@ -76,6 +74,16 @@ FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and limits that hold")
 
 torch.set_num_threads(1)
+os.environ.pop("PYTHONWARNINGS", None)  # the processes of the tests warn as Python does by itself
+
+
+@pytest.fixture(autouse=True)
+def usual_warnings(request):
+    """And so do the tests, but for those that have filters of their own."""
+    with warnings.catch_warnings():
+        if request.node.get_closest_marker("filterwarnings") is None:
+            warnings.simplefilter("default")
+        yield
 
 
 @functools.cache
@@ -583,7 +591,10 @@ def test_a_pair_of_every_dtype(one, tmp_path, code, dtype):
         assert ds.get_document_indices() is ds.document_indices
 
 
-def test_a_dtype_without_a_code_is_refused(one, tmp_path):
+def test_dtypes_of_vocabularies_and_codes_that_are_none(one, tmp_path):
+    """A vocabulary below 65500 is stored in two bytes."""
+    assert one.DType.optimal_dtype(65499) is np.uint16
+    assert one.DType.optimal_dtype(65500) is one.DType.optimal_dtype(None) is np.int32
     for code in (0, 9):
         with pytest.raises(ValueError, match=f"code {code}"):
             one.DType.dtype_from_code(code)
@@ -592,17 +603,15 @@ def test_a_dtype_without_a_code_is_refused(one, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_vocabulary_below_65500_is_stored_in_two_bytes(one):
-    assert one.DType.optimal_dtype(65499) is np.uint16
-    assert one.DType.optimal_dtype(65500) is np.int32
-    assert one.DType.optimal_dtype(None) is np.int32
-
-
 def test_a_pair_exists_if_both_files_do(one, pair):
+    """The error names the one that does not, at once.  Upstream: 70 seconds of retries."""
     for path in (one.get_bin_path(pair), one.get_idx_path(pathlib.Path(pair))):
         assert one.IndexedDataset.exists(pair)
         os.rename(path, f"{path}.away")
         assert not one.IndexedDataset.exists(pathlib.Path(pair))
+        for mmap in (True, False):
+            with pytest.raises(FileNotFoundError, match=re.escape(path)):
+                one.IndexedDataset(pair, mmap=mmap)
         os.rename(f"{path}.away", path)
 
 
@@ -644,6 +653,42 @@ def test_a_read_of_a_mapped_pair_copies_nothing(one, pair):
         assert not tokens.flags.writeable
     ds = one.IndexedDataset(pair, mmap=False)
     assert not np.shares_memory(ds[0], ds[0])
+
+
+def test_views_outlive_the_dataset_and_the_names_of_its_files(one, pair):
+    """Nothing pins a dropped dataset, and its mapping lasts as long as a view of it.
+
+    Upstream: a segmentation fault, or a dataset that stays for ever.
+    """
+    ds = one.IndexedDataset(pair)
+    tokens = ds[3]
+    lengths = ds.sequence_lengths
+    dropped = weakref.ref(ds)
+    del ds
+    gc.collect()
+    assert dropped() is None
+    for extension in (".bin", ".idx"):
+        os.unlink(pair + extension)
+    assert lists([tokens, lengths]) == [[3] * 4, [3, 2, 0, 4]]
+
+
+def test_reads_of_an_open_file(one, pair):
+    """In several steps where the system returns fewer bytes than asked for; never too few in all.
+
+    Upstream: tokens of memory that nobody has written.
+    """
+    content = pathlib.Path(f"{pair}.bin").read_bytes()
+    ds = one.IndexedDataset(pair, mmap=False)
+    steps = [content[4:9], content[9:11], content[11:12]]
+    with mock.patch.object(os, "pread", side_effect=steps) as pread:
+        assert ds.get(0, 1, 2).tolist() == [1, 1]
+    wanted = [(8, 4), (3, 9), (1, 11)]  # bytes that are missing, and their place
+    assert [call.args[1:] for call in pread.call_args_list] == wanted
+    os.truncate(f"{pair}.bin", 35)
+    assert lists(ds[:3]) == PAIR[:3]
+    for read in (ds.__getitem__, lambda i: ds[i - 1 :]):
+        with pytest.raises(one.DatasetFormatError, match=r"pair\.bin: bytes at 20"):
+            read(3)
 
 
 def test_a_multimodal_pair_gives_tokens_and_modes(one, pair, tmp_path):
@@ -696,33 +741,12 @@ def test_opening_reads_a_few_pages_of_an_index(one, tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     ds = one.IndexedDataset(tmp_path / "p")
     assert (len(ds), ds.identity()["idx_size"]) == (n, 34 + 20 * n + 8)
-    ds.digest_of_contents()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 500
 
 
-MISSING = {  # a prefix, and what the error names
-    "books": "/books_text_document",
-    "wiki_text_documents.idx": r"/wiki_text_document\b",
-    "none": "/none",
-    "no/books": "folder .*/no$",
-    "without_bin": r"/without_bin\.bin",
-    "without_idx": r"/without_idx\.idx",
-}
-
-
-@pytest.mark.parametrize("prefix", MISSING)
-def test_a_missing_pair_is_said_at_once(one, tmp_path, prefix):
-    """With its neighbours of a similar name.  Upstream: 70 seconds of retries."""
-    for name in ("books_text_document", "wiki_text_document", "without_bin", "without_idx"):
-        mk(one, tmp_path / name, [[1]])
-    os.unlink(tmp_path / "without_bin.bin")
-    os.unlink(tmp_path / "without_idx.idx")
-    for mmap in (True, False):
-        with pytest.raises(FileNotFoundError, match=MISSING[prefix]):
-            one.IndexedDataset(tmp_path / prefix, mmap=mmap)
-
-
 # -- Is a pair what its format says? -----------------------------------------------------------
+#
+# Damages at random are tried in "Hostile files"; here is one of each kind.
 
 # The pair has 4 sequences and 5 document_indices.
 # name: (offset in the .idx, its format and new value, the word in the message, does every open see
@@ -730,24 +754,14 @@ def test_a_missing_pair_is_said_at_once(one, tmp_path, prefix):
 CORRUPT = {
     "magic": (0, "c", b"X", "magic", True),
     "version": (9, "B", 2, "version", True),
-    "dtype-code-0": (17, "B", 0, "dtype", True),
-    "dtype-code-9": (17, "B", 9, "dtype", True),
+    "dtype-code": (17, "B", 9, "dtype", True),
     "dtype-of-another-size": (17, "B", 5, "multiple of 8", True),  # upstream: other tokens
-    "n-small": (18, "<Q", 3, "size", True),
     "n-huge": (18, "<Q", 2**63, "size", True),
-    "m-small": (26, "<Q", 4, "size", True),
-    "m-huge": (26, "<Q", 2**62, "size", True),
     "length-negative": (34, "<i", -5, r"sequence_lengths\[0\]", False),
     "length-wrong": (34, "<i", 4, r"sequence_pointers\[1\]", False),
-    "last-length": (46, "<i", 5, "size", True),
-    "pointer": (58, "<q", 16, r"sequence_pointers\[1\]", False),
-    "last-pointer": (74, "<q", 24, "size", True),
-    "last-pointer-wraps": (74, "<q", 2**63 - 4, "size", True),
-    "last-pointer-unaligned": (74, "<q", 21, "multiple of 4", True),
-    "document-first": (82, "<q", 1, "document_indices", True),
+    "last-pointer": (74, "<q", 24, r"\.bin: file size", True),
     "document-last": (-8, "<q", 3, "document_indices", True),
     "document-falls": (98, "<q", 0, r"document_indices\[2\]", False),
-    "document-beyond": (98, "<q", 9, r"document_indices\[3\]", False),
 }
 
 
@@ -758,38 +772,32 @@ def test_a_corrupt_field_is_refused(one, pair, case):
     offset, code, value, word, is_always_seen = CORRUPT[case]
     patch(pair + ".idx", offset, struct.pack(code, value))
     for check in (True, False):
-        with pytest.raises(one.DatasetFormatError, match=rf"pair\..*{word}") as caught:
+        with pytest.raises(one.DatasetFormatError, match=rf"pair.*{word}") as caught:
             ds = one.IndexedDataset(pair, check=check)
             assert not check and not is_always_seen
             ds.verify()
         assert re.search(": wanted .+, got .+", str(caught.value))
 
 
-@pytest.mark.parametrize("place", [1, 2**13 - 1, 2**14 - 1, 2**14, 2**14 + 1, 2**15, 49_998])
-def test_the_whole_check_sees_each_entry_of_a_long_index(mm, tmp_path, place):
+def test_the_whole_check_sees_each_entry_of_a_long_index(one, tmp_path):
     """Also where entries are looked at some thousand at a time.  All documents are empty."""
     n = 50_000
     whole = idx_bytes([], [])[:18] + struct.pack("<QQ", n, n + 1) + bytes(12 * n)
     whole += np.arange(n + 1, dtype=np.int64).tobytes()
     (tmp_path / "p.bin").touch()
-    wrong = {  # the entry that is named: where it lies, and a value of it
-        f"sequence_lengths[{place}]": (34 + 4 * place, "<i", -1),
-        f"sequence_pointers[{place}]": (34 + 4 * n + 8 * place, "<q", 4),
-        f"sequence_pointers[{place + 1}]": (34 + 4 * place, "<i", 1),  # a length that is not 0
-        f"document_indices[{place}]": (34 + 12 * n + 8 * place, "<q", place - 2),
-    }
-    for entry, (offset, code, value) in wrong.items():
-        (tmp_path / "p.idx").write_bytes(whole)
-        mm.IndexedDataset(tmp_path / "p", check=True)
-        patch(tmp_path / "p.idx", offset, struct.pack(code, value))
-        with pytest.raises(mm.DatasetFormatError, match=re.escape(f"p.idx: {entry}: ")):
-            mm.IndexedDataset(tmp_path / "p", check=True)
-
-
-def test_of_several_wrong_entries_the_first_is_named(one, pair):
-    patch(pair + ".idx", 90, struct.pack("<4q", 3, 1, 0, 4))  # document_indices[1] to [4]
-    with pytest.raises(one.DatasetFormatError, match=r"document_indices\[2\]: wanted >= 3, got 1$"):
-        one.IndexedDataset(pair, check=True)
+    for place in (1, 2**13 - 1, 2**14 - 1, 2**14, 2**14 + 1, 2**15, 49_998):
+        wrong = {  # the entry that is named: where it lies, and a value of it
+            f"sequence_lengths[{place}]": (34 + 4 * place, "<i", -1),
+            f"sequence_pointers[{place}]": (34 + 4 * n + 8 * place, "<q", 4),
+            f"sequence_pointers[{place + 1}]": (34 + 4 * place, "<i", 1),  # a length that is not 0
+            f"document_indices[{place}]": (34 + 12 * n + 8 * place, "<q", place - 2),
+        }
+        for entry, (offset, code, value) in wrong.items():
+            (tmp_path / "p.idx").write_bytes(whole)
+            one.IndexedDataset(tmp_path / "p", check=True)
+            patch(tmp_path / "p.idx", offset, struct.pack(code, value))
+            with pytest.raises(one.DatasetFormatError, match=re.escape(f"p.idx: {entry}: ")):
+                one.IndexedDataset(tmp_path / "p", check=True)
 
 
 # the right sizes are 122 bytes, or 126 with modes, and 36
@@ -826,6 +834,18 @@ def replace_pair(one, prefix):
     mk(one, prefix, [[7] * len(doc) for doc in PAIR])
 
 
+def replace_tokens(one, prefix):
+    """Another .bin of the same size, in the place of the old one."""
+    pathlib.Path(f"{prefix}.new").write_bytes(bytes(36))
+    os.replace(f"{prefix}.new", f"{prefix}.bin")
+
+
+def change_tokens(one, prefix):
+    """The same file with other contents."""
+    patch(f"{prefix}.bin", 0, b"\7")
+    os.utime(f"{prefix}.bin", (1, 1))
+
+
 def test_a_pair_that_is_replaced_while_it_is_opened_is_refused(one, pair, monkeypatch):
     """The .idx of the old pair must not be used with a .bin of equal size of the new one.
 
@@ -857,86 +877,6 @@ def test_identity_tells_one_index_from_another(one, tmp_path):
     assert len(identities) == 3
 
 
-def test_identity_is_computed_once(one, pair):
-    """Whatever becomes of the file; each caller has a dict of its own."""
-    ds = one.IndexedDataset(pair)
-    first = ds.identity()
-    wanted = first.copy()
-    first.clear()
-    patch(f"{pair}.idx", 38, b"\7")
-    assert ds.sequence_lengths[1] == 7, "the change is seen where the file is mapped"
-    assert ds.identity() == wanted
-
-
-def digest(one, prefix, **options):
-    """The digest of a pair that is opened anew."""
-    return one.IndexedDataset(prefix, **options).digest_of_contents()
-
-
-@pytest.mark.parametrize("documents", [0, 1, 3000])
-def test_a_digest_is_that_of_the_contents(one, bucket, tmp_path, documents):
-    """Not of the path, the time, or the way of reading; other tokens or lengths give another."""
-    docs = [[i % 7, i % 11, i] for i in range(documents)]
-    prefix = mk(one, tmp_path / "p", docs)
-    wanted = digest(one, prefix)
-    assert digest(one, prefix, mmap=False) == wanted
-    assert digest(one, mk(one, tmp_path / "copy", docs)) == wanted
-    assert digest(one, bucket.put(prefix)) == wanted
-    blocks = one.ObjectStorageConfig(bin_chunk_nbytes=100)
-    assert digest(one, bucket.put(prefix), object_storage_config=blocks) == wanted
-    digests = {wanted, digest(one, mk(one, tmp_path / "more", [*docs, [1]]))}
-    if documents:
-        other = [[token + 1 for token in doc] for doc in docs]
-        digests.add(digest(one, mk(one, tmp_path / "p", other)))
-        cut = [[], *docs[:-1], docs[-1]]
-        digests.add(digest(one, mk(one, tmp_path / "p", cut)))
-    assert len(digests) == (4 if documents else 2)
-
-
-@pytest.mark.parametrize("extension, pages", [(".bin", 24), (".idx", 8)])
-def test_a_digest_sees_each_of_its_pages(one, tmp_path, extension, pages):
-    """All of 24 pages of tokens, and all of 8 pages of an index."""
-    prefix = mk(one, tmp_path / "p", [np.zeros(15)] * 1630 + [np.zeros(100)])
-    path = prefix + extension
-    assert math.ceil(os.path.getsize(path) / 4096) == pages
-    whole = pathlib.Path(path).read_bytes()
-    digests = {digest(one, prefix)}
-    for page in range(pages):
-        place = 4096 * page + 100 + page
-        patch(path, place, bytes([whole[place] ^ 1]))
-        digests.add(digest(one, prefix))
-        patch(path, place, whole[place : place + 1])
-    assert len(digests) == 1 + pages
-
-
-@pytest.mark.parametrize("mmap", [True, False])
-def test_a_digest_is_kept_as_long_as_the_files_are_the_same(one, pair, mmap):
-    """As far as size, time and inode tell.  What is open can be read when it has no name."""
-    ds = one.IndexedDataset(pair, mmap=mmap)
-    first = ds.digest_of_contents()
-    before = os.stat(f"{pair}.bin")
-    patch(f"{pair}.bin", 4, b"\7")
-    os.utime(f"{pair}.bin", ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert ds.digest_of_contents() == first, "no token is read again"
-    os.utime(f"{pair}.bin", (1, 1))
-    second = ds.digest_of_contents()
-    assert second == digest(one, pair) != first
-    for extension in (".bin", ".idx"):
-        os.unlink(pair + extension)
-    assert ds.digest_of_contents() == second
-
-
-def test_a_digest_of_a_remote_pair_is_one_read_of_pages(one, web, tmp_path):
-    """Whatever the blocks are that samples are read in."""
-    prefix = mk(one, tmp_path / "local" / "p", [range(10**5)])
-    blocks = one.ObjectStorageConfig(bin_chunk_nbytes=1 << 20)
-    ds = one.IndexedDataset(web.put(prefix), object_storage_config=blocks)
-    found = ranges_of(web, ds.digest_of_contents)
-    assert len(found) == 24
-    assert {"bytes=0-4095", "bytes=397312-399999"} < set(found)
-    assert ranges_of(web, ds.digest_of_contents) == []
-
-
 @pytest.mark.parametrize("mmap", [True, False])
 def test_a_pickle_is_the_path_and_what_the_files_were(one, pair, mmap):
     """Who unpickles it opens the files again."""
@@ -947,33 +887,16 @@ def test_a_pickle_is_the_path_and_what_the_files_were(one, pair, mmap):
     assert lists(copy.deepcopy(again)) == PAIR
 
 
-def replace_tokens(one, prefix):
-    """Another .bin of the same size, in the place of the old one."""
-    pathlib.Path(f"{prefix}.new").write_bytes(bytes(36))
-    os.replace(f"{prefix}.new", f"{prefix}.bin")
-
-
-def change_tokens(one, prefix):
-    """The same file with other contents."""
-    patch(f"{prefix}.bin", 0, b"\7")
-    os.utime(f"{prefix}.bin", (1, 1))
-
-
+@pytest.mark.parametrize("is_remote", [False, True])
 @pytest.mark.parametrize("replace", [replace_pair, replace_tokens, change_tokens])
-def test_a_pickle_of_files_that_were_replaced_is_refused(one, pair, replace):
+def test_a_pickle_of_files_that_were_replaced_is_refused(one, bucket, pair, replace, is_remote):
     """Upstream: the process that unpickles it reads whatever is there now."""
-    pickled = pickle.dumps(one.IndexedDataset(pair))
-    replace(one, pair)
-    with pytest.raises(one.DatasetFormatError, match="/pair: .*replaced"):
-        pickle.loads(pickled)
-
-
-def test_a_pickle_of_a_remote_pair_that_was_replaced_is_refused(one, bucket, pair):
-    blocks = one.ObjectStorageConfig(bin_chunk_nbytes=100)
-    pickled = pickle.dumps(one.IndexedDataset(bucket.put(pair), object_storage_config=blocks))
+    place = bucket.put(pair) if is_remote else pair
+    settings = one.ObjectStorageConfig(bin_chunk_nbytes=100)
+    pickled = pickle.dumps(one.IndexedDataset(place, object_storage_config=settings))
     again = pickle.loads(pickled)
-    assert (again.object_storage_config, lists(again)) == (blocks, PAIR)
-    replace_pair(one, pair)
+    assert (again.object_storage_config, lists(again)) == (settings, PAIR)
+    replace(one, pair)
     bucket.put(pair)
     with pytest.raises(one.DatasetFormatError, match="/pair: .*replaced"):
         pickle.loads(pickled)
@@ -994,84 +917,55 @@ def test_sequences_are_added_in_many_ways(one, tmp_path):
         builder.add_item(np.array([], np.float64))
         builder.end_document()
         builder.add_item((10,))
-        builder.add_documents([np.array([11, 12]), np.array([], int)], [4, 5])
-        builder.add_documents([[13]], [6])
-    lengths, modes = [1, 2, 4, 2, 0, 1, 2, 0, 1], [1, -2, 0, 3, 0, 0, 4, 5, 6]
-    wanted = idx_bytes(lengths, [0, 2, 3, 5, 7, 8, 9], code=3, size=2, modes=modes)
+        builder.end_document()
+        builder.add_document(["11", "12"], [2], [4])  # as upstream's own tests have them
+        builder.end_document()
+        builder.add_item([["13"], ["014"]], mode=5)
+        builder.end_document()
+    lengths, modes = [1, 2, 4, 2, 0, 1, 2, 2], [1, -2, 0, 3, 0, 0, 4, 5]
+    wanted = idx_bytes(lengths, [0, 2, 3, 5, 6, 7, 7, 8], code=3, size=2, modes=modes)
     assert (tmp_path / "m.idx").read_bytes() == wanted
-    assert (tmp_path / "m.bin").read_bytes() == np.arange(1, 14, dtype="<i2").tobytes()
+    assert (tmp_path / "m.bin").read_bytes() == np.arange(1, 15, dtype="<i2").tobytes()
 
 
-def test_tokens_are_int32_unless_another_dtype_is_given(one, tmp_path):
-    with one.IndexedDatasetBuilder(tmp_path / "p.bin") as builder:
+def test_tokens_are_int32_unless_another_dtype_is_given(mm, tmp_path):
+    with mm.IndexedDatasetBuilder(tmp_path / "p.bin") as builder:
         builder.add_document([1, 2], [2])
-    assert (tmp_path / "p.bin").read_bytes() == np.array([1, 2], "<i4").tobytes()
-    assert (tmp_path / "p.idx").read_bytes() == idx_bytes([2], [0, 1], code=4, size=4)
+        builder.add_document(["3"], [1])
+    assert (tmp_path / "p.bin").read_bytes() == np.array([1, 2, 3], "<i4").tobytes()
+    assert (tmp_path / "p.idx").read_bytes() == idx_bytes([2, 1], [0, 1, 2], code=4, size=4)
 
 
 # name: (dtype, method, arguments, the word that matters)
 REFUSED_BY_BUILDER = {
     # upstream: such ids are wrapped, and written as others
     "token-too-large": (np.uint16, "add_item", (torch.tensor([1, 70000, -1]),), "70000"),
+    "text-too-large": (np.uint16, "add_item", (["1", "70000"],), "70000"),
+    "no-number": (np.uint16, "add_item", (["1", "two"],), "two"),
     "negative": (np.uint16, "add_item", (np.array([-1]),), "-1"),
     "uint64": (np.int64, "add_item", (np.array([2**63], np.uint64),), str(2**63)),
     "beyond-64-bits": (np.int64, "add_item", ([2**70],), "object"),
     "float": (np.int32, "add_item", (np.array([1.5]),), "float64"),
     "lengths-short": (np.int32, "add_document", ([1, 2, 3, 4, 5], [2]), "5 tokens"),
-    "lengths-long": (np.int32, "add_document", ([1, 2], [2, 1]), "sum to 3"),
     "length-negative": (np.int32, "add_document", ([1], [-1, 2]), "-1"),
     "length-2**31": (np.int32, "add_document", ([1], [2**31]), str(2**31)),
     "length-float": (np.int32, "add_document", ([1, 2], [2.0]), "float"),
     "modes-few": (np.int32, "add_document", ([1, 2], [1, 1], [0]), "1 modes"),
     "mode-too-large": (np.int32, "add_document", ([1], [1], [128]), "128"),
-    "one-of-many": (np.uint16, "add_documents", ([[1], [2, 70000]],), "70000"),
-    "modes-of-many": (np.uint16, "add_documents", ([[1], [2]], [0]), "1 modes"),
-    "eod-too-large": (np.uint16, "add_documents", ([[1]], None, 70000), "70000"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED_BY_BUILDER)
-def test_a_builder_refuses_before_it_writes(one, tmp_path, case):
+def test_a_builder_refuses_before_it_writes(mm, tmp_path, case):
     dtype, method, arguments, word = REFUSED_BY_BUILDER[case]
     error = TypeError if case == "length-float" else ValueError
-    with one.IndexedDatasetBuilder(tmp_path / "p.bin", dtype, multimodal=True) as builder:
+    with mm.IndexedDatasetBuilder(tmp_path / "p.bin", dtype, multimodal=True) as builder:
         builder.add_document([1, 2], [2], [7])
         with pytest.raises(error, match=re.escape(word)):
             getattr(builder, method)(*arguments)
         builder.add_document([3], [1])
-    ds = one.IndexedDataset(tmp_path / "p", multimodal=True)
+    ds = mm.IndexedDataset(tmp_path / "p", multimodal=True)
     assert [(tokens.tolist(), mode) for tokens, mode in ds] == [([1, 2], 7), ([3], 0)]
-
-
-def documents_as(kind, documents):
-    """Lists of tokens as another kind of documents; skips the test if it needs awkward."""
-    if kind == "arrays":
-        return [np.array(document, np.int64) for document in documents]
-    if kind == "tensors":
-        return [torch.tensor(document, dtype=torch.int16) for document in documents]
-    awkward = pytest.importorskip("awkward")
-    if kind == "awkward":
-        return awkward.Array(documents)
-    return awkward.Array([[9], *documents])[1:]
-
-
-@pytest.mark.parametrize("eod", [None, 7])
-@pytest.mark.parametrize("kind", ["arrays", "tensors", "awkward", "sliced awkward"])
-def test_many_documents_at_once_equal_one_by_one(one, tmp_path, kind, eod):
-    """They equal documents that are added one by one; only those with tokens get an eod."""
-    documents = [[1, 2, 3], [], [4], [5, 6], []]
-    with one.IndexedDatasetBuilder(tmp_path / "one.bin", np.uint16) as builder:
-        for document in documents:
-            tokens = document
-            if eod is not None and document:
-                tokens = [*document, eod]
-            builder.add_document(tokens, [len(tokens)])
-    many = documents_as(kind, documents)
-    with one.IndexedDatasetBuilder(tmp_path / "many.bin", np.uint16) as builder:
-        builder.add_documents(many[:2], eod_token=eod)
-        builder.add_documents(many[2:], eod_token=eod)
-        builder.add_documents(many[:0], eod_token=eod)
-    assert bytes_of_pair(tmp_path / "many") == bytes_of_pair(tmp_path / "one")
 
 
 def test_a_builder_keeps_few_bytes_for_each_sequence_and_document(one, tmp_path):
@@ -1098,7 +992,6 @@ def test_a_finalized_builder_takes_nothing_more(one, pair, tmp_path):
         "finalize": [tmp_path / "p.idx"],
         "add_item": [[1]],
         "add_document": [[1], [1]],
-        "add_documents": [[[1]]],
         "add_index": [pair],
         "end_document": [],
     }
@@ -1117,12 +1010,9 @@ def test_a_with_block_leaves_both_files_or_none(one, tmp_path):
                 if error is KeyError:
                     raise KeyError("stop")
         assert os.listdir(tmp_path) == []
-    os.mkdir(tmp_path / "q.idx")  # in the place of a file
-    with pytest.raises(OSError), one.IndexedDatasetBuilder(tmp_path / "q.bin") as builder:
-        builder.add_document([2], [1])
     with one.IndexedDatasetBuilder(tmp_path / "p.bin") as builder:
         builder.add_document([2], [1])
-    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx", "q.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
 
 
 @linux
@@ -1130,7 +1020,7 @@ def test_a_with_block_leaves_both_files_or_none(one, tmp_path):
 def test_a_builder_whose_write_failed_stays_failed(one, tmp_path, size):
     """Also where there is room again: a part of the tokens may be in the file.
 
-    A limit on the bytes of a file stands in for a full disk.  The error names the file.
+    A limit on the bytes of a file stands in for a full disk.
     """
     resource = importlib.import_module("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -1138,7 +1028,7 @@ def test_a_builder_whose_write_failed_stays_failed(one, tmp_path, size):
     builder.add_document(np.ones(size, np.uint8), [size])
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        with pytest.raises(OSError, match=rf"{tmp_path}/p\.bin\..*\.tmp") as caught:
+        with pytest.raises(OSError) as caught:
             builder.add_document(np.ones(3 << 20, np.uint8), [3 << 20])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -1147,17 +1037,6 @@ def test_a_builder_whose_write_failed_stays_failed(one, tmp_path, size):
         builder.add_document([2], [1])
     with pytest.raises(ValueError, match="failed"):
         builder.finalize(tmp_path / "p.idx")
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_pair_whose_bin_lacks_bytes_is_not_finished(one, tmp_path):
-    """Whatever has taken them."""
-    with pytest.raises(OSError, match=r"p\.bin: .* 8 bytes"):
-        with one.IndexedDatasetBuilder(tmp_path / "p.bin", np.int32) as builder:
-            builder.add_document([1, 2], [2])
-            builder.sync()
-            (written,) = tmp_path.iterdir()
-            os.truncate(written, 4)
     assert os.listdir(tmp_path) == []
 
 
@@ -1207,7 +1086,6 @@ def test_a_merge_that_is_refused_changes_nothing(one, pair, tmp_path):
         ([pair], pair, ValueError, "output"),
         ([pair, pair], f"{tmp_path}/./pair", ValueError, "output"),
         ([pair], tmp_path / "link", ValueError, "output"),
-        ([], out, ValueError, "at least one"),
         ([pair, tmp_path / "none"], out, FileNotFoundError, "none"),
         ([pair, other], out, ValueError, "uint16"),
         ([pair, tmp_path / "modes"], out, ValueError, r"modes\.bin .*multimodal"),
@@ -1363,7 +1241,7 @@ def test_a_split_is_read(one):
 
 @pytest.mark.parametrize(
     "text",
-    ["99,-1,0", "98,,2", "0,0,0", "", "a,b", "1,2,3,4", "nan,1,0", "inf,0,0", "1_0,1", "1e999,1"],
+    ["99,-1,0", "98,,2", "0,0,0", "", "1,2,3,4", "nan,1,0", "1_0,1", "1e999,1"],
 )
 def test_a_wrong_split_is_refused(one, text):
     """Upstream drops signs and empty fields, and takes what is left."""
@@ -1372,15 +1250,12 @@ def test_a_wrong_split_is_refused(one, text):
 
 
 def test_split_by_hand(one):
-    """Shares to fractions, of one cut or of two; fractions to documents."""
+    """Shares to fractions, fractions to documents."""
     matrix = one.convert_split_vector_to_split_matrix
     assert matrix([0.99, 0.01, 0]) == [(0, 0.99), (0.99, 1.0), None]
     assert matrix([0, 0.25, 0.75]) == [None, (0, 0.25), (0.25, 1.0)]
-    assert matrix([0.5, 0.5, 0], [0.25, 0.75, 0]) == [(0, 0.25), (0.5, 1.0), None]
-    assert matrix([0.5, 0.5, 0], [0.75, 0.25, 0]) == [(0, 0.5), (0.75, 1.0), None]
-    assert matrix([0.5, 0.5, 0], [0, 0.5, 0.5]) == [None, None, None]  # one ends at the other
-    with pytest.raises(ValueError, match="length"):
-        matrix([1.0, 0.0], [1.0])
+    with pytest.raises(ValueError, match="vector_b"):
+        matrix([0.5, 0.5, 0], [0.25, 0.75, 0])
     assert one.split_range((0, 0.98), 1000) == (0, 980)
     assert one.split_range((0, 0.5), 5) == (0, 2)  # Python rounds 2.5 to the even 2 ...
     assert one.split_range((0.5, 1.0), 7) == (4, 7)  # ... and 3.5 to the even 4
@@ -1427,34 +1302,26 @@ def test_a_list_that_is_neither_is_refused(one, blend):
 PER_SPLIT = [(["q"], None), None, None]
 PER_VALID = [None, (["q"], None), None]
 WITHOUT_BLEND = {"blend": None, "split": None}
-MASKS = ["reset_attention_mask", "create_attention_mask", "inter_document_masking"]
 PHASES = [(4, [1])]
 BAD_CONFIGS = {  # a word of the sentence: what is changed in a good config
-    "sequence_length": [{"sequence_length": value} for value in (0, None, 8.0, 2**32)],
-    "random_seed": [{"random_seed": value} for value in (-1, 1.5, 2**32)],
+    "sequence_length": [{"sequence_length": value} for value in (0, 8.0)],
+    "random_seed": [{"random_seed": value} for value in (-1, 2**32)],
     "num_dataset_builder_threads": [{"num_dataset_builder_threads": 0}],
-    "surplus": [{"mid_level_dataset_surplus": n} for n in (-0.1, math.nan, math.inf, "0.1")],
+    "surplus": [{"mid_level_dataset_surplus": n} for n in (-0.1, math.nan)],
     "needs a split": [{"split": None}],
     "3 numbers": [{"split": [8, 1, 1, 1]}],
-    "a blend is": [
-        {"blend": blend}
-        for blend in (([], None), ("p", None), [("p", 1), ("q", 2)], 5, (None, None))
-    ],
+    "a blend is": [{"blend": blend} for blend in (([], None), ("p", None), ["p", "q", "r"])],
     "blend_per_split": [
         {"blend_per_split": PER_SPLIT, "blend": None},
-        {"blend_per_split": PER_SPLIT, "split": None},
         WITHOUT_BLEND | {"blend_per_split": PER_SPLIT[:2]},
-        WITHOUT_BLEND | {"blend_per_split": 5},
         {"multiple_validation_sets": True},
     ],
-    "list of weights": [
-        {"blend": (["p"], 5)},
-        {"blend": (["p"], "1")},
-        {"blend_phases": [(4, 5)]},
-    ],
+    "list of weights": [{"blend": (["p"], 5)}],
     "1 weights for 2": [{"blend": (["p", "q"], [1.0])}],
-    "weight of p": [{"blend": (["p", "q"], [w, 1.0])} for w in ("x", "nan", "-2", math.inf)],
-    "weight of q": [{"blend": (["p", "q"], [1.0, w])} for w in (-1.0, math.nan, 10**309)],
+    "weight of p": [{"blend": (["p", "q"], [w, 1.0])} for w in ("1", math.nan, -2)],
+    "weight of q": [{"blend": (["p", "q"], [1.0, w])} for w in (math.inf, 10**309)],
+    "phase 1: weight of p": [{"blend_phases": [(4, [1]), (4, [-1])]}],
+    "phase 0": [{"blend_phases": [(0, [1])]}, {"blend_phases": [4]}],
     "sum": [{"blend": (["p", "q"], weights)} for weights in ([0.0, 0.0], [1e308, 1e308])],
     "blend_phases": [
         WITHOUT_BLEND | {"blend_phases": PHASES},
@@ -1463,8 +1330,7 @@ BAD_CONFIGS = {  # a word of the sentence: what is changed in a good config
     ],
     "tokenizer": [{"tokenizer": None}],
     "hybrid_context_parallel": [{"hybrid_context_parallel": True}],
-    # upstream: no effect, no word
-    "reset_attention_mask": [{MASKS[0]: True}, dict.fromkeys(MASKS, True)],
+    "reset_attention_mask": [{"reset_attention_mask": True}],  # upstream: no effect, no word
 }
 
 
@@ -1494,18 +1360,6 @@ def test_a_config_derives_its_other_fields(one):
     assert not packed.has_dense_mask
 
 
-def test_weights_of_text_and_of_numpy_become_numbers(one):
-    """As they come out of a file of JSON; upstream takes them, too."""
-    wanted = (["p", "q"], [30.0, 0.5])
-    for weights in (["30", " .5 "], ("30", 0.5), np.array([30, 0.5], np.float32)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # numpy may warn where it compares with large numbers
-            assert config(one, (["p", "q"], weights)).blend == wanted
-            per_split = [None, (["p", "q"], weights), None]
-            found = config(one, blend_per_split=per_split).blend_per_split
-        assert found == [None, wanted, None]
-
-
 def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
     """They must not reach the JSON of a cache's description or of a state."""
     prefix = mk(one, tmp_path / "p", [[1] * 20] * 9)
@@ -1514,7 +1368,9 @@ def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
         fields = {"random_seed": number(8), "sequence_length": number(4)}
         cfg = config(one, ([path], None), **fields)
         train = build(one, [number(20), 0, 0], cfg)[0]
-        blend = one.BlendedDataset([train] * 2, np.array([1, 2]), number(4), cfg)
+        weights = [1, 0.5] if number is int else np.array([1, 0.5], np.float32)
+        assert json.dumps(config(one, (["p", "q"], weights)).blend) == '[["p", "q"], [1.0, 0.5]]'
+        blend = one.BlendedDataset([train] * 2, weights, number(4), cfg)
         loader = one.build_pretraining_data_loader(
             train, number(4), micro_batch_size=number(2), dataloader_type="cyclic", seed=number(1)
         )
@@ -1827,12 +1683,11 @@ def test_a_stable_cache_has_a_name_of_its_own(one, tmp_path):
 
 def test_document_numbers_beyond_int32_are_refused(mm):
     """They must not wrap."""
-    for number in (2**31, 2**31 + 5):
-        documents = np.array([1, number])
-        with pytest.raises(ValueError, match=f"document {number}"):
-            mm.build_document_index(documents, 1, np.random.RandomState(0), False)
-        with pytest.raises(ValueError, match=f"document {number}"):
-            mm.build_stable_orders(documents, [0, 1], 1234)
+    documents = np.array([1, 2**31])
+    with pytest.raises(ValueError, match=f"document {2**31}"):
+        mm.build_document_index(documents, 1, np.random.RandomState(0), False)
+    with pytest.raises(ValueError, match=f"document {2**31}"):
+        mm.build_stable_orders(documents, [0, 1], 1234)
 
 
 # ==============================================================================
@@ -2889,15 +2744,14 @@ def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora):
 
 
 def test_a_note_of_the_corpora_of_weight_0(one, caplog):
-    """It comes once where splits cut the same blend, else once for each split that drops any."""
+    """One, however many splits drop them."""
     blend = ["a", "b", "c"], [1, 0, 2]
-    of_one = {"blend": blend, "split": "1,1,1"}
-    of_each = {"blend_per_split": [blend, (["d"], [1]), blend]}
-    for fields, count in ((of_one, 1), (of_each, 2)):
+    for fields in ({"blend": blend, "split": "1,1,1"}, {"blend_per_split": [blend, None, blend]}):
         caplog.clear()
         given = config(one, **fields)
         one.BlendedMegatronDatasetBuilder(one.GPTDataset, [1, 1, 1], bool, given)
-        assert ["weight 0: b" in message for message in caplog.messages] == [True] * count
+        [message] = caplog.messages
+        assert message.endswith("weight 0: b")
 
 
 def test_validation_sets(one, corpora):
@@ -2914,33 +2768,23 @@ def test_validation_sets(one, corpora):
 
 
 def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
-    """All samples, or as many as are wanted; a corpus too short for a sample gives none."""
+    """All samples, or as many as are wanted; a corpus too short for a sample is left out."""
     short = mk(mm, "in/short", [[1, 2]])
     cfg = config(mm, ([A, short, B, C], None))
-    whole = quiet(build, mm, [None, None, None], cfg)[0]
+    whole = build(mm, [None, None, None], cfg)[0]
+    assert [part.dataset_path for part in whole.datasets] == [A, B, C]
     lengths = [len(gpt(mm, prefix)) for prefix in (A, B, C)]
     assert np.bincount(whole.dataset_index).tolist() == lengths
-    assert len(quiet(build, mm, [10, 0, 0], cfg)[0]) == 10
-    [large, _, _], messages = heard(build, mm, [1_000_000, 0, 0], cfg)
+    assert len(build(mm, [10, 0, 0], cfg)[0]) == 10
+    with pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1,000,000"):
+        large = build(mm, [1_000_000, 0, 0], cfg)[0]
     assert len(large) == sum(lengths)
-    of_size, of_corpus = messages
-    assert f"{sum(lengths)} samples, not 1,000,000" in of_size
-    assert "in/short" in of_corpus
 
     nothing = config(mm, ([short, short], None))
     for size in (None, 5):
         with pytest.raises(ValueError, match="train: .* no corpus"):
             build(mm, [size, 0, 0], nothing)
     assert build(mm, [0, 0, 0], nothing) == [None, None, None]
-
-
-def test_a_corpus_without_a_sample_has_no_weight(one, corpora, caplog):
-    """So it is left out with a warning, and not noted as one of weight 0."""
-    short = mk(one, "in/short", [[1, 2]])
-    with pytest.warns(UserWarning, match="in/short"):
-        train = build(one, [None, None, None], config(one, ([A, short], None)))[0]
-    assert [part.dataset_path for part in train.datasets] == [A]
-    assert caplog.messages == []
 
 
 def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
@@ -3039,9 +2883,7 @@ WHOLE_SETS = {"blend_per_split": [None, ([A, B], None), None], "full_validation"
 BAD_SIZES = [  # sizes, fields of the config, words
     ([1, 2], {"blend": ([A], None)}, r"sizes.*\[1, 2\]"),
     ([-1, 0, 0], {"blend": ([A], None)}, "train.*-1"),
-    (["9", 0, 0], {"blend": ([A], None)}, "train.*'9'"),
     ([None, 0, 0], {"blend": TWO}, "train .*needs a size"),
-    ([0, None, None], {"blend_per_split": [None, TWO, ([A], [1])]}, "valid .*needs a size"),
     ([0, None, None], VALID_SETS, "test .*needs a size"),  # valid is two datasets, and test a blend
     ([0, 5, 0], WHOLE_SETS | {"multiple_validation_sets": True}, "valid must be None"),
 ]
@@ -3111,53 +2953,21 @@ def test_corpora_are_built_side_by_side(one, corpora):
     assert [part.dataset_path for part in train.datasets] == corpora
 
 
-@pytest.mark.parametrize("threads, place", [(1, 0), (3, 2)])
-def test_after_a_wrong_prefix_no_further_corpus_is_begun(one, corpora, threads, place):
-    """Those that were begun are waited for, so that nothing is written after the error."""
-    begun = []
-    ended = []
-
-    class Slow(one.GPTDataset):
-        @staticmethod
-        def build_low_level_dataset(path, cfg):
-            if path == "none":
-                return one.GPTDataset.build_low_level_dataset(path, cfg)
-            begun.append(path)
-            time.sleep(0.1)
-            ended.append(path)
-            return one.GPTDataset.build_low_level_dataset(A, cfg)
-
-    prefixes = list("0123456789")
-    prefixes.insert(place, "none")
-    cfg = config(one, (prefixes, None), num_dataset_builder_threads=threads)
-    with pytest.raises(FileNotFoundError, match="none.idx"):
-        build(one, [None, None, None], cfg, Slow)
-    assert len(begun) < 10
-    assert sorted(ended) == sorted(begun)
-
-
-def build_with_few_open_files(one, prefixes, soft, hard):
-    """Build and read a blend of corpora in a process that may open so many more files."""
+def build_and_read(one, prefixes):
+    """Build and read a blend of corpora in a process that begins with a soft limit of 256 files."""
     resource = importlib.import_module("resource")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     cfg = config(one, (prefixes, [1] * len(prefixes)), split="8,1,1")
-    opened = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + soft, opened + hard))
-    if hard < 330:
-        with pytest.raises(OSError, match=f"{opened + hard}.*ulimit"):
-            build(one, [300, 60, 60], cfg)
-        return
-    for dataset in build(one, [300, 60, 60], cfg):
+    for dataset in build(one, [1500, 300, 300], cfg):
         assert len(dataset.batch(range(len(dataset)))["tokens"]) == len(dataset)
 
 
 @linux
-def test_a_build_of_many_corpora_may_open_enough_files(one, tmp_path):
-    """Each of 30 has 2 files open, and 3 arrays for each split.  Upstream: a bare [Errno 24]."""
-    prefixes = [mk(one, tmp_path / str(number), [[1] * 9] * 20) for number in range(30)]
-    jobs = []
-    for hard in (700, 250):
-        jobs.append(functools.partial(build_with_few_open_files, one, prefixes, 20, hard))
-    assert in_children(*jobs) == [0, 0]
+def test_a_build_of_150_corpora_may_open_enough_files(one, tmp_path):
+    """Each has 2 files open, and 3 arrays for each split.  Upstream: a bare [Errno 24]."""
+    prefixes = [mk(one, tmp_path / str(number), [[1] * 9] * 20) for number in range(150)]
+    assert in_children(functools.partial(build_and_read, one, prefixes)) == [0]
 
 
 # ==============================================================================
@@ -3448,7 +3258,7 @@ CYCLIC = {"dataloader_type": "cyclic"}  # and sharded, if nothing else is said
 UNSHARDED = CYCLIC | {"data_sharding": False}
 TWO_RANKS = {"data_parallel_size": 2}
 OTHER_ORDERS = {  # fields of the run that stopped, fields that are others here, what differs
-    "more samples": ({}, {"total": 65}, "samples of corpus"),
+    "more samples": ({}, {"total": 65}, "length of corpus 0"),
     "shuffled": ({}, UNSHARDED, "sampler"),
     "full validation": ({}, {"full_validation": True}, "sampler"),
     "another seed": (UNSHARDED, {"seed": 1}, "seed"),
@@ -3468,7 +3278,7 @@ OTHER_ORDERS = {  # fields of the run that stopped, fields that are others here,
         {"micro_batch_size": 2},
         "samples that are shuffled",
     ),
-    "(c) of section 8": (UNSHARDED | {"total": 20, "consumed": 40}, TWO_RANKS, "done in the epoch"),
+    "(c) of section 8": (UNSHARDED | {"total": 20, "consumed": 40}, TWO_RANKS, "done in the turn"),
 }
 
 
@@ -3508,19 +3318,13 @@ def test_the_ranks_of_each_kind_by_hand(one):
         assert one.ParallelGroups.rank_lists(kind, tensor=2, data=2, pipeline=2) == wanted
 
 
-@pytest.mark.parametrize("kind", ["", "tp-", "tp cp", "tp-cp-ep"])
-def test_a_kind_of_group_that_cannot_be(one, kind):
-    with pytest.raises(ValueError, match=f"'{kind}'"):
-        one.ParallelGroups.rank_lists(kind)
+@pytest.mark.parametrize("kind, sizes, word", [("tp-ep", {}, "tp-ep"), ("tp", {"data": 0}, "data")])
+def test_groups_that_cannot_be(one, kind, sizes, word):
+    with pytest.raises(ValueError, match=word):
+        one.ParallelGroups.rank_lists(kind, **sizes)
 
 
-@pytest.mark.parametrize("name", ["tensor", "context", "data", "pipeline"])
-def test_a_size_of_groups_that_cannot_be(one, name):
-    with pytest.raises(ValueError, match=name):
-        one.ParallelGroups.rank_lists("tp", **{name: 0})
-
-
-def test_one_process_is_the_only_rank_of_every_group(one, monkeypatch):
+def test_one_process_is_the_only_rank_of_every_group(one):
     groups = one.ParallelGroups()
     assert groups.is_first_stage
     assert groups.is_last_stage
@@ -3529,21 +3333,12 @@ def test_one_process_is_the_only_rank_of_every_group(one, monkeypatch):
     assert groups.group("tp") is None
     with pytest.raises(ValueError, match="cp-pp"):
         groups.group("cp-pp")
-    monkeypatch.setattr(one.ParallelGroups, "rank_lists", None)
-    assert groups.rank("cp-pp") == 0, "worked out once, not for each batch"
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 3, 2), (0, 1, 1), (-1, 1, -1)], ids=str)
-def test_one_process_cannot_be_cut(one, sizes):
-    tensor, context, pipeline = sizes
-    with pytest.raises(ValueError, match="ranks"):
-        one.ParallelGroups(tensor=tensor, context=context, pipeline=pipeline)
-
-
-def test_ranks_that_cannot_be_shared_out_evenly(one, group, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "get_world_size", mock.Mock(return_value=3))
-    with pytest.raises(ValueError, match="3 ranks"):
-        one.ParallelGroups(tensor=2)
+@pytest.mark.parametrize("tensor, pipeline, word", [(2, 1, "1 ranks"), (0, 1, "0"), (-1, -1, "-1")])
+def test_one_process_cannot_be_cut(one, tensor, pipeline, word):
+    with pytest.raises(ValueError, match=word):
+        one.ParallelGroups(tensor=tensor, pipeline=pipeline)
 
 
 def test_a_job_that_is_not_initialized_has_no_layout(one, monkeypatch):
@@ -3646,13 +3441,8 @@ def test_a_stage_in_the_middle_reads_nothing(one, monkeypatch):
 WRONG_TENSORS = {  # a tensor of a batch of two rows of 16 tokens, and the key that is named
     "too short": ({"tokens": torch.zeros(2, 7, dtype=torch.int64)}, "tokens"),
     "floats for ids": ({"tokens": torch.zeros(2, 16)}, "tokens"),
-    "none": ({"tokens": None}, "tokens"),
-    "flat": ({"loss_mask": torch.ones(32)}, "loss_mask"),
+    "none": ({"loss_mask": None}, "loss_mask"),
     "a mask of other rows": ({"attention_mask": torch.ones(2, 1, 4, 4)}, "attention_mask"),
-    "cu_seqlens without the unused entries": (
-        {"cu_seqlens": torch.tensor([[0, 16]] * 2)},
-        "cu_seqlens",
-    ),
     "max_seqlen alone": ({"max_seqlen": torch.tensor([16, 16])}, "cu_seqlens"),
 }
 
@@ -3732,12 +3522,14 @@ def test_a_batch_of_a_stage_is_cut_whatever_it_has(one):
     assert one.get_batch_on_this_cp_rank(mask, 0, 4)["attention_mask"].shape == (1, 1, 2, 8)
 
 
-UNEVEN = torch.tensor([[0, 8, 16], [0, 4, 10]])  # cu_seqlens
+UNEVEN = [[0, 8, 16], [0, 4, 10]]
+FALLING = [[0, 12, 8, 16], [0, 4, 8, 16]]
 NOT_TO_BE_CUT = {  # tokens of a row, cu_seqlens, rank, ranks, the word or number that tells it
     "an odd chunk": (10, None, 1, 2, "10 tokens"),
-    "fewer tokens than chunks": (4, None, 0, 4, "4 tokens"),
     "a document": (16, UNEVEN, 0, 2, "document 1 of row 1.*use_per_sequence_balancing"),
-    "no rank": (8, None, -1, 2, "cp_rank"),
+    "documents out of order": (16, FALLING, 0, 2, "cu_seqlens of row 0"),
+    "a document behind the row": (16, [[0, 16], [0, 24]], 0, 2, "cu_seqlens of row 1"),
+    "a document before the row": (16, [[0, 16], [-8, 16]], 0, 2, "cu_seqlens of row 1"),
     "one rank too many": (8, None, 2, 2, "cp_rank"),
     "no ranks": (8, None, 0, 0, "cp_size"),
 }
@@ -3747,15 +3539,17 @@ NOT_TO_BE_CUT = {  # tokens of a row, cu_seqlens, rank, ranks, the word or numbe
 def test_what_cannot_be_cut_is_refused(one, case):
     """Upstream: another error, or none."""
     length, cu_seqlens, rank, ranks, word = NOT_TO_BE_CUT[case]
-    batch = {"tokens": torch.zeros(2, length), "cu_seqlens": cu_seqlens}
+    batch = {"tokens": torch.zeros(2, length)}
+    if cu_seqlens is not None:
+        batch["cu_seqlens"] = torch.tensor(cu_seqlens)
     with pytest.raises(ValueError, match=word):
         one.get_batch_on_this_cp_rank(batch, rank, ranks)
     assert one.get_batch_on_this_cp_rank(batch, 0, 1) == batch
 
 
 # -- Jobs of real processes --------------------------------------------------------------------
-# A scenario is a function of a Job; it runs on every rank of a job, and what it asserts must hold
-# on each (fixture run_on_ranks).
+# A scenario is a function of a Job, and perhaps of an argument; it runs on every rank of a job, and
+# what it asserts must hold on each (fixture run_on_ranks).
 
 LIMIT = 60  # seconds after which a collective counts as hung
 LAYOUTS = {  # {ranks: (tensor, context, pipeline) of each layout}
@@ -3794,8 +3588,8 @@ class Job:
         return [tensor.chunk(self.world)[self.rank] for tensor in tensors]
 
 
-def run_on_rank(implementation, rank, world, folder, scenario, arguments):
-    """Run a scenario with each of the arguments, as one rank of a job."""
+def run_on_rank(implementation, rank, world, folder, scenarios, arguments):
+    """Run the scenarios, each with all of the arguments, as one rank of a job."""
     os.fsync = do_not_wait
     torch.distributed.init_process_group(
         "gloo",
@@ -3806,10 +3600,11 @@ def run_on_rank(implementation, rank, world, folder, scenario, arguments):
     )
     try:
         job = Job(copy_of_module(implementation), rank, world, folder)
-        if not arguments:
-            scenario(job)
-        for argument in arguments:
-            scenario(job, argument)
+        for scenario in scenarios:
+            if not arguments:
+                scenario(job)
+            for argument in arguments:
+                scenario(job, argument)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -3825,18 +3620,18 @@ def processes():
 
 @pytest.fixture
 def run_on_ranks(processes, tmp_path_factory):
-    """run_on_ranks(mm, world, scenario, arguments): fails if the scenario fails on a rank.
+    """run_on_ranks(mm, world, scenarios, arguments): fails if a scenario fails on a rank.
 
-    It is called once for each argument, or once without one; all calls are made in one job.
+    Each is called once for each argument, or once without one; all calls are made in one job.
     """
 
-    def run(mm, world, scenario, arguments=()):
+    def run(mm, world, scenarios, arguments=()):
         folder = tmp_path_factory.mktemp("job")
         write_corpora(folder)
         ranks = []
         for rank in range(world):
             job = mm.IMPLEMENTATION, rank, world, folder
-            ranks.append(processes.submit(run_on_rank, *job, scenario, arguments))
+            ranks.append(processes.submit(run_on_rank, *job, scenarios, arguments))
         for future in ranks:
             future.result(5 * LIMIT)
 
@@ -3844,11 +3639,12 @@ def run_on_ranks(processes, tmp_path_factory):
 
 
 class Collectives:
-    """The collectives that this rank starts inside the block: (name, bytes) of each."""
+    """The collectives that this rank starts inside the block: (name, bytes or None) of each."""
 
     def __enter__(self):
         self._spy = mock.Mock(wraps=torch.distributed)
-        spies = {name: getattr(self._spy, name) for name in ("broadcast", "all_reduce")}
+        names = ("broadcast", "broadcast_object_list", "all_reduce")
+        spies = {name: getattr(self._spy, name) for name in names}
         self._patch = mock.patch.multiple(torch.distributed, **spies)
         self._patch.start()
         return self
@@ -3858,7 +3654,9 @@ class Collectives:
 
     @property
     def calls(self):
-        return [(name, tensors[0].nbytes) for name, tensors, _ in self._spy.method_calls]
+        return [
+            (name, getattr(sent, "nbytes", None)) for name, (sent, *_), _ in self._spy.method_calls
+        ]
 
 
 # -- Batches on ranks --------------------------------------------------------------------------
@@ -3990,7 +3788,6 @@ def odd_batches_arrive_as_they_are(job, layout):
 READER_FAILURES = [  # (what the reader meets, class on every rank of its group, words)
     (ValueError("no such sample"), ValueError, "no such sample"),
     (ZeroDivisionError("by zero"), RuntimeError, "by zero"),
-    (FileNotFoundError(2, "No such file", "a.bin"), FileNotFoundError, "a.bin"),
     (StopIteration(), StopIteration, ""),
     ("not a batch", ValueError, "dict"),
     ({"tokens": torch.ones(2, 4)}, ValueError, "shape"),
@@ -4014,7 +3811,7 @@ def a_failing_reader_fails_on_all_ranks_of_its_group(job, layout):
         ):
             job.mm.get_batch_on_this_tp_rank(source, groups, **SHAPE)
         num_bytes = 8 + sum(value.nbytes for value in wanted.values())
-        sent = [("broadcast", num_bytes), ("broadcast", 8192)]
+        sent = [("broadcast", num_bytes), ("broadcast_object_list", None)]
         assert collectives.calls == (sent if groups.size("tp") > 1 else [])
         if groups.size("tp") > 1:
             assert type(caught.value) is kind
@@ -4025,22 +3822,15 @@ def a_failing_reader_fails_on_all_ranks_of_its_group(job, layout):
 
 
 @two_or_four_ranks
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        groups_are_those_of_rank_lists,
-        torchs_mesh_has_the_same_groups,
-        odd_batches_arrive_as_they_are,
-        a_failing_reader_fails_on_all_ranks_of_its_group,
-    ],
-)
-def test_batches_on_ranks(one, run_on_ranks, scenario, world):
-    run_on_ranks(one, world, scenario, LAYOUTS[world])
+def test_batches_on_ranks(one, run_on_ranks, world):
+    scenarios = [groups_are_those_of_rank_lists, torchs_mesh_has_the_same_groups]
+    scenarios += [odd_batches_arrive_as_they_are, a_failing_reader_fails_on_all_ranks_of_its_group]
+    run_on_ranks(one, world, scenarios, LAYOUTS[world])
 
 
 @two_or_four_ranks
 def test_batches_of_loaders_on_ranks(mm, run_on_ranks, world):
-    run_on_ranks(mm, world, batches_of_loaders, LAYOUTS[world])
+    run_on_ranks(mm, world, [batches_of_loaders], LAYOUTS[world])
 
 
 # ==============================================================================
@@ -4178,6 +3968,58 @@ def test_a_model_without_trainable_parameters_has_no_buffer(one):
 def test_a_bucket_has_at_least_one_element(one):
     with pytest.raises(ValueError, match="bucket_size"):
         one.DistributedDataParallel(Net(), bucket_size=0)
+
+
+def small_net():
+    """Its second layer is frozen."""
+    torch.manual_seed(6)
+    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+    return torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), frozen)
+
+
+CHANGES = {  # a method of a module that changes its parameters, and its arguments
+    "channels_last": ("to", {"memory_format": torch.channels_last}),
+    "double": ("double", {}),
+    "bfloat16": ("bfloat16", {}),
+    "replaced": ("load_state_dict", {"state_dict": small_net().state_dict(), "assign": True}),
+    "unfrozen": ("requires_grad_", {}),
+}
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_that_changes_after_it_was_wrapped(one, change, set_to_none):
+    """Its gradients would be averaged nowhere.  Wrapped again they are in the buffer."""
+    net = small_net()
+    ddp = one.DistributedDataParallel(net)
+    if set_to_none:
+        net.zero_grad()
+    method, arguments = CHANGES[change]
+    getattr(net, method)(**arguments)
+    if (change, set_to_none) != ("channels_last", True):  # where only the memory differs
+        with pytest.raises(ValueError, match="weight was"):
+            ddp.zero_grad_buffer()
+        ddp = one.DistributedDataParallel(net)
+    ddp.zero_grad_buffer()
+    quiet(ddp(torch.ones(1, 2, 3, 3, dtype=net[0].weight.dtype)).sum().backward)
+    ddp.finish_grad_sync()
+    for param in net.parameters():
+        if param.requires_grad:
+            param.grad.fill_(2)
+    [buffer] = ddp.grad_buffers
+    assert (buffer == 2).all()
+
+
+def test_a_copy_of_a_wrapper_has_gradients_of_its_own(one):
+    """Neither the hooks nor shared memory are copied."""
+    ddp = one.DistributedDataParallel(Net(), bucket_size=40, overlap_grad_reduce=True)
+    other = copy.deepcopy(ddp)
+    losses(other, *step_data()).mean().backward()
+    other.finish_grad_sync()
+    close(gradients(other.module), gradients_of_one())
+    assert not any(buffer.any() for buffer in ddp.grad_buffers)
+    other.grad_buffers[0].fill_(2)
+    assert (other.module.outer.weight.grad == 2).all()
 
 
 @pytest.mark.parametrize(
@@ -4420,6 +4262,13 @@ def parameters_of_the_groups_first_rank_reach_all(job, options):
         assert all((param == first + 1).all() for param in ddp.parameters())
 
 
+def gradients_of_an_unpickled_wrapper(job, options):
+    ddp = pickle.loads(pickle.dumps(wrapped(job, options)))
+    backward(job, ddp)
+    ddp.finish_grad_sync()
+    check_gradients(ddp, gradients_of_one())
+
+
 def gradients_of_uneven_tokens(job, options):
     """Sums over tokens, divided by those of all ranks: the mean over all of them."""
     ids, labels, weights = step_data()
@@ -4442,9 +4291,9 @@ def gradients_of_uneven_tokens(job, options):
 
 
 @two_or_four_ranks
-@pytest.mark.parametrize(
-    "scenario",
-    [
+def test_gradients_on_ranks(one, run_on_ranks, world):
+    """With a fifth of the options on two ranks, with all of them on four."""
+    scenarios = [
         gradients_of_several_steps,
         a_rank_without_any_gradient,
         gradients_over_micro_batches,
@@ -4452,13 +4301,11 @@ def gradients_of_uneven_tokens(job, options):
         a_second_backward_without_no_sync,
         nan_is_named_once_with_its_parameter_and_rank,
         parameters_of_the_groups_first_rank_reach_all,
+        gradients_of_an_unpickled_wrapper,
         gradients_of_uneven_tokens,
-    ],
-)
-def test_gradients_on_ranks(one, run_on_ranks, scenario, world):
-    """With a fifth of the options on two ranks, with all of them on four."""
+    ]
     chosen = OPTIONS[::5] if world == 2 else OPTIONS
-    run_on_ranks(one, world, scenario, chosen)
+    run_on_ranks(one, world, scenarios, chosen)
 
 
 def gradients_of_parallel_batches(job, layout):
@@ -4494,7 +4341,7 @@ def gradients_of_parallel_batches(job, layout):
 @two_or_four_ranks
 def test_gradients_of_batches_that_are_cut_and_shared(one, run_on_ranks, world):
     one_stage = [sizes for sizes in LAYOUTS[world] if sizes[2] == 1]  # others lack tokens or labels
-    run_on_ranks(one, world, gradients_of_parallel_batches, one_stage)
+    run_on_ranks(one, world, [gradients_of_parallel_batches], one_stage)
 
 
 # ==============================================================================
@@ -4505,42 +4352,20 @@ def test_gradients_of_batches_that_are_cut_and_shared(one, run_on_ranks, world):
 # -- One file ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o666])
-def test_a_file_appears_whole_at_the_end(one, tmp_path, mode):
-    """With the permissions of the file that it replaces."""
-    path = tmp_path / "a"
-    path.write_bytes(b"old")
-    path.chmod(mode)
-    with one._NewFile(path) as file:
-        file.write(b"ne")
-        file.flush()
-        assert path.read_bytes() == b"old"
-        file.write(b"w")
-    assert files_of(tmp_path) == {"a": b"new"}
-    assert path.stat().st_mode & 0o777 == mode
-
-
-def test_a_file_system_that_refuses_permissions(one, tmp_path, monkeypatch):
-    """As vfat does: the file is replaced all the same."""
-    (tmp_path / "a").write_bytes(b"old")
-    monkeypatch.setattr(shutil, "copymode", mock.Mock(side_effect=PermissionError("rights")))
-    with one._NewFile(tmp_path / "a") as file:
-        file.write(b"new")
-    assert files_of(tmp_path) == {"a": b"new"}
-
-
-def test_a_missing_folder_is_named_at_once(one, tmp_path):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "none", tmp_path / "file"):
+def test_a_file_appears_whole_at_the_end(one, tmp_path, monkeypatch):
+    """A name without a folder is of the current one; a missing folder is named at once."""
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "a", "a"):
+        (tmp_path / "a").write_bytes(b"old")
+        with one._NewFile(path) as file:
+            file.write(b"ne")
+            file.flush()
+            assert (tmp_path / "a").read_bytes() == b"old"
+            file.write(b"w")
+        assert files_of(tmp_path) == {"a": b"new"}
+    for folder in (tmp_path / "none", tmp_path / "a"):
         with pytest.raises(FileNotFoundError, match=f"{folder}: .*folder"):
             one._NewFile(folder / "a")
-
-
-def test_a_name_without_a_folder_is_of_the_current_one(one, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with one._NewFile("a") as file:
-        file.write(b"here")
-    assert files_of(tmp_path) == {"a": b"here"}
 
 
 def test_a_discard_after_the_commit_does_nothing(one, tmp_path):
@@ -4613,8 +4438,6 @@ def test_nothing_appears_on_an_error(one, tmp_path, monkeypatch, write, case):
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert caught.value.args[:1] == error.args[:1]
-        if failing != "block":
-            assert str(tmp_path) in caught.value.filename, "the error names the file"
         assert files_of(tmp_path) == files, before
 
 
@@ -4624,6 +4447,7 @@ def test_nothing_appears_on_an_error(one, tmp_path, monkeypatch, write, case):
 def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkeypatch):
     """A pair is whole whenever its .idx is there; an old .idx never stands beside a new .bin."""
     mk(one, tmp_path / "p", [[1]])
+    (tmp_path / "p.record.json").write_text("{}")
     replace = os.replace
     synced = set()
     events = []
@@ -4658,23 +4482,89 @@ def test_a_pair_that_cannot_be_renamed_leaves_the_old_one(one, tmp_path, name):
     assert files_of(tmp_path) == before
 
 
-@pytest.mark.parametrize("failing", [".bin", ".idx"])
-def test_a_pair_that_cannot_be_uploaded_is_kept(one, bucket, tmp_path, monkeypatch, failing):
-    """The error names what is left, and where it belongs."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with failing_uploads(TimeoutError("slow"), failing):
-        with pytest.raises(OSError, match="slow") as caught:
-            write_remote(one, f"{bucket.root}/p", [[1, 2]])
-    left = re.findall(r"(\S+\.tmp) as (memory:[^\s,]+)", str(caught.value))
-    endings = [end for end in (".bin", ".idx") if end >= failing]  # the .bin is put first
-    assert [place for _, place in left] == [f"{bucket.root}/p{end}" for end in endings]
-    assert sorted(path for path, _ in left) == sorted(map(str, tmp_path.glob("*.tmp")))
-    for path, place in left:
-        bucket.put_file(path, os.path.basename(place))
-    assert lists(one.IndexedDataset(f"{bucket.root}/p")) == [[1, 2]]
+class FailingCalls:
+    """Stands in for os.replace, os.unlink and os.fsync: one of the calls fails.
+
+    number    of the call that fails, of all three functions together
+    error     what it raises
+    works     does it work before it fails, as a rename over a network may?
+    is_crash  the process dies there: no later call has an effect
+    """
+
+    def __init__(self, monkeypatch, number, error, works, is_crash):
+        self.number, self.error, self.works, self.is_crash = number, error, works, is_crash
+        self.count = 0
+        for name in ("replace", "unlink", "fsync"):
+            monkeypatch.setattr(os, name, functools.partial(self.call, getattr(os, name)))
+
+    def call(self, function, *arguments, **options):
+        self.count += 1
+        fails = self.count == self.number
+        if not fails and not (self.is_crash and self.count > self.number):
+            return function(*arguments, **options)
+        if fails and self.works:
+            function(*arguments, **options)
+        raise self.error
 
 
-# -- Mapped files ------------------------------------------------------------------------------
+def write_generation(one, prefix, token, by_merge, multimodal):
+    """A pair whose files have the same sizes whatever the token is, by a builder or by merge()."""
+    name = f"{prefix}{token}" if by_merge else prefix
+    with one.IndexedDatasetBuilder(f"{name}.bin", np.uint8, multimodal) as builder:
+        lengths = [1, 3] if token == 1 else [3, 1]
+        builder.add_document([token] * 4, lengths, [token, token])
+    if by_merge:
+        one.merge([name], prefix, multimodal)
+
+
+CRASHES = [  # how a call fails: the error, does it work all the same, does the process die there?
+    (SystemExit("dead"), False, True),
+    (SystemExit("dead"), True, True),
+    (OSError(errno.EIO, "broken"), False, False),
+    (OSError(errno.EIO, "broken"), True, False),
+    (KeyboardInterrupt(), False, False),
+    (KeyboardInterrupt(), True, False),
+]
+
+
+@pytest.mark.parametrize("by_merge", [False, True])
+@pytest.mark.parametrize("multimodal", [False, True])
+@pytest.mark.parametrize("before", ["nothing", "old pair"])
+def test_no_crash_leaves_a_mixed_pair(one, tmp_path, monkeypatch, before, multimodal, by_merge):
+    """At each call that gives, takes or syncs a file: the old pair, the new one, or no .idx."""
+    crashes = 0
+    prefixes = {token: tmp_path / str(token) / "p" for token in (1, 2)}
+    wanted = {None: None}  # the pair that is there -> its bytes
+    for token, prefix in prefixes.items():
+        prefix.parent.mkdir()
+        write_generation(one, prefix, token, by_merge, multimodal)
+        wanted[token] = bytes_of_pair(prefix)
+    for error, works, is_crash in CRASHES:
+        for number in itertools.count(1):
+            folder = tmp_path / f"{crashes} {works} {is_crash} {number}"
+            folder.mkdir()
+            old = None
+            if before == "old pair":
+                old = 1
+                write_generation(one, folder / "p", old, by_merge, multimodal)
+            with monkeypatch.context() as patches:
+                calls = FailingCalls(patches, number, error, works, is_crash)
+                try:
+                    write_generation(one, folder / "p", 2, by_merge, multimodal)
+                except type(error):
+                    crashes += 1
+            found = None
+            if (folder / "p.idx").exists():
+                found = bytes_of_pair(folder / "p")
+                one.IndexedDataset(folder / "p", multimodal, check=True)
+            assert found in (None, wanted[old], wanted[2]), (error, works, number)
+            if not is_crash:
+                left = [name for name in os.listdir(folder) if name.endswith(".tmp")]
+                assert len(left) <= 1, "what an unlink has failed to take"
+            if calls.count < number:  # all calls have worked
+                assert found == wanted[2]
+                break
+    assert crashes >= len(CRASHES) * 4
 
 
 def test_a_mapped_file_is_read_only_and_outlives_its_name(one, tmp_path):
@@ -5352,73 +5242,10 @@ def test_jobs_may_build_at_once(one, pair, cache, stale):
 
 
 # ==============================================================================
-# 13. Token sources
+# 13. Object storage
 # ==============================================================================
-
-
-@pytest.fixture
-def numbers(tmp_path):
-    """A file of the tokens 100 .. 119 (uint16)."""
-    path = tmp_path / "numbers.bin"
-    path.write_bytes(np.arange(100, 120, dtype=np.uint16).tobytes())
-    return path
-
-
-def test_a_mapped_read_copies_nothing(one, numbers):
-    source = one._MappedTokens(numbers, np.uint16)
-    tokens = source.read(4, 4)
-    assert np.shares_memory(tokens, source.read(0, 20))
-    assert not tokens.flags.writeable
-
-
-def test_views_outlive_the_dataset(one, pair):
-    """Nothing pins a dropped dataset, and its mapping lasts as long as a view of it.
-
-    Upstream: a segmentation fault, or a dataset that stays for ever.
-    """
-    ds = one.IndexedDataset(pair)
-    tokens = ds[3]
-    lengths = ds.sequence_lengths
-    dropped = weakref.ref(ds)
-    del ds
-    gc.collect()
-    assert dropped() is None
-    assert lists([tokens, lengths]) == [[3] * 4, [3, 2, 0, 4]]
-
-
-def test_a_short_read_is_an_error(one, numbers):
-    """It names the file.  Upstream: tokens of memory that nobody has written."""
-    source = one._FileTokens(numbers, np.uint16)
-    os.truncate(numbers, 33)
-    assert source.read(0, 16)[-1] == 115
-    for spans in ([(15, 5)], [(0, 1), (18, 2)]):
-        with pytest.raises(one.DatasetFormatError, match=r"numbers\.bin: bytes at 3\d"):
-            source.read_many(spans)
-
-
-def test_reads_in_several_steps(one, numbers):
-    """The system may return fewer bytes than asked for, even a part of a token."""
-    content = numbers.read_bytes()
-    source = one._FileTokens(numbers, np.uint16)
-    steps = [content[6:11], content[11:16], content[16:21], content[21:22]]
-    with mock.patch.object(os, "pread", side_effect=steps) as pread:
-        same(source.read(3, 8), np.arange(103, 111, dtype=np.uint16))
-    wanted = [(16, 6), (11, 11), (6, 16), (1, 21)]  # bytes that are missing, and their place
-    assert [call.args[1:] for call in pread.call_args_list] == wanted
-
-
-def test_a_system_without_pread(one, numbers, monkeypatch):
-    """Windows has none: threads share the position in the file."""
-    monkeypatch.delattr(os, "pread")
-    source = one._FileTokens(numbers, np.uint16)
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(source.read, [k % 20 for k in range(2000)], [1] * 2000))
-    assert lists(found) == [[100 + k % 20] for k in range(2000)]
-    with pytest.raises(one.DatasetFormatError, match=r"bytes at 36"):
-        source.read(18, 5)
-
-
-# -- three kinds of object storage: memory, a web server, and S3 -----------------------------------
+#
+# Three kinds of it: memory, a web server, and S3.
 
 SECRET = "s3cret"
 
@@ -5465,6 +5292,7 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
+            self.server.sent.append(len(body))
             self.wfile.write(body[: len(body) // 2] if is_cut else body)
         self.close_connection = is_cut
 
@@ -5529,25 +5357,6 @@ def on_memory(name, function=None):
     return mock.patch.object(cls, name, autospec=True, side_effect=function or getattr(cls, name))
 
 
-def failing_uploads(error, ending=""):
-    """A patch with which no object whose name has this ending can be put to memory://."""
-    put_file = fsspec.get_filesystem_class("memory").put_file
-
-    def put_or_fail(self, source, target, **options):
-        if target.endswith(ending):
-            raise error
-        put_file(self, source, target, **options)
-
-    return on_memory("put_file", put_or_fail)
-
-
-def write_remote(mm, prefix, docs):
-    """Write a pair of uint16 to object storage."""
-    with mm.IndexedDatasetBuilder(f"{prefix}.bin", np.uint16) as builder:
-        for doc in docs:
-            builder.add_document(doc, [len(doc)])
-
-
 @pytest.fixture
 def web(no_pauses, tmp_path):
     """A web server that serves ranges, and writes nothing."""
@@ -5559,6 +5368,7 @@ def web(no_pauses, tmp_path):
     server.socket.listen(256)  # a batch opens many at once; those over the limit wait for seconds
     server.folder = folder
     server.requests = []
+    server.sent = []  # the bytes of each body
     server.faults = iter([])  # of the next requests: a status, "cut", "short", "whole", or None
     server.status = None  # of all others
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
@@ -5613,33 +5423,31 @@ def some_pair(one, tmp_path):
     return mk(one, tmp_path / "local" / "pair", docs, np.uint16), docs
 
 
-# -- reading ---------------------------------------------------------------------------------------
+@pytest.fixture
+def numbers(one, web, tmp_path):
+    """A remote pair of one document, the tokens 100 .. 119 (uint16), on the web server."""
+    prefix = mk(one, tmp_path / "local" / "numbers", [range(100, 120)], np.uint16)
+    return one.IndexedDataset(web.put(prefix))
 
 
-@pytest.mark.parametrize("name", ["_MappedTokens", "_FileTokens", 0, 3, 16, 1000])
-def test_a_source_reads_any_place(one, bucket, numbers, name):
-    """One by one or many at once; places may overlap, repeat and be empty; a number: of blocks."""
-    if isinstance(name, int):
-        source = one._RemoteFile(bucket.put_file(numbers, "numbers.bin"), np.uint16, name)
-    else:
-        source = getattr(one, name)(numbers, np.uint16)
-        os.unlink(numbers)  # an open source outlives the name of its file
-    spans = [(0, 20), (0, 1), (19, 1), (18, 2), (7, 5), (1, 3), (0, 0), (20, 0), (7, 5)]
-    for (start, count), found in zip(spans, source.read_many(spans), strict=True):
-        wanted = np.arange(100 + start, 100 + start + count, dtype=np.uint16)
-        same(source.read(start, count), wanted)
-        same(found, wanted)
-    assert source.read_many([]) == []
+# -- Reading -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block_bytes", [0, 500])
-def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, block_bytes):
+@pytest.mark.parametrize("num_bytes", [0, 500])
+def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, num_bytes):
+    """One by one or many at once; places may overlap, repeat and be empty."""
     prefix, docs = some_pair
-    config = one.ObjectStorageConfig(bin_chunk_nbytes=block_bytes)
-    ds = one.IndexedDataset(storage.put(prefix), object_storage_config=config, check=True)
+    settings = one.ObjectStorageConfig(bin_chunk_nbytes=num_bytes)  # which has no effect
+    ds = one.IndexedDataset(storage.put(prefix), object_storage_config=settings, check=True)
     assert lists(ds[:]) == [doc.tolist() for doc in docs]
-    assert ds.get(3, 2).tolist() == docs[3][2:].tolist()
-    assert ds._tokens.read(0, ds.num_tokens).tobytes() == pathlib.Path(f"{prefix}.bin").read_bytes()
+    pieces = [(3, 2, 4), (59, 0, 2), (-1, 0, 2), (3, 1, 1), (3, 2, 4), (3, 0, 0)]
+    for (i, offset, length), found in zip(pieces, ds.get_many(pieces), strict=True):
+        same(found, docs[i][offset : offset + length].astype(np.uint16))
+        same(ds.get(i, offset, length), found)
+    assert ds.get_many([]) == ds[5:5] == []
+    for piece in ((60, 0, 1), (0, 0, len(docs[0]) + 1), (0, -1, 1)):
+        with pytest.raises(IndexError):
+            ds.get_many([(1, 0, 0), piece])
 
 
 def ranges_of(web, read, *arguments):
@@ -5649,22 +5457,24 @@ def ranges_of(web, read, *arguments):
     return sorted(place for _, _, place in web.server.requests if place)
 
 
-def test_exact_ranges_and_blocks(one, web, numbers):
-    """Exact ranges: the bytes that are asked for, each once.  Blocks: the last eight are kept."""
-    url = web.put_file(numbers, "numbers.bin")  # 40 bytes
-    exact = one._RemoteFile(url, np.uint16)
-    found = ranges_of(web, exact.read_many, [(2, 2), (9, 1), (2, 2)])
-    assert found == ["bytes=18-19", "bytes=4-7"]
-    blocks = one._RemoteFile(url, np.uint16, 4)
-    assert ranges_of(web, blocks.read, 3, 2) == ["bytes=4-7", "bytes=8-11"]
-    assert ranges_of(web, blocks.read, 2, 4) == [], "the same blocks"
-    assert len(ranges_of(web, blocks.read, 6, 14)) == 7, "seven more: the oldest goes"
-    assert ranges_of(web, blocks.read, 4, 16) == []
-    assert ranges_of(web, blocks.read, 2, 1) == ["bytes=4-7"]
-    blocks = one._RemoteFile(url, np.uint16, 32)
-    assert ranges_of(web, blocks.read, 15, 5) == ["bytes=0-31", "bytes=32-39"], "to the end"
-    for source in (exact, one._RemoteFile(url, np.uint16, 4)):
-        assert ranges_of(web, source.read_many, []) == ranges_of(web, source.read, 2, 0) == []
+def test_ranges_are_exact(one, web, numbers):
+    """The bytes that are asked for, each once, and none for what is empty."""
+    pieces = [(0, 2, 2), (0, 9, 1), (0, 2, 2), (0, 3, 0)]
+    assert ranges_of(web, numbers.get_many, pieces) == ["bytes=18-19", "bytes=4-7"]
+    assert ranges_of(web, numbers.get_many, []) == ranges_of(web, numbers.get, 0, 2, 0) == []
+
+
+def test_samples_read_little_more_than_their_tokens(one, web, tmp_path):
+    """50 samples of 66 bytes, of a .bin of 2 MB: upstream reads it all."""
+    rng = np.random.default_rng(7)
+    docs = [rng.integers(0, 900, n) for n in rng.integers(1, 2000, 1000)]
+    prefix = mk(one, tmp_path / "local" / "pair", docs, np.uint16)
+    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 32}
+    train = build(one, [50, 0, 0], config(one, ([web.put(prefix)], None), **fields))[0]
+    web.server.sent.clear()
+    for k in range(50):
+        assert len(train[k]["tokens"]) == 32
+    assert 50 * 66 <= sum(web.server.sent) < 30_000
 
 
 def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
@@ -5695,152 +5505,6 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
         ds.__getitems__([0, len(ds)])
 
 
-def test_many_pieces_are_checked_as_one_is(one, bucket, some_pair):
-    prefix, docs = some_pair
-    ds = one.IndexedDataset(bucket.put(prefix))
-    found = ds.get_many([(-1, 0, 2), (3, 1, 1)])
-    assert lists(found) == [docs[-1][:2].tolist(), docs[3][1:2].tolist()]
-    for piece in ((60, 0, 1), (0, 0, len(docs[0]) + 1), (0, -1, 1)):
-        with pytest.raises(IndexError):
-            ds.get_many([(1, 0, 0), piece])
-
-
-# -- local folders: the indices of datasets, and copies of .idx files ------------------------------
-
-
-@pytest.mark.parametrize("folder", [None, "idx"])
-def test_without_path_to_cache_indices_lie_beside_the_idx(one, bucket, some_pair, folder, tmp_path):
-    """A default beside the pair would be remote."""
-    prefix = bucket.put(some_pair[0])
-    path = None if folder is None else str(tmp_path / folder)
-    place = tmp_path / "home" / "megatron_min" if folder is None else tmp_path / folder
-    fields = {"object_storage_cache_path": path}
-    first = build(one, [9, 0, 0], config(one, ([prefix], None), **fields))[0]
-    names = os.listdir(place / "GPTDataset_indices")
-    assert f"{first.unique_description_hash}-GPTDataset-train-manifest.json" in names
-    assert {path.suffix for path in place.iterdir() if path.is_file()} == {".idx", ".lock"}
-    with mock.patch.object(one, "build_sample_idx") as build_again:
-        build(one, [9, 0, 0], config(one, ([prefix], None), **fields))
-    assert not build_again.called
-    assert set(bucket.files()) == {"pair.bin", "pair.idx"}
-
-
-def test_caches_are_local_folders(one, bucket, some_pair):
-    prefix = bucket.put(some_pair[0])
-    with pytest.raises(ValueError, match="path_to_idx_cache .* local"):
-        one.ObjectStorageConfig(f"memory://me:{SECRET}@host/idx")
-    with pytest.raises(ValueError, match="path_to_cache .* local"):
-        build(one, [9, 0, 0], config(one, ([prefix], None), path_to_cache="memory://cache"))
-    with pytest.raises(ValueError, match="bin_chunk_nbytes"):
-        one.ObjectStorageConfig(bin_chunk_nbytes=-1)
-
-
-def open_remote(one, place, folder, barrier=None):
-    """Open a pair, together with other processes."""
-    if barrier is not None:
-        barrier.wait(60)
-    return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
-
-
-def downloads_of(web):
-    """How often the .idx of a pair was asked for."""
-    return [(method, name) for method, name, _ in web.server.requests].count(("GET", "pair.idx"))
-
-
-def test_an_index_is_copied_once_for_each_state(one, storage, some_pair, tmp_path):
-    prefix, docs = some_pair
-    place = storage.put(prefix)
-    copies = []
-    for _ in range(2):
-        open_remote(one, place, tmp_path / "idx")
-        copied = file_of(tmp_path / "idx", ".idx")
-        assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
-        copies.append((copied.stat().st_ino, copied.stat().st_mtime_ns))
-    assert copies[0] == copies[1]
-    swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
-    assert place == storage.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
-    ds = open_remote(one, place, tmp_path / "idx")
-    assert lists(ds[:2]) == [docs[1].tolist(), docs[0].tolist()]
-
-
-def test_a_listing_that_fsspec_keeps_is_no_state(one, s3, some_pair):
-    url = f"{s3.put(some_pair[0])}.idx"
-    file_system, path = fsspec.core.url_to_fs(url)
-    file_system.find(s3.root)
-    type(file_system)(skip_instance_cache=True).pipe_file(path, b"of another process")
-    assert one._file_stamp(url)["size"] == 18
-
-
-def test_two_prefixes_have_two_copies(one, bucket, some_pair, tmp_path):
-    """Even where the storage says the same of both."""
-    bucket.put(some_pair[0])
-    for extension in (".bin", ".idx"):
-        bucket.put_file(f"{some_pair[0]}{extension}", f"other{extension}")
-    size = os.path.getsize
-    same_words = [size(f"{some_pair[0]}.bin"), size(f"{some_pair[0]}.idx")]
-
-    def info(self, path, **options):
-        return {"name": "x", "type": "file", "size": same_words[path.endswith(".idx")]}
-
-    with on_memory("info", info):
-        for name in ("pair", "other"):
-            open_remote(one, f"{bucket.root}/{name}", tmp_path / "idx")
-    assert len(list((tmp_path / "idx").glob("*.idx"))) == 2
-
-
-@linux
-def test_processes_that_start_together_share_one_download(one, web, some_pair, tmp_path):
-    place = web.put(some_pair[0])
-    barrier = FORK.Barrier(4)
-    job = functools.partial(open_remote, one, place, tmp_path / "idx", barrier)
-    assert in_children(job, job, job, job) == [0] * 4
-    assert len(list((tmp_path / "idx").glob("*.idx"))) == downloads_of(web) == 1
-
-
-def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
-    """No copy stays; the next opening finds the new one."""
-    place = bucket.put(some_pair[0])
-    cat_ranges = fsspec.get_filesystem_class("memory").cat_ranges
-
-    def read_then_change(self, *arguments, **options):
-        found = cat_ranges(self, *arguments, **options)
-        bucket.put_file(f"{some_pair[0]}.idx", "pair.idx")
-        return found
-
-    with on_memory("cat_ranges", read_then_change):
-        with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
-            open_remote(one, place, tmp_path / "idx")
-    assert not list((tmp_path / "idx").glob("*.idx"))
-    open_remote(one, place, tmp_path / "idx")
-
-
-NO_LOCKS = [OSError(number, "no locks") for number in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)]
-
-
-@linux
-@pytest.mark.parametrize("fault", [*NO_LOCKS, OSError(errno.EIO, "broken")], ids=repr)
-def test_a_folder_without_locks(one, bucket, some_pair, tmp_path, monkeypatch, fault):
-    """As on some file systems of clusters; what is no lack of locks is an error.
-
-    A copy that exists needs no lock, so it may lie in a folder that cannot be written.
-    """
-    place = bucket.put(some_pair[0])
-    flock = mock.Mock(side_effect=fault)
-    monkeypatch.setattr("fcntl.flock", flock)
-    if fault.errno == errno.EIO:
-        with pytest.raises(OSError, match="broken"):
-            open_remote(one, place, tmp_path / "idx")
-        return
-    for _ in range(2):
-        assert len(open_remote(one, place, tmp_path / "idx")) == 60
-        assert flock.call_count == 1
-
-
-def test_a_system_without_locks(one, bucket, some_pair, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    assert len(open_remote(one, bucket.put(some_pair[0]), tmp_path / "idx")) == 60
-
-
 def read_remote(ds, k):
     """What another thread or process does with a dataset."""
     return ds[k]["tokens"].tolist()
@@ -5863,56 +5527,184 @@ def test_remote_datasets_in_other_threads_and_processes(one, web, some_pair, tmp
     assert found[:24] == wanted
 
 
-# -- faults ----------------------------------------------------------------------------------------
+def test_commands_on_object_storage(one, bucket, some_pair, capsys):
+    """inspect and verify take such prefixes; they are no place to write to."""
+    place = bucket.put(some_pair[0])
+    for line, wanted, words in (
+        (f"inspect {place}", 0, "60"),
+        (f"verify {place}", 0, "60"),
+        (f"verify {bucket.root}/nothing", 1, "nothing"),
+        (f"merge --input {place} --output-prefix {bucket.root}/all", 1, "local folder"),
+    ):
+        code, out, err = command(one, capsys, *line.split())
+        assert code == wanted, err
+        assert words in out + err
+    assert set(bucket.files()) == {"pair.bin", "pair.idx"}
 
 
-@pytest.mark.parametrize("block_bytes", [0, 100])
-def test_a_server_with_faults(one, web, some_pair, tmp_path, block_bytes):
-    """Of each nine answers one is an error, one is cut off, and one lacks a byte."""
+# -- Copies of .idx files ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", [None, "idx"])
+def test_without_path_to_cache_indices_lie_beside_the_idx(one, bucket, some_pair, folder, tmp_path):
+    """A default beside the pair would be remote."""
+    prefix = bucket.put(some_pair[0])
+    path = None if folder is None else str(tmp_path / folder)
+    place = tmp_path / "home" / "megatron_min" if folder is None else tmp_path / folder
+    fields = {"object_storage_cache_path": path}
+    first = build(one, [9, 0, 0], config(one, ([prefix], None), **fields))[0]
+    names = os.listdir(place / "GPTDataset_indices")
+    assert f"{first.unique_description_hash}-GPTDataset-train-manifest.json" in names
+    assert {path.suffix for path in place.iterdir() if path.is_file()} == {".idx"}
+    with mock.patch.object(one, "build_sample_idx") as build_again:
+        build(one, [9, 0, 0], config(one, ([prefix], None), **fields))
+    assert not build_again.called
+    assert set(bucket.files()) == {"pair.bin", "pair.idx"}
+
+
+def test_caches_are_local_folders(one, bucket, some_pair):
+    prefix = bucket.put(some_pair[0])
+    with pytest.raises(ValueError, match="path_to_idx_cache .* local"):
+        one.ObjectStorageConfig(f"memory://me:{SECRET}@host/idx")
+    with pytest.raises(ValueError, match="path_to_cache .* local"):
+        build(one, [9, 0, 0], config(one, ([prefix], None), path_to_cache="memory://cache"))
+
+
+def open_remote(one, place, folder, barrier=None):
+    """Open a pair, together with other processes."""
+    if barrier is not None:
+        barrier.wait(60)
+    return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
+
+
+def test_an_index_is_copied_once_for_each_state(one, storage, some_pair, tmp_path):
     prefix, docs = some_pair
-    place = web.put(prefix)
-    web.server.faults = itertools.cycle([None, 503, None, None, None, "cut", None, None, "short"])
-    settings = one.ObjectStorageConfig(tmp_path / "idx", block_bytes)
-    for k in range(15):
-        ds = one.IndexedDataset(place, object_storage_config=settings)
-        assert lists(ds[k : k + 8]) == [doc.tolist() for doc in docs[k : k + 8]]
+    place = storage.put(prefix)
+    copies = []
+    for _ in range(2):
+        open_remote(one, place, tmp_path / "idx")
+        [copied] = (tmp_path / "idx").iterdir()
+        assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
+        copies.append((copied.stat().st_ino, copied.stat().st_mtime_ns))
+    assert copies[0] == copies[1]
+    swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
+    assert place == storage.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
+    ds = open_remote(one, place, tmp_path / "idx")
+    assert lists(ds[:2]) == [docs[1].tolist(), docs[0].tolist()]
+
+
+def test_a_listing_that_fsspec_keeps_is_no_state(one, s3, some_pair):
+    place = s3.put(some_pair[0])
+    one.IndexedDataset(place)
+    file_system, path = fsspec.core.url_to_fs(f"{place}.idx")
+    file_system.find(s3.root)
+    type(file_system)(skip_instance_cache=True).pipe_file(path, b"of another process")
+    with pytest.raises(one.DatasetFormatError, match="file size.* 18"):
+        one.IndexedDataset(place)
+
+
+def test_two_prefixes_have_two_copies(one, bucket, some_pair, tmp_path):
+    """Even where the storage says the same of both."""
+    bucket.put(some_pair[0])
+    for extension in (".bin", ".idx"):
+        bucket.put_file(f"{some_pair[0]}{extension}", f"other{extension}")
+    size = os.path.getsize
+    same_words = [size(f"{some_pair[0]}.bin"), size(f"{some_pair[0]}.idx")]
+
+    def info(self, path, **options):
+        return {"name": "x", "type": "file", "size": same_words[path.endswith(".idx")]}
+
+    with on_memory("info", info):
+        for name in ("pair", "other"):
+            open_remote(one, f"{bucket.root}/{name}", tmp_path / "idx")
+    assert len(os.listdir(tmp_path / "idx")) == 2
+
+
+@linux
+def test_processes_may_copy_an_index_at_once(one, web, some_pair, tmp_path):
+    place = web.put(some_pair[0])
+    barrier = FORK.Barrier(4)
+    job = functools.partial(open_remote, one, place, tmp_path / "idx", barrier)
+    assert in_children(job, job, job, job) == [0] * 4
+    [copied] = (tmp_path / "idx").iterdir()
+    assert copied.read_bytes() == pathlib.Path(f"{some_pair[0]}.idx").read_bytes()
+
+
+def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
+    """No copy stays; the next opening finds the new one."""
+    place = bucket.put(some_pair[0])
+    cat_ranges = fsspec.get_filesystem_class("memory").cat_ranges
+
+    def read_then_change(self, *arguments, **options):
+        found = cat_ranges(self, *arguments, **options)
+        bucket.put_file(f"{some_pair[0]}.idx", "pair.idx")
+        return found
+
+    with on_memory("cat_ranges", read_then_change):
+        with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
+            open_remote(one, place, tmp_path / "idx")
+    assert os.listdir(tmp_path / "idx") == []
+    open_remote(one, place, tmp_path / "idx")
+
+
+# -- Faults ------------------------------------------------------------------------------------
+
+
+def test_a_fifth_of_all_answers_fails(one, web, some_pair, tmp_path):
+    """Then at most one of 60 samples is an error, and none is wrong."""
+    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
+    cfg = config(one, ([some_pair[0]], None), **fields)
+    local = build(one, [60, 0, 0], cfg)[0]
+    rng = np.random.default_rng(13)
+    is_fault = rng.random(2000) < 0.2
+    kinds = rng.choice([503, 429, "cut", "short"], 2000)
+    faults = [None] * 2000
+    for k in np.flatnonzero(is_fault):
+        faults[k] = int(kinds[k]) if kinds[k].isdigit() else str(kinds[k])
+    web.server.faults = iter(faults)
+    remote = build(one, [60, 0, 0], config(one, ([web.put(some_pair[0])], None), **fields))[0]
+    num_errors = 0
+    for k in range(60):
+        try:
+            found = remote[k]
+        except OSError:
+            num_errors += 1
+        else:
+            same_samples(found, local[k])
+    assert num_errors <= 1
+    assert len(web.server.requests) > 100
 
 
 @pytest.mark.parametrize("fault", ["cut", "short", 408, 429, 500])
 def test_only_what_failed_is_asked_for_again(one, web, numbers, fault):
-    source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
     web.server.faults = iter([fault])
-    found = ranges_of(web, source.read_many, [(0, 1), (5, 2)])
+    found = ranges_of(web, numbers.get_many, [(0, 0, 1), (0, 5, 2)])
     assert found in (["bytes=0-1"] * 2 + ["bytes=10-13"], ["bytes=0-1"] + ["bytes=10-13"] * 2)
 
 
-def test_pauses_grow_and_end_in_an_error(one, web, numbers, no_pauses):
-    """It names the object."""
-    source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
-    web.server.status = 503
-    with pytest.raises(OSError, match=r"numbers\.bin: .*503"):
-        source.read(2, 2)
+@pytest.mark.parametrize("status", [503, "whole"])
+def test_pauses_grow_and_end_in_an_error(one, web, numbers, no_pauses, status):
+    """It names the object.  A server without ranges sends more than it is asked for."""
+    web.server.requests.clear()
+    web.server.status = status
+    with pytest.raises(OSError, match=r"numbers\.bin: .*(503|came as 40 bytes)"):
+        numbers.get(0, 2, 2)
     assert len(web.server.requests) == len(no_pauses) + 1 == 5
     assert no_pauses == sorted(set(no_pauses))
 
 
-@pytest.mark.parametrize(
-    "status, error",
-    [
-        (404, FileNotFoundError),
-        (401, PermissionError),
-        (403, PermissionError),
-        ("whole", ValueError),  # a server without ranges would send the whole object for each
-    ],
-)
-def test_permanent_errors_are_raised_at_once(one, web, numbers, status, error):
-    source = one._RemoteFile(web.put_file(numbers, "numbers.bin"), np.uint16)
+@pytest.mark.parametrize("status", [404, 401, 403])
+def test_what_is_not_there_or_may_not_be_read_is_said_at_once(one, web, numbers, status):
+    error = FileNotFoundError if status == 404 else PermissionError
+    web.server.requests.clear()
     web.server.status = status
+    start = time.monotonic()
     with pytest.raises(error, match=r"numbers\.bin"):
-        source.read(2, 2)
+        numbers.get(0, 2, 2)
     assert len(web.server.requests) == 1
     with pytest.raises((error, FileNotFoundError), match=r"pair\.idx"):
         one.IndexedDataset(f"{web.root}/pair")
+    assert time.monotonic() - start < 1
 
 
 @pytest.mark.parametrize("name", ["s3://no-such-bucket/pair", "{root}/missing"])
@@ -5924,38 +5716,16 @@ def test_what_is_missing_on_s3(one, s3, no_pauses, name):
     assert no_pauses == []
 
 
-PERMANENT = [FileNotFoundError(), PermissionError(), ValueError(), ImportError(), TypeError()]
-PASSING = [TimeoutError(), ConnectionResetError(), EOFError(), OSError(errno.EBUSY, "slow down")]
-
-
-@pytest.mark.parametrize("error", PERMANENT + PASSING, ids=repr)
-def test_which_errors_are_permanent(one, bucket, numbers, error):
-    """The others are tried five times, and are an OSError in the end."""
-    source = one._RemoteFile(bucket.put_file(numbers, "numbers.bin"))
-    kind = OSError
-    if isinstance(error, (ValueError, TypeError)):
-        kind = ValueError
-    elif error in PERMANENT:
-        kind = type(error)
-    with on_memory("cat_ranges", error) as calls:
-        with pytest.raises(kind, match=r"memory://bucket/numbers\.bin"):
-            source.read(0, 1)
-    assert calls.call_count == (1 if error in PERMANENT else 5)
-
-
 def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     forget_s3fs(monkeypatch)
-    with pytest.raises(ImportError, match=r"s3://bucket/pair.idx needs .*\[storage\]"):
+    with pytest.raises(ImportError, match=r"s3://bucket/pair.idx.*\[storage\]"):
         one.IndexedDataset("s3://bucket/pair")
-    with pytest.raises(ImportError, match="storage"):
-        one._NewFile("s3://bucket/new.bin")
-    for url in ("nonsense://bucket/pair", "file:///bucket/pair"):
-        with pytest.raises(ValueError, match=rf"{url}\.idx"):
-            one.IndexedDataset(url)
+    with pytest.raises(ValueError, match="nonsense"):
+        one.IndexedDataset("nonsense://bucket/pair")
 
 
-# -- credentials -----------------------------------------------------------------------------------
+# -- Credentials -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -5973,7 +5743,7 @@ def test_credentials_are_left_out(one, text, wanted):
     assert one._hide_credentials(text) == wanted
 
 
-@pytest.mark.parametrize("fault", ["missing", "torn", "outside", "refused", 403, 503])
+@pytest.mark.parametrize("fault", ["missing", "torn", "outside", "refused", "folder", 403, 503])
 @pytest.mark.parametrize("url", ["{root}/pair", "{web}/x?X-Amz-Signature=s3cret&to=/pair"])
 def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     """Not even those of the errors that led to an error, as Python prints them."""
@@ -5988,6 +5758,8 @@ def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     if isinstance(fault, int):
         web.server.status = fault
     with pytest.raises((OSError, ValueError, IndexError)) as caught:
+        if fault == "folder":
+            one.IndexedDatasetBuilder(f"{url}.bin")
         one.IndexedDataset(url)[100]
     text = "".join(traceback.format_exception(caught.value))
     assert SECRET not in "".join(line for line in text.splitlines() if "Error" in line)
@@ -5995,115 +5767,7 @@ def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     assert "127.0.0.1" in str(caught.value)
     code, out, err = command(one, capsys, "verify", url)
     assert SECRET not in out + err
-    assert code == (0 if fault == "outside" else 1)
-
-
-# -- writing ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["bucket", "s3"])
-def test_a_pair_is_written_to_object_storage(one, some_pair, tmp_path, monkeypatch, request, kind):
-    """Equal to the local one; nothing stays in the folder of temporary files."""
-    storage = request.getfixturevalue(kind)
-    prefix, docs = some_pair
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    place = f"{storage.root}/pair"
-    write_remote(one, place, docs)
-    one.merge([place, place], f"{storage.root}/twice")
-    one.merge([prefix, prefix], tmp_path / "local" / "twice")
-    found = storage.files()
-    wanted = files_of(tmp_path / "local")
-    for record in (found, wanted):  # they name their inputs
-        [whole] = json.loads(record.pop("twice.record.json"))["inputs"][:1]
-        assert whole["documents"] == len(docs)
-    assert found == wanted
-    with pytest.raises(ZeroDivisionError), one.IndexedDatasetBuilder(f"{place}.bin") as builder:
-        builder.add_item([1])
-        raise ZeroDivisionError
-    with pytest.raises(ValueError, match="both input and output"):
-        one.merge([place], place)
-    assert storage.files().items() >= wanted.items()
-    assert os.listdir(temporary) == []
-
-
-@pytest.mark.parametrize("before", [{}, {"object": b"old"}])
-def test_an_upload_that_fails(one, bucket, tmp_path, monkeypatch, before):
-    """The old object stays, or none is there; the local file stays, and is named."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    place = f"{bucket.root}/object"
-    for content in before.values():
-        with one._NewFile(place) as file:
-            file.write(content)
-    with failing_uploads(ConnectionResetError(f"of https://me:{SECRET}@host/")) as put:
-        with pytest.raises(OSError, match="object: ConnectionResetError") as caught:
-            with one._NewFile(place) as file:
-                file.write(b"new")
-    assert SECRET not in str(caught.value)
-    assert put.call_count == 5
-    assert bucket.files() == before
-    [kept] = tmp_path.glob("*.tmp")
-    assert kept.read_bytes() == b"new"
-    assert str(kept) in str(caught.value)
-
-
-def test_an_old_remote_index_never_stands_beside_new_tokens(one, bucket, some_pair):
-    place = bucket.put(some_pair[0])
-    put_file = fsspec.get_filesystem_class("memory").put_file
-    names = []
-
-    def look_and_put(self, source, target, **options):
-        names.append((os.path.basename(target), sorted(bucket.files())))
-        put_file(self, source, target, **options)
-
-    with on_memory("put_file", look_and_put):
-        write_remote(one, place, [[1, 2]])
-    assert names == [("pair.bin", ["pair.bin"]), ("pair.idx", ["pair.bin"])]
-    assert one.IndexedDataset(place)[0].tolist() == [1, 2]
-
-
-def test_commands_on_object_storage(one, bucket, tmp_path, capsys):
-    """preprocess, merge, inspect, verify and build take such prefixes."""
-    text = jsonl(tmp_path / "text.jsonl", ["aaaa", "bbb"] * 40)
-    place = f"{bucket.root}/corpus_text_document"
-    run = f"build --blend {place} --sizes 9 0 0 --random-seed 1 --sequence-length 8 --split 1"
-    for line, wanted, words in (
-        (f"preprocess --input {text} --output-prefix {bucket.root}/corpus", 0, "280 tokens"),
-        (f"inspect {place}", 0, "sequence 0: [97, 97, 97, 97]"),
-        (f"verify {place}", 0, f"whole: {place}: 80 sequences"),
-        (f"merge --input {place} --output-prefix {bucket.root}/all", 0, "80 sequences"),
-        (run, 0, "train: 34 samples"),
-        (f"verify {bucket.root}/nothing", 1, "nothing"),
-    ):
-        code, out, err = command(one, capsys, *line.split())
-        assert code == wanted, err
-        assert words in out + err
-
-
-# -- what else servers are like --------------------------------------------------------------------
-
-
-def test_the_time_of_the_last_read_is_no_change(one, bucket, some_pair):
-    """sftp and smb tell it, and each copy of an .idx is a read."""
-    info = fsspec.get_filesystem_class("memory").info
-    clock = itertools.count()
-
-    def info_with_time(self, path, **options):
-        return {**info(self, path, **options), "time": next(clock)}
-
-    place = bucket.put(some_pair[0])
-    with on_memory("info", info_with_time):
-        assert len(one.IndexedDataset(place)) == 60
-
-
-def test_blocks_of_a_batch_are_fetched_a_few_at_a_time(one, bucket, numbers):
-    """Those of a whole batch might not fit into memory."""
-    source = one._RemoteFile(bucket.put_file(numbers, "numbers.bin"), np.uint16, 2)
-    with on_memory("cat_ranges") as read:
-        found = source.read_many([(k, 1) for k in range(20)])
-    assert lists(found) == [[k] for k in range(100, 120)]
-    assert [len(call.args[1]) for call in read.call_args_list] == [8, 8, 4]
+    assert code == (0 if fault in ("outside", "folder") else 1)
 
 
 # ==============================================================================
@@ -6297,11 +5961,13 @@ def test_an_iterator_that_runs_when_a_state_is_loaded_ends_with_an_error(mm, tmp
     same_batches(loader, whole[1:])
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["single", *SHUFFLED])
-def test_of_two_iterators_the_newest_counts(one, kind):
+def test_of_two_iterators_the_newest_counts(one, kind, num_workers):
     """Each gives its own batches; the state is that of the newest, wherever the other one is."""
+    fields = fields_of(kind) | {"num_workers": num_workers}
     whole = [batch["k"].tolist() for batch in loader_of(one, Numbers(64), **fields_of(kind))]
-    loader = loader_of(one, Numbers(64), **fields_of(kind))
+    loader = loader_of(one, Numbers(64), **fields)
     older = iter(loader)
     found = [next(older)["k"].tolist()]
     newest = iter(loader)
@@ -6314,6 +5980,15 @@ def test_of_two_iterators_the_newest_counts(one, kind):
     assert loader.state_dict()["consumed_samples"] == 4 * (start + 1)
     assert next(newest)["k"].tolist() == whole[start + 1]
     assert loader.state_dict()["consumed_samples"] == 4 * (start + 2)
+
+
+def test_an_iterator_that_was_only_looked_at_uses_a_state_up(one):
+    """The first iterator goes on; in order, the next one starts at 0."""
+    state = loader_of(one, Numbers(64), 16).state_dict()
+    loader = loader_of(one, Numbers(64))
+    loader.load_state_dict(state)
+    firsts = [next(iter(loader))["k"][0].item() for _ in range(2)]
+    assert firsts == [16, 0]
 
 
 @pytest.mark.parametrize("kind, num_workers", [("plain", 0), ("plain", 2), ("not mapped", 0)])
@@ -6334,39 +6009,21 @@ def test_an_error_ahead_reaches_the_loop_at_its_batch(mm, tmp_path, kind, num_wo
     del iterator, loader
 
 
-def noted(numbers, begun):
-    """The numbers; each is noted when it is asked for; ZeroDivisionError at the first below 0."""
-    for number in numbers:
-        begun.append(number)
-        if number < 0:
-            raise ZeroDivisionError
-        yield number
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_batches_are_made_only_a_few_ahead(c, tmp_path, num_workers):
+    dataset = dataset_of(c, tmp_path, "plain")
+    make = dataset.batch
+    begun = []
 
+    def make_and_note(indices):
+        begun.append(indices)
+        return make(indices)
 
-def divide(number):
-    return 60 // (7 - number)
-
-
-@pytest.mark.parametrize("limit", [1, 3])
-def test_results_made_ahead_come_in_order(one, limit):
-    """At most limit items ahead; an error comes at its place, and the pool ends.
-
-    The items of numbers below 0 cannot be made, and 7 has no result.
-    """
-    num_threads = threading.active_count()
-    for numbers in (range(9), range(6, -3, -1)):
-        begun = []
-        found = []
-        pool = concurrent.futures.ThreadPoolExecutor(2)
-        results = one._map_ahead(pool, limit, divide, noted(numbers, begun))
-        for _ in range(7):
-            found.append(next(results))
-            assert len(begun) <= len(found) + limit
-        with pytest.raises(ZeroDivisionError):
-            next(results)
-        assert found == [divide(number) for number in numbers[:7]]
-        del pool, results
-    wait_until_threads_end(num_threads)
+    dataset.batch = make_and_note
+    loader = loader_of(c, dataset, micro_batch_size=1, num_workers=num_workers)
+    for number, _ in enumerate(loader, 1):
+        assert number <= len(begun) <= number + num_workers + 1
+    assert sorted(begun) == [[k] for k in range(len(dataset))]
 
 
 @pytest.mark.slow
@@ -6390,6 +6047,34 @@ def test_loaders_in_cycles_are_collected(tmp_path):
         print("done")"""
     ran = python(code, tmp_path)
     assert ran.stdout == "done\n", ran.stderr
+
+
+@pytest.mark.slow
+def test_a_script_may_end_while_a_thread_of_it_reads(tmp_path):
+    """Without a traceback: nothing can be begun in a pool then."""
+    code = """if True:
+        import sys, threading
+        import megatron_min as mm
+
+        config = mm.GPTDatasetConfig(1, 4, blend=([mm.toy_corpus(sys.argv[1])], None), split="1",
+                                     tokenizer=mm.ByteTokenizer(), create_attention_mask=False)
+        builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [4000, 0, 0], bool, config)
+        dataset = builder.build()[0]
+        loader = mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=1, num_workers=2)
+        batches = mm.cyclic_iter(loader)
+        has_begun = threading.Event()
+
+        def read():
+            for batch in batches:
+                has_begun.set()
+
+        threading.Thread(target=read, daemon=True).start()
+        has_begun.wait()
+        unfinished = iter(loader)
+        next(unfinished)"""
+    for _ in range(3):
+        ran = python(code, tmp_path)
+        assert (ran.returncode, ran.stderr) == (0, "")
 
 
 # -- Which loader ------------------------------------------------------------------------------
@@ -6417,417 +6102,436 @@ def test_a_loader_that_cannot_be(mm, tmp_path, field, value):
         loader_of(mm, dataset, **{field: value})
 
 
-# -- The state: what the past depends on -------------------------------------------------------
+# -- The state: what it holds ------------------------------------------------------------------
 
 
-def data_of_a_run(
-    mm,
-    folder,
-    name="p",
-    lengths=(17, 9, 30),
-    token=1,
-    documents=(0, 1, 2),
-    split="train",
-    size=40,
-    **fields,
-):
-    """A GPTDataset over documents of these lengths, all of one token, in a folder."""
-    prefix = mk(mm, folder / name, [[token] * length for length in lengths])
-    return gpt(mm, prefix, size, split, np.array(documents, np.int32), **fields)
+def data_of_a_run(mm, folder, size=40):
+    """A GPTDataset over three documents."""
+    return gpt(mm, mk(mm, folder / "p", [[1] * 17, [2] * 9, [3] * 30]), size)
 
 
-def mixture(mm, folder, phases, corpora="ab", **fields):
-    """Train of small corpora, mixed in phases; a plain blend where phases is (samples, weights)."""
-    prefixes = []
-    for name in corpora:
-        prefixes.append(str(folder / name))
-        if not os.path.exists(folder / f"{name}.idx"):
-            mk(mm, folder / name, random_docs(np.random.default_rng(ord(name)), most=9))
-    fields = {"stable_order": True} | fields
-    if isinstance(phases, tuple):
-        size, weights = phases
-        return build(mm, [size, 0, 0], config(mm, (prefixes, weights), **fields))[0]
-    cfg = config(mm, (prefixes, None), blend_phases=phases, **fields)
-    return build(mm, [None, 0, 0], cfg)[0]
-
-
-class OwnReader:
-    """A reader of the user's own: sequences of these lengths, all of one token."""
-
-    def __init__(self, lengths, token):
-        self.sequence_lengths = np.array(lengths, np.int32)
-        self.token = token
-
-    def __len__(self):
-        return len(self.sequence_lengths)
-
-    def get(self, i, offset=0, length=None):
-        return np.full(self.sequence_lengths[i], self.token)[offset:][:length]
-
-
-def own_samples(mm, folder, lengths=(20,) * 4, token=7, documents=4, setting=1, made_from=1):
-    """Samples of a class of the user's own, over a reader of the user's own."""
-
-    class Own(mm.GPTDataset):
-        @staticmethod
-        def _key_config_attributes():
-            return [*mm.GPTDataset._key_config_attributes(), "setting"]
-
-        def made_from(self):
-            return super().made_from() | {"own": made_from}
-
-    cfg = config(mm, (["x"], None))
-    cfg.setting = setting
-    documents = np.arange(documents, dtype=np.int32)
-    return Own(OwnReader(lengths, token), None, documents, 8, mm.Split.train, cfg)
-
-
-def own_rows(mm, folder, documents=range(12), made_from=None):
+def rows_of_a_run(mm, made_from=None, count=12, seed=1):
     """A dataset of the user's own, which says in made_from() what it is, or nothing."""
-    documents = np.array(documents, np.int32)
-    dataset = numbers_class(mm)(range(30), "x", documents, None, mm.Split.train, config(mm))
+    documents = np.arange(count, dtype=np.int32)
+    cfg = config(mm, random_seed=seed)
+    dataset = numbers_class(mm)(range(30), "x", documents, None, mm.Split.train, cfg)
     if made_from is not None:
         dataset.made_from = mock.Mock(return_value=made_from)
     return dataset
 
 
-def conversations_of_a_run(mm, folder, size=20):
-    """An SFTDataset."""
-    rows = random_rows(np.random.default_rng(1), 30, 5)
-    return chat(mm, write_rows(folder / "rows.jsonl", rows), size)
+def state_of(mm, dataset, consumed, **fields):
+    """The state after so many samples, as a file would keep it."""
+    return json.loads(json.dumps(loader_of(mm, dataset, consumed, **fields).state_dict()))
 
 
-def mock_data_of_a_run(mm, folder, vocabulary=1000):
-    """A MockGPTDataset over two sequences."""
-    opened = mm.MockGPTLowLevelDataset(Tok(vocab_size=vocabulary))
-    documents = np.arange(2, dtype=np.int32)
-    return mm.MockGPTDataset(opened, None, documents, 20, mm.Split.train, config(mm))
+def md5_of(tokens):
+    """The digest of a probe."""
+    return hashlib.md5(struct.pack(f"<{len(tokens)}q", *tokens)).hexdigest()
 
 
-def numbers_of_a_run(mm, folder):
-    """A dataset that is no MegatronDataset."""
-    return Numbers(20)
+def test_the_past_of_the_toy_corpus_by_hand(mm, toy):
+    """Samples 0 and 1 are bbbcc and ccccc: see the first test."""
+    dataset = gpt(mm, toy, 3, sequence_length=4)
+    state = state_of(mm, dataset, 2, micro_batch_size=2)
+    probes = [[0, 1, 0, md5_of(b"bbbcc")], [1, 2, 1, md5_of(b"ccccc")]]
+    past = {"sampler": {"kind": "single"}, "taken": [2]}
+    past |= {"pair of corpus 0": [3, 13], "probes of corpus 0": probes}
+    assert state == {"version": 5, "consumed_samples": 2, "past": json.dumps(past)}
+    assert state_of(mm, dataset, 0)["past"] == "{}", "nothing was consumed"
 
 
-KEPT = {"drop_last_partial_validation_sequence": False}
-FIRST = (24, [1, 2, 0])  # samples, weights
-SECOND = (16, [3, 1, 0])
-PHASES_OF_CORPORA = {"phases": [FIRST, SECOND], "corpora": "abc"}
-RUNS = {  # {the data of a run: (function, its arguments)}
-    "corpus": (data_of_a_run, {}),
-    "stable corpus": (data_of_a_run, {"size": 20, "stable_order": True}),
-    "stable valid": (data_of_a_run, {"size": 20, "stable_order": True, "split": "valid"}),
-    "short sample": (data_of_a_run, {"size": 20, "stable_order": True, "split": "valid"} | KEPT),
-    "some documents": (data_of_a_run, {"lengths": (17, 9, 9, 30), "documents": (0, 1, 3)}),
-    "blend": (mixture, {"phases": (40, [1, 2]), "stable_order": False}),
-    "stable blend": (mixture, {"phases": (40, [1, 2])}),
-    "whole corpora": (mixture, {"phases": (None, None)}),
-    "phases": (mixture, PHASES_OF_CORPORA),
-    "unstable phases": (mixture, PHASES_OF_CORPORA | {"stable_order": False}),
-    "own samples": (own_samples, {}),
-    "own rows": (own_rows, {}),
-    "own rows, with made_from": (own_rows, {"made_from": {"path": ["a", {"b": 1}]}}),
-    "conversations": (conversations_of_a_run, {}),
-    "mock data": (mock_data_of_a_run, {}),
-    "numbers": (numbers_of_a_run, {}),
-}
+def test_a_past_has_the_first_and_the_last_sample_and_some_between(one, tmp_path):
+    """Of several corpora fewer of each, but two at least; all of a few."""
+    prefixes = []
+    for number in range(20):
+        prefixes.append(mk(one, tmp_path / f"{number}", [[number] * 100] * 4))
+    for used, wanted in ((1, 32), (3, 10), (20, 2)):
+        weights = [1] * used + [0] * (20 - used)
+        phases = [(50 * used, weights), (40, [1] * 20)]
+        cfg = config(one, (prefixes, None), stable_order=True, blend_phases=phases)
+        blend = build(one, [None, 0, 0], cfg)[0]
+        past = json.loads(state_of(one, blend, 50 * used)["past"])
+        assert past["taken"] == [50] * used
+        probed = [entry for key, entry in past.items() if key.startswith("probes")]
+        assert len(probed) == used
+        for probes in probed:
+            samples = [probe[0] for probe in probes]
+            assert len(samples) == wanted and [samples[0], samples[-1]] == [0, 49]
+            gaps = np.diff(samples)
+            assert gaps.max() - gaps.min() <= 1
+    few = json.loads(state_of(one, data_of_a_run(one, tmp_path), 4)["past"])
+    assert [probe[0] for probe in few["probes of corpus 0"]] == [0, 1, 2, 3]
 
 
-def data_of(mm, folder, run, **changes):
-    """The data of one of RUNS, with other arguments where they are given."""
-    function, arguments = RUNS[run]
-    os.makedirs(folder, exist_ok=True)
-    return quiet(function, mm, folder, **arguments | changes)
+def test_a_state_counts_on_from_the_last_one(one, corpora_of_runs):
+    """And back to an earlier place: always the state of a loader that counts anew."""
+    blend = data_of_run(one, corpora_of_runs, A_RUN_OF_STATES)
+    loader = loader_of(one, blend)
+    for consumed in (8, 20, 12, 40, 4):
+        loader.load_state_dict(state_of(one, blend, consumed))
+        assert loader.state_dict() == state_of(one, blend, consumed)
 
 
-def run_over(mm, dataset, consumed=0, state=None, **fields):
-    """A loader over a dataset, with this state where one is given -> the loader's state."""
-    loader = loader_of(mm, dataset, consumed, **fields)
-    if state is not None:
-        loader.load_state_dict(state)
-    return json.loads(json.dumps(loader.state_dict()))
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_state_is_two_numbers_and_a_text_and_equal_for_a_copy_of_the_data(one, tmp_path, run):
-    """So that torch.distributed.checkpoint and any trainer can carry it."""
-    data = data_of(one, tmp_path / "here", run)
-    copied = data_of(one, tmp_path / "there", run)
-    for consumed in (0, 4):
-        state = run_over(one, data, consumed)
-        found = {key: type(value) for key, value in state.items()}
-        assert found == {"version": int, "consumed_samples": int, "past": str}
-        assert run_over(one, copied, 0, state) == state
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_fresh_loader_goes_on_where_a_state_was_taken(one, tmp_path, run):
-    """len() is that of a whole pass, also then."""
-    dataset = data_of(one, tmp_path, run)
-    for kind in KINDS_OF_ORDER:
-        fields = {"micro_batch_size": 2} | fields_of(kind)
-        old = loader_of(one, dataset, **fields)
-        length = len(old)
-        batches = iter(old)
-        next(batches)
-        next(batches)
-        fresh = loader_of(one, dataset, **fields)
-        fresh.load_state_dict(json.loads(json.dumps(old.state_dict())))
-        assert fresh.state_dict() == old.state_dict()
-        rest = list(itertools.islice(batches, 20))
-        assert len(rest) == min(length - 2, 20) > 0
-        same_batches(itertools.islice(fresh, 20), rest, kind)
-        assert len(old) == len(fresh) == length
-
-
-def test_a_state_goes_through_torchs_checkpoints(one, tmp_path):
+def test_a_state_goes_through_torchs_checkpoints_and_pickle(one, tmp_path):
     import torch.distributed.checkpoint as checkpoint
 
-    dataset = data_of(one, tmp_path, "blend")
+    dataset = data_of_a_run(one, tmp_path)
     old = loader_of(one, dataset, 8)
     fresh = loader_of(one, dataset)
     quiet(checkpoint.save, {"loader": old}, checkpoint_id=tmp_path / "saved", no_dist=True)
     quiet(checkpoint.load, {"loader": fresh}, checkpoint_id=tmp_path / "saved", no_dist=True)
     assert fresh.state_dict() == old.state_dict()
+    torch.save(old.state_dict(), tmp_path / "state.pt")
+    fresh.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert fresh.state_dict() == pickle.loads(pickle.dumps(old.state_dict()))
 
 
-OTHER_PASTS = {  # the data of a run, its consumed samples, what is other then, the key that differs
-    "documents of other lengths": ("corpus", 8, {"lengths": (9, 17, 30)}, "contents"),
-    "other tokens": ("corpus", 8, {"token": 2}, "contents"),
-    "fewer documents": ("corpus", 8, {"documents": (0, 1)}, "documents"),
-    "other documents of a list": ("some documents", 8, {"documents": (0, 2, 3)}, "the list"),
-    "another seed": ("corpus", 8, {"random_seed": 5}, "random_seed"),
-    "another S": ("corpus", 8, {"sequence_length": 4}, "sequence_length"),
-    "more epochs": ("corpus", 8, {"size": 60}, "epochs"),
-    "another split": ("corpus", 8, {"split": "valid"}, "split"),
-    "no extra token": ("corpus", 8, {"add_extra_token_to_sequence": False}, "extra_token"),
-    "stable_order": ("corpus", 8, {"stable_order": True}, "stable_order"),
-    "more epochs, and then a short sample": ("short sample", 20, {"size": 60}, "epochs"),
-    "other weights": ("blend", 8, {"phases": (40, [1, 3])}, "weight in phase 0"),
-    "corpora in another order": ("blend", 8, {"corpora": "ba"}, "contents of corpus 0"),
-    "another corpus": ("blend", 8, {"corpora": "ac"}, "contents of corpus 1"),
-    "a corpus more": ("blend", 8, {"corpora": "abc", "phases": (40, [1, 2, 1])}, "weight in"),
-    "a blend that ends early": ("whole corpora", 4, {"phases": (5, None)}, "samples of the blend"),
-    "a corpus that the first phase uses": (
-        "phases",
-        24,
-        {"corpora": "adc"},
-        "contents of corpus 1",
-    ),
-    "a corpus in another place": (
-        "phases",
-        24,
-        {"corpora": "acb", "phases": [(24, [1, 0, 2])]},
-        "corpus 1",
-    ),
-    "another seed of phases": ("phases", 24, {"random_seed": 5}, "random_seed"),
-    "phases without stable_order": ("phases", 24, {"stable_order": False}, "stable_order"),
-    "other weights, without stable_order": (
-        "unstable phases",
-        25,
-        {"phases": [FIRST, (16, [3, 2, 0])]},
-        "phase 1",
-    ),
-    "a phase more, without stable_order": (
-        "unstable phases",
-        24,
-        {"phases": [FIRST, SECOND, (50, [1, 1, 1])]},
-        "epochs",
-    ),
-    "other lengths of one's own reader": ("own samples", 4, {"lengths": (19, 21) * 2}, "contents"),
-    "other tokens of one's own reader": ("own samples", 4, {"token": 8}, "contents"),
-    "fewer documents of one's own reader": ("own samples", 4, {"documents": 3}, "documents"),
-    "another setting of one's own class": ("own samples", 4, {"setting": 2}, "setting"),
-    "made_from() of one's own class": ("own samples", 4, {"made_from": 2}, "own"),
-    "made_from() of one's own dataset": ("own rows", 4, {"made_from": {"rows": 4}}, "rows"),
-    "another made_from()": ("own rows, with made_from", 4, {"made_from": {"path": []}}, "path"),
-    "as many documents of one's own": ("own rows", 4, {"documents": range(2, 14)}, "documents"),
-    "more conversations": ("conversations", 4, {"size": 21}, "samples of corpus"),
-    "another vocabulary of mock data": ("mock data", 4, {"vocabulary": 50}, "contents"),
+# -- The state: of two random runs -------------------------------------------------------------
+# The judge knows nothing of states: it reads the samples of both runs.
+
+
+class Reversed:
+    """A subclass's own tokens."""
+
+    def _query_document_sample_shuffle_indices(self, idx):
+        tokens, documents = super()._query_document_sample_shuffle_indices(idx)
+        return tokens[::-1], documents
+
+
+class ReversedOrder:
+    """A subclass's own order."""
+
+    def _build_document_sample_shuffle_indices(self):
+        arrays = super()._build_document_sample_shuffle_indices()
+        return *arrays[:2], arrays[2][::-1]
+
+
+class Swapped:
+    """A subclass's own samples: those of each two change places."""
+
+    def __getitem__(self, idx):
+        return super().__getitem__(min(idx ^ 1, len(self) - 1))
+
+
+CHOICES_OF_RUNS = {  # {what two runs may differ in: its values}
+    "folder": ["here", "here", "here", "there", "other tokens"],  # "there" are copies
+    "corpora": ["ab", "ab", "ba", "abc", "a"],
+    "methods": [None, None, None, None, Plain, Reversed, ReversedOrder, Swapped],
+    "random_seed": [1, 1, 1, 2],
+    "sequence_length": [8, 8, 8, 9],
+    "stable_order": [False, True],
+    "add_extra_token_to_sequence": [True, True, True, False],
+    "drop_last_partial_validation_sequence": [True, False],
+    "split": [("train", "1,0,0"), ("train", "8,2,0"), ("train", "80,20,0"), ("valid", "4,6,0")],
+    "size": [40, 41, 48, 96],
+    "weights": [None, (1, 2, 2), (1, 2, 2), (2, 4, 4), (1, 3, 0)],
+    "phases": [(), (), ((24, 0), (24, 1)), ((24, 1), (24, 0)), ((24, 0), (99, 2)), ((48, 0),)],
+    "kind": ["single", "single", *KINDS_OF_ORDER],
+    "sampler_seed": [0, 0, 0, 1],
+    "layout": [(4, 1), (4, 1), (2, 2), (1, 4), (2, 1), (3, 1)],  # micro-batch size, ranks
 }
-OTHER_PHASES = {  # consumed samples, phases that are other than those of RUNS, the key that differs
-    "other weights at first": (32, [(24, [1, 3, 0]), SECOND], "weight in phase 0"),
-    "other weights since then": (25, [FIRST, (16, [3, 2, 0])], "weight in phase 1"),
-    "a shorter first one": (24, [(23, [1, 2, 0]), SECOND], "samples of phase 0"),
-    "a longer first one": (30, [(40, [1, 2, 0])], "samples of phase 0"),
-    "a shorter second one": (30, [FIRST, (4, [3, 1, 0]), SECOND], "samples of phase 1"),
-    "too few samples": (32, [FIRST, (4, [3, 1, 0])], "consumed_samples"),
-    "another corpus": (20, [(24, [1, 0, 2])], "corpus 1"),
+WEIGHTS_OF_PHASES = [(1, 2, 0), (2, 1, 0), (1, 1, 1)]
+FIELDS_OF_RUNS = [  # of the config
+    "random_seed",
+    "sequence_length",
+    "stable_order",
+    "add_extra_token_to_sequence",
+    "drop_last_partial_validation_sequence",
+]
+
+
+@pytest.fixture(scope="session")
+def corpora_of_runs(one, tmp_path_factory):
+    """A folder of corpora, and of copies of them, and of corpora of the same lengths."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in "abc":
+        rng = np.random.default_rng(ord(name))
+        lengths = rng.integers(0, 30, 40)
+        for place in ("here", "other tokens"):
+            docs = [rng.integers(0, 2**30, length) for length in lengths]
+            mk(one, folder / place / name, docs)
+        mk(one, folder / "there" / name, one.IndexedDataset(folder / "here" / name)[:])
+    return folder
+
+
+def drawn(rng, key):
+    """One of the values of CHOICES_OF_RUNS."""
+    return CHOICES_OF_RUNS[key][rng.integers(len(CHOICES_OF_RUNS[key]))]
+
+
+def data_of_run(mm, folder, run):
+    """The dataset of a run."""
+    cls = mm.GPTDataset
+    if run["methods"] is not None:
+        cls = type(run["methods"].__name__, (run["methods"], cls), {})
+    prefixes = [str(folder / run["folder"] / name) for name in run["corpora"]]
+    weights = run["weights"]
+    if weights is not None:
+        weights = list(weights[: len(prefixes)])
+    fields = {name: run[name] for name in FIELDS_OF_RUNS}
+    part, fields["split"] = run["split"]
+    size = None if weights is None else run["size"]
+    if run["phases"] and part == "train":
+        fields["blend_phases"] = []
+        for samples, number in run["phases"]:
+            of_phase = list(WEIGHTS_OF_PHASES[number][: len(prefixes)])
+            fields["blend_phases"].append((samples, of_phase))
+        weights = None
+        size = None
+    cfg = config(mm, (prefixes, weights), **fields)
+    return quiet(build, mm, [size, size, 0], cfg, cls)[mm.Split[part].value]
+
+
+def loader_of_run(mm, dataset, run, consumed):
+    """The loader of the last rank of a run."""
+    micro, ranks = run["layout"]
+    fields = {"micro_batch_size": micro, "data_parallel_size": ranks, "seed": run["sampler_seed"]}
+    fields |= fields_of(run["kind"])
+    return loader_of(mm, dataset, consumed, data_parallel_rank=ranks - 1, **fields)
+
+
+def samples_per_round(run):
+    """How many samples all ranks read at once; a full validation has micro-batches of 1."""
+    micro, ranks = run["layout"]
+    return ranks if run["kind"] == "full_validation" else micro * ranks
+
+
+def order_of_run(dataset, run, consumed):
+    """(what its order is made with, the consumed samples in order, all samples of the past).
+
+    None if no pass can start there.
+    """
+    micro, ranks = run["layout"]
+    total = len(dataset)
+    kind = run["kind"]
+    if kind not in SHUFFLED:
+        if consumed > total:
+            return None
+        return [kind], range(consumed), range(consumed)
+    per_round = micro * ranks
+    active = total - total % per_round
+    if active == 0 or consumed % per_round:
+        return None
+    shuffled = active if kind == "sharded" else total - total % micro
+    turn, done = divmod(consumed, active)
+    made_with = [kind, run["sampler_seed"], shuffled, turn, done]
+    if kind == "sharded":
+        made_with.append(ranks)
+    order = []
+    for number in range(turn + 1):
+        order += order_of_turn(kind, total, micro, ranks, run["sampler_seed"], number)
+    return made_with, order[:consumed], range(shuffled)
+
+
+def tokens_of(dataset, places, is_mixed):
+    """{dataset of a blend: its samples, in the order of these places}; all in one, if mixed."""
+    found = {}
+    for k in places:
+        sample = dataset[k]
+        d = int(sample.get("dataset_id", 0))
+        tokens = sample["tokens"].numpy().tobytes() + sample["labels"].numpy().tobytes()
+        found.setdefault("all" if is_mixed else d, []).append((d, tokens))
+    return found
+
+
+def judge(runs, datasets, consumed):
+    """(do both runs have one past, why, or why not)."""
+    orders = [order_of_run(data, run, consumed) for data, run in zip(datasets, runs, strict=True)]
+    if orders[1] is None:
+        return False, "no start"
+    (made_with, *places), (made_with_here, *places_here) = orders
+    if made_with != made_with_here:
+        return False, "sampler"
+    is_equal = []
+    for number, is_mixed in ((0, False), (1, made_with[0] in SHUFFLED)):
+        before = tokens_of(datasets[0], places[number], is_mixed)
+        after = tokens_of(datasets[1], places_here[number], is_mixed)
+        is_equal.append(before == after)
+    consumed_are_equal, past_is_equal = is_equal
+    assert consumed_are_equal or not past_is_equal
+    if not past_is_equal:
+        return False, "samples"
+    if any(run["methods"] for run in runs):  # a class that is not ours says more of itself
+        for key in [
+            "methods",
+            "split",
+            *FIELDS_OF_RUNS[: 5 if runs[0]["split"][0] == "valid" else 4],
+        ]:
+            if runs[0][key] != runs[1][key]:
+                return False, "class"
+    return True, "equal"
+
+
+def compare_random_runs(mm, folder, count):
+    """Of so many pairs of runs, {(is the state accepted, the judge's reason): how many pairs}."""
+    found = collections.Counter()
+    for rng in cases(count):
+        before = {key: drawn(rng, key) for key in CHOICES_OF_RUNS}
+        after = dict(before)
+        for key in rng.choice(list(CHOICES_OF_RUNS), rng.integers(4), replace=False):
+            after[key] = drawn(rng, key)
+        datasets = [data_of_run(mm, folder, run) for run in (before, after)]
+        per_round = samples_per_round(before)
+        rounds = len(datasets[0]) // per_round
+        if before["kind"] in SHUFFLED:
+            rounds *= 2
+        consumed = per_round * int(rng.integers(1, rounds + 1))
+        state = json.dumps(loader_of_run(mm, datasets[0], before, consumed).state_dict())
+        is_accepted = True
+        try:
+            loader_of_run(mm, datasets[1], after, 0).load_state_dict(json.loads(state))
+        except ValueError:
+            is_accepted = False
+        is_equal, reason = judge((before, after), datasets, consumed)
+        assert is_accepted == is_equal, (reason, before, after, consumed)
+        found[is_accepted, reason] += 1
+    return found
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1500, marks=pytest.mark.slow)])
+def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
+    one, corpora_of_runs, count
+):
+    """Both ways: what is accepted is equal, and what is refused is not."""
+    found = compare_random_runs(one, corpora_of_runs, count)
+    assert found[True, "equal"] > 0.2 * count * CASES
+    assert found[False, "samples"] > 0.1 * count * CASES
+    assert found[False, "sampler"] > 0
+
+
+A_RUN_OF_STATES = {key: values[0] for key, values in CHOICES_OF_RUNS.items()}
+A_RUN_OF_STATES |= {"weights": (1, 2, 2), "stable_order": True}
+TWO_PHASES = {"phases": ((24, 0), (24, 1))}
+OTHER_RUNS = {  # {case: (what differs in both runs, what differs in the next one, what is refused)}
+    "a copy at another path": ({}, {"folder": "there"}, None),
+    "a longer run": ({}, {"size": 96}, None),
+    "a longer run of the same epochs": ({"stable_order": False}, {"size": 41}, None),
+    "a further corpus": (TWO_PHASES, {"corpora": "abc", "phases": ((24, 0), (99, 2))}, None),
+    "a copy, of a subclass": ({"methods": Reversed}, {"folder": "there"}, None),
+    "a longer run of a subclass": ({"methods": Reversed}, {"size": 96}, None),
+    "corpora swapped": ({}, {"corpora": "ba"}, r"corpus 0 \(b\)"),
+    "other tokens": ({}, {"folder": "other tokens"}, r"sample 0 of corpus 0 \(a\) .* tokens"),
+    "another order of a subclass": (
+        {},
+        {"methods": ReversedOrder},
+        "sample 0 of .* at sequence .* in",
+    ),
+    "a subclass's own samples": ({}, {"methods": Swapped}, r"class of corpus 0 \(a\)"),
+    "more epochs": ({"stable_order": False}, {"size": 96}, "sample 0 of corpus . .* begins"),
+    "other weights": ({}, {"weights": (1, 3, 0)}, r"number of samples of corpus 0 \(a\) is 8 in"),
+    "a corpus less": ({}, {"corpora": "a"}, "number of samples of corpus 0"),
+    "shuffled": ({}, {"kind": "unsharded"}, "sampler"),
+    "other phases, shuffled": (
+        {"kind": "unsharded", "phases": ((24, 0), (24, 1))},
+        {"phases": ((24, 1), (24, 0))},
+        "checksum of dataset_index",
+    ),
 }
-for case, (consumed, phases, key) in OTHER_PHASES.items():
-    OTHER_PASTS[f"{case}, of phases"] = "phases", consumed, {"phases": phases}, key
 
 
-@pytest.mark.parametrize("case", OTHER_PASTS)
-def test_a_state_of_another_past_is_refused(one, tmp_path, case):
-    run, consumed, changes, key = OTHER_PASTS[case]
-    state = run_over(one, data_of(one, tmp_path / "here", run), consumed)
-    other = data_of(one, tmp_path / "there", run, **changes)
-    with pytest.raises(ValueError, match=key):
-        run_over(one, other, 0, state)
-
-
-EQUAL_PASTS = {  # the data of a run, its consumed samples, what is other in the next job
-    "another name": ("corpus", 32, {"name": "q"}),
-    "more samples of the same epochs": ("corpus", 32, {"size": 41}),
-    "more samples of a blend of the same epochs": ("blend", 32, {"phases": (41, [1, 2])}),
-    "more epochs, with stable_order": ("stable corpus", 20, {"size": 60}),
-    "more epochs of valid, with stable_order": ("stable valid", 20, {"size": 60}),
-    "a longer blend, with stable_order": ("stable blend", 20, {"phases": (60, [1, 2])}),
-    "no phases": ("phases", 20, {"phases": (30, [1, 2]), "corpora": "ab"}),
-}
-EQUAL_PHASES = {  # consumed samples, other phases that have these samples, too
-    "a longer last phase": (32, [FIRST, (100, [3, 1, 0])]),
-    "a shorter last phase": (32, [FIRST, (12, [3, 1, 0])]),
-    "a phase more": (40, [FIRST, SECOND, (20, [1, 1, 1])]),
-    "the second phase ends here": (32, [FIRST, (8, [3, 1, 0]), (20, [1, 1, 1])]),
-    "another second phase, before it began": (24, [FIRST, (20, [1, 1, 1])]),
-    "no second phase": (24, [FIRST]),
-    "the same shares": (32, [(24, [2, 4, 0]), (16, [6, 2, 0])]),
-    "anything, at the start": (0, [(9, [0, 0, 1])]),
-}
-for case, (consumed, phases) in EQUAL_PHASES.items():
-    EQUAL_PASTS[case] = "phases", consumed, {"phases": phases}
-
-
-@pytest.mark.parametrize("case", EQUAL_PASTS)
-def test_a_state_of_an_equal_past_is_accepted(mm, tmp_path, case):
-    """The samples that are consumed are the same, and the run goes on behind them."""
-    run, consumed, changes = EQUAL_PASTS[case]
-    before = data_of(mm, tmp_path / "here", run)
-    after = data_of(mm, tmp_path / "there", run, **changes)
-    state = run_over(mm, before, consumed)
-    loader = loader_of(mm, after)
+@pytest.mark.parametrize("case", OTHER_RUNS)
+def test_a_state_and_another_run(mm, corpora_of_runs, case):
+    """Refused with a sentence that names what differs, and what to do; or the run goes on."""
+    of_both, of_next, word = OTHER_RUNS[case]
+    runs = [A_RUN_OF_STATES | of_both, A_RUN_OF_STATES | of_both | of_next]
+    before, after = [data_of_run(mm, corpora_of_runs, run) for run in runs]
+    state = loader_of_run(mm, before, runs[0], 24).state_dict()
+    loader = loader_of_run(mm, after, runs[1], 0)
+    if word is not None:
+        with pytest.raises(ValueError, match=f"{word}.*stable_order=True.*strict=False"):
+            loader.load_state_dict(state)
+        assert loader.state_dict()["consumed_samples"] == 0, "nothing was changed"
+        loader.load_state_dict(state, strict=False)
+        assert loader.state_dict()["consumed_samples"] == 24
+        return
     loader.load_state_dict(state)
     assert loader.state_dict() == state
-    for k in range(consumed):
-        same_samples(before[k], after[k])
-    if consumed + 4 <= len(after):
-        same_samples(next(iter(loader)), after.batch(range(consumed, consumed + 4)))
+    same_samples(
+        next(iter(loader)), torch.utils.data.default_collate([after[k] for k in range(24, 28)])
+    )
 
 
-def random_run(rng):
-    """What a run may be made of: the arguments of mixture(), and the fields of its loader."""
-    weights = [1, 2]
-    made = {"corpora": str(rng.choice(["ab", "ab", "ba", "ac"]))}
-    made["stable_order"] = bool(rng.integers(2))
-    kind = rng.choice(["blend", "whole corpora", "one phase", "two phases"])
-    if kind == "blend":
-        made["phases"] = (int(rng.integers(20, 60)), weights)
-    elif kind == "whole corpora":
-        made["phases"] = (None, None)
-    else:
-        made["phases"] = [(4 * int(rng.integers(3, 8)), weights)]
-    if kind == "two phases":
-        made["phases"].append((int(rng.integers(1, 30)), weights[::-1]))
-    of_loader = {}
-    if rng.random() < 0.3:
-        of_loader = [CYCLIC, UNSHARDED][rng.integers(2)]
-    return made, of_loader
-
-
-def consumed_by(mm, dataset, consumed, of_loader):
-    """The first batches of a run."""
-    batches = mm.cyclic_iter(loader_of(mm, dataset, **of_loader))
-    return [batch["tokens"].tolist() for batch in itertools.islice(batches, consumed // 4)]
-
-
-def test_of_random_pairs_of_runs_an_accepted_state_means_equal_samples(one, tmp_path):
-    num_accepted = 0
-    for rng in cases(150):
-        made, of_loader = random_run(rng)
-        before = data_of(one, tmp_path, "blend", **made)
-        consumed = 4 * int(rng.integers(1, len(before) // 4 + 1))
-        state = run_over(one, before, consumed, **of_loader)
-        other, of_other_loader = random_run(rng)
-        for key in rng.choice(["stable_order", "corpora", "phases"], 2, replace=False):
-            other[key] = made[key]
-        if rng.random() < 0.7:
-            of_other_loader = of_loader
-        after = data_of(one, tmp_path, "blend", **other)
-        try:
-            run_over(one, after, 0, state, **of_other_loader)
-        except ValueError:
-            continue
-        num_accepted += 1
-        found = consumed_by(one, after, consumed, of_other_loader)
-        assert found == consumed_by(one, before, consumed, of_loader), (made, other, of_loader)
-    assert num_accepted > 20 * min(CASES, 1)
-
-
-def epochs_of(blend):
-    """The plans of epochs of the corpora of a blend."""
-    plans = [part.epoch_plan for part in blend.datasets]
-    return [(plan.num_epochs, plan.separate_final_epoch) for plan in plans]
-
-
-def test_two_blends_of_one_plan_of_epochs_have_equal_pasts(one, tmp_path):
-    """However many samples they have.  With stable_order whatever their epochs are."""
-    num_accepted = 0
-    for rng in cases(60):
-        is_stable = bool(rng.integers(2))
-        blends = []
-        for size in rng.integers(20, 60, 2).tolist():
-            blends.append(mixture(one, tmp_path, (size, [1, 2]), stable_order=is_stable))
-        before, after = [run_over(one, blend, 4) for blend in blends]
-        is_one_plan = epochs_of(blends[0]) == epochs_of(blends[1])
-        assert (before == after) == (is_one_plan or is_stable)
-        num_accepted += is_one_plan
-    assert num_accepted > 5 * min(CASES, 1)
-
-
-@pytest.mark.parametrize("fields", [CYCLIC, UNSHARDED], ids=["sharded", "unsharded"])
-def test_a_shuffled_order_of_phases_does_not_grow(one, tmp_path, fields):
-    """The sampler shuffles the samples of all phases, anew where there are more."""
-    state = run_over(one, mixture(one, tmp_path, [(24, [1, 2])]), 8, **fields)
-    for phases, key in (
-        ([(32, [1, 2])], "samples that are shuffled"),
-        ([(16, [1, 2]), (8, [2, 1])], "samples of phase 0"),
+def test_a_class_of_the_users_own_says_what_it_is(one):
+    """Its identifiers, and made_from(), or its length where that says nothing."""
+    plain = rows_of_a_run(one)
+    said = rows_of_a_run(one, {"path": ["a", {"b": 1}]})
+    for data in (plain, said):
+        loader_of(one, data).load_state_dict(state_of(one, data, 4))
+    longer = rows_of_a_run(one, {"path": ["a", {"b": 1}]}, count=13)
+    loader_of(one, longer).load_state_dict(state_of(one, said, 4))
+    for before, after, word in (
+        (plain, rows_of_a_run(one, seed=2), "random_seed of corpus 0"),
+        (plain, rows_of_a_run(one, count=13), "length of corpus 0"),
+        (said, rows_of_a_run(one, {"path": ["a", {"b": 2}]}), "made_from of corpus 0"),
     ):
-        with pytest.raises(ValueError, match=key):
-            run_over(one, mixture(one, tmp_path, phases), 0, state, **fields)
+        with pytest.raises(ValueError, match=word):
+            loader_of(one, after).load_state_dict(state_of(one, before, 4))
+    for value in (np.zeros(3), np.int64(3), {1, 2}, Tok()):
+        with pytest.raises(TypeError, match="JSON"):
+            state_of(one, rows_of_a_run(one, {"rows": value}), 4)
 
 
-def test_an_array_that_is_set_by_hand_is_in_the_state_if_it_is_another(mm, tmp_path):
-    for run, name in (("corpus", "shuffle_index"), ("blend", "dataset_sample_index")):
-        data = data_of(mm, tmp_path, run)
-        state = run_over(mm, data, 8)
-        setattr(data, name, np.array(getattr(data, name)))
-        assert run_over(mm, data, 0, state) == state
-        setattr(data, name, getattr(data, name)[::-1])
-        with pytest.raises(ValueError, match="orders"):
-            run_over(mm, data, 0, state)
+def test_a_blend_in_a_blend(one, corpora_of_runs):
+    """Its corpora are counted and looked at as those of the other one."""
+    loaders = []
+    for changes in ({}, {"folder": "there"}, {"folder": "other tokens"}):
+        blend = data_of_run(one, corpora_of_runs, A_RUN_OF_STATES | changes)
+        whole = one.BlendedDataset([blend.datasets[0], blend], [1, 3], 20, blend.config)
+        loaders.append(loader_of(one, whole))
+    batches = iter(loaders[0])
+    for _ in range(3):
+        next(batches)
+    state = loaders[0].state_dict()
+    assert json.loads(state["past"])["taken"] == [3, 3, 6]
+    loaders[1].load_state_dict(state)
+    assert loaders[1].state_dict() == state
+    with pytest.raises(ValueError, match="sample 0 of corpus 0"):
+        loaders[2].load_state_dict(state)
 
 
-# -- The state: what is refused, and how -------------------------------------------------------
+def test_an_array_that_is_set_by_hand(mm, tmp_path):
+    """What it changes is seen."""
+    data = data_of_a_run(mm, tmp_path)
+    state = state_of(mm, data, 8)
+    data.shuffle_index = np.array(data.shuffle_index)
+    loader_of(mm, data).load_state_dict(state)
+    data.shuffle_index = data.shuffle_index[::-1]
+    with pytest.raises(ValueError, match="sample"):
+        loader_of(mm, data).load_state_dict(state)
 
 
-def refusal(mm, before, after, **fields):
-    """The sentence with which a loader over other data, or with other fields, refuses a state."""
-    with pytest.raises(ValueError) as refused:
-        run_over(mm, after, 0, run_over(mm, before, 4), **fields)
-    return str(refused.value)
+@pytest.mark.parametrize("kind", KINDS_OF_ORDER)
+@pytest.mark.parametrize("data", ["blend", "phases", "subclass", "numbers"])
+def test_a_fresh_loader_goes_on_where_a_state_was_taken(one, corpora_of_runs, data, kind):
+    """len() is that of a whole pass, also then."""
+    if data == "numbers":
+        dataset = Numbers(40)
+    else:
+        changes = {"blend": {}, "phases": TWO_PHASES, "subclass": {"methods": Reversed}}[data]
+        dataset = data_of_run(one, corpora_of_runs, A_RUN_OF_STATES | changes)
+    fields = {"micro_batch_size": 2} | fields_of(kind)
+    old = loader_of(one, dataset, **fields)
+    length = len(old)
+    batches = iter(old)
+    next(batches)
+    next(batches)
+    fresh = loader_of(one, dataset, **fields)
+    fresh.load_state_dict(json.loads(json.dumps(old.state_dict())))
+    assert fresh.state_dict() == old.state_dict()
+    rest = list(batches)
+    assert len(rest) == length - 2 > 10
+    same_batches(fresh, rest)
+    assert len(old) == len(fresh) == length
 
 
-def test_a_refusal_names_what_differs_and_says_what_to_do(one, tmp_path):
-    """With the name of the corpus and both values; of six keys or more, the first five."""
-    before = data_of(one, tmp_path, "phases")
-    longer = refusal(one, before, data_of(one, tmp_path, "phases", sequence_length=16))
-    for words in ("corpus 1 (b)", "16 here, 8 in", "stable_order=True", "strict=False"):
-        assert words in longer
-    other = {"sequence_length": 16, "random_seed": 5, "stable_order": False}
-    many = refusal(one, before, data_of(one, tmp_path, "phases", **other))
-    assert many.count(" here, ") == 5 and re.search("and [1-9] more", many)
-
-
-def test_a_refusal_shows_no_digest_and_no_key_that_follows_from_another(one, tmp_path):
-    before = data_of(one, tmp_path / "here", "corpus")
-    after = data_of(one, tmp_path / "there", "corpus", token=2)
-    assert not re.search("[0-9a-f]{32}", refusal(one, before, after))
-    assert "data_sharding" not in refusal(one, before, before, **CYCLIC), "a plain order has none"
-
-
-NO_STATES = [{}, None, 5, [], {"consumed_samples": 8}, {"version": 99}]
+NO_STATES = [
+    {},
+    None,
+    [],
+    {"consumed_samples": 8},
+    {"version": 5, "consumed_samples": 8, "past": 5},
+]
 
 
 @pytest.mark.parametrize("state", NO_STATES, ids=str)
@@ -6836,39 +6540,24 @@ def test_what_is_no_state_is_refused(one, state):
         loader_of(one, Numbers(64)).load_state_dict(state)
 
 
-ODD_VALUES = [None, True, -1, 0, 1, 80, 2**63, 0.5, math.nan, "8", [8], {"consumed": 8}]
-WRONG_PLACES = [None, 0.5, math.nan, "8", [8], {"consumed": 8}, -1, 65, 2**63]
-
-
-def with_other_values(entries, values):
-    """Copies of a dict in which one entry is missing, or has one of these values instead."""
-    changed = []
-    for key in entries:
-        changed.append({name: value for name, value in entries.items() if name != key})
-        changed += [entries | {key: value} for value in values]
-    return [entry for entry in changed if entry != entries]
-
-
-@pytest.mark.parametrize("kind", ["single", *SHUFFLED])
-def test_a_state_with_one_other_entry_is_refused(one, kind):
-    """No entry can be left out, or have another value; and nothing is changed."""
-    state = run_over(one, Numbers(64), 16, **fields_of(kind))
-    loader = loader_of(one, Numbers(64), **fields_of(kind))
-    before = loader.state_dict()
-    consumed_samples = state.pop("consumed_samples")
-    changed = [state]
-    changed += [state | {"consumed_samples": value} for value in WRONG_PLACES]
-    entries = with_other_values(state, ODD_VALUES)
-    for past in with_other_values(json.loads(state["past"]), ODD_VALUES):
-        entries.append(state | {"past": json.dumps(past)})
-    changed += [entry | {"consumed_samples": consumed_samples} for entry in entries]
-    for other in changed:
-        with pytest.raises(ValueError):
-            loader.load_state_dict(other)
+def test_a_state_of_another_version_or_of_a_place_that_is_not_here(one, tmp_path):
+    loader = loader_of(one, Numbers(64))
+    state = loader_of(one, Numbers(64), 16).state_dict()
+    other = state | {"version": 4}
+    with pytest.raises(ValueError, match="version is 4.*strict=False"):
+        loader.load_state_dict(other)
     for place in (65, -1):  # a place where there is no sample is never accepted
         with pytest.raises(ValueError, match="consumed_samples"):
             loader.load_state_dict(state | {"consumed_samples": place}, strict=False)
-    assert loader.state_dict() == before
+    assert loader.state_dict()["consumed_samples"] == 0
+    loader.load_state_dict(other, strict=False)
+    assert loader.state_dict() == state
+
+    short = data_of_a_run(one, tmp_path, 4)
+    long = gpt(one, short.dataset_path, 40, stable_order=True)
+    sampler = one.MegatronPretrainingSampler(40, 0, 4, 0, 1)  # more samples than there are
+    with pytest.raises(ValueError, match="number of samples of corpus 0"):
+        one.PretrainingDataLoader(short, sampler).load_state_dict(state_of(one, long, 40))
 
 
 # -- What a training loop needs beside it ------------------------------------------------------
@@ -7012,10 +6701,8 @@ def test_a_batch_that_cannot_grow_so(one, arguments, word):
 
 
 # ==============================================================================
-# 15. Checks and errors
+# 15. One error for every rank
 # ==============================================================================
-# What a user may get wrong is tested with what is refused, in sections 3 to 10; here is what
-# happens to the other ranks.
 
 
 class Failing:
@@ -7031,43 +6718,34 @@ class Failing:
         return self.value
 
 
-# (error on one rank, class on every rank, sentence on every rank after "rank R: ")
-SHARED_ERRORS = [
-    (ValueError("no such sample"), ValueError, "no such sample"),
-    (KeyError("text"), KeyError, "text"),
-    (StopIteration(), StopIteration, ""),
-    (FileNotFoundError(2, "No such file", "a.bin"), FileNotFoundError, "[Errno 2] No such file"),
-    (ZeroDivisionError("by zero"), RuntimeError, "ZeroDivisionError: by zero"),
-    (UnicodeDecodeError("ascii", b"\xff", 0, 1, "no"), RuntimeError, "UnicodeDecodeError: "),
-    (ValueError("\U0001f600" * 2000), ValueError, "\U0001f600" * 500),
-    (ValueError('\udcff "quotes"\n\0'), ValueError, '\udcff "quotes"\n\0'),
-    (type("ValueError", (Exception,), {})("own"), RuntimeError, "ValueError: own"),
+ODD = "no such \udcff sample \U0001f600"
+SHARED_ERRORS = [  # (error on one rank, class on every rank, its sentence after "rank R: ")
+    (ValueError(ODD), ValueError, ODD),
+    (FileNotFoundError(2, "No", "a.bin"), FileNotFoundError, "[Errno 2] No: 'a.bin'"),
+    (ZeroDivisionError("by zero"), RuntimeError, "by zero (ZeroDivisionError)"),
+    (UnicodeDecodeError("ascii", b"\xff", 0, 1, "no"), RuntimeError, "'ascii' codec can't decode"),
 ]
 
 
 def an_error_on_one_rank_is_raised_on_all(job):
-    rows = list(SHARED_ERRORS)
-    for kind in (job.mm.DatasetFormatError, job.mm._BlendTooLarge):
-        rows.append((kind("broken"), kind, "broken"))
     for failing in range(job.world):
-        for error, kind, words in rows:
+        for error, kind, words in SHARED_ERRORS:
             mine = error if job.rank == failing else None
             with pytest.raises(kind) as caught:
                 job.mm._on_every_rank(Failing(mine))
             assert type(caught.value) is kind
-            sentence = caught.value.args[0]  # str() puts quotes around that of a KeyError
-            assert sentence.startswith(f"rank {failing}: {words}")
-            assert len(sentence) <= 600
+            assert str(caught.value).startswith(f"rank {failing}: {words}")
             assert caught.value.__cause__ is mine
 
 
 def the_lowest_of_several_failed_ranks_is_heard(job):
-    """Once: an error that came through _on_every_rank() before names the rank that met it."""
-    first = ValueError(f"failed on {job.rank}") if job.rank > 0 else None
-    with pytest.raises(ValueError, match="^rank 1: failed on 1$") as caught:
-        job.mm._on_every_rank(Failing(first))
-    with pytest.raises(ValueError, match="^rank 1: failed on 1$"):
-        job.mm._on_every_rank(Failing(caught.value))
+    error = ValueError(f"failed on {job.rank}") if job.rank > 0 else None
+    with (
+        Collectives() as collectives,
+        pytest.raises(ValueError, match="^rank 1: failed on 1$"),
+    ):
+        job.mm._on_every_rank(Failing(error))
+    assert collectives.calls == [("all_reduce", 8), ("broadcast_object_list", None)]
 
 
 def steps_that_work_return_their_own_value(job):
@@ -7160,15 +6838,14 @@ def a_failed_build_is_raised_on_all(job):
         with pytest.raises(RuntimeError, match=f"^rank {failing}: this rank is broken"):
             built_tokens(job, f"broken {failing}", cls=broken if is_failing else None)
         cannot_tell = Failing(ZeroDivisionError() if is_failing else None, True)
-        with pytest.raises(RuntimeError, match=f"^rank {failing}: ZeroDivisionError"):
+        with pytest.raises(RuntimeError, match=f"^rank {failing}: .*ZeroDivisionError"):
             built_tokens(job, "shared", cannot_tell)
         assert built_tokens(job, "shared")[0]
 
 
 @two_or_four_ranks
-@pytest.mark.parametrize(
-    "scenario",
-    [
+def test_errors_on_ranks(one, run_on_ranks, world):
+    scenarios = [
         an_error_on_one_rank_is_raised_on_all,
         the_lowest_of_several_failed_ranks_is_heard,
         steps_that_work_return_their_own_value,
@@ -7176,10 +6853,8 @@ def a_failed_build_is_raised_on_all(job):
         consumed_samples_are_compared,
         caches_are_shared_or_of_ones_own,
         a_failed_build_is_raised_on_all,
-    ],
-)
-def test_errors_on_ranks(one, run_on_ranks, scenario, world):
-    run_on_ranks(one, world, scenario)
+    ]
+    run_on_ranks(one, world, scenarios)
 
 
 BACKENDS = [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")]
@@ -7299,57 +6974,13 @@ def test_c_encodes_what_the_definition_encodes(c, one, monkeypatch):
         assert c._encode_tokens(values, np.dtype(np.uint16)) == b"\1\0\2\0"
 
 
-def changed_entries(content):
-    """An .idx of four sequences, again and again, with one of its entries changed."""
-    start = 34
-    for dtype in (np.int32, np.int64, np.int64):
-        for _ in range(4):
-            place = slice(start, start + np.dtype(dtype).itemsize)
-            start = place.stop
-            [entry] = np.frombuffer(content[place], dtype)
-            limits = np.iinfo(dtype)
-            for value in (entry - 1, entry + 1, -1, limits.min, limits.max):
-                changed = bytearray(content)
-                changed[place] = np.array([value], dtype).tobytes()
-                yield changed
-
-
-def test_c_verifies_what_the_definition_verifies(c, one, tmp_path):
-    """The same sentence for each entry that is wrong, and for a length below 0 that adds up."""
-    lengths, ends = [4, 0, 3, 6], [0, 2, 2, 4]
-    mk(one, tmp_path / "p", [[7] * length for length in lengths], np.int32)
-    whole = idx_bytes(lengths, ends, 4, 4)
-    path = tmp_path / "p.idx"
-    refused = set()
-    for content in (*changed_entries(whole), idx_bytes([4, -2, 5, 6], ends, 4, 4)):
-        path.write_bytes(content)
-        _, sentence = outcome(functools.partial(c.IndexedDataset, check=True), tmp_path / "p")
-        _, wanted = outcome(functools.partial(one.IndexedDataset, check=True), tmp_path / "p")
-        assert sentence == wanted
-        refused |= set(re.findall(r"sequence_lengths|sequence_pointers|document_indices", wanted))
-    assert len(refused) == 3
-    assert call_c(c, "verify_index", toy_call("verify_index"))
-
-
-def test_sample_index_in_parts_is_the_whole(c, one, monkeypatch):
-    """However many cores: as many parts, side by side; empty documents on every edge."""
-    monkeypatch.setattr(c, "_DOCUMENTS_OF_A_THREAD", 1)
-    monkeypatch.setattr(c.build_sample_idx, "__wrapped__", None)  # C alone has to do it
-    for rng in cases(100):
-        scale = int(rng.choice([1, 1, 700, 5000]))  # C has loops of its own for long and short ones
-        sizes = rng.integers(0, rng.choice([2, 5, 40]), 20) * scale
-        if rng.integers(2):  # else documents end where samples do
-            sizes = np.where(sizes > 0, sizes + rng.integers(0, scale, 20), 0)
-        sizes = sizes.astype(np.int32)
-        documents = np.repeat(rng.integers(0, 20, rng.integers(1, 60)), rng.integers(1, 3))
-        tokens = int(sizes[documents].sum())
-        if rng.random() < 0.2:  # documents behind the last row
-            tokens = int(rng.integers(0, tokens + 1))
-        arguments = [sizes, documents.astype(np.int32), int(rng.integers(1, 12)) * scale, 1, tokens]
-        arguments += (rng.random(rng.integers(3)) < 0.5).tolist()
-        cores = rng.choice([None, *range(1, 9)])
-        monkeypatch.setattr(os, "cpu_count", mock.Mock(return_value=cores))
-        same(c.build_sample_idx(*arguments), one.build_sample_idx(*arguments), arguments)
+def test_rows_of_64_bits(c):
+    """As a stream of 2**31 documents has them."""
+    call = toy_call("build_sample_idx")
+    wide = call | {"sample_index": np.zeros((4, 2), np.int64)}
+    for arguments in (call, wide):
+        call_c(c, "build_sample_idx", arguments)
+        assert arguments["sample_index"].tolist() == [[0, 0], [1, 0], [2, 1], [2, 5]]
 
 
 @pytest.mark.parametrize("dtype", ["i4", "u4", "i8"])
@@ -7525,7 +7156,6 @@ def test_hostile_arguments_raise(mm, one, name):
 
 FILLED = {  # {function: how many arrays it fills, its first arguments}
     "encode_tokens": 0,
-    "verify_index": 0,
     "build_sample_idx": 1,
     "shuffle": 2,
     "build_blending_indices": 2,
@@ -7562,9 +7192,6 @@ def toy_arguments(name):
         return GOOD_OUTPUTS | GOOD_BLENDS[name]
     if name == "encode_tokens":
         return {"values": int32(*b"aaaabbbcccccc"), "kind": "u", "itemsize": 2}
-    if name == "verify_index":
-        call = {"lengths": int32(4, 3, 6), "pointers": np.array([0, 8, 14])}
-        return call | {"documents": np.array([0, 1, 2, 3]), "itemsize": 2}
     if name == "shuffle":
         key = np.random.RandomState(0).get_state()[1].copy()
         return {"array": np.arange(9), "key": key, "pos": 600}
@@ -7572,8 +7199,8 @@ def toy_arguments(name):
     documents = int32(0, 1, 2)
     if name == "build_sample_idx":
         call = {"sample_index": np.zeros((4, 2), np.int32), "sizes": sizes}
-        call |= {"document_index": documents, "sequence_length": 4, "add_extra_token": 1}
-        return call | {"last_token": 13, "first_row": 0, "first_document": 0, "before": 0}
+        call |= {"document_index": documents, "sequence_length": 4}
+        return call | {"add_extra_token": 1, "last_token": 13}
     call = {key: np.zeros((3, 4), np.int64) for key in ("tokens", "labels")}
     call |= {"loss_mask": np.zeros((3, 4), np.float32), "position_ids": np.zeros((3, 4), np.int64)}
     call |= {"cu_seqlens": np.zeros((3, 5), np.int32), "max_seqlen": np.zeros(3, np.int32)}
@@ -7589,20 +7216,16 @@ def toy_arguments(name):
 OUT_OF_RANGE = {  # {function: {argument: values that it refuses in the toy call}}
     "encode_tokens": {
         "values": [int32(-1), int32(2**16), [0, 2**16], [2**70], [True], ["a"], [1.5], (1, 2)],
-        "kind": ["f", "u2", "x", "", "\0", "\u0100", "\u0175", None, 117],
+        "kind": ["f", "u2", "", "\0", "\u0175", None, 117],
         "itemsize": [0, -1, 3, 9, 2**31],
     },
-    "verify_index": {"pointers": [np.array([0, 8])], "itemsize": [0, -1, 9, 2**31]},
     "build_sample_idx": {
-        "sample_index": [np.zeros((4, 3), np.int32)],
+        "sample_index": [np.zeros((4, 3), np.int32), np.zeros((0, 2), np.int32)],
         "sizes": [int32(8, -1, 6)],
         "document_index": [int32(0, 3, 2), int32(-1, 1, 2), int32(0, 1)],
         "sequence_length": [0, -1, 2**62, 2**63],
         "add_extra_token": [-1, 2],
         "last_token": [-5, 9, 14, 2**62],  # of the row before, of the next, ...
-        "first_row": [-1, 2**62, 2**63 - 1],
-        "first_document": [-1, 2**31 - 3],
-        "before": [-1, 5, 2**63 - 1],
     },
     "shuffle": {"pos": [-1, 625, 2**31], "array": [b"01234567", None]},
     "build_blending_indices": {
@@ -7691,7 +7314,7 @@ def test_c_refuses_bad_calls(c, name):
     calls = list(refused_calls(name))
     assert all(is_refused(c, name, call) for call in calls)
     calls.append(toy_call(name))
-    assert call_c(c, name, calls[-1]) != -1
+    assert call_c(c, name, calls[-1]) is not False
     arrays = []
     for call in calls:
         arrays += [value for value in call.values() if isinstance(value, np.ndarray)]
@@ -7733,7 +7356,29 @@ def test_c_reads_nothing_outside_of_an_array(c):
     for k, name, values in NO_PLACES:
         call = toy_call("read_samples") | {"wanted": np.array([k])}
         call[name][...] = values
-        assert call_c(c, "read_samples", call) == -1, (k, name, values)
+        assert call_c(c, "read_samples", call) is False, (k, name, values)
+
+
+class Fresh(tuple):
+    """A tuple whose items, as a sequence, are made when they are asked for; nobody keeps them."""
+
+    __slots__ = ()
+
+    def __getitem__(self, place):
+        item = super().__getitem__(place)
+        return item.copy() if isinstance(item, np.ndarray) else item
+
+
+def test_c_takes_plain_tuples_alone(c):
+    """It borrows their items, and only a plain tuple keeps them alive."""
+    values = list(toy_call("read_samples").values())
+    groups = [tuple(values[:7]), *values[7:9]]
+    groups += [tuple(values[9:12]), tuple(values[12:15]), tuple(values[15:])]
+    for place in (0, 3, 4, 5):
+        call = list(groups)
+        call[place] = Fresh(call[place])
+        with pytest.raises(TypeError, match="tuple"):
+            c._megatron_min.read_samples(*call)
 
 
 @pytest.mark.slow
@@ -7778,10 +7423,9 @@ def sources(tmp_path):
 
 
 @pytest.fixture
-def portable(c, sources, monkeypatch):
-    """C as built for a machine without SSE2; shuffles take two words a draw from 1000 items on."""
-    flags = "-O1 -U__SSE2__ -DLAST_SHORT_DRAW=999"
-    run_setup(sources, "build_ext", "--inplace", MEGATRON_MIN_CFLAGS=flags)
+def two_words(c, sources, monkeypatch):
+    """C whose shuffles take two words a draw from 1000 items on."""
+    run_setup(sources, "build_ext", "--inplace", MEGATRON_MIN_CFLAGS="-O1 -DLAST_SHORT_DRAW=999")
     built = glob.glob(f"{sources}/_megatron_min*.*")
     if not built:
         pytest.skip("there is no C compiler")
@@ -7795,12 +7439,12 @@ def portable(c, sources, monkeypatch):
 
 
 @pytest.mark.slow
-def test_shuffle_beyond_2_32_items(portable):
+def test_shuffle_beyond_2_32_items(two_words):
     """Where i has more than 32 bits, here from 1000 on, a draw is two words, the high one first."""
     state = np.random.RandomState(7)
     draws = iter(np.frombuffer(copy.deepcopy(state).bytes(4 * 40_000), "<u4").tolist())
     found, wanted = np.arange(6000), list(range(6000))
-    portable.shuffle(found, state)
+    two_words.shuffle(found, state)
     for i in range(5999, 0, -1):
         j = i + 1
         while j > i:
@@ -7811,11 +7455,6 @@ def test_shuffle_beyond_2_32_items(portable):
         wanted[i], wanted[j] = wanted[j], wanted[i]
     assert found.tolist() == wanted
     assert np.frombuffer(state.bytes(4), "<u4")[0] == next(draws), "and no draw more"
-
-
-@pytest.mark.slow
-def test_blends_without_vectors(portable):
-    check_blends(portable)
 
 
 WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
@@ -7877,14 +7516,14 @@ def test_the_null_tokenizer_takes_numbers(one):
     assert tokenizer.vocab_size == 101
     assert tokenizer.eod == 100
     assert tokenizer.tokenize("1 2 30") == [1, 2, 30]
-    assert lists(tokenizer.tokenize_batch(["1 2 30", ""])) == [[1, 2, 30], []]
     assert tokenizer.detokenize(np.array([1, 2])) == "1 2"
     assert one.NullTokenizer(7).unique_identifiers != tokenizer.unique_identifiers
 
 
-WRONG_TOKENIZERS = {  # what --tokenizer says, and a word of the sentence
+WRONG_TOKENIZERS = {  # a name, and a word of the sentence
     "none": "unknown tokenizer",
-    "none.json": "no such file",
+    "none.json": "none.json",
+    "gigatoken:none.json": "none.json",
     "null:": "number",
     "null:x": "number",
     "bytes:x:y": "bytes:x:y",
@@ -7894,13 +7533,12 @@ WRONG_TOKENIZERS = {  # what --tokenizer says, and a word of the sentence
 
 
 @pytest.mark.parametrize("name", WRONG_TOKENIZERS)
-def test_a_wrong_tokenizer_is_one_sentence(one, tmp_path, capsys, name):
-    path = jsonl(tmp_path / "a.jsonl", ["a"])
-    code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", "--tokenizer", name)
-    assert code == 1
-    assert one_sentence(err)
-    assert WRONG_TOKENIZERS[name] in err
-    assert os.listdir(tmp_path) == ["a.jsonl"]
+def test_a_wrong_tokenizer_is_refused(one, tmp_path, monkeypatch, name):
+    pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, ImportError), match=WRONG_TOKENIZERS[name]):
+        one.preprocess(texts=["a"], output_prefix="o", tokenizer=name)
+    assert os.listdir() == []
 
 
 MY_TOKENS = """
@@ -7942,16 +7580,15 @@ def hf(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, start, eod",
+    "eod_text, start, eod",
     [
-        ([], [], 3),
-        (["--eod-token", "</s>"], [], 4),
-        (["--add-special-tokens"], [4], 3),  # as Llama's file does, for those who ask
+        (None, [], 3),
+        ("</s>", [], 4),
+        (None, [4], 3),  # with special tokens, as Llama's file has them, for those who ask
     ],
 )
-def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, flags, start, eod):
-    """In Python and in the commands; its identifiers tell apart what makes other tokens."""
-    eod_text = {3: "<|endoftext|>", 4: "</s>"}[eod]
+def test_hugging_face_tokenizer(one, tmp_path, hf, eod_text, start, eod):
+    """Its identifiers tell apart what makes other tokens."""
     plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
     tokenizer = one.build_tokenizer(hf, eod_text, bool(start))
     assert tokenizer.vocab_size == 5
@@ -7959,17 +7596,12 @@ def test_hugging_face_tokenizer(one, tmp_path, hf, capsys, flags, start, eod):
     assert tokenizer.tokenize("nein ja") == [*start, 2, 1]
     batch = tokenizer.tokenize_batch(["nein", "", "was"])
     assert lists(batch) == [[*start, 2], start, [*start, 0]]
+    assert tokenizer.detokenize([1, 3]) == "ja <|endoftext|>"
     is_same = json.dumps(tokenizer.unique_identifiers) == json.dumps(plain.unique_identifiers)
-    assert is_same == (flags == [])
-
+    assert is_same == (eod_text is None and start == [])
     path = jsonl(tmp_path / "a.jsonl", ["ja nein ja", "nein was"])
-    arguments = ["--tokenizer", hf, "--append-eod", "--workers", 2, *flags]
-    code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *arguments)
-    assert code == 0, err
-    prefix = tmp_path / "o_text_document"
-    assert texts_of(one, prefix) == [[*start, 1, 2, 1, eod], [*start, 2, 0, eod]]
-    _, out, _ = command(one, capsys, "inspect", prefix, "--tokenizer", hf)
-    assert f"ja nein ja {eod_text}" in out
+    made = one.preprocess(path, tmp_path / "o", tokenizer, append_eod=True, workers=2)["text"]
+    assert texts_of(one, made) == [[*start, 1, 2, 1, eod], [*start, 2, 0, eod]]
 
 
 def test_a_tokenizer_json_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
@@ -7977,11 +7609,10 @@ def test_a_tokenizer_json_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
         one.build_tokenizer("bytes", add_special_tokens=True)
     with pytest.raises(ValueError, match="<none>"):
         one.build_tokenizer(hf, "<none>")
-    for text in ("hello", '{"a": 1}'):
-        path = tmp_path / "no.json"
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"no\.json: wanted a tokenizer\.json"):
-            one.build_tokenizer(str(path))
+    path = tmp_path / "no.json"
+    path.write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"no\.json: wanted a tokenizer\.json"):
+        one.build_tokenizer(str(path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"pip install tokenizers.*megatron-min\[tools\]"):
         one.build_tokenizer(hf)
@@ -8002,71 +7633,10 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-def split_by(pattern):
-    """Words as a regular expression finds them, then bytes."""
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-    in_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    steps = [split | {"invert": False}, in_bytes | {"use_regex": False}]
-    return {"type": "Sequence", "pretokenizers": steps}
-
-
-def byte_level(add_prefix_space):
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": add_prefix_space,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
-
-
-def in_sequence(*normalizers):
-    return {"type": "Sequence", "normalizers": list(normalizers)}
-
-
-TO_LLAMA2 = in_sequence(
-    {"type": "Prepend", "prepend": "▁"},
-    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-)
-METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
-NFC = {"type": "NFC"}
-# a kind of tokenizer: {part: its JSON}, added tokens, and whether gigatoken makes the ids
-KINDS = {
-    "gpt2": ({}, [], True),
-    "prefix space": ({"pre_tokenizer": byte_level(True)}, [], True),
-    "llama3": ({"pre_tokenizer": split_by(LLAMA3_SPLIT)}, [], True),
-    "nfc": ({"normalizer": NFC}, [], True),
-    "no normalizers": ({"normalizer": in_sequence()}, [{"content": "<｜x｜>"}], True),
-    "llama2": ({"normalizer": TO_LLAMA2, "pre_tokenizer": None}, [], True),
-    "metaspace": ({"pre_tokenizer": METASPACE}, [], True),
-    "special": ({}, [{"content": "<s>", "special": True}], True),
-    "plain": ({}, [{"content": "the"}], True),
-    "lstrip": ({}, [{"content": "<s>", "lstrip": True, "special": True}], True),
-    "rstrip": ({}, [{"content": "<s>", "rstrip": True}], True),
-    "nfc, special": ({"normalizer": NFC}, [{"content": "<s>", "special": True}], True),
-    "spaces": ({}, [{"content": "  "}], True),
-    "not ascii": ({}, [{"content": "<é>"}], True),
-    "not ascii, llama2": (
-        {"normalizer": TO_LLAMA2, "pre_tokenizer": None},
-        [{"content": "<é>", "normalized": False}],
-        True,
-    ),
-    "single word": ({}, [{"content": "the", "single_word": True}], False),
-    "not ascii, nfc": ({"normalizer": NFC}, [{"content": "<é>"}], False),
-    "not ascii, nested": ({"normalizer": in_sequence(NFC)}, [{"content": "<é>"}], False),
-    "normalized": ({"normalizer": NFC}, [{"content": "ing"}], False),
-    "a space, rstrip": ({}, [{"content": " the", "rstrip": True}], False),
-    "two spaces first": ({"pre_tokenizer": byte_level(True)}, [{"content": " the"}], False),
-    "whitespace": ({"pre_tokenizer": {"type": "Whitespace"}}, [], False),
-    "digits": ({"pre_tokenizer": {"type": "Digits", "individual_digits": True}}, [], False),
-    "lowercase": ({"normalizer": {"type": "Lowercase"}}, [], False),
-    "another regex": ({"pre_tokenizer": split_by(r"\w+|\W+")}, [], False),
-}
 PIECES = r"""
 the| the|The|<s>|<é>|<｜x｜>|ing|a| |  |\n|\r\n|\t|1|12345|'s|'LL|don't|é|e\u0301|\u0301|Å|\u212b
 |ﬁ|ß|İ|日本|語|한|\u1112\u1161|🙂|👩\u200d🚀|\u200b|\xa0|\u2028|▁|_|\x00|\x7f|\ufeff|\ufffd
-|\U0010ffff|{|}}|://|...|x|Z|٣|²
+|\U0010ffff|{|}}|://|...|x|Z|٣|²|<|endoftext|>
 """
 PIECES = [ast.literal_eval(f'"{piece}"') for piece in PIECES.replace("\n", "").split("|")]
 
@@ -8079,183 +7649,87 @@ def odd_texts(rng, count):
     return texts
 
 
-@pytest.fixture(scope="session")
-def trained_models():
-    """Two BPE models, of bytes and of characters with byte fallback, as JSON."""
+@pytest.fixture(scope="session", params=["gpt2", "llama3"])
+def bpe(request, tmp_path_factory):
+    """A tokenizer.json of the kind of GPT-2's, or of Llama 3's, made here -> its path."""
     tokenizers = pytest.importorskip("tokenizers")
+    steps = tokenizers.pre_tokenizers
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    if request.param == "gpt2":
+        tokenizer.pre_tokenizer = steps.ByteLevel(add_prefix_space=False)
+    else:
+        split = steps.Split(tokenizers.Regex(LLAMA3_SPLIT), "isolated")
+        in_bytes = steps.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = steps.Sequence([split, in_bytes])
     pieces = " ".join(PIECES * 3) + " the thing is that singing in the rain is nothing new " * 9
-    models = []
-    for is_bytes in (True, False):
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=not is_bytes))
-        alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
-        if is_bytes:
-            tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-            alphabet = []
-        else:
-            tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=700,
-            special_tokens=["<|endoftext|>", *alphabet],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet() if is_bytes else [],
-            show_progress=False,
-        )
-        tokenizer.train_from_iterator([pieces], trainer)
-        models.append(json.loads(tokenizer.to_str()))
-    return models
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=steps.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([pieces], trainer)
+    path = str(tmp_path_factory.mktemp(request.param) / "tokenizer.json")
+    tokenizer.save(path)
+    return path
 
 
-def write_kind(path, models, kind):
-    """Write a tokenizer.json of a kind -> its path."""
-    parts, added, _ = KINDS[kind]
-    is_characters = "llama2" in kind or kind == "metaspace"
-    content = copy.deepcopy(models[is_characters])
-    if is_characters:
-        content["added_tokens"] = content["added_tokens"][:1]
-        content["pre_tokenizer"] = None
-    content |= parts
-    for token in added:
-        defaults = dict.fromkeys(["single_word", "lstrip", "rstrip", "special"], False)
-        defaults |= {"id": len(content["model"]["vocab"]) + len(content["added_tokens"])}
-        defaults["normalized"] = not token.get("special", False)
-        if token["content"] in content["model"]["vocab"]:
-            defaults["id"] = content["model"]["vocab"][token["content"]]
-        content["added_tokens"].append(defaults | token)
-    path.write_text(json.dumps(content))
-    return str(path)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, trained_models, kind):
-    """Of all kinds of files that it is trusted with; the others it does not get."""
+def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, bpe):
+    """The pairs are equal, for any number of workers; their records say which package made them."""
     pytest.importorskip("gigatoken")
-    tokenizer = one.HuggingFaceTokenizer(write_kind(tmp_path / "t.json", trained_models, kind))
+    tokenizer = one.build_tokenizer(bpe)
+    fast = one.build_tokenizer(f"gigatoken:{bpe}")
     texts = []
     for rng in cases(3):
         texts += odd_texts(rng, 300)
-    said = tokenizer.choose_engine(texts[:1])
-    *_, is_trusted = KINDS[kind]
-    assert ("gigatoken works" in said) == is_trusted, said
     ids = [tokenizer.tokenize(text) for text in texts]
-    for low in range(0, len(texts), 100):
-        assert lists(tokenizer.tokenize_batch(texts[low : low + 100])) == ids[low : low + 100]
-
-
-class Backwards:
-    """What gigatoken makes, but backwards for texts of which one has this word in it."""
-
-    def __init__(self, tokenizer, word=b""):
-        self.tokenizer = tokenizer
-        self.word = word
-
-    def encode_batch(self, texts, parallel):
-        ids = self.tokenizer.encode_batch(texts, parallel=parallel)
-        if any(self.word in text for text in texts):
-            return ids[:, ::-1]
-        return ids
-
-
-def test_when_gigatoken_works(one, tmp_path, monkeypatch, capsys, trained_models):
-    """preprocess says which package works, and why; the files are the same."""
-    gigatoken = pytest.importorskip("gigatoken")
-    path = write_kind(tmp_path / "t.json", trained_models, "gpt2")
-    text = jsonl(tmp_path / "a.jsonl", odd_texts(np.random.default_rng(1), 200))
-    new = gigatoken.Tokenizer.from_json
+    assert lists(fast.tokenize_batch(texts)) == ids
+    assert [fast.tokenize(text) for text in texts[:50]] == ids[:50]
+    assert lists(fast.tokenize_batch([])) == []
+    assert lists(pickle.loads(pickle.dumps(fast)).tokenize_batch(texts[:9])) == ids[:9]
     pairs = []
-
-    def preprocess_and_say(words):
-        prefix = tmp_path / f"{len(pairs)}"
-        made = one.preprocess(text, prefix, path, workers=2, verbose=True)
-        assert words in capsys.readouterr().err
+    packages = []
+    for name, workers in ((bpe, 1), (f"gigatoken:{bpe}", 1), (f"gigatoken:{bpe}", 2)):
+        made = one.preprocess(
+            texts=texts, output_prefix=tmp_path / "o", tokenizer=name, workers=workers
+        )
         pairs.append(bytes_of_pair(made["text"]))
-
-    preprocess_and_say("gigatoken works")
-    with monkeypatch.context() as patch:
-        patch.setenv("MEGATRON_MIN_GIGATOKEN", "0")
-        preprocess_and_say("MEGATRON_MIN_GIGATOKEN is 0")
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "gigatoken", None)
-        preprocess_and_say("gigatoken is not installed")
-    with monkeypatch.context() as patch:
-        patch.setattr(gigatoken.Tokenizer, "from_json", lambda content: Backwards(new(content)))
-        preprocess_and_say("other ids for texts of these")
-    with monkeypatch.context() as patch:
-        patch.setattr(gigatoken.Tokenizer, "from_json", mock.Mock(side_effect=ValueError("no")))
-        preprocess_and_say("does not take this file")
-    assert all(pair == pairs[0] for pair in pairs)
-    tokenizer = one.HuggingFaceTokenizer(path, add_special_tokens=True)
-    assert "no special tokens" in tokenizer.choose_engine([])
+        record = json.loads(pathlib.Path(f"{made['text']}.record.json").read_text())
+        packages.append(record["tokenizer"]["package"])
+    assert pairs[0] == pairs[1] == pairs[2]
+    assert packages == ["tokenizers", "gigatoken", "gigatoken"]
 
 
-@pytest.fixture
-def wrong_of_other_word(monkeypatch):
-    """Makes gigatoken wrong where there is the text "other word"."""
+def test_gigatoken_is_made_anew_after_much_text(one, bpe):
+    """It keeps each word that it has seen."""
     gigatoken = pytest.importorskip("gigatoken")
-    new = gigatoken.Tokenizer.from_json
-    monkeypatch.setattr(
-        gigatoken.Tokenizer, "from_json", lambda content: Backwards(new(content), b"other word")
-    )
-
-
-@pytest.mark.parametrize("place", range(0, 100, 10))
-def test_gigatoken_is_compared_all_over_an_input(
-    one, tmp_path, wrong_of_other_word, capsys, trained_models, place
-):
-    """A tenth of the lines has a text for which it makes other ids.  A shard looks at its part."""
-    path = write_kind(tmp_path / "t.json", trained_models, "gpt2")
-    texts = ["some words"] * 100
-    texts[place : place + 10] = ["other word"] * 10
-    text = jsonl(tmp_path / "a.jsonl", texts)
-    for shard in ((0, 1), (place // 50, 2)):
-        one.preprocess(text, tmp_path / f"o{shard}", path, verbose=True, shard=shard)
-        assert "other ids for texts of these" in capsys.readouterr().err
-    one.preprocess(text, tmp_path / "other", path, verbose=True, shard=(1 - place // 50, 2))
-    assert "gigatoken works" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_gigatoken_is_compared_over_all_inputs(
-    one, tmp_path, wrong_of_other_word, capsys, trained_models, place
-):
-    """One of three files has texts for which it makes other ids."""
-    path = write_kind(tmp_path / "t.json", trained_models, "gpt2")
-    inputs = []
-    for number in range(3):
-        text = "other word" if number == place else "some words"
-        inputs.append(jsonl(tmp_path / f"{number}.jsonl", [text] * 10))
-    one.preprocess(inputs, tmp_path / "o", path, verbose=True)
-    assert "other ids for texts of these" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_bad_lines_with_a_tokenizer_json(one, tmp_path, trained_models, workers):
-    """They are no reason to stop where two tokenizers are compared, and are found by the job."""
-    path = write_kind(tmp_path / "t.json", trained_models, "gpt2")
-    bad = [line for line in BAD_TEXTS if b"\xff" not in line]
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*bad, *[GOOD.strip()] * 5, *bad]))
-    found = {"workers": workers, "on_error": "skip"}
-    made = quiet(one.preprocess, tmp_path / "a.jsonl", tmp_path / "o", path, **found)
-    assert texts_of(one, made["text"]) == [one.build_tokenizer(path).tokenize("1")] * 5
-    with pytest.raises(ValueError, match=r"a\.jsonl: line 1: "):
-        one.preprocess(tmp_path / "a.jsonl", tmp_path / "p", path, workers=workers)
-
-
-def test_gigatoken_is_made_anew_in_another_process_and_after_much_text(
-    one, tmp_path, trained_models
-):
-    """It cannot be pickled, and keeps each word that it has seen."""
-    gigatoken = pytest.importorskip("gigatoken")
-    tokenizer = one.HuggingFaceTokenizer(write_kind(tmp_path / "t.json", trained_models, "gpt2"))
-    assert "gigatoken works" in tokenizer.choose_engine(["the thing"])
-    ids = tokenizer.tokenize("the thing")
-    copied = pickle.loads(pickle.dumps(tokenizer))
-    new = mock.patch.object(
-        gigatoken.Tokenizer, "from_json", side_effect=gigatoken.Tokenizer.from_json
-    )
-    with new as made:
-        for count in (1, 1, 6 << 20, 1):
-            assert lists(copied.tokenize_batch(["the thing"] * 2)) == [ids] * 2
-            copied.tokenize_batch(["the thing " * count])
+    make = gigatoken.Tokenizer.from_json
+    with mock.patch.object(gigatoken.Tokenizer, "from_json", side_effect=make) as made:
+        tokenizer = one.build_tokenizer(f"gigatoken:{bpe}")
+        ids = tokenizer.tokenize("the thing")
+        for count in (1, 1, 6 << 20, 1, 1):
+            tokenizer.tokenize_batch(["the thing " * count])
+            assert tokenizer.tokenize("the thing") == ids
     assert made.call_count == 2
+
+
+def test_what_gigatoken_does_not_take(one, tmp_path, bpe, monkeypatch):
+    """Its own error comes with the name of the file."""
+    gigatoken = pytest.importorskip("gigatoken")
+    with pytest.raises(ValueError, match="special tokens"):
+        one.build_tokenizer(f"gigatoken:{bpe}", add_special_tokens=True)
+    content = json.loads(pathlib.Path(bpe).read_text())
+    content["pre_tokenizer"] = {"type": "Digits", "individual_digits": True}
+    path = tmp_path / "digits.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(Exception) as refusal:
+        gigatoken.Tokenizer.from_json(path.read_text())
+    with pytest.raises(ValueError, match=r"digits\.json: gigatoken") as named:
+        one.build_tokenizer(f"gigatoken:{path}")
+    assert str(refusal.value).split()[0] in str(named.value)
+    monkeypatch.setitem(sys.modules, "gigatoken", None)  # as if it were not installed
+    with pytest.raises(ImportError, match=r"pip install gigatoken.*megatron-min\[tools\]"):
+        one.build_tokenizer(f"gigatoken:{bpe}")
 
 
 # ==============================================================================
@@ -8264,6 +7738,22 @@ def test_gigatoken_is_made_anew_in_another_process_and_after_much_text(
 
 
 GOOD = b'{"text": "1"}\n'  # a line that every tokenizer of this section takes
+COMPRESSED = [".gz", ".bz2", ".xz", ".zst"]
+
+
+def compress(content, extension):
+    """Content as a whole compressed file."""
+    if extension == ".zst":
+        return pytest.importorskip("backports.zstd").compress(content)
+    module = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[extension]
+    return module.compress(content)
+
+
+def write_parquet(path, columns, **arguments):
+    """Write a Parquet file -> its path."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(sys.modules["pyarrow"].table(columns), path, **arguments)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -8274,19 +7764,33 @@ def long_text(one, tmp_path_factory):
     texts = ["é" + str(i) + "x" * int(n) for i, n in enumerate(rng.integers(0, 40000, 200))]
     texts += ["", "end", "", ""]
     jsonl(folder / "a.jsonl", texts)
-    jsonl(folder / "a.jsonl.gz", texts)
     jsonl(folder / "twice.jsonl", texts + texts)
     one.encode_jsonl(folder / "twice.jsonl", folder / "plain", append_eod=True)
     return folder
 
 
-@pytest.mark.parametrize("name, workers", [("a.jsonl", 1), ("a.jsonl.gz", 2), ("a.jsonl", 3)])
-def test_any_number_of_workers_equals_the_plain_loop(one, long_text, tmp_path, name, workers):
-    path = long_text / name
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_any_number_of_workers_equals_the_plain_loop(one, long_text, tmp_path, capsys, workers):
+    path = long_text / "a.jsonl"
     made = one.preprocess([path, str(path)], tmp_path / "o", append_eod=True, workers=workers)
     assert made == {"text": f"{tmp_path}/o_text_document"}
     assert bytes_of_pair(made["text"]) == bytes_of_pair(long_text / "plain")
     assert len(os.listdir(tmp_path)) == 3  # and the record
+    assert capsys.readouterr().err == ""
+
+
+def test_the_line_at_the_end(one, long_text, tmp_path, monkeypatch, capsys):
+    """With verbose; a bar besides where tqdm is installed."""
+    path = long_text / "twice.jsonl"
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # as if it were not installed
+    one.preprocess(path, tmp_path / "o", verbose=True)
+    line = rf"408 documents, {os.path.getsize(path):,} bytes, [\d.,]+ MB/s\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+    monkeypatch.undo()
+    pytest.importorskip("tqdm")
+    one.preprocess(path, tmp_path / "o", verbose=True)
+    shown = capsys.readouterr().err
+    assert "100%" in shown and re.search(f"{line}$", shown)
 
 
 # -- Shards ------------------------------------------------------------------------------------
@@ -8327,6 +7831,49 @@ def test_merged_shards_equal_the_single_job(one, tmp_path, case):
     assert bytes_of_pair(merged) == bytes_of_pair(whole)
 
 
+def random_input(rng):
+    """JSON lines of all kinds that are good: with blank lines, sentences, CRLF, a BOM."""
+    lines = []
+    for text in odd_texts(rng, rng.integers(0, 30)):
+        line = json.dumps({"text": text, "n": 1}, ensure_ascii=bool(rng.integers(2))).encode()
+        if rng.random() < 0.1:
+            line = json.dumps({"text": [text, "", "b"]}).encode()
+        if rng.random() < 0.1:
+            line = rng.choice([b"", b"  ", b"\xef\xbb\xbf" + line])
+        lines.append(line + rng.choice([b"\n", b"\r\n"]))
+    content = b"".join(lines)
+    if rng.random() < 0.5:
+        return content.removesuffix(b"\n")
+    return content
+
+
+def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
+    """By 1 to 3 workers, and as 2 to 5 shards, which are merged; with blocks of all sizes."""
+    extensions = [*COMPRESSED, *[""] * 4]
+    if importlib.util.find_spec("backports.zstd") is None:
+        extensions.remove(".zst")
+    for case, rng in enumerate(cases(4)):
+        monkeypatch.setattr(one, "_BLOCK_BYTES", int(rng.choice([1, 100, 5000, 1 << 19])))
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        contents = [random_input(rng) for _ in range(rng.integers(1, 6))]
+        paths = []
+        for number, content in enumerate(contents):
+            extension = str(rng.choice(extensions))
+            paths.append(folder / f"{number}.jsonl{extension}")
+            paths[-1].write_bytes(compress(content, extension) if extension else content)
+        (folder / "all").write_bytes(b"\n".join(contents))
+        one.encode_jsonl(folder / "all", folder / "plain", append_eod=True)
+        plain = bytes_of_pair(folder / "plain")
+        for workers in (1, 2, 3):
+            found = {"append_eod": True, "workers": workers}
+            made = quiet(one.preprocess, paths, folder / "o", **found)["text"]
+            assert bytes_of_pair(made) == plain
+            count = int(rng.integers(2, 6))
+            merged = quiet(make_shards, one, paths, folder, count, **found)
+            assert bytes_of_pair(merged) == plain
+
+
 def bytes_read():
     """How many bytes this process has read from files so far, on Linux."""
     return int(pathlib.Path("/proc/self/io").read_text().split()[1])
@@ -8334,132 +7881,13 @@ def bytes_read():
 
 @linux
 def test_a_shard_reads_its_share_and_no_more(one, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", ["x" * 100] * 10_000)
+    path = jsonl(tmp_path / "a.jsonl", ["x" * 100] * 20_000)
+    one.preprocess(path, tmp_path / "s", shard=(0, 4))  # what is imported is read, too
     for index in range(4):
         before = bytes_read()
         one.preprocess(path, tmp_path / "s", shard=(index, 4))
         share = os.path.getsize(path) / 4
         assert share <= bytes_read() - before < 1.2 * share
-
-
-def touch(path):
-    """Write the same bytes at another time."""
-    os.utime(path, ns=(1, 1))
-
-
-def make_longer(path):
-    """Make a file longer."""
-    with open(path, "ab") as file:
-        file.write(b"x")
-
-
-MADE_ANEW = {  # what happens to which file, arguments of the second job, is the pair made anew?
-    "nothing": (None, None, {}, False),
-    "other workers": (None, None, {"workers": 2, "verbose": True}, False),
-    "an input changed": (touch, "b.jsonl", {}, True),
-    "inputs in another order": (None, None, {"input": ["b.jsonl", "a.jsonl"]}, True),
-    "another tokenizer": (None, None, {"tokenizer": Tok(256, 257)}, True),
-    "eods": (None, None, {"append_eod": True}, True),
-    "skipped lines": (None, None, {"on_error": "skip"}, True),
-    "more keys": (None, None, {"json_keys": ["text", "other"]}, True),
-    "the pair is gone": (os.remove, "s_text_document{}.bin", {}, True),
-    "the pair is another": (make_longer, "s_text_document{}.idx", {}, True),
-    "the record is gone": (os.remove, "s_text_document{}.record.json", {}, True),
-    "the record is damaged": (make_longer, "s_text_document{}.record.json", {}, True),
-}
-
-
-def files_as_made(prefix):
-    """What tells the files of a pair, which are there, from those that are made later."""
-    names = [f"{prefix}.bin", f"{prefix}.idx", f"{prefix}.record.json"]
-    return [os.stat(name).st_ino for name in names if os.path.exists(name)]
-
-
-@pytest.mark.parametrize("shard", [(0, 1), (1, 2)])
-@pytest.mark.parametrize("case", MADE_ANEW)
-def test_a_pair_is_made_once(one, tmp_path, monkeypatch, case, shard):
-    """A job that is started again makes only what is missing, or made in another way."""
-    happens, changed, arguments, is_anew = MADE_ANEW[case]
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.jsonl", "b.jsonl"):
-        pathlib.Path(name).write_bytes(b'{"text": "1", "other": "22"}\n' * 3)
-    common = {"input": ["a.jsonl", "b.jsonl"], "output_prefix": "s", "shard": shard}
-    prefix = one.preprocess(**common)["text"]
-    if happens is not None:
-        happens(changed.format("" if shard == (0, 1) else "_00001_of_00002"))
-    before = files_as_made(prefix)
-    one.preprocess(**common | arguments)
-    second = files_as_made(prefix)
-    assert (before != second) == is_anew
-    one.preprocess(**common | arguments)
-    assert files_as_made(prefix) == second
-
-
-def test_what_may_be_another_input_is_read_again(one, tmp_path, monkeypatch):
-    """Standard input, and an iterable, have no name and no time of change."""
-    for texts in (["a"], ["b"]):
-        made = one.preprocess(texts=texts, output_prefix=tmp_path / "o")
-        assert texts_of(one, made["text"]) == [[ord(texts[0])]]
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(GOOD + GOOD)))
-    for _ in range(2):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(GOOD)))
-        made = one.preprocess("-", tmp_path / "o")
-        assert texts_of(one, made["text"]) == [[49]]
-
-
-def test_a_shard_counts_from_where_it_begins(one, tmp_path, monkeypatch):
-    """Its errors and its record say from which byte on: what lies before is not counted."""
-    monkeypatch.chdir(tmp_path)
-    pathlib.Path("a.jsonl").write_bytes(GOOD * 10)
-    prefix = one.preprocess("a.jsonl", "o", shard=(1, 2))["text"]
-    assert one.input_of_document(one.read_record(prefix), 2) == ("a.jsonl from byte 70 on", 2)
-    pathlib.Path("a.jsonl").write_bytes(GOOD * 10 + b"oops\n")
-    before = os.listdir()
-    with pytest.raises(ValueError, match=r"a\.jsonl: line 5 from byte 84 on: "):
-        one.preprocess("a.jsonl", "p", shard=(1, 2))
-    assert os.listdir() == before
-
-
-LAUNCHERS = [
-    ({}, (0, 1)),
-    ({"RANK": "2", "WORLD_SIZE": "4"}, (2, 4)),
-    ({"SLURM_PROCID": "3", "SLURM_NTASKS": "16"}, (3, 16)),
-    ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "3", "SLURM_NTASKS": "16"}, (0, 2)),
-]
-
-
-@pytest.mark.parametrize("variables, wanted", LAUNCHERS)
-def test_the_launcher_says_which_shard(one, tmp_path, monkeypatch, capsys, variables, wanted):
-    """Unless --shard says something else."""
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    path = jsonl(tmp_path / "a.jsonl", ["a"])
-    made = mock.Mock(wraps=one.preprocess)
-    monkeypatch.setattr(one, "preprocess", made)
-    for flags, shard in (([], wanted), (["--shard", "0/1"], (0, 1))):
-        assert preprocess_command(one, capsys, path, tmp_path / "o", *flags)[0] == 0
-        assert made.call_args.kwargs["shard"] == shard
-
-
-def test_shards_by_commands(one, tmp_path, monkeypatch, capsys):
-    """The last lines that a shard prints are the commands that merge all, one for each key."""
-    folder = tmp_path / "a folder"
-    folder.mkdir()
-    path = folder / "a.jsonl"
-    path.write_bytes(b'{"x": "1", "y": "2"}\n' * 5)
-    keys = ["--json-keys", "x", "y"]
-    preprocess_command(one, capsys, path, folder / "whole", *keys)
-    for shard in ("0/2", "0/3", "1/3", "2/3"):  # the first is one of two: it is not merged
-        flags = [*keys, "--shard", shard]
-        code, out, err = preprocess_command(one, capsys, path, folder / "s", *flags)
-        assert code == 0, err
-    for line, key in zip(out.strip().split("\n")[-2:], "xy", strict=True):
-        _, *merge_shards, pattern, option, prefix = shlex.split(line)
-        shards = sorted(glob.glob(pattern))
-        assert command(one, capsys, *merge_shards, *shards, option, prefix)[0] == 0
-        assert bytes_of_pair(prefix) == bytes_of_pair(folder / f"whole_{key}_document")
 
 
 @pytest.mark.parametrize(
@@ -8470,32 +7898,32 @@ def test_shards_by_commands(one, tmp_path, monkeypatch, capsys):
         ("a_00000_of_00002 b_00001_of_00002", "a_00001_of_00002"),
         ("a_00000_of_00003 a_00002_of_00003", "a_00001_of_00003"),
         ("a_00000_of_00003 b", "a_00001_of_00003"),
-        ("a_00000_of_00002 a_00001_of_00002 b c_00000_of_00001", "b.idx: no such file"),
+        ("a_00000_of_00002 a_00001_of_00002 b c_00000_of_00001", r"b\.idx"),
     ],
 )
-def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch, capsys, prefixes, missing):
+def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch, prefixes, missing):
     """In order; of several corpora, too."""
     monkeypatch.chdir(tmp_path)
     for name in ("a_00000_of_00002", "a_00001_of_00002"):
         mk(one, tmp_path / name, [[1]])
-    argv = ["merge", "--input", *prefixes.split(), "--output-prefix", "o"]
-    code, _, err = command(one, capsys, *argv)
-    assert code == 1
-    assert missing in err
+    with pytest.raises((ValueError, OSError), match=missing):
+        one.merge(prefixes.split(), "o")
+    assert glob.glob("o*") == []
 
 
 # -- Records -----------------------------------------------------------------------------------
 
 
-def check_ways_back(one, prefix, folder):
-    """Each document of a pair is the one of the input that its record names."""
-    record = one.read_record(prefix)
-    for document, ids in enumerate(texts_of(one, prefix)):
-        name, number = one.input_of_document(record, document)
-        lines = [line for line in (folder / name).read_bytes().split(b"\n") if line.strip()]
-        assert json.loads(lines[number])["text"] == bytes(ids).decode()
-    with pytest.raises(IndexError, match=str(document + 1)):
-        one.input_of_document(record, document + 1)
+def record_of(prefix):
+    """The record beside a pair."""
+    return json.loads(pathlib.Path(f"{prefix}.record.json").read_text())
+
+
+def inputs_of(one, prefix):
+    """(name of the input, number in there) of each document of a pair, as its record says."""
+    record = one._read_record(prefix)
+    count = len(one.IndexedDataset(prefix).document_indices) - 1
+    return [one._input_of_document(record, document) for document in range(count)]
 
 
 def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
@@ -8508,43 +7936,52 @@ def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
             lines = [b'{"text": "%s %d"}\n' % (name.encode(), number) for number in numbers]
             pathlib.Path(name).write_bytes(b"\n".join(lines))  # with blank lines
         whole = quiet(one.preprocess, "*.jsonl", "whole")["text"]
-        count = int(rng.integers(2, 20))
-        merged = quiet(make_shards, one, names, pathlib.Path("."), count)
+        merged = quiet(make_shards, one, names, pathlib.Path("."), int(rng.integers(2, 20)))
         one.merge([merged, whole, merged], "all")
-        assert one.read_record(merged)["inputs"] == one.read_record(whole)["inputs"]
-        assert len(one.read_record("all")["inputs"]) == 9
+        assert record_of(merged)["inputs"] == record_of(whole)["inputs"]
+        assert len(record_of("all")["inputs"]) == 9
         for prefix in (whole, merged, "all"):
-            check_ways_back(one, prefix, tmp_path)
+            texts = [bytes(ids).decode() for ids in texts_of(one, prefix)]
+            found = inputs_of(one, prefix)
+            assert texts == [f"{name} {number}" for name, number in found]
+            with pytest.raises(IndexError):
+                one._input_of_document(one._read_record(prefix), len(texts))
 
 
-def test_parts_of_an_input_with_a_gap_between_them_are_two(one, tmp_path, monkeypatch):
-    """Of three shards the middle one is not merged."""
+def test_parts_of_an_input_are_joined_where_one_goes_on_with_the_other(one, tmp_path, monkeypatch):
+    """A shard by itself counts from where it begins; and the middle one of three is not merged."""
     monkeypatch.chdir(tmp_path)
-    path = jsonl("a.jsonl", ["abcdefg"] * 9)
-    shards = []
+    pathlib.Path("a.jsonl").write_bytes(GOOD * 9)
+    prefixes = []
     for number in range(3):
-        made = one.preprocess(path, f"o{number}", shard=(number, 3))
-        shards.append(made["text"])
-    for merged, documents in ((shards, [9]), ([shards[0], shards[2]], [3, 3])):
+        made = one.preprocess("a.jsonl", "o", shard=(number, 3))["text"]
+        assert inputs_of(one, made)[2][1] == 2
+        prefixes.append(f"part{number}")
+        for extension in ("bin", "idx", "record.json"):
+            os.rename(f"{made}.{extension}", f"{prefixes[-1]}.{extension}")
+    for merged, documents in ((prefixes, [9]), ([prefixes[0], prefixes[2]], [3, 3])):
         one.merge(merged, "merged")
-        inputs = one.read_record("merged")["inputs"]
-        assert [part["documents"] for part in inputs] == documents
+        assert [part["documents"] for part in record_of("merged")["inputs"]] == documents
+    assert inputs_of(one, "merged")[-1] == ("a.jsonl from byte 84 on", 2)
 
 
 def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
     """It says what the pair was made from, without secrets; of another pair it says nothing."""
     monkeypatch.chdir(tmp_path)
-    url = put_input("a.jsonl", "abc")
-    prefix = one.preprocess([url, jsonl("b.jsonl", ["d"])], "o", append_eod=True)["text"]
-    record = json.loads(pathlib.Path("o_text_document.record.json").read_text())
-    assert SECRET not in json.dumps(record)
-    assert [part["name"] for part in record["inputs"]] == ["memory://bucket/a.jsonl", "b.jsonl"]
+    fsspec.filesystem("memory").pipe_file("/me:s3cret@b/a.jsonl?sig=s3cret", GOOD)
+    inputs = ["memory://me:s3cret@b/a.jsonl?sig=s3cret", jsonl("b.jsonl", ["d"])]
+    prefix = one.preprocess(inputs, "o", append_eod=True)["text"]
+    record = record_of(prefix)
+    size = os.path.getsize("b.jsonl")
+    assert record["inputs"] == [
+        {"name": "memory://b/a.jsonl", "size": 14, "begin": 0, "end": 14, "documents": 1},
+        {"name": "b.jsonl", "size": size, "begin": 0, "end": size, "documents": 1},
+    ]
     assert record["tokenizer"] == one.ByteTokenizer.unique_identifiers
-    assert one.read_record(prefix) == record
+    assert one._read_record(prefix) == record
     os.truncate(f"{prefix}.bin", 2)
-    assert one.read_record(prefix) is None
-    assert one.read_record("none") is None
-    assert one.input_of_document(None, 7) == (None, None)
+    assert one._read_record(prefix) is None
+    assert one._read_record("none") is None
 
 
 def test_a_pair_without_a_record_is_an_input_of_its_own(one, tmp_path, monkeypatch):
@@ -8553,13 +7990,11 @@ def test_a_pair_without_a_record_is_an_input_of_its_own(one, tmp_path, monkeypat
     made = one.preprocess(texts=["ab", "c"], output_prefix="o")["text"]
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
     one.merge([made, "upstream", made], "all")
-    record = one.read_record("all")
-    found = [one.input_of_document(record, document) for document in range(7)]
     texts, upstream = [("texts", 0), ("texts", 1)], [("upstream", number) for number in range(3)]
-    assert found == texts + upstream + texts
-    assert record["tokenizer"] is None
+    assert inputs_of(one, "all") == texts + upstream + texts
+    assert record_of("all")["tokenizer"] is None
     mk(one, tmp_path / "all", [[5]])
-    assert one.read_record("all") is None and not os.path.exists("all.record.json")
+    assert not os.path.exists("all.record.json")
 
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
@@ -8575,24 +8010,6 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
 
 
 # -- Inputs ------------------------------------------------------------------------------------
-
-
-COMPRESSED = [".gz", ".bz2", ".xz", ".zst"]
-
-
-def compress(content, extension):
-    """Content as a whole compressed file."""
-    if extension == ".zst":
-        return pytest.importorskip("zstandard").compress(content)
-    module = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[extension]
-    return module.compress(content)
-
-
-def write_parquet(path, columns, **arguments):
-    """Write a Parquet file -> its path."""
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(sys.modules["pyarrow"].table(columns), path, **arguments)
-    return path
 
 
 @pytest.mark.parametrize("extension", COMPRESSED)
@@ -8611,47 +8028,50 @@ def test_compressed_inputs_are_read_as_they_are(one, long_text, tmp_path, extens
         one.preprocess(paths[2], tmp_path / "o")
 
 
-@pytest.mark.parametrize("damage", ["cut off", "its begin lost"])
-@pytest.mark.parametrize("extension", [*COMPRESSED, ".parquet"])
-def test_a_damaged_file_is_named(one, tmp_path, extension, damage):
+@pytest.mark.parametrize("extension", COMPRESSED)
+def test_a_compressed_file_that_is_cut_or_changed_is_named(one, tmp_path, extension):
+    """Cut anywhere, or with another beginning."""
     texts = [str(i * i) for i in range(3000)]
     path = tmp_path / f"b.jsonl{extension}"
-    if extension == ".parquet":
-        write_parquet(path, {"text": texts}, compression="gzip")
-    else:
-        content = pathlib.Path(jsonl(tmp_path / "a.jsonl", texts)).read_bytes()
-        path.write_bytes(compress(content, extension))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-20] if damage == "cut off" else b"\xff" * 200 + whole[200:])
-    with pytest.raises(ValueError, match=r"b\.jsonl\S+: .*damaged"):
-        one.preprocess([jsonl(tmp_path / "a.jsonl", texts), path], tmp_path / "o")
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", path.name]
+    whole = compress(pathlib.Path(jsonl(tmp_path / "a.jsonl", texts)).read_bytes(), extension)
+    for rng in cases(8):
+        path.write_bytes(whole[: rng.integers(1, len(whole))])
+        with pytest.raises(OSError, match=r"b\.jsonl\S+: cannot be read"):
+            one.preprocess([tmp_path / "a.jsonl", path], tmp_path / "o")
+        assert sorted(os.listdir(tmp_path)) == ["a.jsonl", path.name]
+    path.write_bytes(b"\xff" * 20 + whole[20:])
+    with pytest.raises(OSError, match=r"b\.jsonl\S+: cannot be read"):
+        one.preprocess(path, tmp_path / "o", workers=2)
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
-    """URLs, patterns of URLs, and files, in any order.
-
-    Of shards, a compressed file and a Parquet file are dealt as wholes.
-    """
+    """URLs with queries, patterns of URLs, and files, in any order; sharded, too."""
     memory = fsspec.filesystem("memory")
     for name, content in (("b2", GOOD * 3), ("b1", LINES + b"\n"), ("b10", b'{"text": "x"}')):
         memory.pipe_file(f"{tmp_path}/{name}.jsonl", content)
     memory.makedirs(f"{tmp_path}/b3.jsonl")
     compressed = tmp_path / "c.jsonl.gz"
     compressed.write_bytes(compress(GOOD, ".gz"))
-    parquet = write_parquet(tmp_path / "d.parquet", {"text": list("pqrst")}, row_group_size=2)
-    for path in (compressed, parquet):
-        memory.pipe_file(str(path), path.read_bytes())
-    inputs = [f"memory://{compressed}", compressed, parquet, f"memory://{tmp_path}/b*.jsonl"]
-    merged = make_shards(one, [*inputs, f"memory://{parquet}"], tmp_path, count)
-    texts = ["1", "1", *"pqrst", "a", "bcdefg", "", "h", "x", "1", "1", "1", *"pqrst"]
+    memory.pipe_file(f"{compressed}?sig=1", compressed.read_bytes())
+    inputs = [f"memory://{compressed}?sig=1", compressed, f"memory://{tmp_path}/b*.jsonl"]
+    merged = make_shards(one, inputs, tmp_path, count)
+    texts = ["1", "1", "a", "bcdefg", "", "h", "x", "1", "1", "1"]
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
 
 
+def test_files_and_globs_in_order(one, tmp_path):
+    """Arguments keep their order, and a glob is sorted.  Upstream: as the file system has them."""
+    for name in ("b2", "b1", "b10", "a", "[ab]*"):
+        jsonl(tmp_path / f"{name}.jsonl", [name])
+    (tmp_path / "b3.jsonl").mkdir()  # a pattern leaves out folders
+    inputs = [tmp_path / "b*.jsonl", tmp_path / "[ab]*.jsonl", f"{tmp_path}/a.jsonl"]
+    made = one.preprocess(inputs, tmp_path / "o")
+    found = [bytes(document).decode() for document in texts_of(one, made["text"])]
+    assert found == ["b1", "b10", "b2", "[ab]*", "a"], "a name that exists is no pattern"
+
+
 NEEDED = [  # the package that is missing, the input, arguments, and the extra that has it
-    ("zstandard", "a.jsonl.zst", {}, "storage"),
-    ("pyarrow", "a.parquet", {}, "storage"),
     ("s3fs", "s3://bucket/a.jsonl", {}, "storage"),
     ("nltk", "a.jsonl", {"split_sentences": True}, "tools"),
 ]
@@ -8663,21 +8083,26 @@ def test_a_missing_package_is_named(one, tmp_path, monkeypatch, package, path, a
         if name.partition(".")[0] == package:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    forget_s3fs(monkeypatch)
+    registry = importlib.import_module("fsspec.registry")
+    monkeypatch.delitem(registry._registry, "s3", raising=False)
     monkeypatch.chdir(tmp_path)
-    if "://" not in path:
-        pathlib.Path(path).write_bytes(GOOD)
+    pathlib.Path("a.jsonl").write_bytes(GOOD)
     with pytest.raises(ImportError, match=rf"(?i){package}.*megatron-min\[{extra}\]"):
         one.preprocess(path, "o", **arguments)
     assert glob.glob("o*") == []
 
 
-def test_a_package_that_lacks_another_is_not_called_missing(one, tmp_path, monkeypatch):
-    (tmp_path / "nltk.py").write_text("import what_it_needs")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "nltk", raising=False)
-    with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
-        one.preprocess(texts=["a"], output_prefix=tmp_path / "o", split_sentences=True)
+def test_zst_is_read_by_one_that_reads_all_of_it(one, tmp_path, monkeypatch):
+    """fsspec's reader by the package zstandard ends after the first frame, without a word."""
+
+    def zstandard_file(infile, mode="rb"):
+        raise AssertionError("this reader is not used")
+
+    monkeypatch.setitem(fsspec.compression.compr, "zstd", zstandard_file)
+    path = tmp_path / "a.jsonl.ZST"
+    path.write_bytes(GOOD)
+    with pytest.raises(ImportError, match=r"compression\.zstd.*backports\.zstd.*\[tools\]"):
+        one.preprocess(path, tmp_path / "o")
 
 
 SENTENCES = [  # a line, and the texts of its sequences; $ is eod
@@ -8711,13 +8136,13 @@ def test_sentences_are_sequences(one, tmp_path, monkeypatch, workers, append_eod
     assert pair.document_indices.tolist() == [0, 2, 2, 3, 5, 8]
 
 
-def test_sentences_without_a_model_of_english(one, tmp_path, monkeypatch, capsys):
+def test_sentences_without_a_model_of_english(one, tmp_path, monkeypatch):
     punkt = pytest.importorskip("nltk.tokenize.punkt")
     path = jsonl(tmp_path / "a.jsonl", ["I see.  You do? Yes", "\n"])
     monkeypatch.setattr(punkt, "PunktTokenizer", mock.Mock(side_effect=LookupError))
-    code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", "--split-sentences")
-    assert code == 0 and "nltk.downloader punkt_tab" in err
-    pair = one.IndexedDataset(tmp_path / "o_text_sentence")
+    with pytest.warns(UserWarning, match="punkt_tab"):
+        made = one.preprocess(path, tmp_path / "o", split_sentences=True)
+    pair = one.IndexedDataset(made["text"])
     assert [bytes(ids.tolist()) for ids in pair[:]] == [b"I see.", b"You do?", b"Yes"]
     assert pair.document_indices.tolist() == [0, 3, 3]
 
@@ -8735,16 +8160,7 @@ def forget_the_last(texts):
     return numbers_of(texts[:-1])
 
 
-def write_input(content):
-    """A file of these lines, or of these columns, in the current folder -> its name."""
-    if isinstance(content, dict):
-        return write_parquet("a.parquet", content, row_group_size=2)
-    pathlib.Path("a.jsonl").write_bytes(content)
-    return "a.jsonl"
-
-
 XY = {"json_keys": ["y", "x"]}
-COLUMNS = {"n": [1, 2, 3], "x": ["é\n", "", "c"], "y": ["d", "e", "f"]}
 BATCHED = {"tokenizer": Tok(tokenize_batch=numbers_of)}
 FORGETFUL = {"tokenizer": Tok(tokenize_batch=forget_the_last)}
 SKIP = {"on_error": "skip"} | BATCHED
@@ -8754,57 +8170,49 @@ ENCODED = [  # the file, arguments, and the documents of the pair of each key
     (b'{"x": "1", "y": "2"}\n{"x": "3", "y": "n"}\n', XY | SKIP, [[[2]], [[1]]]),
     (b'{"text": "1"}\n{"text": 5}\n{"text": "x"}\n{"text": "3"}', SKIP, [[[1], [3]]]),
     (b'{"text": "1 70000"}\n', LARGE, [[[1, 70000]]]),
-    (COLUMNS, XY, [[[100], [101], [102]], [[0xC3, 0xA9, 10], [], [99]]]),
-    ({"text": []}, {}, [[]]),
-    ({"text": ["1", None, "3"]}, SKIP, [[[1], [3]]]),
 ]
 
 
 @pytest.mark.parametrize("content, arguments, wanted", ENCODED)
-def test_documents_of_a_file(one, tmp_path, monkeypatch, content, arguments, wanted):
-    monkeypatch.chdir(tmp_path)
-    made = quiet(one.preprocess, write_input(content), "new/folder/o", **arguments)
+def test_documents_of_a_file(one, tmp_path, content, arguments, wanted):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    made = quiet(one.preprocess, path, tmp_path / "o", **arguments)
     assert list(made) == arguments.get("json_keys", ["text"])
     assert [texts_of(one, prefix) for prefix in made.values()] == wanted
 
 
-def test_files_and_globs_in_order(one, tmp_path):
-    """Arguments keep their order, and a glob is sorted.  Upstream: as the file system has them."""
-    for name in ("b2", "b1", "b10", "a", "[ab]*"):
-        jsonl(tmp_path / f"{name}.jsonl", [name])
-    (tmp_path / "b3.jsonl").mkdir()  # a pattern leaves out folders
-    inputs = [tmp_path / "b*.jsonl", tmp_path / "[ab]*.jsonl", f"{tmp_path}/a.jsonl"]
-    made = one.preprocess(inputs, tmp_path / "o")
-    found = [bytes(document).decode() for document in texts_of(one, made["text"])]
-    assert found == ["b1", "b10", "b2", "[ab]*", "a"], "a name that exists is no pattern"
-
-
 @pytest.mark.parametrize("workers", [1, 2])
-def test_standard_input_is_read_or_refused_as_a_whole(one, tmp_path, monkeypatch, workers):
-    """Closed, cut off within a line, as when the program before the pipe is killed, and whole."""
+def test_standard_input_and_pipes(one, tmp_path, monkeypatch, workers):
+    """Cut off within a line, as when the program before the pipe is killed, and whole."""
     text = b'{"text": "ab"}\n{"text": "c"}'
     path = jsonl(tmp_path / "a.jsonl", ["d"])
-    cut = io.TextIOWrapper(io.BytesIO(text[:-2]))
-    for stdin, words in ((None, "closed"), (cut, "^-: line 2: ")):
-        monkeypatch.setattr(sys, "stdin", stdin)
-        with pytest.raises(ValueError, match=words):
-            one.preprocess(["-", path], tmp_path / "o", workers=workers)
-        assert os.listdir(tmp_path) == ["a.jsonl"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text[:-2])))
+    with pytest.raises(ValueError, match="^-: line 2: "):
+        one.preprocess(["-", path], tmp_path / "o", workers=workers)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-    made = one.preprocess(["-", path], tmp_path / "o", workers=workers)
-    assert texts_of(one, made["text"]) == [[97, 98], [99], [100]]
+    inputs = ["-", path]
+    wanted = [[97, 98], [99], [100]]
+    if hasattr(os, "mkfifo"):
+        fifo = tmp_path / "fifo"
+        os.mkfifo(fifo)
+        threading.Thread(target=fifo.write_bytes, args=(text,)).start()
+        inputs.append(fifo)
+        wanted = [*wanted, *wanted[:2]]
+    made = one.preprocess(inputs, tmp_path / "o", workers=workers)
+    assert texts_of(one, made["text"]) == wanted
 
 
 BAD_TEXTS = {  # a line, and a word of the reason
     b'{"text": "a"': "delimiter",
     b'{"other": "a"}': "'text'",
-    b'{"text": 5}': "'text'",
     b'{"text": null}': "'text'",
+    b'{"text": {"a": 5}}': "'text'",
     b'{"text": ["a", 5]}': "'text'",
     b'["text"]': "'text'",
     b'{"text": "\xff"}': "utf-8",
     b'{"text": "\\ud800"}': "utf-8",  # half a surrogate
-    b"NaN": "'text'",
     b"[" * 100_000: "recursion",
 }
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
@@ -8814,13 +8222,11 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
     "after blocks": (b'{"text": "%s"}\n' % (b"x" * 1000) * 5000 + b"oops\n", {}, r"line 5001\b"),
     "in a worker": (GOOD + b"oops\n", {"workers": 2}, r"a\.jsonl: line 2: "),
-    "no such column": (COLUMNS, {}, "a.parquet: wanted a column 'text', got n, x, y"),
-    "numbers": (COLUMNS, {"json_keys": "n"}, "a.parquet: row 1: wanted .* text under 'n'"),
-    "bytes": ({"text": [b"a"]}, {}, "a.parquet: row 1: wanted"),
-    "a missing text": ({"text": ["a"] * 299 + [None]}, {}, "a.parquet: row 300: wanted"),
+    "in a shard": (GOOD * 10 + b"oops\n", {"shard": (1, 2)}, "line 5 from byte 84 on: "),
     "no file": (GOOD, {"input": "none.jsonl"}, "none.jsonl"),
     "no file of a pattern": (GOOD, {"input": ["a.jsonl", "*.none"]}, r"\*\.none"),
-    "a folder": (GOOD, {"input": "."}, "folder: name its files"),
+    "a folder": (GOOD, {"input": "."}, "directory"),
+    "a zip archive": (GOOD, {"input": "memory://a.jsonl.ZIP"}, "unpack"),
     "no object": (GOOD, {"input": "memory://none.jsonl"}, "^memory://none.jsonl: no such file"),
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
     "no such storage": (GOOD, {"input": "unheard://a.jsonl"}, "unheard"),
@@ -8828,16 +8234,13 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "a file and texts": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
     "one text": (GOOD, {"input": None, "texts": "abc"}, "an iterable of texts"),
     "a shard of texts": (GOOD, {"input": None, "texts": ["a"], "shard": (0, 2)}, "cut into shards"),
-    "no text": (GOOD, {"input": None, "texts": ["a", 5]}, "texts: row 2: wanted .* got .*5"),
-    "a row without text": (GOOD, {"input": None, "texts": [{"a": "b"}]}, "texts: row 1: wanted"),
-    "no output": (GOOD, {"output_prefix": None}, "output_prefix"),
+    "no text": (GOOD, {"input": None, "texts": ["a", 5]}, "texts: line 2: wanted .* got .*5"),
+    "a row without text": (GOOD, {"input": None, "texts": [{"a": "b"}]}, "texts: line 1: wanted"),
     "no such tokenizer": (GOOD, {"tokenizer": "none"}, "unknown tokenizer 'none'"),
     "no input": (GOOD, {"input": []}, "input"),
-    "an output in a file": (GOOD, {"output_prefix": "a.jsonl/b/o"}, r"a\.jsonl.* is a file"),
     "no key": (GOOD, {"json_keys": []}, "key"),
     "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
     "shard": (GOOD, {"shard": (2, 2)}, "wanted a shard i/n .* got 2/2"),
-    "a negative shard": (GOOD, {"shard": (-1, 2)}, "wanted a shard i/n"),
     "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
     "on_error": (GOOD, {"on_error": "maybe"}, "stop or skip"),
     "no eod": (GOOD, {"tokenizer": Tok(eod=None), "append_eod": True}, "a tokenizer with eod"),
@@ -8852,35 +8255,40 @@ def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatc
     """Upstream: hangs at a bad line, and leaves a .bin of no bytes."""
     content, arguments, words = REFUSED[case]
     monkeypatch.chdir(tmp_path)
-    path = write_input(content)
+    pathlib.Path("a.jsonl").write_bytes(content)
+    fsspec.filesystem("memory").pipe_file("/a.jsonl.ZIP", b"")
     with pytest.raises((ValueError, OSError), match=words):
-        one.preprocess(**{"input": path, "output_prefix": "o"} | arguments)
-    assert os.listdir() == [path]
+        one.preprocess(**{"input": "a.jsonl", "output_prefix": "o"} | arguments)
+    assert os.listdir() == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_bad_line_anywhere_is_named(one, tmp_path, monkeypatch, workers):
+    """Its number counts blank lines too; among blocks of a few lines."""
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 60)
+    for rng in cases(5):
+        lines = [bytes(rng.choice([GOOD, GOOD, b"\n"])) for _ in range(rng.integers(1, 60))]
+        bad = int(rng.integers(len(lines)))
+        lines[bad] = b"oops\n"
+        (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+        with pytest.raises(ValueError, match=rf"a\.jsonl: line {bad + 1}: "):
+            one.preprocess(tmp_path / "a.jsonl", tmp_path / "o", workers=workers)
+        assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_bad_lines_are_skipped_and_counted(one, tmp_path, capsys, workers):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(GOOD + b"\n".join([*BAD_TEXTS, b" ", b""]) + b"\n" + GOOD)
-    flags = ["--on-error", "skip", "--workers", workers]
-    code, _, err = preprocess_command(one, capsys, path, tmp_path / "o", *flags)
-    assert code == 0 and "2 documents, " in err
-    assert re.search(r"warning: left out 10 bad lines; the first: .*a\.jsonl: line 2: ", err)
-    assert texts_of(one, tmp_path / "o_text_document") == [[49], [49]]
-
-
-def test_files_without_documents_are_said(one, tmp_path, recwarn):
-    """By one shard alone, and not by one in which no line of a file begins."""
-    for name, content in (("a", GOOD), ("b", b""), ("c", b"\n"), ("d", b"bad\n" * 1000)):
-        (tmp_path / f"{name}.jsonl").write_bytes(content)
-    one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", on_error="skip")
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "%s"}\n' % (b"x" * 1000))
-    for index in range(3):
-        one.preprocess(tmp_path / "[ab].jsonl", tmp_path / "o", shard=(index, 3))
-    left_out, some, of_shard = [str(warning.message) for warning in recwarn]
-    assert "1,000 bad lines;" in left_out and "d.jsonl: line 1: " in left_out
-    assert re.search(r"no document .* 3 inputs: .*b\.jsonl, .*c\.jsonl, .*d\.jsonl$", some)
-    assert re.search(r"no document came from 1 input: .*b\.jsonl$", of_shard)
+def test_bad_lines_are_skipped_and_counted(one, tmp_path, workers):
+    """And files without a document are said."""
+    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n".join([*BAD_TEXTS, b" ", b""]) + b"\n" + GOOD)
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    with pytest.warns(UserWarning) as told:
+        made = one.preprocess(
+            tmp_path / "*.jsonl", tmp_path / "o", on_error="skip", workers=workers
+        )
+    left_out, empty = [str(warning.message) for warning in told]
+    assert re.search(r"left out 9 bad lines; the first: .*a\.jsonl: line 2: ", left_out)
+    assert re.search(r"no document came from 1 inputs: .*b\.jsonl$", empty)
+    assert texts_of(one, made["text"]) == [[49], [49]]
 
 
 class Truncating(Tok):
@@ -8909,7 +8317,7 @@ def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, extension):
             parts[-1] = compress(line, extension)
     path.write_bytes(b"".join(parts))
     tokenizer = Truncating(path, sum(len(part) for part in parts[:5]))
-    with pytest.raises(ValueError, match=r"a\.jsonl\S*: it had .* cut off meanwhile"):
+    with pytest.raises(OSError, match=r"a\.jsonl\S*: it had .* cut off meanwhile"):
         one.preprocess(path, tmp_path / "o", tokenizer)
     assert os.listdir(tmp_path) == [path.name]
 
@@ -8932,16 +8340,6 @@ def test_texts_in_the_place_of_files(one, tmp_path):
     with pytest.raises(ZeroDivisionError):
         one.preprocess(texts=(1 / k for k in [0]), output_prefix=tmp_path / "d")
     assert not list(tmp_path.glob("d*"))
-
-
-def test_uploads_that_fail_keep_the_pairs_of_all_keys(one, bucket, tmp_path, monkeypatch):
-    """The work of days is not lost with the connection."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    rows = [{"x": "a", "y": "b"}]
-    with failing_uploads(TimeoutError("slow")), pytest.raises(OSError, match="o_x_document.bin"):
-        one.preprocess(texts=rows, output_prefix=f"{bucket.root}/o", json_keys=["x", "y"])
-    kept = sorted(re.sub(r"\.\w{16}\.", ".", path.name) for path in tmp_path.glob("*.tmp"))
-    assert kept == [f"o_{key}_document.{end}.tmp" for key in "xy" for end in ("bin", "idx")]
 
 
 def test_a_full_disk_is_found_before_the_first_pair_has_its_name(one, tmp_path, monkeypatch):
@@ -8983,44 +8381,53 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path, number, killed):
     assert set(multiprocessing.active_children()) <= before
 
 
-@pytest.mark.parametrize("seconds_a_block, fewest", [(0.1, 0), (4, 2), (60, 7)])
-def test_progress_in_the_middle_of_the_work(
-    one, long_text, tmp_path, monkeypatch, capsys, seconds_a_block, fewest
-):
-    """A line at most every ten seconds while blocks are written, and one at the end.
+ENDLESS = """
+import sys
+import megatron_min
 
-    And no word at all if nobody asks.
-    """
-    clock = mock.Mock(side_effect=itertools.count(0, seconds_a_block))
-    monkeypatch.setattr(time, "perf_counter", clock)
-    one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "quiet")
-    assert capsys.readouterr().err == ""
-    clock.reset_mock()
-    one.preprocess(long_text / "twice.jsonl", tmp_path / "o", verbose=True)
-    *middle, last = capsys.readouterr().err.strip().split("\n")
-    assert fewest <= len(middle) <= clock.call_count * seconds_a_block / 10
-    assert re.match(r"408 documents, 8\.\d MB, [\d.]+ MB/s, \d+ documents/s, done in ", last)
-    left = [re.search(r" 8\.\d MB, .*, (.+) left$", line)[1] for line in middle]
-    assert left == sorted(left, reverse=True)
+def texts():
+    while True:
+        yield "a" * 1000
+
+megatron_min.preprocess(texts=texts(), output_prefix=sys.argv[1], workers=3)
+"""
 
 
-def test_progress_where_bytes_are_no_lines(one, tmp_path, monkeypatch, capsys):
-    """The bytes of a Parquet file are those of its rows; texts in memory have no size before."""
-    parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(time, "perf_counter", mock.Mock(side_effect=itertools.count(0, 60)))
-    texts = [str(number) * 500 for number in range(1000)]
-    path = tmp_path / "a.parquet"
-    parquet.write_table(sys.modules["pyarrow"].table({"text": texts}), path, compression="none")
-    one.preprocess(path, tmp_path / "rows", verbose=True)
-    megabytes = path.stat().st_size / 1e6
-    *middle, last = capsys.readouterr().err.strip().split("\n")
-    assert last.startswith(f"1,000 documents, {megabytes:.1f} MB, ")
-    assert len(middle) > 1
-    assert all(f" MB of {megabytes:.1f} MB, " in line for line in middle[:-1])
-    one.preprocess(texts=texts, output_prefix=tmp_path / "texts", verbose=True)
-    *middle, last = capsys.readouterr().err.strip().split("\n")
-    assert len(middle) > 1
-    assert not any("inf" in line or " of " in line for line in middle)
+def children_of(process):
+    """The numbers of the processes that a process has started, on Linux."""
+    path = f"/proc/{process}/task/{process}/children"
+    return [int(number) for number in pathlib.Path(path).read_text().split()]
+
+
+def is_running(process):
+    """Does a process run, and is no zombie?"""
+    try:
+        return ") Z " not in pathlib.Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+
+
+def in_a_minute(happened):
+    """Wait until a function says True, for a minute at most."""
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@linux
+def test_workers_end_with_their_parent(one, tmp_path):
+    """Which cannot end them itself after kill -9."""
+    arguments = [sys.executable, "-c", ENDLESS, str(tmp_path / "o")]
+    parent = subprocess.Popen(arguments, env=os.environ | {"PYTHONPATH": str(HERE)})
+    try:
+        in_a_minute(lambda: len(children_of(parent.pid)) == 3)
+        workers = children_of(parent.pid)
+    finally:
+        parent.kill()
+        parent.wait()
+    in_a_minute(lambda: not any(map(is_running, workers)))
+    assert not os.path.exists(tmp_path / "o_text_document.bin")
 
 
 def test_memory_of_a_long_line(one, tmp_path):
@@ -9034,94 +8441,23 @@ def test_memory_of_a_long_line(one, tmp_path):
     assert peak < 10 * size
 
 
-# -- More inputs and outputs -------------------------------------------------------------------
-
-
-def put_input(name, text):
-    """Write an object of one document to memory://bucket -> its URL, which has a signature."""
-    content = json.dumps({"text": text}).encode()
-    if name.endswith(".parquet"):
-        parquet = pytest.importorskip("pyarrow.parquet")
-        file = io.BytesIO()
-        parquet.write_table(sys.modules["pyarrow"].table({"text": [text]}), file)
-        content = file.getvalue()
-    elif not name.endswith(".jsonl"):
-        content = compress(content, os.path.splitext(name)[1].lower())
-    path = f"/bucket/{name}?X-Amz-Signature={SECRET}"
-    fsspec.filesystem("memory").pipe_file(path, content)
-    return f"memory:/{path}"
-
-
-@pytest.mark.parametrize("num_faults", [3, 99])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.JSONL.GZ", "a.parquet"])
-def test_remote_inputs_with_faults(one, bucket, tmp_path, monkeypatch, name, num_faults):
-    """A fault that passes is tried again; one that stays is not called damage of the file."""
-    url = put_input(name, "abc")
-    memory_file = importlib.import_module("fsspec.implementations.memory").MemoryFile
-    faults = [TimeoutError("slow")] * num_faults
-
-    def faulty_read(self, *arguments):
-        if faults:
-            raise faults.pop()
-        return io.BytesIO.read(self, *arguments)
-
-    monkeypatch.setattr(memory_file, "read", faulty_read, raising=False)
-    if num_faults == 99:
-        with pytest.raises(ConnectionError, match=rf"memory://bucket/{name}.*: TimeoutError"):
-            one.preprocess(url, tmp_path / "o")
-        return
-    made = one.preprocess(url, tmp_path / "o")
-    assert texts_of(one, made["text"]) == [list(b"abc")]
-    assert faults == []
-
-
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("a.parquet", b"nothing", "damaged"),
-        ("a.jsonl.gz", b"nothing", "damaged"),
-        ("a.jsonl", b"", "no document came"),
+        ("a.jsonl.gz", b"nothing", "cannot be read"),
         ("a.jsonl", b"oops", "line 1"),
         ("a.jsonl.ZIP", b"", "zip archive"),
+        ("none.jsonl", None, "no such file"),
     ],
 )
-def test_what_is_said_of_an_input_shows_no_credential(
-    one, bucket, tmp_path, capsys, name, content, words
-):
-    if name.endswith(".parquet"):
-        pytest.importorskip("pyarrow.parquet")
-    path = f"/me:{SECRET}@b/{name}?sig={SECRET}"
-    fsspec.filesystem("memory").pipe_file(path, content)
-    _, _, err = preprocess_command(one, capsys, f"memory:/{path}", tmp_path / "o")
-    assert f"memory://b/{name}" in err
-    assert words in err
-    assert SECRET not in err
-
-
-def test_a_remote_output(one, bucket, tmp_path, monkeypatch, capsys):
-    """Its shards are found again, and no folder of its name is made here."""
-    monkeypatch.chdir(tmp_path)
-    path = jsonl("a.jsonl", ["aaaa", "bb"])
-    shards = []
-    with on_memory("put_file") as put:
-        for index in (0, 1, 0, 1):
-            shards += one.preprocess(path, "memory://out/sub/s", shard=(index, 2)).values()
-    assert put.call_count == 2 * 3
-    assert os.listdir() == ["a.jsonl"]
-    whole = "memory://out/more/whole"
-    command_line = ["merge", "--input", *shards[:2], "--output-prefix", whole]
-    assert command(one, capsys, *command_line)[0] == 0
-    assert texts_of(one, whole) == [[97] * 4, [98] * 2]
-    assert not os.path.exists("memory:")
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_first_fault_is_raised(one, tmp_path, workers):
-    """A file that cannot be read is found while the bad line before it is still with a worker."""
-    (tmp_path / "a.jsonl").write_bytes(b"oops\n")
-    (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
-    with pytest.raises(ValueError, match=r"a\.jsonl: line 1"):
-        one.preprocess(tmp_path / "*", tmp_path / "o", workers=workers)
+def test_what_is_said_of_an_input_shows_no_credential(one, tmp_path, name, content, words):
+    path = f"/me:s3cret@b/{name}?sig=s3cret"
+    if content is not None:
+        fsspec.filesystem("memory").pipe_file(path, content)
+    with pytest.raises((ValueError, OSError), match=words) as refusal:
+        one.preprocess(f"memory:/{path}", tmp_path / "o")
+    assert f"memory://b/{name}" in str(refusal.value)
+    assert "s3cret" not in str(refusal.value)
 
 
 # ==============================================================================
@@ -9275,7 +8611,7 @@ def test_rows_are_found_in_one_pass_and_none_is_kept(one, tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{oops", "no JSON"),
+        ("{oops", "Expecting"),
         ("[1, 2]", "messages"),
         ('{"text": "a"}', "messages"),
         ('{"messages": []}', "messages"),
@@ -9296,18 +8632,20 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line, words):
         ds[1]
 
 
+WITH_BOS = Tok(unique_identifiers={"add_special_tokens": True})
+
+
 @pytest.mark.parametrize(
-    ("name", "fields", "words"),
+    "fields, words",
     [
-        ("chat.jsonl", {"create_attention_mask": True}, "create_attention_mask must be False"),
-        ("chat.jsonl", {"reset_position_ids": True}, "reset_position_ids must be False"),
-        ("chat.jsonl", {"n": 3, "rows": []}, "holds no rows for 3 samples"),
-        ("chat.jsonl.gz", {}, "decompress"),
-        ("chat.jsonl", {"tokenizer": Tok(eod=None)}, "neither"),
+        ({"create_attention_mask": True}, "create_attention_mask must be False"),
+        ({"reset_position_ids": True}, "reset_position_ids must be False"),
+        ({"n": 3, "rows": []}, "holds no rows for 3 samples"),
+        ({"tokenizer": WITH_BOS}, "without add_special_tokens"),
     ],
 )
-def test_what_fine_tuning_refuses(one, tmp_path, name, fields, words):
-    path = write_rows(tmp_path / name, [ROW])
+def test_what_fine_tuning_refuses(one, tmp_path, fields, words):
+    path = write_rows(tmp_path / "chat.jsonl", [ROW])
     with pytest.raises(ValueError, match=words):
         chat(one, path, **fields)
 
@@ -9334,12 +8672,11 @@ def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path)
     assert ds[0]["loss_mask"].tolist() == [*loss_mask[1:], 0]
 
 
-def test_a_tokenizer_with_fewer_targets_than_tokens_is_named(one, tmp_path):
-    tokenizer = ChatTokenizer()
-    tokenizer.tokenize_conversation = mock.Mock(return_value=([1, 2], [1]))
+def test_a_template_of_its_own_may_add_special_tokens(one, tmp_path):
+    """Where the tokenizer has tokenize_conversation, no piece of a text is tokenized alone."""
+    tokenizer = ChatTokenizer(pad=999, unique_identifiers={"add_special_tokens": True})
     ds = chat(one, write_rows(tmp_path / "chat.jsonl", [ROW]), tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="line 1: the tokenizer gave 2 tokens and 1 targets"):
-        ds[0]
+    same_samples(ds[0], brute_chat_sample(ROW, 8, 999, 0, 1))
 
 
 def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
@@ -9411,22 +8748,21 @@ def test_files_of_rows_are_told_apart(one, tmp_path, name):
 def test_rows_of_parquet_name_the_extra_that_reads_them(one, tmp_path, monkeypatch):
     path = tmp_path / "chat.parquet"
     path.touch()
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
+    missing = mock.Mock(side_effect=ModuleNotFoundError(name="pyarrow"))
+    monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ImportError, match=r"chat\.parquet .*megatron-min\[storage\]"):
         chat(one, path)
 
 
 def test_parquet_files_of_no_use(one, tmp_path):
-    """Damaged, missing, without messages."""
+    """Damaged, without messages, missing."""
     pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "chat.parquet"
-    path.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"chat\.parquet: damaged"):
-        chat(one, path)
-    with pytest.raises(ValueError, match='no Parquet file with a column "messages"'):
-        chat(one, write_parquet(path, {"text": ["a"]}))
-    with pytest.raises(FileNotFoundError, match="none"):
-        chat(one, tmp_path / "none.parquet")
+    damaged = tmp_path / "damaged.parquet"
+    damaged.write_bytes(b"nothing")
+    other = write_parquet(tmp_path / "other.parquet", {"text": ["a"]})
+    for path in (damaged, pathlib.Path(other), tmp_path / "none.parquet"):
+        with pytest.raises((ValueError, OSError), match=path.name):
+            chat(one, path)
 
 
 # ==============================================================================
@@ -9516,24 +8852,22 @@ def test_trace_and_find_of_blends(mm, tmp_path, kind):
         part = blend.datasets[blend.dataset_index[i]]
         assert mm.trace(blend, i) == mm.trace(part, blend.dataset_sample_index[i]) != []
     assert mm.trace(blend, -1) == mm.trace(blend, len(blend) - 1)
-    finder = mm.SampleFinder(blend)
     for prefix in (a, b):
         for sequence in range(len(mm.IndexedDataset(prefix))):
             wanted = samples_with(mm, blend, prefix, sequence)
-            assert finder.find(prefix, sequence) == mm.find(blend, prefix, sequence) == wanted
+            assert mm.find(blend, prefix, sequence) == wanted
 
 
-def test_a_question_to_a_finder_looks_at_a_few_samples_an_epoch(one, tmp_path):
+def test_find_looks_at_a_few_samples_an_epoch(one, tmp_path):
     prefixes = [mk(one, tmp_path / name, [[1] * 9] * 40) for name in "ab"]
     blend = build(one, [400, 0, 0], config(one, (prefixes, [1, 1])))[0]
-    finder = one.SampleFinder(blend)
     part = blend.datasets[1]
     num_epochs = part.epoch_plan.num_epochs
     for sequence in range(40):
         with mock.patch.object(part, "pieces", wraps=part.pieces) as pieces:
-            found = finder.find(prefixes[1], sequence)
+            found = one.find(blend, prefixes[1], sequence)
         assert len(found) >= num_epochs > 1
-        assert pieces.call_count <= 3 * num_epochs + 1 < len(part) / 10
+        assert pieces.call_count <= 3 * num_epochs < len(part) / 10
 
 
 def test_a_span_names_the_input_by_the_record(one, tmp_path, monkeypatch):
@@ -9545,8 +8879,8 @@ def test_a_span_names_the_input_by_the_record(one, tmp_path, monkeypatch):
     cfg = config(one, ([a, b], [1, 1]), tokenizer=one.ByteTokenizer())
     blend = build(one, [30, 0, 0], cfg)[0]
     found = set()
-    for sample in one.explain(blend, 0, global_batch_size=30, micro_batch_size=1):
-        for span in sample.spans:
+    for k in range(30):
+        for span in one.trace(blend, k):
             found.add((span.path_prefix, span.input))
             if span.path_prefix == a:
                 number = "xy".index(span.input[0]) * 10 + span.input_document
@@ -9560,10 +8894,7 @@ def test_an_audit_reads_no_token(one, web, some_pair, tmp_path):
     """Nor does building: the .bin on the server is asked for its size, and for no bytes."""
     prefix = web.put(some_pair[0])
     cfg = config(one, ([prefix], None), path_to_cache=str(tmp_path / "cache"))
-    rows, _ = one.plan(cfg, [9, 0, 0])
-    assert not (tmp_path / "cache").exists()
     ds = build(one, [9, 0, 0], cfg)[0]
-    assert len(ds) == rows[0].samples_built
     [span, *_] = one.trace(ds, 3)
     assert 3 in one.find(ds, prefix, span.sequence)
     methods = {method for method, name, _ in web.server.requests if name == "pair.bin"}
@@ -9575,17 +8906,12 @@ def test_what_cannot_be_traced_or_found(one, tmp_path):
     ds = gpt(one, a, 5, documents=np.arange(4, dtype=np.int32))
     blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
     assert one.find(ds, a, 8) == []  # of another split
-    path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
-    chat = build(one, [2, 0, 0], config(one, ([str(path)], None)), one.SFTDataset)[0]
     for function, arguments, kind, words in (
         (one.find, [ds, "other", 1], ValueError, "other is not a pair of this"),
         (one.find, [blend, "other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
         (one.find, [ds, a, 9], IndexError, "9"),
         (one.trace, [ds, len(ds)], IndexError, str(len(ds))),
         (one.trace, [blend, len(blend)], IndexError, str(len(blend))),
-        (one.trace, [chat, 0], TypeError, "SFTDataset cannot be traced"),
-        (one.find, [chat, str(path), 0], TypeError, "SFTDataset cannot be traced"),
     ):
         with pytest.raises(kind, match=words):
             function(*arguments)
@@ -9593,271 +8919,12 @@ def test_what_cannot_be_traced_or_found(one, tmp_path):
 
 def test_mock_data_have_no_file(one):
     cfg = config(one, tokenizer=Tok(), sequence_length=4096)
-    built = build(one, [10, 0, 0], cfg, one.MockGPTDataset)
-    rows, _ = one.plan(cfg, [10, 0, 0])
-    assert [(row.path_prefix, row.samples_built) for row in rows] == [
-        (None, len(ds)) for ds in built
-    ]
-    [*_, last] = one.trace(built[0], 0)
+    ds = build(one, [10, 0, 0], cfg, one.MockGPTDataset)[0]
+    [*_, last] = one.trace(ds, 0)
     assert last.path_prefix is None
     assert last.byte_offset is None
     assert last.document == last.sequence
-    assert 0 in one.find(built[0], None, last.sequence)
-
-
-class Counted(Bare):
-    """A dataset whose sample k is k, one token of sequence k; padding is -1."""
-
-    def __getitem__(self, k):
-        return -1 if k is None else k
-
-    def pieces(self, k):
-        return [(k, 0, 1)]
-
-    dataset = None
-
-
-@pytest.mark.parametrize("dp", [1, 3])
-@pytest.mark.parametrize(
-    "consumed, fields",
-    [
-        (0, {}),
-        (6, {}),
-        (0, {"drop_last": False}),
-        (5, {"drop_last": False}),
-        (0, {"full_validation": True}),
-        (0, {"dataloader_type": "cyclic", "seed": 3}),
-        (12, {"dataloader_type": "cyclic"}),
-        (12, {"dataloader_type": "cyclic", "data_sharding": False, "seed": 1}),
-        (60, {"dataloader_type": "cyclic", "data_sharding": False}),
-    ],
-)
-def test_explain_equals_the_loaders(one, dp, consumed, fields):
-    """Of a run of 5 steps of 12 samples over 43 samples; "cyclic" goes on in the next epoch."""
-    dataset = Counted(43)
-    fields = {"micro_batch_size": 2, "consumed_samples": consumed, **fields}
-    of_rank = 1 if "full_validation" in fields else 2
-    steps = (43 - consumed) // 12 + ("drop_last" in fields or "full_validation" in fields)
-    loaders = []
-    for rank in range(dp):
-        place = {"data_parallel_rank": rank, "data_parallel_size": dp}
-        loader = one.build_pretraining_data_loader(dataset, **place, **fields)
-        if "dataloader_type" in fields:
-            loader = one.cyclic_iter(loader)
-            steps = 5
-        loaders.append(iter(loader))
-    for step in range(steps):
-        wanted = []
-        for rank, loader in enumerate(loaders):
-            batches = itertools.islice(loader, 12 // (dp * of_rank))
-            for micro_batch, samples in enumerate(batches):
-                wanted += [(rank, micro_batch, k) for k in samples.tolist()]
-        layout = {"global_batch_size": 12, "data_parallel_size": dp}
-        found = []
-        for rank, micro_batch, k, spans in one.explain(dataset, step, **layout, **fields):
-            assert [span.sequence for span in spans] == ([] if k is None else [k])
-            found.append((rank, micro_batch, -1 if k is None else k))
-        assert found == wanted != []
-
-
-@pytest.mark.parametrize(
-    "step, fields, word",
-    [
-        (-1, {}, "step"),
-        (2, {}, "no such step"),
-        (1, {"consumed_samples": 2}, "fills no round"),
-        (0, {"global_batch_size": 6}, "multiple of the round"),
-        (0, {"global_batch_size": 0}, "multiple of the round"),
-        (0, {"data_parallel_size": 0}, "data_parallel_size"),
-        (0, {"dataloader_type": "external"}, "single or cyclic"),
-        (0, {"dataloader_type": "cyclic", "consumed_samples": 3}, "multiple of the round"),
-    ],
-)
-def test_what_explain_refuses(one, step, fields, word):
-    layout = {"global_batch_size": 8, "micro_batch_size": 2, "data_parallel_size": 2}
-    with pytest.raises(ValueError, match=word):
-        one.explain(Counted(12), step, **layout | fields)
-
-
-# -- plan --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def six_corpora(mm, tmp_path):
-    rng = np.random.default_rng(21)
-    prefixes = []
-    for name in "abcdef":
-        docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
-        prefixes.append(mk(mm, tmp_path / "corpora" / name, docs, np.uint16))
-    return prefixes
-
-
-def random_corpora(rng, prefixes):
-    """Up to five of the prefixes, with weights or without."""
-    chosen = [str(prefix) for prefix in rng.choice(prefixes, rng.integers(1, 6), replace=False)]
-    weights = rng.dirichlet(np.ones(len(chosen))) + 0.05
-    if rng.random() < 0.3:
-        weights = rng.integers(1, 5, len(chosen)).astype(float)
-    if rng.random() < 0.4:
-        return chosen, None
-    as_text = rng.random() < 0.3  # as in a JSON file of arguments
-    return chosen, [str(weight) if as_text else weight for weight in weights.tolist()]
-
-
-def random_build(rng, prefixes):
-    """Random (sizes, fields of a config), in all modes that upstream's builder takes."""
-    sizes = rng.integers(1, 400, 3).tolist()
-    fields = {
-        "sequence_length": int(rng.integers(4, 16)),
-        "random_seed": int(rng.integers(9999)),
-        "num_dataset_builder_threads": int(rng.integers(1, 3)),
-    }
-    if rng.random() < 0.5:
-        fields["blend"] = random_corpora(rng, prefixes)
-        fields["split"] = str(rng.choice(["8,1,1", "90,10,0", "1,0,0", "5,4,1"]))
-        if fields["blend"][1] is None and rng.random() < 0.5:
-            sizes = [None] * 3
-        return sizes, fields
-    blends = [random_corpora(rng, prefixes) if rng.random() < 0.8 else None for _ in range(3)]
-    if not any(blends):
-        blends[0] = random_corpora(rng, prefixes)
-    fields["blend_per_split"] = blends
-    valid = blends[1]
-    is_unweighted = valid is not None and valid[1] is None
-    if is_unweighted and len(valid[0]) > 1 and rng.random() < 0.6:
-        fields["multiple_validation_sets"] = True
-        fields["full_validation"] = bool(rng.integers(2))
-        if fields["full_validation"]:
-            sizes[1] = None
-    elif rng.random() < 0.4:
-        fields["full_validation"] = True
-        if is_unweighted and rng.random() < 0.5:
-            sizes[1] = None
-    return sizes, fields
-
-
-def parts_of(built):
-    """[(split, dataset, samples drawn of it, samples of the split), ...] of what was built."""
-    parts = []
-    for split, found in zip(("train", "valid", "test"), built, strict=True):
-        datasets = found if isinstance(found, list) else [found]
-        for ds in datasets:
-            if hasattr(ds, "datasets"):
-                taken = np.bincount(ds.dataset_index, minlength=len(ds.datasets)).tolist()
-                parts += [(split, *pair, len(ds)) for pair in zip(ds.datasets, taken, strict=True)]
-            elif ds is not None:
-                drawn = len(ds) if ds.num_samples is None else ds.num_samples
-                parts.append((split, ds, drawn, drawn))
-    return parts
-
-
-FLAGS_OF_PLANS = ["add_extra_token_to_sequence", "drop_last_partial_validation_sequence"]
-FLAGS_OF_PLANS += ["stable_order", "reset_position_ids"]
-
-
-def returned_or_refused(function, *arguments):
-    """(what a function returns, None), or (None, the sentence of its ValueError)."""
-    try:
-        return quiet(function, *arguments), None
-    except ValueError as error:
-        return None, str(error)
-
-
-def test_plan_equals_what_is_built_and_drawn(mm, six_corpora, tmp_path):
-    """And a plan makes no cache."""
-    for number, rng in enumerate(cases(40)):
-        sizes, fields = random_build(rng, six_corpora)
-        fields |= {name: bool(rng.integers(2)) for name in FLAGS_OF_PLANS}
-        fields["mid_level_dataset_surplus"] = float(rng.choice([0, 0.005, 0.2]))
-        folder = tmp_path / f"cache{number}"
-        cfg = config(mm, **fields, path_to_cache=str(folder))
-        planned, error = returned_or_refused(mm.plan, cfg, sizes, 4)
-        assert not folder.exists()
-        built, wanted_error = returned_or_refused(build, mm, sizes, cfg)
-        assert (error is None) == (wanted_error is None)
-        if error is not None:
-            continue
-        rows = {(row.split, row.path_prefix): row for row in planned.rows}
-        for split, ds, drawn, of_all in parts_of(built):
-            row = rows.pop((split, ds.dataset_path))
-            tokens = int(ds.dataset.sequence_lengths[ds.indices].sum())
-            epochs = fractions.Fraction(drawn * ds.config.sequence_length, tokens)
-            found = (row.documents, row.tokens, row.samples_requested, row.samples_built)
-            assert found == (len(ds.indices), tokens, ds.num_samples, len(ds))
-            assert (row.samples_drawn, row.epochs) == (drawn, epochs)
-            if drawn:
-                assert row.weight_achieved == fractions.Fraction(drawn, of_all)
-                if split == "train":
-                    assert row.steps_per_epoch * epochs * 4 == of_all
-            in_use = len(ds) * ds.config.sequence_length + ds._extra if len(ds) else 0
-            assert row.tokens_cut == max(0, len(stream(ds)) - in_use)
-        for row in rows.values():  # corpora that are left out of a blend, as they are too small
-            assert (row.samples_built, row.samples_drawn) == (0, 0)
-
-
-def test_plan_of_phases_by_hand(one, tmp_path):
-    prefixes = [mk(one, tmp_path / name, [[1] * 9] * 20) for name in "ab"]
-    cfg = config(one, (prefixes, None), blend_phases=[(30, [1, 1]), (10, [0, 4])])
-    (a, b), _ = one.plan(cfg, [None, 0, 0])
-    assert (a.samples_drawn, a.weight_asked, a.weight_achieved) == (15, 15 / 40, 15 / 40)
-    assert (b.samples_drawn, b.weight_asked, b.weight_achieved) == (25, 25 / 40, 25 / 40)
-
-
-# What a note says: (documents of 9 tokens in each corpus, weights, size, fields, a word of it).
-NOTES = {
-    "order": ([100], None, 112, {}, "for 113 samples instead of 112"),
-    "order-fewer": ([100], None, 113, {}, "for 112 samples instead of 113"),
-    "epochs": ([100, 20], [1, 1], 200, {}, "times is"),  # the second corpus 4.4 times
-    "weight": ([100, 100], [0.999, 0.001], 60, {}, "0.001 cannot be met"),
-    "cap": ([100, 100], None, 999, {}, "the run will end early"),
-}
-
-
-@pytest.mark.parametrize("case", NOTES)
-def test_notes_of_a_plan(one, tmp_path, case):
-    counts, weights, size, fields, word = NOTES[case]
-    prefixes = []
-    for i, count in enumerate(counts):
-        prefixes.append(mk(one, tmp_path / f"p{i}", [[1] * 9] * count))
-    cfg = config(one, (prefixes, weights), **fields)
-    notes = one.plan(cfg, [size, 0, 0]).notes
-    assert [note for note in notes if re.search(word, note)], notes
-    assert len(set(notes)) == len(notes)
-
-
-@pytest.mark.parametrize("fields, size", [({}, 5250), ({}, 0), ({"stable_order": True}, 1124)])
-def test_a_quiet_plan(one, tmp_path, fields, size):
-    """Three and a half epochs; nothing at all; a run at the end of an epoch that is stable."""
-    prefixes = [mk(one, tmp_path / f"p{count}", [[1] * 9] * count) for count in (1000, 1001)]
-    cfg = config(one, (prefixes, [3, 1]), **fields)
-    rows, notes = one.plan(cfg, [size, 0, 0])
-    assert notes == [] and [row.weight_asked for row in rows[:2]] == [0.75, 0.25]
-
-
-def test_a_size_of_another_order_by_trying_all_numbers(one, tmp_path):
-    """The order depends on the number of epochs, and on whether the last one comes by itself."""
-    for rng in cases(40):
-        T, S, n = (int(rng.integers(low, high)) for low, high in ((9, 99), (1, 9), (1, 400)))
-        prefix = mk(one, tmp_path / str(T), [[1] * T])
-        notes = one.plan(config(one, ([prefix], None), sequence_length=S), [n, 0, 0]).notes
-        orders = set()
-        for other in range(max(1, n - max(1, n // 100)), n + max(1, n // 100) + 1):
-            epochs = one.plan_epochs(T, other, S)
-            orders.add((epochs.num_epochs, epochs.separate_final_epoch))
-        assert any("shuffled anew" in note for note in notes) == (len(orders) > 1)
-
-
-def test_what_plan_refuses(one, tmp_path):
-    prefix = mk(one, tmp_path / "p", [[1] * 5])
-    empty = config(one, ([prefix], None), split="99,1,0")
-    short = config(one, ([prefix, prefix], None))
-    for cfg, sizes, gbs, word in (
-        (empty, [1, 1, 0], None, f"valid of {prefix}"),
-        (short, [1, 0, 0], None, "train: no corpus"),
-        (empty, [1, 0, 0], 0, "global_batch_size"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            one.plan(cfg, sizes, gbs)
+    assert 0 in one.find(ds, None, last.sequence)
 
 
 # ==============================================================================
@@ -9874,37 +8941,46 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     for line, words in (
         ("preprocess --input a.jsonl --output-prefix eod --append-eod", ["3 documents, 16 tokens"]),
         ("preprocess --input a.jsonl --output-prefix toy", [f"{prefix}: 3 sequences"]),
-        (f"inspect {prefix}.idx --tokens 3", ["13 tokens of uint16", "3 to 6", "[97, 97, 97]\n"]),
-        (f"verify {prefix} {prefix}.bin", [f"whole: {prefix}: 3 sequences, 3 documents, 13 "]),
-        (f"merge --input {prefix} {prefix}.bin --output-prefix new/two", ["26 tokens"]),
+        (f"inspect {prefix}", ["13 tokens of uint16", "3 to 6 tokens, 4.3", "[97, 97, 97, 97]\n"]),
+        (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
+        (f"merge --input {prefix} {prefix} --output-prefix two", ["26 tokens"]),
         ("merge --input modes --output-prefix q --multimodal", ["2 sequences"]),
     ):
         code, out, err = command(one, capsys, *line.split())
         assert code == 0, err
         for word in words:
             assert word in out, line
-    assert len(one.IndexedDataset("new/two", check=True)) == 6
+    assert len(one.IndexedDataset("two", check=True)) == 6
     assert one.IndexedDataset("q", multimodal=True).sequence_modes.tolist() == [0, 5]
 
 
-@pytest.mark.parametrize("switch, word", [("0", "MEGATRON_MIN_C=0"), ("", "reinstall")])
-def test_version_says_which_kernels_run_and_why(mm, monkeypatch, capsys, switch, word):
-    monkeypatch.setenv("MEGATRON_MIN_C", switch)
-    code, out, _ = command(mm, capsys, "--version")
-    assert code == 0 and mm.__version__ in out and f"kernels: {mm.IMPLEMENTATION}" in out
-    assert (word in out) == (mm.IMPLEMENTATION == "python")
+def test_options_of_preprocess_reach_the_function(one, capsys, monkeypatch):
+    """Each of them; those that are not given have the function's defaults, but for verbose."""
+    made = mock.Mock(return_value={})
+    defaults = inspect.signature(one.preprocess).parameters
+    monkeypatch.setattr(one, "preprocess", made)
+    wanted = {"append_eod": True, "json_keys": ["a", "b"], "split_sentences": True, "workers": 3}
+    wanted |= {"shard": (2, 5), "on_error": "skip", "verbose": False}
+    flags = "--append-eod --json-keys a b --split-sentences --workers 3 --shard 2/5 --on-error skip"
+    argv = ["preprocess", "--input", "x", "-", "--output-prefix", "o", "--tokenizer", "null:9"]
+    assert command(one, capsys, *argv, *flags.split(), "--no-verbose")[0] == 0
+    (inputs, prefix, tokenizer), found = made.call_args
+    assert (inputs, prefix, tokenizer.vocab_size, found) == (["x", "-"], "o", 10, wanted)
+    assert command(one, capsys, *argv)[0] == 0
+    found = made.call_args.kwargs
+    assert found.pop("verbose") and found.pop("json_keys") == list(defaults["json_keys"].default)
+    assert found == {name: defaults[name].default for name in found}
 
 
 TEXT = list("aé".encode())
 INSPECTED = {  # documents, and what inspect says of them
     "no sequences": ([], "0 sequences, 0 documents, 0 tokens"),
-    "one": ([[97]], "1 sequence, 1 document, 1 token of"),
+    "one": ([[97]], "1 sequences, 1 documents, 1 tokens of"),
     "empty first sequence": ([[], [98, 99]], r"sequence 0: \[\]\ndecoded: ''"),
     "cut within a character": ([TEXT[:-1]], "decoded: 'a\ufffd'"),
     "eod": ([[97, 256]], "decoded: 'a'"),
-    "ids of a larger vocabulary": ([[97, 50_000]], "not decoded: the tokenizer has 257 ids"),
+    "ids of a larger vocabulary": ([[97, 50_000]], "not decoded: .*--tokenizer"),
     "sixteen tokens": ([[97] * 20], f"decoded: '{'a' * 16}'"),
-    "many lengths": ([[7]] * 100_001 + [[7] * 1234, []], "0 to 1,234 tokens\n"),
 }
 
 
@@ -9915,411 +8991,77 @@ def test_inspect_tells_counts_and_the_first_tokens(one, tmp_path, capsys, case):
     assert code == 0 and re.search(words, out), out
 
 
-def test_build_makes_the_cache_of_a_job(mm, tmp_path, capsys):
-    a = mk(mm, tmp_path / "a", [[i] * 9 for i in range(40)])
-    b = mk(mm, tmp_path / "b", [[i] * 9 for i in range(26)])
-    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
-    common = ["--sequence-length", 8, "--random-seed", 7, "--path-to-cache", mine]
-    flags = ["--blend", 3, f"{a}.bin", 1, b, "--split", "9,1,0", "--sizes", 50, 5, 0]
-    code, out, err = command(mm, capsys, "build", *flags, *common)
-    assert code == 0, err
-    assert re.search(r"^train: 51 samples, cache [0-9a-f]{32}\nvalid: .*\ntest: none\n", out)
-    fields = {"split": "9,1,0", "random_seed": 7, "path_to_cache": theirs}
-    fields["tokenizer"] = mm.ByteTokenizer()
-    build(mm, [50, 5, 0], config(mm, ([a, b], [3, 1]), **fields))
-    found, wanted = files_of(mine), files_of(theirs)
-    assert found.keys() == wanted.keys()
-    for name, content in wanted.items():  # a manifest has the time of its files, too
-        assert name.endswith("manifest.json") or found[name] == content
-    file = tmp_path / "run.toml"
-    file.write_text(
-        f"blend_per_split = [[{a!r}], [{a!r}, {b!r}], []]\nsizes = [1, 'none', 0]\n"
-        "multiple_validation_sets = true\nfull_validation = true\n"
-    )
-    code, out, err = command(mm, capsys, "build", "--config", file, *common)
-    assert code == 0, err
-    assert out.count("valid: ") == 2
+COMMANDS = ["preprocess", "merge", "inspect", "verify", "demo"]
 
 
-def test_a_file_may_hold_every_field_of_the_config(one, tmp_path, capsys, monkeypatch):
-    """Each arrives in the config with the value that was given."""
-    wanted = {"blend": [["a", "b"], [3, 1]], "blend_per_split": [], "blend_phases": [[2, [3, 1]]]}
-    values = {"int": 3, "float": 0.25, "str": "x", "bool": True, "dict": {"a": 1}}
-    for field in dataclasses.fields(one.GPTDatasetConfig):
-        kind = str(getattr(field.type, "__name__", field.type)).partition(" | ")[0]
-        if field.init and field.name not in [*wanted, "tokenizer"]:
-            wanted[field.name] = values[kind]
-    lines = []
-    for name, value in wanted.items():
-        lines.append(f"{name} = {json.dumps(value).replace(': ', ' = ')}\n")
-    file = tmp_path / "run.toml"
-    file.write_text('tokenizer = "null:9"\nsizes = [1, 2, 3]\nseed = 3\n' + "".join(lines))
-    made = mock.Mock(side_effect=ValueError("this is as far as the test goes"))
-    monkeypatch.setattr(one.GPTDatasetConfig, "__init__", made)
-    code, _, err = command(one, capsys, "build", "--config", file)
-    assert code == 1 and "as far as" in err
-    tokenizer = made.call_args.kwargs.pop("tokenizer")
-    del wanted["data_parallel_size"]  # it is of the layout, too; nothing in a dataset depends on it
-    assert made.call_args.kwargs == wanted and tokenizer.vocab_size == 10
-
-
-def test_a_home_folder_in_a_file(one, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    mk(one, tmp_path / "p", [[1] * 9])
-    (tmp_path / "run.toml").write_text('blend = ["~/p"]\npath_to_cache = "~/cache"')
-    code, _, err = command(one, capsys, "build", "--config", "run.toml", *SMALL.split())
-    assert code == 0, err
-    assert set(os.listdir()) == {"p.bin", "p.idx", "cache", "run.toml"}
-
-
-@pytest.mark.parametrize(
-    "name", ["preprocess", "merge", "inspect", "verify", "build", "plan", "trace", "find", "demo"]
-)
-def test_help_tells_defaults_and_an_example(one, capsys, monkeypatch, name):
-    """The example has flags of the command, and no default is None."""
-    monkeypatch.setenv("COLUMNS", "100")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example_and_fits_a_screen(one, capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = command(one, capsys, name, "--help")
     options, _, example = out.partition("example:\n")
     assert code == 0 and example.startswith(f"  megatron-min {name}")
     assert all(f"  {flag}" in options for flag in re.findall(r"--[\w-]+", example))
-    assert "None" not in options and "SUPPRESS" not in options
-    if name == "preprocess":
-        assert "(default: stop)" in options and "(default: bytes)" in options
+    lines = out.splitlines()
+    assert len(lines) < 24 and max(map(len, lines)) <= 80
 
 
-# -- plan, trace and find ----------------------------------------------------------------------
-
-RUN_TOML = """\
-random_seed = 7
-sequence_length = 8
-blend = [["a", "b"], [70, 30]]
-split = "8,1,1"
-sizes = [60, 4, 0]
-eod_mask_loss = false
-mid_level_dataset_surplus = 1
-global_batch_size = 4
-"""
+def test_help_lists_the_commands(one, capsys):
+    code, out, _ = command(one, capsys, "--help")
+    assert code == 0 and re.findall(r"^    (\w+)", out, re.MULTILINE) == COMMANDS
 
 
-@pytest.fixture
-def run_folder(one, tmp_path, monkeypatch):
-    """The current folder: pairs of ASCII letters and eods, one of texts, and run.toml."""
-    monkeypatch.chdir(tmp_path)
-    for name, count in (("a", 90), ("b", 40), (LONG, 40)):
-        letters = [[97 + i % 26] * (1 + i % 20) + [256] for i in range(count)]
-        mk(one, tmp_path / name, [[ord(name[0]), *text] for text in letters], np.uint16)
-    one.preprocess(texts=["some text"] * 9, output_prefix="t")
-    (tmp_path / "run.toml").write_text(RUN_TOML)
-    return tmp_path
-
-
-LONG = "x" * 90  # the name of a pair, too
-FIELDS = "--sequence-length 8 --random-seed 7 "
-SMALL = FIELDS + "--split 1 --sizes 9 0 0 "
-
-
-def json_of(mm, capsys, *argv):
-    """The JSON that a command prints."""
-    code, out, err = command(mm, capsys, *argv, "--json")
-    assert code == 0, err
-    return json.loads(out)
-
-
-def config_of_run(one):
-    """The config of run.toml."""
-    fields = {"random_seed": 7, "split": "8,1,1", "mid_level_dataset_surplus": 1}
-    fields |= {"tokenizer": one.ByteTokenizer(), "create_attention_mask": True}
-    return config(one, (["a", "b"], [70, 30]), **fields)
-
-
-def test_plan_prints_what_the_function_returns(one, run_folder, capsys):
-    planned, notes = one.plan(config_of_run(one), [60, 4, 0], 4)
-    found = json_of(one, capsys, "plan", "--config", "run.toml")
-    assert found["notes"] == notes
-    rows = [row._asdict() for row in planned]
-    assert found["rows"] == json.loads(json.dumps(rows, default=str))
-
-
-def test_trace_prints_what_the_functions_return(one, run_folder, capsys):
-    train = build(one, [60, 4, 0], config_of_run(one))[0]
-    for sample in json_of(one, capsys, "trace", "--config", "run.toml", "--sample", 3, 5):
-        assert [one.Span(**span) for span in sample["spans"]] == one.trace(train, sample["sample"])
-    cyclic = 'dataloader_type = "cyclic"\nseed = 3\ndata_sharding = false\n'
-    (run_folder / "cyclic.toml").write_text(RUN_TOML + cyclic)
-    layout = ["--data-parallel-size", 2, "--consumed-samples", 8, "--decode"]
-    found = json_of(one, capsys, "trace", "--config", "cyclic.toml", "--step", 2, *layout)
-    fields = {"data_parallel_size": 2, "dataloader_type": "cyclic", "seed": 3}
-    fields |= {"consumed_samples": 8, "data_sharding": False, "global_batch_size": 4}
-    explained = one.explain(train, 2, micro_batch_size=1, **fields)
-    for sample, wanted in zip(found, explained, strict=True):
-        assert list(sample.values())[:3] == list(wanted[:3])
-        for span, wanted_span in zip(sample["spans"], wanted.spans, strict=True):
-            text = span.pop("text")
-            assert one.Span(**span) == wanted_span
-            place = span["sequence"], span["offset"], span["length"]
-            tokens = one.IndexedDataset(span["path_prefix"]).get(*place)
-            assert text == one.ByteTokenizer().detokenize(tokens)
-
-
-def test_find_prints_what_the_function_returns(one, run_folder, capsys):
-    """And the tokens and the step of each sample."""
-    train = build(one, [60, 4, 0], config_of_run(one))[0]
-    argv = ["find", "--config", "run.toml", "--path-prefix", "b", "--sequence", 9]
-    found = json_of(one, capsys, *argv)
-    samples = one.find(train, "b", 9)
-    assert [entry["sample"] for entry in found] == samples != []
-    for entry in found:
-        lengths = {span[:2]: span.length for span in one.trace(train, entry["sample"])}
-        assert entry["step"] == entry["sample"] // 4
-        assert entry["tokens"] == lengths["b", 9]
-    for consumed, step in ((samples[0] + 1, None), (samples[0], 0), (samples[0] - 4, 1)):
-        assert json_of(one, capsys, *argv, "--consumed-samples", consumed)[0]["step"] == step
-
-
-@pytest.mark.parametrize("line", ["plan a", "build a", "trace a --sample 2", "find a --sequence 3"])
-def test_a_prefix_without_a_split_is_all_of_train(one, run_folder, capsys, line):
-    """It is said, since the samples of a run with another split are others."""
-    line = f"{line} {FIELDS} --sizes 9 0 0"
-    code, out, err = command(one, capsys, *line.split())
-    assert code == 0, err
-    assert "without --split" in err
-    for same_run in (line, line.replace(" a ", " --blend a ")):
-        argv = [*same_run.split(), "--split", "1"]
-        assert command(one, capsys, *argv) == (0, out, "")
-
-
-PRINTED = {  # a command: words that it prints
-    "plan --config run.toml": ["train  a ", "70.00%", "note: "],
-    "trace --config run.toml --sample 1": ["sample 1 of train: 9 tokens"],
-    "trace --config run.toml --step 3": ["samples 12 to 15", "rank 0, micro-batch 3: sample 15 of"],
-    "trace --config run.toml --sample 1 --decode --index-split valid": ["of valid", "  '"],
-    "find --config run.toml --path-prefix b --sequence 9": [
-        "sequence 9 of b",
-        "tokens of it  step",
-    ],
-    f"trace {LONG} --sample 0 " + SMALL: ["..." + "x" * 25],
-    f"plan --blend {LONG} " + SMALL: ["..." + "x" * 29],
-    "trace t_text_document --sample 0 " + SMALL: ["  texts, document "],
-    "trace a --sample 0 " + SMALL: ["  -\n"],
-    "inspect a": ["lengths: ", "median"],
+WRONG = {  # arguments, in a folder with pairs and files: an exit code, and a word of the sentence
+    "": (2, "COMMAND"),
+    "preprocess --input a.jsonl --output-prefix o --no-verbose --json-keys x": (
+        1,
+        "a.jsonl: line 1: ",
+    ),
+    "preprocess --input a.jsonl --output-prefix o --shard 1": (2, "--shard"),
+    "preprocess --input a.jsonl --output-prefix o --shard 2/2": (1, "2/2"),
+    "preprocess --input a.jsonl --output-prefix o --workers x": (2, "--workers"),
+    "preprocess --input none.jsonl --output-prefix o": (1, "none.jsonl"),
+    "merge --input good none --output-prefix o": (1, "none.idx"),
+    "inspect none": (1, "none.idx"),
+    "inspect good --tokenizer none.json": (1, "none.json"),
+    "verify good damaged": (1, "damaged.idx: sequence_pointers[1]"),
+    "demo --keep d": (2, "unrecognized arguments"),
 }
-
-
-@pytest.mark.parametrize("line", PRINTED)
-def test_what_commands_print_fits_100_columns(one, run_folder, capsys, line):
-    code, out, err = command(one, capsys, *line.split())
-    assert code == 0, err
-    assert max(len(printed) for printed in out.split("\n")) <= 100
-    for word in PRINTED[line]:
-        assert word in out
-
-
-def test_find_counts_a_sequence_that_comes_twice_in_a_sample(one, run_folder, capsys):
-    mk(one, run_folder / "hand", [[98] * 4], np.uint16)
-    argv = "find hand --split 1 --random-seed 7 --sequence 0 --sizes 1 0 0 --sequence-length 7"
-    found = json_of(one, capsys, *argv.split())
-    assert found == [{"sample": 0, "tokens": 8, "step": None}]
-
-
-IN_FILES = {  # flags: files that mean the same, where there are other flags of this dict or none
-    "--blend 70 a 30 b --sizes 9 0 0": 'blend = [70, "a", 30, "b"]\nsizes = [9, 0, 0]',
-    "--blend a b --sizes 9 none 0": 'blend = ["a", "b"]\nsizes = [9, "none", 0]',
-    "--blend 70 a 30 b --sizes 9 9 9": 'blend = [["a", "b"], [70, 30]]\nsizes = [9, 9, 9]',
-    "--blend a --tokenizer null:300": 'blend = ["a"]\ntokenizer = "null:300"',
-}
-REPLACED = [  # files whose blends and sizes count for nothing beside flags
-    'blend_per_split = [["b"], [], []]',
-    'blend = [["b", "a"], [1, 2]]\nblend_phases = [[9, [1, 2]]]',
-    'blend = ["b"]\nsizes = [60, 4, 0]\nsplit = "8,1,1"',
-]
-
-
-@pytest.mark.parametrize("flags", IN_FILES)
-def test_a_file_means_what_the_flags_mean(one, run_folder, capsys, flags):
-    common = [*FIELDS.split(), "--split", "1"]
-    (run_folder / "f").write_text(IN_FILES[flags])
-    by_file = command(one, capsys, "plan", "--config", "f", *common)
-    assert by_file[0] == 0
-    assert by_file == command(one, capsys, "plan", *flags.split(), *common)
-
-
-@pytest.mark.parametrize("lines", REPLACED)
-def test_flags_replace_what_the_file_says(one, run_folder, capsys, lines):
-    (run_folder / "f").write_text(lines)
-    argv = ["plan", "--blend", "a", *SMALL.split()]
-    by_file = command(one, capsys, *argv, "--config", "f")
-    assert by_file[0] == 0, by_file[2]
-    assert by_file == command(one, capsys, *argv)
-
-
-def flip_last_bit(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def test_verify_of_caches(one, run_folder, capsys):
-    code, _, err = command(one, capsys, "build", "--config", "run.toml", "--path-to-cache", "c")
-    assert code == 0, err
-    code, out, _ = command(one, capsys, "verify", "a", "c")
-    assert code == 0 and "whole: a: 90 sequences" in out and "-BlendedDataset-train: " in out
-    pair, *caches = json_of(one, capsys, "verify", "a", "c")
-    assert pair["sequences"] == 90 and len(caches) == len(list(pathlib.Path("c").glob("*.json")))
-    damaged = next(pathlib.Path("c").glob("*-shuffle_index.npy"))
-    flip_last_bit(damaged)
-    code, _, err = command(one, capsys, "verify", "a", "c")
-    assert code == 1 and one_sentence(err) and damaged.name in err
-
-
-def test_find_knows_where_the_run_ends(one, run_folder, capsys):
-    """The dataset has whole epochs; "cyclic" may read any sample of them."""
-    (run_folder / "f").write_text('dataloader_type = "cyclic"')
-    argv = ["find", "a", *SMALL.split(), "--sequence", 88, "--global-batch-size", 1]
-    dataset = gpt(one, "a", 9, tokenizer=one.ByteTokenizer(), random_seed=7)
-    samples = one.find(dataset, "a", 88)
-    for size in (samples[-1], len(dataset)):
-        sizes = ["--sizes", size, 0, 0]
-        entries = json_of(one, capsys, *argv, *sizes)
-        assert [entry["sample"] for entry in entries] == [k for k in samples if k < size]
-        assert all(entry["step"] == entry["sample"] for entry in entries)
-        _, out, _ = command(one, capsys, *argv, *sizes)
-        assert (f"and in 1 sample from {size:,} on" in out) == (size <= samples[-1])
-    entries = json_of(one, capsys, *argv, "--config", "f")
-    assert [entry["sample"] for entry in entries] == samples
-
-
-def test_an_order_of_no_size_is_warned_of(one, run_folder, capsys):
-    argv = [*FIELDS.split(), "--split", "1", "--sample", 0]
-    (run_folder / "f").write_text("stable_order = true")
-    for more, is_warned in ([], True), (["--config", "f"], False), (["--sizes", 9, 0, 0], False):
-        code, _, err = command(one, capsys, "trace", "a", *argv, *more)
-        assert code == 0 and ("without --sizes" in err) == is_warned
-
-
-def test_mock_data_have_a_name(one, capsys):
-    argv = "--sequence-length 1024 --random-seed 1 --sizes 9 0 0".split()
-    for words in (["plan"], ["find", "--sequence", 5], ["trace", "--sample", 0]):
-        code, out, err = command(one, capsys, *words, *argv)
-        assert code == 0, err
-        assert "mock data" in out
-
-
-def test_build_says_what_is_not_kept(one, run_folder, capsys):
-    argv = ["build", *SMALL.split(), "--blend", "1", "a", "1", "b"]
-    assert "not kept: give --path-to-cache" in command(one, capsys, *argv)[1]
-    assert "not kept" not in command(one, capsys, *argv, "--path-to-cache", "c")[1]
-    assert "not kept" not in command(one, capsys, "build", *SMALL.split(), "a")[1]
-
-
-# -- Errors ------------------------------------------------------------------------------------
-
-
-COMMON = FIELDS + "--sizes 1 1 1 "
-WRONG = {  # arguments, in a folder with pairs and files: a word of the sentence
-    "": "COMMAND",
-    "preprocess --input a.jsonl --output-prefix o --json-keys other": "a.jsonl: line 1: ",
-    "preprocess --input a.jsonl --output-prefix o --shard 1": "--shard",
-    "merge --input p_00000_of_00002 --output-prefix o": "wanted p_00001_of_00002",
-    "merge --input boo --output-prefix o": "did you mean books_text_document?",
-    "inspect none": "none.idx: no such file",
-    "inspect book_text_documents.bin": "did you mean books_text_document",
-    "inspect a --tokens -5": "-5",
-    "verify a damaged": "damaged.idx: sequence_pointers[1]",
-    "verify folder": "no index cache",
-    "build --blend a --split 1 --sizes 1 1 1 --sequence-length 8": "--random-seed",
-    "build --blend a --split 1 " + FIELDS: "--sizes",
-    "build --blend a --split 1 --sizes x 1 1 " + FIELDS: "--sizes",
-    "build a --path-to-cache a.bin " + SMALL: "no cache was written to a.bin",
-    "build --blend a --split 1 --sequence-length 0 --random-seed 1": "1 or more, got 0",
-    "plan --config a.jsonl": "a.jsonl",
-    "plan --blend a --split 1 --global-batch-size 0 " + COMMON: "1 or more, got 0",
-    "plan --blend 1 a 1 b --split 9,1 --sizes 9 none 0 " + FIELDS: "valid is a blend with w",
-    "trace a --blend a --split 1 --sample 1 " + COMMON: "--blend",
-    "trace a --split 1 --step 1 " + COMMON: "--global-batch-size",
-    "trace a --split 1 --sample 0 --index-split valid " + COMMON: "no valid",
-    "trace --config sets.toml --index-split valid --sample 0 " + COMMON: "2 datasets",
-    "trace a --sample -1 " + SMALL: "0 or more, got -1",
-    "trace a --step -1 --global-batch-size 4 " + SMALL: "0 or more, got -1",
-    "find a b --split 1 --sequence 0 " + COMMON: "--path-prefix",
-    "find a --split 1 --sequence 0 --path-prefix o " + COMMON: "o is not",
-    "find a --sequence -1 " + SMALL: "0 or more, got -1",
-    "find a --sequence 1 --consumed-samples -4 " + SMALL: "0 or more, got -4",
-    "demo --keep d": "unrecognized arguments",
-}
-WRONG_FILES = {  # what a TOML file says: a word of the sentence
-    'random_seed = "1"\nsequence_length = 8': "random_seed must be a whole number",
-    "random_seed = 1\nsequence_length = 8\nsizs = [1]": "unexpected keyword argument 'sizs'",
-    'dataloader_type = "foo"': "cyclic, got foo",
-    "micro_batch_size = 0": "f: micro_batch_size must be >= 1",
-    'seed = "1"': "f: seed: wanted a value such as 0, got '1'",
-    "tokenizer = 5": "f: tokenizer: wanted a value such as",
-    "sizes = [9, -1, 0]": "f: sizes: wanted a number of samples",
-    "sizes = [9, 1]": "f: sizes: wanted one of train",
-    'blend_per_split = ["a", "", ""]': "got 'a'",
-    "blend_per_split = [1, 2, 3]": "got 1",
-}
-
-
-def check_one_sentence(one, capsys, argv, word):
-    """A command fails, says so in one sentence, and leaves nothing but caches."""
-    before = set(os.listdir())
-    code, _, err = command(one, capsys, *argv)
-    assert code in (1, 2)
-    assert one_sentence(err)
-    assert word in err.split("\n")[-2]
-    # caches of splits that could be built, and of a dataset before it was looked at
-    assert set(os.listdir()) - before <= {"a", "b"}
 
 
 @pytest.mark.parametrize("arguments", WRONG)
-def test_wrong_use_is_one_sentence(one, run_folder, capsys, arguments):
+def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys, arguments):
+    """And it leaves no file."""
+    monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["a"])
-    for name in ("books_text_document", "damaged"):
-        mk(one, run_folder / name, [[1] * 18, [2] * 2])
+    for name in ("good", "damaged"):
+        mk(one, tmp_path / name, [[1] * 18, [2] * 2])
     patch("damaged.idx", 34, b"\x13")  # the first length
-    (run_folder / "folder").mkdir()
-    sets = 'blend_per_split = [["a"], ["a", "b"], []]\nmultiple_validation_sets = true'
-    (run_folder / "sets.toml").write_text(sets)
-    check_one_sentence(one, capsys, arguments.split(), WRONG[arguments])
-
-
-@pytest.mark.parametrize("lines", WRONG_FILES)
-def test_a_wrong_file_is_one_sentence(one, run_folder, capsys, lines):
-    (run_folder / "f").write_text(lines)
-    argv = ["plan", "--config", "f"]
-    if "random_seed" not in lines:
-        argv += FIELDS.split()
-    check_one_sentence(one, capsys, argv, WRONG_FILES[lines])
+    before = files_of(".")
+    code, word = WRONG[arguments]
+    found, _, err = command(one, capsys, *arguments.split())
+    assert found == code and one_sentence(err) and word in err.split("\n")[-2]
+    assert files_of(".") == before
 
 
 ERRORS = [
-    (ValueError("a  bad\nvalue"), 1, "megatron-min: a bad value\n"),
-    (ValueError(), 1, "megatron-min: ValueError\n"),
-    (ValueError("s3://me:secret@b/c"), 1, "megatron-min: s3://b/c\n"),
-    (ZeroDivisionError("by zero"), 1, "megatron-min: ZeroDivisionError: by zero\n"),
-    (SystemExit(143), 143, ""),
-    (KeyboardInterrupt(), 130, "megatron-min: interrupted\n"),
+    (ValueError("a  bad\nvalue"), "a bad value\n"),
+    (ValueError(), "ValueError\n"),
+    (ValueError("s3://me:secret@b/c"), "s3://b/c\n"),
+    (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero\n"),
 ]
 
 
-@pytest.mark.parametrize("error, code, sentence", ERRORS)
-def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch, error, code, sentence):
-    """A signal counts as one, too, where it made a pool raise an error of its own."""
+@pytest.mark.parametrize("error, sentence", ERRORS)
+def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch, error, sentence):
     shown = warnings.showwarning
 
     def merge(*arguments):
         warnings.warn("https://h/p?key=secret  is odd", stacklevel=1)
-        try:
-            raise error
-        finally:
-            if not isinstance(error, Exception):
-                raise RuntimeError("cannot join thread before it is started")
+        raise error
 
     monkeypatch.setattr(one, "merge", merge)
     found, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
-    assert (found, err) == (code, "warning: https://h/p is odd\n" + sentence)
+    assert (found, err) == (1, f"warning: https://h/p is odd\nmegatron-min: {sentence}")
     assert warnings.showwarning is shown
 
 
@@ -10327,43 +9069,42 @@ SIGNALLED = """
 import os, signal
 class Signalled:
     vocab_size, eod, unique_identifiers = 9, 8, {}
-    def tokenize(self, text): os.kill(os.getpid(), getattr(signal, text))
+    def tokenize(self, text):
+        os.kill(os.getpid(), getattr(signal, text))
+class Failing(Signalled):
+    def tokenize(self, text):
+        try:
+            super().tokenize(text)
+        finally:
+            raise RuntimeError("cannot join thread before it is started")
 """
 
 
 @linux
+@pytest.mark.parametrize("tokenizer", ["Signalled", "Failing"])
 @pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, code):
-    """The tokenizer signals its own process, in the middle of the work: no file is left."""
+def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, code, tokenizer):
+    """The tokenizer signals its own process, in the middle of the work: no file is left.
+
+    So, too, where what the signal stops raises an error of its own.
+    """
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "signalled", raising=False)
     path = jsonl(tmp_path / "a.jsonl", [name])
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    flags = ["--tokenizer", "signalled:Signalled"]
+    flags = ["--no-verbose", "--tokenizer", f"signalled:{tokenizer}"]
     found, _, err = preprocess_command(one, capsys, path, "o", *flags)
     assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
-    assert found == code
-    assert "Traceback" not in err
+    assert (found, err) == (code, "")
     assert {*os.listdir(tmp_path)} - {"__pycache__"} == {"a.jsonl", "signalled.py"}
 
 
-def test_a_command_in_a_thread(one, tmp_path, capsys):
-    """Only the main thread may handle signals: in another thread a command does without."""
-    prefix = mk(one, tmp_path / "p", [[1]])
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        code, out, _ = pool.submit(command, one, capsys, "verify", prefix).result()
-    assert code == 0 and "1 document" in out
-
-
 def test_the_demo_resumes_and_leaves_nothing(mm, tmp_path, capsys, monkeypatch):
-    """It ends with what to do next, in a copy of the module too, and leaves nothing."""
-    monkeypatch.setattr(sys, "argv", ["./megatron_min.py"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code, out, err = command(mm, capsys, "demo")
     assert code == 0, err
     assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
-    assert out.split("\n")[-2].startswith("python ./megatron_min.py preprocess --input ")
     assert os.listdir(tmp_path) == []
 
 
@@ -10371,8 +9112,8 @@ NO_NUMPY = "import sys; sys.modules['numpy'] = None\n"
 VERIFY = "import runpy, sys; sys.argv[1:] = ['verify', 'none']; runpy.run_path('megatron_min.py', "
 AS_PROGRAM = VERIFY + "run_name='__main__')"
 AS_MODULE = VERIFY + "run_name='megatron_min')"
-STARTS = [  # code, and the last line that is printed
-    (AS_PROGRAM, "megatron-min: none.idx: no such file"),
+STARTS = [  # code, and how the last line begins that is printed
+    (AS_PROGRAM, "megatron-min: .*none.idx"),
     (NO_NUMPY + AS_PROGRAM, "megatron_min needs the package numpy: pip install numpy"),
     (NO_NUMPY + AS_MODULE, "ModuleNotFoundError: megatron_min needs the package numpy"),
 ]
@@ -10386,7 +9127,7 @@ def test_a_copy_of_the_module_alone_is_a_program(tmp_path, code, sentence):
     env = os.environ | {"MEGATRON_MIN_C": "0"}
     ran = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert ran.returncode == 1 and ran.stdout == ""
-    assert ran.stderr.strip().split("\n")[-1].startswith(sentence), ran.stderr
+    assert re.match(sentence, ran.stderr.strip().split("\n")[-1]), ran.stderr
     assert ("Traceback" in ran.stderr) == (AS_MODULE in code)
 
 
@@ -10404,14 +9145,15 @@ def test_doctests_leave_nothing_in_the_temporary_folder(tmp_path):
 
 
 PREPROCESS = "preprocess --input a.jsonl --output-prefix o --no-verbose"
-INSPECT = "inspect p"
 REDIRECTED = [  # a command, where its output goes, its exit code, a word on stderr
     (PREPROCESS, ">&-", 0, ""),
-    (PREPROCESS, ">/dev/full", 0, "output: [Errno 28] No space left"),
+    (PREPROCESS, ">/dev/full", 1, "[Errno 28] No space left"),
+    ("inspect p", ">/dev/full", 1, "[Errno 28] No space left"),
     (PREPROCESS, "| :", 0, ""),
-    (INSPECT, ">&-", 0, ""),
-    (INSPECT, ">/dev/full", 1, "output: [Errno 28] No space left"),
-    (INSPECT, "| :", 1, ""),
+    ("merge --input p --output-prefix q", "| :", 0, ""),
+    ("inspect p", "| :", 0, ""),
+    ("verify p p", "| :", 0, ""),
+    ("demo", "| :", 0, ""),
     ("preprocess --input - --output-prefix o", "<&-", 1, "standard input is closed"),
 ]
 
@@ -10420,7 +9162,7 @@ REDIRECTED = [  # a command, where its output goes, its exit code, a word on std
 @pytest.mark.slow
 @pytest.mark.parametrize("line, redirected, code, word", REDIRECTED)
 def test_what_is_printed_cannot_be_written(one, tmp_path, line, redirected, code, word):
-    """A command that makes files has made them; for another no room or no reader is an error."""
+    """A reader that has seen enough is no error; no room is one, with the pair that is made."""
     jsonl(tmp_path / "a.jsonl", ["abc"])
     mk(one, tmp_path / "p", [[97]])
     run = ["bash", "-c", f'"$@" {redirected}; exit ${{PIPESTATUS[0]}}', "bash", *RUN, *line.split()]
@@ -10435,32 +9177,16 @@ def test_what_is_printed_cannot_be_written(one, tmp_path, line, redirected, code
 
 
 @pytest.mark.slow
-def test_an_output_of_ascii(tmp_path):
-    """What the terminal has no letters for is printed as \\x.., in paths and in texts."""
-    jsonl(tmp_path / "a.jsonl", ["h\xe9"])
-    lines = ["preprocess --input a.jsonl --output-prefix \xe9 --append-eod"]
-    run = " --random-seed 1 --sequence-length 2 --split 1 --sizes 1 0 0 --sample 0 --decode"
-    lines.append("trace \xe9_text_document" + run)
-    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
-    for line in lines:
-        done = subprocess.run([*RUN, *line.split()], capture_output=True, cwd=tmp_path, env=env)
-        assert done.returncode == 0, done.stderr
-        assert rb"\xe9_text_document" in done.stdout
-    assert rb"'h\xe9'" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line", ["--help", "plan --help", "demo"])
-def test_commands_without_docstrings(line):
-    done = subprocess.run([RUN[0], "-OO", RUN[1], *line.split()], capture_output=True)
+def test_commands_without_docstrings():
+    done = subprocess.run([RUN[0], "-OO", RUN[1], "demo"], capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
 BARE_PLATFORM = """
 import multiprocessing, os, sys
 import torch, torch.utils.data
-missing = ["fcntl", "resource", "awkward", "gigatoken", "megatron", "nltk", "pyarrow", "s3fs"]
-for name in [*missing, "tokenizers", "zstandard"]:
+missing = ["fcntl", "resource", "gigatoken", "megatron", "nltk", "pyarrow", "s3fs"]
+for name in [*missing, "tokenizers", "tqdm"]:
     sys.modules[name] = None
 for name in ("pread", "preadv", "pwrite", "fork", "forkpty", "sched_getaffinity", "mkfifo"):
     if hasattr(os, name):
@@ -10491,7 +9217,7 @@ if __name__ == "__main__":
         forward_step_func=forward_step, data_iterator=iter(loader), model=model,
         num_microbatches=2)
     assert len(reports) == 2 and loader.state_dict()["consumed_samples"] >= 8
-    assert mm.main(["verify", prefix, "cache"]) == 0
+    assert mm.main(["verify", prefix]) == 0
     print("trained", mm.IMPLEMENTATION)
 """
 
@@ -10529,25 +9255,12 @@ def is_gone(group):
     return False
 
 
-def files_but_times(folder):
-    """{name: bytes}, where the times that the manifests note are 0."""
-    files = {}
-    for name, content in files_of(folder).items():
-        files[name] = content
-        if name.endswith("manifest.json"):
-            without_times = re.sub(rb'"(\w*mtime_ns)": \d+', rb'"\1": 0', content)
-            files[name] = re.sub(rb'"crc32": \d+}$', b"", without_times)  # that of all this
-    return files
-
-
 def write_everything(mm, generation):
     """Run a command of each kind that writes, in the folder out."""
     text = f"in/{generation}.jsonl"
     for line in (
         f"preprocess --input {text} --output-prefix out/p --workers 2 --no-verbose",
         f"merge --input in/{generation} in/{generation} --output-prefix out/m",
-        f"build --blend in/{generation} --split 1 --sizes 40 0 0 --sequence-length 8 "
-        f"--random-seed 1 --path-to-cache out",
     ):
         assert mm.main(line.split()) == 0
 
@@ -10582,7 +9295,7 @@ def test_a_stopped_writer_leaves_whole_files_and_no_process(
         jsonl(f"in/{generation}.jsonl", [" ".join(map(str, doc)) for doc in docs] * 1000)
         os.mkdir("out")
         write_everything(one, generation)
-        wanted.append(files_but_times("out"))
+        wanted.append(files_of("out"))
         shutil.rmtree("out")
     for moment in cases(5):
         os.mkdir("out")
@@ -10595,7 +9308,7 @@ def test_a_stopped_writer_leaves_whole_files_and_no_process(
                 send(process.pid, number)
                 process.join(5)
         wait_until(is_gone, process.pid)
-        found = files_but_times("out")
+        found = files_of("out")
         for name in found:
             if name.endswith(".tmp"):
                 assert number == signal.SIGKILL
@@ -10604,7 +9317,7 @@ def test_a_stopped_writer_leaves_whole_files_and_no_process(
             generations = [[made.get(part) for part in parts] for made in wanted]
             assert [found[part] for part in parts] in generations, name
         write_everything(one, 0)
-        assert wanted[0].items() <= files_but_times("out").items()
+        assert wanted[0].items() <= files_of("out").items()
         shutil.rmtree("out")
 
 
@@ -10811,11 +9524,14 @@ def random_num_samples(rng, tokens, flags):
     return None if n is None else max(1, n)
 
 
-@pytest.mark.parametrize("split", ["train", "valid"])
-def test_datasets_equal_upstreams(mm, up, tmp_path, split):
-    """Indices and samples, under every flag."""
+@pytest.mark.parametrize("split, failing", [("train", 0), ("valid", 2)])
+def test_datasets_equal_upstreams(mm, up, tmp_path, split, failing):
+    """Indices and samples, under every flag.
+
+    Upstream: an AssertionError where a kept short sample ends in an empty document, with x = 1.
+    """
     caches = [str(tmp_path / side) for side in ("ours", "theirs")]
-    compared = 0
+    failed = 0
     for case, rng in enumerate(cases(100)):
         docs = [np.array([1, 2, 3])]
         for doc in random_docs(rng, vocab=int(rng.choice([9, 9, 250]))):
@@ -10825,11 +9541,15 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split):
         flags = random_parity_flags(rng)
         n = random_num_samples(rng, sum(map(len, docs)), flags)
         ours = quiet(gpt, mm, prefix, n, split, path_to_cache=caches[0], **flags)
-        try:
-            theirs = quiet(gpt, up, prefix, n, split, path_to_cache=caches[1], **flags)
-        except AssertionError:  # upstream: where the shuffled order ends in an empty document
-            assert split == "valid" and not len(docs[ours.document_index[-1]])
+        is_kept = split == "valid" and not flags["drop_last_partial_validation_sequence"]
+        tokens = ours.epoch_plan.num_epochs * sum(map(len, docs)) - 1
+        is_short = flags["add_extra_token_to_sequence"] and tokens % flags["sequence_length"] > 0
+        if is_kept and is_short and len(docs[ours.document_index[-1]]) == 0:
+            failed += 1
+            with pytest.raises(AssertionError):
+                quiet(gpt, up, prefix, n, split, path_to_cache=caches[1], **flags)
             continue
+        theirs = quiet(gpt, up, prefix, n, split, path_to_cache=caches[1], **flags)
         same_dataset(ours, theirs, case)
         if len(ours):
             some = rng.integers(0, len(ours), 6).tolist()
@@ -10837,8 +9557,7 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split):
             found = ours._query_document_sample_shuffle_indices(some[0])
             same_outcome(found, theirs._query_document_sample_shuffle_indices(some[0]), case)
             same_samples(quiet(ours.__getitem__, None), quiet(theirs.__getitem__, None), case)
-        compared += 1
-    assert compared >= 0.8 * min(100, 100 * CASES)
+    assert failed == failing or CASES != 1
 
 
 class LegacyMethods:
@@ -10929,6 +9648,59 @@ def same_built(ours, theirs, note=""):
             same_dataset(mine, other, note)
 
 
+@pytest.fixture
+def six_corpora(mm, tmp_path):
+    rng = np.random.default_rng(21)
+    prefixes = []
+    for name in "abcdef":
+        docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
+        prefixes.append(mk(mm, tmp_path / "corpora" / name, docs, np.uint16))
+    return prefixes
+
+
+def random_corpora(rng, prefixes):
+    """Up to five of the prefixes, with weights or without."""
+    chosen = [str(prefix) for prefix in rng.choice(prefixes, rng.integers(1, 6), replace=False)]
+    weights = rng.dirichlet(np.ones(len(chosen))) + 0.05
+    if rng.random() < 0.3:
+        weights = rng.integers(1, 5, len(chosen)).astype(float)
+    if rng.random() < 0.4:
+        return chosen, None
+    return chosen, weights.tolist()
+
+
+def random_build(rng, prefixes):
+    """Random (sizes, fields of a config), in all modes that upstream's builder takes."""
+    sizes = rng.integers(1, 400, 3).tolist()
+    fields = {
+        "sequence_length": int(rng.integers(4, 16)),
+        "random_seed": int(rng.integers(9999)),
+        "num_dataset_builder_threads": int(rng.integers(1, 3)),
+    }
+    if rng.random() < 0.5:
+        fields["blend"] = random_corpora(rng, prefixes)
+        fields["split"] = str(rng.choice(["8,1,1", "90,10,0", "1,0,0", "5,4,1"]))
+        if fields["blend"][1] is None and rng.random() < 0.5:
+            sizes = [None] * 3
+        return sizes, fields
+    blends = [random_corpora(rng, prefixes) if rng.random() < 0.8 else None for _ in range(3)]
+    if not any(blends):
+        blends[0] = random_corpora(rng, prefixes)
+    fields["blend_per_split"] = blends
+    valid = blends[1]
+    is_unweighted = valid is not None and valid[1] is None
+    if is_unweighted and len(valid[0]) > 1 and rng.random() < 0.6:
+        fields["multiple_validation_sets"] = True
+        fields["full_validation"] = bool(rng.integers(2))
+        if fields["full_validation"]:
+            sizes[1] = None
+    elif rng.random() < 0.4:
+        fields["full_validation"] = True
+        if is_unweighted and rng.random() < 0.5:
+            sizes[1] = None
+    return sizes, fields
+
+
 WAYS_TO_BUILD = [
     {},
     {"fast_cache_load": True},
@@ -10947,7 +9719,6 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, six_corpora, tmp_path
     Then each builds from the other's cache.  Upstream writes nothing; we write the same arrays
     again, with a manifest each.
     """
-    compared = 0
     counts = {}
     for prefix in six_corpora:
         pair = mm.IndexedDataset(prefix)
@@ -10962,11 +9733,8 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, six_corpora, tmp_path
             again["fast_cache_load"] = False
         note = case, sizes, again
         caches = [str(tmp_path / f"{case}{side}") for side in ("ours", "theirs")]
-        try:
-            theirs = quiet(build, up, sizes, config(up, path_to_cache=caches[1], **fields))
-        except IndexError:
-            continue  # upstream: a blend that takes more of a corpus than it was built for
         ours = quiet(build, mm, sizes, config(mm, path_to_cache=caches[0], **fields))
+        theirs = quiet(build, up, sizes, config(up, path_to_cache=caches[1], **fields))
         same_built(ours, theirs, note)
         files, arrays = (files_of(cache) for cache in caches)
         manifests = {name for name in files if name.endswith("-manifest.json")}
@@ -10976,10 +9744,8 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, six_corpora, tmp_path
         assert stamps(caches[0]) == before, note
         ours = quiet(build, mm, sizes, config(mm, path_to_cache=caches[1], **again))
         same_built(ours, theirs, note)
-        assert files_of(caches[1]).keys() == files.keys(), note
+        assert files_of(caches[1]).keys() == arrays.keys() | manifests, note
         assert arrays.items() <= files_of(caches[1]).items(), note
-        compared += 1
-    assert compared >= 0.6 * min(25, 25 * CASES)
 
 
 def test_upstreams_cache_of_other_data_is_not_used(mm, up, six_corpora, tmp_path):
@@ -11000,13 +9766,13 @@ def test_upstreams_cache_is_kept_when_the_tokenizer_changes(one, up, tmp_path):
     before = files_of(cache)
     (description,) = cache.glob("*-description.txt")
     tokenizer = one.ByteTokenizer()
-    tokenizer.unique_identifiers = json.loads(description.read_text())["tokenizer"]
+    with open(description) as file:
+        tokenizer.unique_identifiers = json.load(file)["tokenizer"]
     same_dataset(gpt(one, prefix, 20, path_to_cache=str(cache), tokenizer=tokenizer), theirs)
     after = files_of(cache)
-    assert [name for name in after if name not in before] == [
-        description.name.replace("description.txt", "manifest.json")
-    ]
-    assert all(after[name] == content for name, content in before.items())
+    assert before.items() <= after.items()
+    (added,) = after.keys() - before.keys()
+    assert added.endswith("-manifest.json")
 
 
 # -- Ranks and steps of a job ------------------------------------------------------------------
@@ -11163,6 +9929,14 @@ FEW_AND_MANY = [60, pytest.param(round(1500 * FUZZ), marks=pytest.mark.slow)]
 
 # -- Damaged pairs and caches: the right data or a sentence, never a signal or all the memory --
 
+
+class LeavesATrace:
+    """What unpickles it makes the file "ran"."""
+
+    def __reduce__(self):
+        return open, ("ran", "w")
+
+
 FORGED = [-(2**63), -1, 0, 1, 2, 7, 2**15, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1]
 
 
@@ -11174,7 +9948,7 @@ def damaged_bytes(rng, data, other):
     number = struct.pack("<q", int(rng.choice(FORGED)))[: rng.choice([4, 8])]
     decimal = re.sub(rb"\d+", b"%d" % rng.choice(FORGED), data[at:], count=1)  # as JSON has it
     code = io.BytesIO()
-    np.lib.format.write_array(code, np.array([RunsCode()], object), allow_pickle=True)
+    np.lib.format.write_array(code, np.array([LeavesATrace()], object), allow_pickle=True)
     damages = [
         data[:at] + flipped + data[at + 1 :],
         data[:at] + number + data[at + len(number) :],
@@ -11184,7 +9958,7 @@ def damaged_bytes(rng, data, other):
         data[:at] + other[:40] + data[at + 40 :],
         data + other[:1],
         other,
-        pickle.dumps(RunsCode()),
+        pickle.dumps(LeavesATrace()),
         code.getvalue(),
     ]
     return damages[rng.integers(len(damages))]
@@ -11277,35 +10051,25 @@ def test_damaged_pairs_are_refused_or_read_in_bounds(mm, tmp_path, monkeypatch, 
     assert in_children(functools.partial(fuzz, count, read_pair, mm), timeout=100 + count) == [0]
 
 
-def samples_of_blend(mm, cache, fast_cache_load, **fields):
+def samples_of_blend(mm, cache, **fields):
     """All samples of a blend of two pairs; None: it is refused."""
-    fields |= {"fast_cache_load": fast_cache_load, "path_to_cache": cache, "sequence_length": 4}
+    fields |= {"path_to_cache": cache, "sequence_length": 4}
     try:
         train = quiet(build, mm, [20, 0, 0], config(mm, (["in/a", "in/b"], [1, 3]), **fields))[0]
         return quiet(train.batch, range(len(train)))
     except (ValueError, FileNotFoundError) as error:
         assert len(str(error).split()) > 3
-    except Exception:  # what numpy makes of a damaged header
-        assert fast_cache_load
     return None
 
 
 def read_cache(mm, rng):
-    """With the old cache it gives the same as with a new one: a damaged cache is never seen.
-
-    Where fast_cache_load trusts the cache, there may be other samples of the right shape.
-    """
+    """With the old cache it gives the same as with a new one: a damaged cache is never seen."""
     fields = {name: bool(rng.integers(2)) for name in ("mmap_bin_files", "defer_npy_index_mmap")}
-    is_trusted = bool(rng.integers(2))
-    found = samples_of_blend(mm, "cache", is_trusted, **fields)
-    wanted = samples_of_blend(mm, "new", False, **fields)
-    if not is_trusted:
-        assert (found is None) == (wanted is None)
-    if found is not None and not is_trusted:
+    found = samples_of_blend(mm, "cache", **fields)
+    wanted = samples_of_blend(mm, "new", **fields)
+    assert (found is None) == (wanted is None)
+    if found is not None:
         same_samples(found, wanted)
-    if found is not None and wanted is not None:
-        for key, values in wanted.items():
-            assert found[key].shape == values.shape and found[key].dtype == values.dtype
 
 
 @linux
@@ -11316,7 +10080,7 @@ def test_damaged_caches_are_never_seen(mm, tmp_path, monkeypatch, count):
     mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)
     mk(mm, "in/b", random_docs(rng, 9))
     put_files(files_of("."))
-    assert samples_of_blend(mm, "cache", False) is not None
+    assert samples_of_blend(mm, "cache") is not None
     assert in_children(functools.partial(fuzz, count, read_cache, mm), timeout=100 + count) == [0]
 
 
@@ -11385,11 +10149,12 @@ def test_nothing_in_the_module_runs_data(tree):
             names.add(node.id)
         elif isinstance(node, ast.Call):
             names.add(ast.unparse(node.func))
+            if ast.unparse(node.func) in ("np.load", "np.save"):
+                assert "allow_pickle=False" in ast.unparse(node)
     assert {"np.memmap", "json"} <= names  # the walk sees what is there
     forbidden = "pickle marshal shelve subprocess socket urllib http ctypes ssl eval exec compile"
-    forbidden += " __import__ os.system os.popen torch.load torch.save np.load np.save"
+    forbidden += " __import__ os.system os.popen torch.load torch.save"
     assert not names & set(forbidden.split())
-    assert "_object_list" not in ast.unparse(tree), "collectives of torch that pickle"
 
 
 def do_a_job():
@@ -11449,63 +10214,114 @@ def readme():
     return path.read_text(encoding="utf-8")
 
 
-def test_each_drawing_has_an_example_and_says_where_to_read_on(readme):
-    drawings = readme.partition("\n## Six drawings")[2].partition("\n## ")[0].split("\n### ")[1:]
-    assert len(drawings) == 6
-    for text in drawings:
-        assert ("\n```\n" in text or "\n|" in text) and "\n>>> " in text, text
-        last = text.strip().split("\n")[-1]
-        numbers = re.findall(r"\d+", last[re.search("sections? ", last).end() :])
-        assert numbers and all(1 <= int(number) <= 21 for number in numbers), last
+def readme_block(readme, language, words):
+    """The block of README in this language that has these words."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    (block,) = [block for block in blocks if words in block]
+    return block
 
 
-def test_readmes_links_lead_somewhere(readme):
-    """A heading's anchor is its words in small letters, joined by hyphens."""
-    anchors = set()
-    for heading in re.findall(r"^##+ (.+)$", readme, re.MULTILINE):
-        anchors.add(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"))
-    links = re.findall(r"\]\(\s*#([^)]+)\)", readme)
-    assert links and set(links) <= anchors
+def test_readmes_map_is_that_of_the_module(readme, source):
+    """Each section by its name, and about how many lines it has."""
+    lines = source.split("\n")
+    first_lines = {}
+    for number, line in enumerate(lines):
+        if re.match(r"# (PART|\d+\.) ", line) and lines[number - 1].startswith("# ===="):
+            first_lines[line[2:]] = number
+    ends = [*first_lines.values(), len(lines)][1:]
+    promised = re.findall(r"\| (\d+) ([^|]+) \| (\d+) (?=\|)", readme)
+    sections = 0
+    for (banner, begin), end in zip(first_lines.items(), ends, strict=True):
+        if banner.startswith("PART"):
+            continue
+        sections += 1
+        (about,) = [int(count) for n, name, count in promised if f"{n}. {name}" == banner]
+        assert abs(about - (end - begin)) <= 10 + 0.1 * about, (banner, end - begin)
+    assert len(promised) == sections
 
 
-def test_readmes_commands_run(one, readme, tmp_path, monkeypatch, capsys):
-    """On two corpora, in the order of the page, with its run.toml; and no command is left out."""
+STANDS_IN = """#!/bin/sh
+# For srun and torchrun: the last argument is run by each of two processes.
+for command; do :; done
+for rank in 0 1; do
+    SLURM_PROCID=$rank SLURM_NTASKS=2 RANK=$rank WORLD_SIZE=2 sh -c "$command" || exit 1
+done
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_readmes_shards_merge_to_the_pair_of_one_job(one, readme, tmp_path, launcher):
+    """Two shards, not sixteen, by a script in the place of the launcher."""
+    os.mkdir(tmp_path / "bin")
+    os.mkdir(tmp_path / "books")
+    program = f'#!/bin/sh\nexec "{sys.executable}" "{HERE / "megatron_min.py"}" "$@"\n'
+    for name, script in (("megatron-min", program), (launcher, STANDS_IN)):
+        path = tmp_path / "bin" / name
+        path.write_text(script, encoding="utf-8")
+        path.chmod(0o755)
+    for name in "ab":
+        jsonl(tmp_path / "books" / f"{name}.jsonl", [name * k for k in range(50)])
+    commands = []
+    for line in readme_block(readme, "sh", "srun").splitlines():
+        if line.startswith(("part=", launcher, "megatron-min merge")):
+            commands.append(line.replace("00016", "00002"))
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    run = ["sh", "-ec", "\n".join(commands)]
+    subprocess.run(run, cwd=tmp_path, env=os.environ | {"PATH": path}, check=True)
+    books = sorted(str(path) for path in (tmp_path / "books").iterdir())
+    whole = one.preprocess(books, tmp_path / "whole", append_eod=True)["text"]
+    assert bytes_of_pair(tmp_path / "books_text_document") == bytes_of_pair(whole)
+
+
+def test_readmes_shards_by_ray(one, readme, tmp_path, monkeypatch):
+    """What stands in for Ray runs each job at once."""
+
+    def remote(max_retries):
+        return lambda function: types.SimpleNamespace(remote=function)
+
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(remote=remote, get=list))
+    monkeypatch.setitem(sys.modules, "megatron_min", one)
     os.mkdir("books")
-    rng = np.random.default_rng(5)
-    texts = ["".join(chr(97 + letter) for letter in rng.integers(0, 26, 300)) for _ in range(200)]
-    jsonl("books/a.jsonl.gz", texts[:100])
-    jsonl("books/b.jsonl.gz", texts[100:])
-    jsonl("wiki.jsonl", texts)
-    section = readme.partition("\n## Commands")[2].partition("\n## ")[0]
-    (commands,) = re.findall(r"^```sh\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    (toml,) = re.findall(r"^```toml\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    pathlib.Path("run.toml").write_text(toml, encoding="utf-8")
-    names = set()
-    for line in commands.splitlines():
-        program, name, *options = line.partition("#")[0].replace("'", "").split()
-        assert program == "megatron-min"
-        names.add(name)
-        if name != "demo":  # it has a test of its own
-            code, out, err = command(one, capsys, name, *options)
-            assert code == 0 and out, (line, err)
-    _, out, _ = command(one, capsys, "--help")
-    assert names == set(re.findall(r"^    (\w+)", out, re.MULTILINE))
+    jsonl("books/a.jsonl", ["a" * k for k in range(50)])
+    exec(readme_block(readme, "python", "ray.remote"), {})
+    whole = one.preprocess("books/*.jsonl", "whole", append_eod=True)["text"]
+    assert bytes_of_pair("books_text_document") == bytes_of_pair(whole)
 
 
-def readme_script(readme, words):
-    """The block of Python in README that has these words."""
-    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    (script,) = [block for block in blocks if words in block]
-    return script
+def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "megatron_min", one)
+    texts = ["first", "", "third"]
+    table = sys.modules["pyarrow"].table({"text": texts, "more": [1, 2, 3]})
+    parquet.write_table(table, "corpus.parquet")
+    exec(readme_block(readme, "python", "pyarrow.parquet"), {})
+    whole = one.preprocess(texts=texts, output_prefix="whole", append_eod=True)["text"]
+    assert bytes_of_pair("corpus_text_document") == bytes_of_pair(whole)
 
 
-# What pretrain_gpt.py does for its data, written anew.  The loader of Megatron-LM has a sampler of
-# its own; here a list of lists stands in for it.
+def test_readmes_comparison_of_two_tokenizers(one, readme, tmp_path, monkeypatch):
+    """It passes where gigatoken makes the same ids, and fails where it does not."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("gigatoken")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "megatron_min", one)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    text = (HERE / "megatron_min.py").read_text(encoding="utf-8")
+    special = ["<|endoftext|>"]
+    tokenizer.train_from_iterator([text], 2000, special_tokens=special, show_progress=False)
+    tokenizer.save("tokenizer.json")
+    jsonl("corpus.jsonl", text.split("\n\n")[:500])
+    comparison = readme_block(readme, "python", "gigatoken:")
+    exec(comparison, {})
+    with pytest.raises(AssertionError):
+        exec(comparison.replace("fast.tokenize(text)", "fast.tokenize(text[1:])"), {})
+
+
+# What pretrain_gpt.py does for its data, written anew.
 PRETRAIN_GPT = """
-import functools
-import torch
-
 def core_gpt_dataset_config_from_args(args):
     return GPTDatasetConfig(
         random_seed=args.seed, sequence_length=args.seq_length, blend=args.blend,
@@ -11518,22 +10334,22 @@ def core_gpt_dataset_config_from_args(args):
         defer_npy_index_mmap=False, context_parallel_size=1, data_parallel_size=1,
         sequence_parallel_size=0, hybrid_context_parallel=False)
 
-def is_dataset_built_on_rank(vp_stage=None):
-    return True
-
-def train_valid_test_datasets_provider(args, sizes, vp_stage=None):
+def train_valid_test_datasets_provider(args, sizes):
     config = core_gpt_dataset_config_from_args(args)
     dataset_type = MockGPTDataset if args.blend is None else GPTDataset
-    is_built = functools.partial(is_dataset_built_on_rank, vp_stage=vp_stage)
-    return BlendedMegatronDatasetBuilder(dataset_type, sizes, is_built, config).build()
-
-def build_pretraining_data_loader(args, dataset):
-    split = dataset.split if hasattr(dataset, "split") else dataset.index_split
-    order = list(range(len(dataset)))
-    batch_sampler = [order[k : k + 2] for k in range(0, args.num_samples[split.name], 2)]
-    return torch.utils.data.DataLoader(
-        dataset, batch_sampler=batch_sampler, num_workers=args.num_workers, pin_memory=False)
+    return BlendedMegatronDatasetBuilder(dataset_type, sizes, lambda: True, config).build()
 """
+
+
+@pytest.fixture
+def two_corpora(mm, tmp_path):
+    """Prefixes of 60 documents each, which end in eods."""
+    rng = np.random.default_rng(6)
+    prefixes = []
+    for name in "ab":
+        docs = [[*rng.integers(1, 90, 20), 0] for _ in range(60)]
+        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
+    return prefixes
 
 
 @pytest.mark.parametrize(
@@ -11542,26 +10358,20 @@ def build_pretraining_data_loader(args, dataset):
     ids=["blend", "no-weights", "one-corpus"],
 )
 def test_two_import_lines_of_pretrain_gpt(
-    mm, up, readme, tmp_path, group, monkeypatch, corpora, weights, resets, num_workers
+    mm, up, readme, tmp_path, group, monkeypatch, two_corpora, corpora, weights, resets, num_workers
 ):
     """Its own functions make the same batches with README's imports in the place of upstream's."""
-    (diff,) = re.findall(r"^```diff\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    diff = readme_block(readme, "diff", "import")
     monkeypatch.setitem(sys.modules, "megatron_min", mm)
-    rng = np.random.default_rng(6)
-    prefixes = []
-    for name in "ab"[:corpora]:
-        docs = [[*rng.integers(1, 90, 20), 0] for _ in range(60)]
-        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
     args = types.SimpleNamespace(
         seed=7,
         seq_length=8,
-        blend=(prefixes, weights),
+        blend=(two_corpora[:corpora], weights),
         split="8,1,1",
         tokenizer=Tok(),
         resets=resets,
-        num_workers=num_workers,
-        num_samples={"train": 20, "valid": 8, "test": 4},
     )
+    sizes = [20, 8, 4]
     loaders = {}
     for sign in "-+":
         imports = re.findall(rf"^\{sign}(.+)", diff, re.MULTILINE)
@@ -11569,84 +10379,49 @@ def test_two_import_lines_of_pretrain_gpt(
         names = {}
         exec("\n".join(imports) + PRETRAIN_GPT, names)
         args.data_cache_path = str(tmp_path / {"-": "theirs", "+": "ours"}[sign])
-        provide = names["train_valid_test_datasets_provider"]
-        datasets = quiet(provide, args, list(args.num_samples.values()))
-        loaders[sign] = [names["build_pretraining_data_loader"](args, d) for d in datasets]
+        loaders[sign] = []
+        datasets = quiet(names["train_valid_test_datasets_provider"], args, sizes)
+        for dataset, size in zip(datasets, sizes, strict=True):
+            part = torch.utils.data.Subset(dataset, range(size))
+            loader = torch.utils.data.DataLoader(part, 2, num_workers=num_workers)
+            loaders[sign].append(loader)
     for found, wanted in zip(loaders["+"], loaders["-"], strict=True):
         for ours, theirs in zip(quiet(list, found), quiet(list, wanted), strict=True):
-            assert list(ours) == list(theirs)
-            for key in theirs:
-                assert torch.equal(ours[key], theirs[key]) or key == "dataset_id"
             if "dataset_id" in theirs:  # int64 here, int16 there
-                assert ours["dataset_id"].tolist() == theirs["dataset_id"].tolist()
+                theirs["dataset_id"] = theirs["dataset_id"].long()
+            same_samples(ours, theirs)
 
 
 @pytest.mark.parametrize("consumed, eval_iters", [(0, 1), (8, 1), (8, 0)])
-def test_the_data_path_of_pretrain_gpt(
-    mm, up, readme, tmp_path, group, monkeypatch, consumed, eval_iters
-):
-    """Its batches are upstream's samples in order; a run may go on, and need not evaluate."""
-    rng = np.random.default_rng(3)
-    prefixes = []
-    for name in "ab":
-        docs = [[*rng.integers(1, 90, 20), 0] for _ in range(60)]
-        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
-    args = types.SimpleNamespace(
-        data_path=["3", prefixes[0], "7", prefixes[1]],
-        data_cache_path=str(tmp_path / "ours"),
-        seed=7,
-        seq_length=8,
-        split="8,1,1",
-        reset_position_ids=True,
-        reset_attention_mask=False,
-        eod_mask_loss=True,
-        create_attention_mask_in_dataloader=False,
-        train_iters=6,
-        global_batch_size=4,
-        micro_batch_size=2,
-        eval_interval=3,
-        eval_iters=eval_iters,
-        num_workers=1,
+def test_readmes_rows_for_megatron_lm(mm, up, tmp_path, group, two_corpora, consumed, eval_iters):
+    """The batches are upstream's samples in order; a run may go on, and need not evaluate."""
+    blend = mm.get_blend_from_list(["3", two_corpora[0], "7", two_corpora[1]])
+    sizes = mm.get_train_valid_test_num_samples(
+        train_iters=6, global_batch_size=4, eval_interval=3, eval_iters=eval_iters
     )
-    monkeypatch.setitem(sys.modules, "megatron_min", mm)
-    names = {}
-    exec(readme_script(readme, "From pretrain_gpt.py"), names)
-    groups = mm.ParallelGroups()
-    firsts = [consumed, consumed // 2 * eval_iters, 0]
-    iterators = names["build_data_iterators"](args, Tok(), groups, *firsts[:2])
-
-    fields = {"split": "8,1,1", "random_seed": 7, "path_to_cache": str(tmp_path / "theirs")}
-    fields |= {"reset_position_ids": True, "eod_mask_loss": True}
-    cfg = config(up, (prefixes, [3.0, 7.0]), **fields)
+    fields = {"split": "8,1,1", "reset_position_ids": True, "eod_mask_loss": True}
+    ours = build(mm, sizes, config(mm, blend, path_to_cache=str(tmp_path / "ours"), **fields))
+    cfg = config(up, blend, path_to_cache=str(tmp_path / "theirs"), **fields)
     theirs = quiet(build, up, [6 * 4, 3 * 4, 4], cfg)
+    groups = mm.ParallelGroups()
+    layout = {"micro_batch_size": 2, "data_parallel_rank": groups.rank("dp")}
+    layout["data_parallel_size"] = groups.size("dp")
+    firsts = [consumed, consumed // 2 * eval_iters, 0]
+    loaders = []
+    for dataset, first in zip(ours, firsts, strict=True):
+        loaders.append(mm.build_pretraining_data_loader(dataset, first, **layout))
     if eval_iters == 0:
-        assert iterators[1:] == [None, None]
-        iterators, theirs, firsts = iterators[:1], theirs[:1], firsts[:1]
-    keys = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-    for iterator, dataset, first in zip(iterators, theirs, firsts, strict=True):
+        assert loaders[1:] == [None, None]
+        loaders, theirs, firsts = loaders[:1], theirs[:1], firsts[:1]
+    for loader, dataset, first in zip(loaders, theirs, firsts, strict=True):
+        batches = iter(loader)
         for k in range(first, len(dataset) - 1, 2):
-            batch = dict(zip(keys, names["next_batch"](args, iterator, groups), strict=True))
+            batch = mm.get_batch(batches, groups, micro_batch_size=2, sequence_length=8)
             assert batch.pop("attention_mask") is None
             rows = [quiet(dataset.__getitem__, k), quiet(dataset.__getitem__, k + 1)]
             wanted = torch.utils.data.default_collate(rows)
             for key, found in batch.items():
                 same(found, wanted[key], (key, k))
-
-
-def test_shards_by_another_engine(one, readme, tmp_path, monkeypatch):
-    """README's lines for Ray; what stands in for Ray here runs each job at once."""
-
-    def remote(max_retries):
-        return lambda function: types.SimpleNamespace(remote=function)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(remote=remote, get=list))
-    monkeypatch.setitem(sys.modules, "megatron_min", one)
-    os.mkdir("books")
-    jsonl("books/a.jsonl", ["a" * k for k in range(50)])
-    exec(readme_script(readme, "ray.remote"), {})
-    whole = one.preprocess("books/*.jsonl", "whole", append_eod=True)["text"]
-    assert bytes_of_pair("books_text_document") == bytes_of_pair(whole)
 
 
 @pytest.fixture
@@ -11655,18 +10430,18 @@ def training_folder(one, readme, tmp_path):
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
     one.preprocess(jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "corpus", append_eod=True)
-    script = readme_script(readme, "python train.py PREFIX")
+    script = readme_block(readme, "python", "python train.py PREFIX")
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
     return tmp_path
 
 
-def run_training(folder, ranks=1, layout=()):
+def run_training(folder, ranks=1, **layout):
     """What train.py prints, on so many ranks."""
-    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | layout
     launcher = []
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    run = [sys.executable, *launcher, "train.py", "corpus_text_document", *layout]
+    run = [sys.executable, *launcher, "train.py", "corpus_text_document"]
     done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -11674,29 +10449,22 @@ def run_training(folder, ranks=1, layout=()):
 
 @pytest.mark.slow
 def test_training_script_has_equal_losses_on_1_2_and_4_ranks(training_folder):
+    """It learns; and it goes on where it stopped, on other ranks."""
     lines = run_training(training_folder)
-    losses = [float(loss) for loss in re.findall(r": loss (\S+)", "\n".join(lines))]
-    assert len(losses) == 4 and losses[-1] < losses[0]  # it learns
-    assert len(lines) == 6 and ": valid loss " in lines[-1]
-    for ranks, layout in ((2, ["2"]), (4, []), (4, ["2", "2"])):
-        os.remove(training_folder / "checkpoint.pt")
-        assert run_training(training_folder, ranks, layout) == lines, layout
-
-
-@pytest.mark.slow
-def test_training_script_goes_on_where_it_stopped(training_folder):
-    """Ten steps on one rank, ten more on two; a third start says that nothing is left to do."""
-    unbroken = run_training(training_folder)
-    (training_folder / "checkpoint.pt").unlink()
+    losses = [float(line.rpartition(" ")[2]) for line in lines]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    checkpoint = training_folder / "checkpoint.pt"
+    for ranks, layout in ((2, {"TP": "2"}), (4, {}), (4, {"TP": "2", "CP": "2"})):
+        checkpoint.unlink()
+        assert run_training(training_folder, ranks, **layout) == lines, layout
+    checkpoint.unlink()
     path = training_folder / "train.py"
     script = path.read_text(encoding="utf-8")
     path.write_text(script.replace("\nsteps = 20\n", "\nsteps = 10\n"), encoding="utf-8")
     first = run_training(training_folder)
-    assert first == unbroken[:3]
     path.write_text(script, encoding="utf-8")
-    assert first + run_training(training_folder, 2) == unbroken
-    (line,) = run_training(training_folder, 2)
-    assert "all 20 steps" in line
+    assert first + run_training(training_folder, 2) == lines
+    assert run_training(training_folder) == []
 
 
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
@@ -11707,7 +10475,7 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
     names["builder"] = types.SimpleNamespace(build=lambda: [train, train, None])
     for iter_num in (0, 3):
         names["iter_num"] = iter_num
-        exec(readme_script(readme, "def get_batch(split)"), names)
+        exec(readme_block(readme, "python", "def get_batch(split)"), names)
         for step in range(iter_num, 6):
             wanted = train.batch([4 * step + 2, 4 * step + 3])
             for found, key in zip(names["get_batch"]("train"), ("tokens", "labels"), strict=True):
