@@ -2448,18 +2448,12 @@ def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list
 
     reader   an IndexedDataset, or a reader of the user's own, which has get()
     """
-    all_pieces = list(itertools.chain.from_iterable(pieces_of_samples))
+    all_pieces = [piece for pieces in pieces_of_samples for piece in pieces]
     if type(reader) is IndexedDataset:
-        all_parts = reader.get_many(all_pieces)
+        parts = iter(reader.get_many(all_pieces))
     else:
-        all_parts = [reader.get(*piece) for piece in all_pieces]
-    parts_of_samples = []
-    first = 0
-    for pieces in pieces_of_samples:
-        end = first + len(pieces)
-        parts_of_samples.append(all_parts[first:end])
-        first = end
-    return parts_of_samples
+        parts = iter([reader.get(*piece) for piece in all_pieces])
+    return [[next(parts) for _ in pieces] for pieces in pieces_of_samples]
 
 
 _generators = threading.local()  # one of each thread that builds
