@@ -2179,14 +2179,14 @@ class GPTDataset(MegatronDataset):
         )
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of sample idx before padding, int64, and the sequences they are from.
+        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
 
-        These are S + x tokens, fewer only in a last short sample.  Subclasses override it; the
-        sequences, and what theirs returns behind them, are not looked at.
+        Subclasses override it.  If theirs returns fewer than S + x tokens, padding follows; the
+        sequences, and what it returns behind them, are not looked at.
         """
         [text] = self._read_texts([idx])
         documents = [i for i, _, _ in self.pieces(idx)]
-        return text, np.array(documents, np.int64)
+        return self._pad(idx, text), np.array(documents, np.int64)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
@@ -2448,18 +2448,12 @@ def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list
 
     reader   an IndexedDataset, or a reader of the user's own, which has get()
     """
-    all_pieces = list(itertools.chain.from_iterable(pieces_of_samples))
+    all_pieces = [piece for pieces in pieces_of_samples for piece in pieces]
     if type(reader) is IndexedDataset:
-        all_parts = reader.get_many(all_pieces)
+        parts = iter(reader.get_many(all_pieces))
     else:
-        all_parts = [reader.get(*piece) for piece in all_pieces]
-    parts_of_samples = []
-    first = 0
-    for pieces in pieces_of_samples:
-        end = first + len(pieces)
-        parts_of_samples.append(all_parts[first:end])
-        first = end
-    return parts_of_samples
+        parts = iter([reader.get(*piece) for piece in all_pieces])
+    return [[next(parts) for _ in pieces] for pieces in pieces_of_samples]
 
 
 _generators = threading.local()  # one of each thread that builds
@@ -2774,8 +2768,8 @@ class BlendedDataset(_SampleTable):
         config: BlendedMegatronDatasetConfig,
         phases: list | None = None,
     ) -> None:
-        # What cannot be is refused, weight 0 is dropped, and a single phase without a weight of 0 is
-        # weights and size from here on.
+        # What cannot be is refused, weight 0 is dropped, and a single phase without a weight of 0
+        # becomes weights and size.
         self.datasets, weights, size, phases = _checked_blend(datasets, weights, size, phases)
         if phases is not None:
             self.size = sum(samples for samples, _ in phases)
