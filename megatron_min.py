@@ -5529,7 +5529,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         except RuntimeError as error:
             if "shutdown" not in str(error):
                 raise
-            # The script has ended while a thread of its own reads on: end that, without a traceback.
+            # The script has ended while a thread of its own reads on: that ends without a word.
             raise SystemExit from None
 
     def _make_batch(self, indices):
@@ -5564,7 +5564,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         try:
             consumed = operator.index(state["consumed_samples"])
             version = state["version"]
-            saved = json.loads(state["past"])
+            saved = dict(json.loads(state["past"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
         self.batch_sampler._check_start(consumed)
@@ -5662,7 +5662,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             if was != now:
                 break
         what, _, d = key.partition(" of corpus ")
-        if what == "taken":
+        if key == "taken":
             counts = list(itertools.zip_longest(was, now, fillvalue=0))
             d = [old == new for old, new in counts].index(False)
             was, now = counts[d]
