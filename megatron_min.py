@@ -5276,11 +5276,11 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """The future of a batch."""
         try:
             return pool.submit(self._make_batch, indices)
-        except RuntimeError:
-            # The script has ended, while a thread of its own still reads: no pool begins anything.
-            future = concurrent.futures.Future()
-            future.set_result(self._make_batch(indices))
-            return future
+        except RuntimeError as error:
+            if "shutdown" not in str(error):
+                raise
+            # The script has ended while a thread of its own reads on: that ends without a word.
+            raise SystemExit from None
 
     def _make_batch(self, indices):
         """One batch; where there is a GPU, in pinned memory, from which it copies faster."""
@@ -5314,7 +5314,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         try:
             consumed = operator.index(state["consumed_samples"])
             version = state["version"]
-            saved = json.loads(state["past"])
+            saved = dict(json.loads(state["past"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
         self.batch_sampler._check_start(consumed)
@@ -5412,7 +5412,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             if was != now:
                 break
         what, _, d = key.partition(" of corpus ")
-        if what == "taken":
+        if key == "taken":
             counts = list(itertools.zip_longest(was, now, fillvalue=0))
             d = [old == new for old, new in counts].index(False)
             was, now = counts[d]
@@ -5633,11 +5633,6 @@ class RerunDataIterator(collections.abc.Iterator):
 
         What is read from now on is kept, as after advance().
         """
-        for key in ("saved_microbatches", "replaying", "replay_pos"):
-            if key not in state:
-                raise ValueError(
-                    f"no state of a RerunDataIterator: wanted {key}, got {list(state)}"
-                )
         self.saved_microbatches = list(state["saved_microbatches"])
         self.replaying = state["replaying"]
         self.replay_pos = state["replay_pos"]
@@ -5666,16 +5661,12 @@ def get_train_valid_test_num_samples(
     """
     if (train_iters is None) == (train_samples is None):
         raise ValueError(f"give train_iters or train_samples, got {train_iters}, {train_samples}")
-    if global_batch_size < 1:
-        raise ValueError(f"global_batch_size must be >= 1, got {global_batch_size}")
-    if eval_interval < 1:
-        raise ValueError(f"eval_interval must be >= 1, got {eval_interval}")
     if train_samples is None:
         train_samples = train_iters * global_batch_size
-    if train_samples < 0 or eval_iters < 0:
+    if min(global_batch_size, eval_interval) < 1 or min(train_samples, eval_iters) < 0:
         raise ValueError(
-            "wanted training samples or steps, and eval_iters, >= 0, "
-            f"got {train_samples} samples and eval_iters {eval_iters}"
+            "wanted global_batch_size and eval_interval >= 1, samples and eval_iters >= 0, got "
+            f"{global_batch_size}, {eval_interval}, {train_samples} samples and {eval_iters}"
         )
     evaluations = 1
     if not skip_train:
@@ -5716,11 +5707,11 @@ class NumMicroBatches:
         ramp = rampup_batch_size
         if not ramp:
             ramp = (global_batch_size, 1, 0)  # one size from the start
-        if len(ramp) != 3:
-            raise ValueError(f"rampup_batch_size is (start, increment, samples), got {ramp}")
+        if len(ramp) != 3 or min(ramp[:2]) < 1 or ramp[2] < 0:
+            raise ValueError(
+                f"rampup_batch_size is (start >= 1, increment >= 1, samples >= 0), got {ramp}"
+            )
         start, increment, samples = ramp
-        if start < 1 or increment < 1 or samples < 0:
-            raise ValueError(f"ramp-up {ramp}: wanted start and increment >= 1, samples >= 0")
         self.global_batch_size = global_batch_size
         self.unit = micro_batch_size * data_parallel_size
         self.samples = samples
