@@ -9725,8 +9725,7 @@ def random_corpora(rng, prefixes):
         weights = rng.integers(1, 5, len(chosen)).astype(float)
     if rng.random() < 0.4:
         return chosen, None
-    as_text = rng.random() < 0.3  # as in a JSON file of arguments
-    return chosen, [str(weight) if as_text else weight for weight in weights.tolist()]
+    return chosen, weights.tolist()
 
 
 def random_build(rng, prefixes):
