@@ -3151,8 +3151,7 @@ class BlendedMegatronDatasetBuilder:
             corpora = []
             for prefix, size in zip(entry.prefixes, sizes, strict=True):
                 corpora.append((entry, prefix, opened[prefix], size))
-            threads = self.config.num_dataset_builder_threads
-            parts = _in_threads(threads, self._build_part, corpora)
+            parts = self._for_each(self._build_part, corpora)
             dataset = parts[0] if entry.is_one_corpus else self._mix(entry, parts)
             found[entry.split].append(dataset)
         datasets = []
@@ -3172,9 +3171,16 @@ class BlendedMegatronDatasetBuilder:
             prefixes += entry.prefixes
         prefixes = list(dict.fromkeys(prefixes))  # each once
         _allow_open_files(self._entries, prefixes)  # a process may open few by default
-        threads = self.config.num_dataset_builder_threads
-        corpora = _in_threads(threads, self._open, prefixes)
+        corpora = self._for_each(self._open, prefixes)
         return dict(zip(prefixes, corpora, strict=True))
+
+    def _for_each(self, function, items):
+        """[function(item) for each item], so many at a time as the config says."""
+        threads = self.config.num_dataset_builder_threads
+        if threads == 1:
+            return [function(item) for item in items]
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(function, items))  # which begins no further one after an error
 
     def _open(self, prefix):
         """Open a corpus; ValueError where int32 cannot number its sequences."""
@@ -3238,20 +3244,6 @@ class BlendedMegatronDatasetBuilder:
 
 def _do_nothing():
     """The part of a rank that only waits for the others."""
-
-
-def _in_threads(num_threads, function, items):
-    """[function(item) for each item], so many at a time; after an error no further one is begun."""
-    if num_threads == 1 or len(items) == 1:
-        return [function(item) for item in items]
-    pool = concurrent.futures.ThreadPoolExecutor(num_threads)
-    try:
-        futures = [pool.submit(function, item) for item in items]
-        # There may be hundreds of corpora, of hours each.
-        concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-        return [future.result() for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _allow_open_files(entries, prefixes):
