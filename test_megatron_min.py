@@ -83,6 +83,7 @@ def usual_warnings(request):
     with warnings.catch_warnings():
         if request.node.get_closest_marker("filterwarnings") is None:
             warnings.simplefilter("default")
+            warnings.simplefilter("ignore", ResourceWarning)
         yield
 
 
