@@ -78,7 +78,7 @@ Part III, the tools
     17. Tokenizers                which tokenizers can a command use?
     18. Preprocessing             how is a big corpus tokenized, on all cores and many machines?
     19. Fine-tuning data          how does a conversation become a sample, at access?
-    20. Audit                     which documents made this batch, and what will this blend do?
+    20. Audit                     which documents made a sample, and where is a document read?
     21. The command line          how is all this run from a shell?
 """
 
@@ -5756,15 +5756,6 @@ class NumMicroBatches:
 # the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
 # nothing: its launcher (torchrun) stops the others and names it.
 
-# -- what a user may get wrong: indices, splits, weights, phases, configs --------------------------
-
-
-# -- what a user may get wrong: samples, blends, samplers, layouts, batches ------------------------
-
-
-# -- one error for every rank ------------------------------------------------------------------
-
-
 # The classes that reach other ranks as themselves.  An error of any other class becomes a
 # RuntimeError, with the name of that class behind the sentence.
 _SHARED_ERRORS = {
@@ -6048,18 +6039,6 @@ if IMPLEMENTATION == "c":
     build_blending_indices = _c_build_blending_indices
     build_exhaustive_blending_indices = _c_build_exhaustive_blending_indices
     GPTDataset.fill = _c_fill
-
-
-def _describe_kernels():
-    """Return which kernels run, and why those of C do not; pip hides what a build says."""
-    if IMPLEMENTATION == "c":
-        return "kernels: c"
-    if os.environ.get("MEGATRON_MIN_C") == "0":
-        return "kernels: python, for MEGATRON_MIN_C=0"
-    return (
-        "kernels: python, for the C extension was not built or cannot be loaded; "
-        "reinstall with MEGATRON_MIN_C=1 to see why"
-    )
 
 
 # ==============================================================================
@@ -7425,7 +7404,7 @@ class _ParquetRows:
 # ==============================================================================
 # 20. Audit
 # ==============================================================================
-# Question answered here: which documents made this sample, and which samples read this document?
+# Question answered here: which documents made a sample, and which samples read a document?
 #
 #   trace(dataset, k)         a sample      ->  its spans: which tokens of which documents
 #   find(dataset, pair, i)    a sequence    ->  the samples that hold tokens of it
