@@ -280,8 +280,8 @@ def get_bin_path(path_prefix: str | os.PathLike) -> str:
 class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
-    A read is a view: nothing is copied, and the view keeps the mapping alive.  _FileTokens, and
-    _RemoteFile in section 13, have the same two methods.
+    A read is a view: nothing is copied, and the view keeps the mapping alive.  The two other places
+    that tokens come from have the same two methods: _FileTokens, and _RemoteFile in section 13.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
@@ -384,9 +384,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.object_storage_config = object_storage_config
         self.check = check
         self._verified = False
-        content = self._open_index()
-        self._idx_content = content
-        _, _, code, n, m = _HEADER.unpack_from(content)
+        self._idx_stamp = _file_stamp(get_idx_path(self.path_prefix))  # its size and its time
+        self._content = self._map_index()
+        content = self._content
+        code, n, m = self._read_header()
         self.dtype = DType.dtype_from_code(code)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
@@ -394,57 +395,40 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.sequence_modes = None
         if multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
+        self._bin_stamp = _file_stamp(get_bin_path(self.path_prefix))
         self._token_bytes = DType.size(self.dtype)
-        self._tokens = self._open_bin()
         self.num_tokens = self._bin_stamp["size"] // self._token_bytes
+        self._check_ends()
+        self._tokens = self._open_bin()
         if check:
             self.verify()
 
-    def _open_index(self):
-        """The bytes of the .idx, mapped, after a look at its header, and at its size."""
+    def _map_index(self):
+        """The bytes of the .idx; those of a local copy, if it is on object storage."""
         path = get_idx_path(self.path_prefix)
-        self._idx_stamp = _file_stamp(path)
-        local_path = path
         if _is_remote(path):
-            local_path = _fetch_index(path, self._idx_stamp, self.object_storage_config)  # a copy
-        content = _map_file(local_path)
-        found = len(content)
+            path = _fetch_index(path, self._idx_stamp, self.object_storage_config)
+        return _map_file(path)
+
+    def _read_header(self):
+        """(dtype code, n, m) of an .idx that has the size that they ask for."""
+        path = get_idx_path(self.path_prefix)
+        found = len(self._content)
         if found < _HEADER.size:
             raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
-        magic, version, code, n, m = _HEADER.unpack_from(content)
+        magic, version, code, n, m = _HEADER.unpack_from(self._content)
         if magic != _MAGIC or version != _VERSION:
             raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
         if not 1 <= code <= 8:
             raise _format_error(path, "dtype code", "1 to 8", code)
-        without_modes = 34 + 12 * n + 8 * m
-        with_modes = without_modes + n
-        if self.multimodal and found != with_modes:
-            raise _format_error(path, "file size", f"{with_modes} bytes with modes", found)
-        if found not in (without_modes, with_modes):
-            wanted = f"{with_modes} bytes with modes or {without_modes} without"
-            raise _format_error(path, "file size", wanted, found)
-        return content
+        sizes = {"with modes": 34 + 13 * n + 8 * m}
+        if not self.multimodal:
+            sizes["without modes"] = 34 + 12 * n + 8 * m
+        if found not in sizes.values():
+            raise _format_error(path, "file size", sizes, found)
+        return code, n, m
 
-    def _open_bin(self):
-        """Where the tokens come from; the .bin has the size that the .idx says."""
-        idx_path = get_idx_path(self.path_prefix)
-        bin_path = get_bin_path(self.path_prefix)
-        self._bin_stamp = _file_stamp(bin_path)
-        self._check_ends(self._bin_stamp["size"])
-        if _is_remote(bin_path):
-            tokens = _RemoteFile(bin_path, self.dtype)
-        elif self.mmap:
-            tokens = _MappedTokens(bin_path, self.dtype)
-        else:
-            tokens = _FileTokens(bin_path, self.dtype)
-        # Another process may replace the pair meanwhile.  It does so in this order: the old .idx
-        # goes, the new .bin comes, the new .idx comes (section 11).  So if the .idx is the same
-        # before and after the .bin was opened, they belong together.
-        if _file_stamp(idx_path) != self._idx_stamp:
-            raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
-        return tokens
-
-    def _check_ends(self, bin_size):
+    def _check_ends(self):
         """The documents run from 0 to n, and the last sequence ends where the .bin ends."""
         path = get_idx_path(self.path_prefix)
         n = len(self)
@@ -455,6 +439,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         if n:
             last_size = int(self.sequence_lengths[-1]) * self._token_bytes
             end = int(self.sequence_pointers[-1]) + last_size
+        bin_size = self._bin_stamp["size"]
         if bin_size != end or end % self._token_bytes:
             raise _format_error(
                 get_bin_path(self.path_prefix),
@@ -462,6 +447,23 @@ class IndexedDataset(torch.utils.data.Dataset):
                 f"{end} bytes, as {path} says, a multiple of {self._token_bytes}",
                 f"{bin_size}: the file is truncated, or belongs to another .idx",
             )
+
+    def _open_bin(self):
+        """Where the tokens come from."""
+        path = get_bin_path(self.path_prefix)
+        if _is_remote(path):
+            tokens = _RemoteFile(path, self.dtype)
+        elif self.mmap:
+            tokens = _MappedTokens(path, self.dtype)
+        else:
+            tokens = _FileTokens(path, self.dtype)
+        # Another process may replace the pair meanwhile.  It does so in this order: the old .idx
+        # goes, the new .bin comes, the new .idx comes (section 11).  So if the .idx is the same
+        # before and after the .bin was opened, they belong together.
+        idx_path = get_idx_path(self.path_prefix)
+        if _file_stamp(idx_path) != self._idx_stamp:
+            raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
+        return tokens
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -481,7 +483,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return length tokens of sequence idx from offset on (default: to its end).
 
         The result is a 1-D array of the dtype of the file; with modes it is (tokens, mode).
-        IndexError for a place outside of the sequence.  Upstream: the same name.
+        IndexError for a place outside of the sequence.
         """
         i = _position(idx, len(self), self.path_prefix)  # -1 is the last sequence
         first, count = self._span(i, offset, length)
@@ -514,9 +516,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         offset = operator.index(offset)
         length = size - offset if length is None else operator.index(length)
         if offset < 0 or length < 0 or offset + length > size:
-            field = f"tokens of sequence {i}"
-            wanted = f"{offset} to {offset + length}"
-            raise _format_error(self.path_prefix, field, wanted, size, IndexError)
+            wanted = f"tokens {offset} to {offset + length} of sequence {i}"
+            path = _hide_credentials(self.path_prefix)
+            raise IndexError(f"{path}: wanted {wanted}, which has {size}")
         return start + offset, length
 
     def verify(self) -> None:
@@ -525,43 +527,34 @@ class IndexedDataset(torch.utils.data.Dataset):
         Lengths are >= 0, each pointer is the bytes of the sequences before it, and documents never
         go back.
         """
-        if not self._verified:
-            self._verify_sequences()
-            self._verify_documents()
-            self._verified = True
-
-    def _verify_sequences(self):
-        """Each sequence begins where the one before it ends."""
-        path = get_idx_path(self.path_prefix)
+        if self._verified:
+            return
         end = 0
-        for low in range(0, len(self), _CHUNK):
+        for low in range(0, max(len(self), len(self.document_indices)), _CHUNK):
             lengths = self.sequence_lengths[low : low + _CHUNK]
             pointers = self.sequence_pointers[low : low + _CHUNK]
-            ends = pointers + lengths * np.int64(self._token_bytes)
-            wanted = np.concatenate([[end], ends[:-1]])
-            wrong = np.flatnonzero((lengths < 0) | (pointers != wanted))
-            if len(wrong):
-                at = wrong[0]
-                if lengths[at] < 0:
-                    raise _format_error(path, f"sequence_lengths[{low + at}]", ">= 0", lengths[at])
-                field = f"sequence_pointers[{low + at}]"
-                raise _format_error(path, field, wanted[at], pointers[at])
+            documents = self.document_indices[low : low + _CHUNK + 1]  # and the next chunk's first
+            ends = np.concatenate([[end], pointers + lengths * np.int64(self._token_bytes)])
             end = ends[-1]
+            self._refuse_first("sequence_lengths", low, lengths < 0, ">= 0")
+            is_elsewhere = pointers != ends[:-1]
+            wanted = "the end of the sequence before it"
+            self._refuse_first("sequence_pointers", low, is_elsewhere, wanted)
+            is_lower = documents[1:] < documents[:-1]
+            self._refuse_first("document_indices", low + 1, is_lower, "at least the one before it")
+        self._verified = True
 
-    def _verify_documents(self):
-        """Each document begins where, or after, the one before it begins."""
-        path = get_idx_path(self.path_prefix)
-        for low in range(0, len(self.document_indices) - 1, _CHUNK):
-            found = self.document_indices[low : low + _CHUNK + 1]
-            wrong = np.flatnonzero(found[1:] < found[:-1])
-            if len(wrong):
-                at = wrong[0]
-                field = f"document_indices[{low + at + 1}]"
-                raise _format_error(path, field, f">= {found[at]}", found[at + 1])
+    def _refuse_first(self, name, low, is_wrong, wanted):
+        """DatasetFormatError for the first wrong entry, if any, from entry low of an array on."""
+        places = np.flatnonzero(is_wrong)
+        if len(places):
+            at = low + places[0]
+            found = getattr(self, name)[at]
+            raise _format_error(get_idx_path(self.path_prefix), f"{name}[{at}]", wanted, found)
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
-        """Return True if both files of the pair exist.  Upstream: the same name."""
+        """Return True if both files of the pair exist."""
         try:
             _file_stamp(get_idx_path(path_prefix))
             _file_stamp(get_bin_path(path_prefix))
@@ -585,7 +578,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
         These are its size, the time of its last change, and a digest of its first and last page.
         """
-        ends = self._idx_content[:4096].tobytes() + self._idx_content[-4096:].tobytes()
+        ends = self._content[:4096].tobytes() + self._content[-4096:].tobytes()
         return {
             "idx_size": self._idx_stamp["size"],
             "idx_mtime_ns": self._idx_stamp["changed"],
@@ -617,17 +610,18 @@ def _position(idx, n, name):
     return i % n
 
 
-def _format_error(path, field, wanted, got, kind=DatasetFormatError):
+def _format_error(path, field, wanted, got):
     """The error that names the four things a reader of the message needs."""
-    return kind(_hide_credentials(f"{path}: {field}: wanted {wanted}, got {got}"))
+    sentence = f"{path}: {field}: wanted {wanted}, got {got}"
+    return DatasetFormatError(_hide_credentials(sentence))  # a path may be a URL with a password
 
 
 def _file_stamp(path: str | os.PathLike) -> dict:
-    """Return what tells a file from one that is written later: its size, its last change, ..."""
+    """Return what tells a file from one that is written later: its size, and its last change."""
     if _is_remote(path):
         return _RemoteFile(path).stamp()
     stat = os.stat(path)
-    return {"size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
+    return {"size": stat.st_size, "changed": stat.st_mtime_ns}
 
 
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
@@ -683,16 +677,14 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     def end_document(self) -> None:
         """End the document of the sequences that were added since the last end."""
-        self._check_open()
         self.document_indices.append(len(self.sequence_lengths))
 
     def add_index(self, path_prefix: str | os.PathLike) -> None:
         """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
 
         ValueError if the pair has another dtype, or modes that would be lost, or is the one that is
-        being written.  Upstream: the same name.
+        being written.
         """
-        self._check_open()
         source = get_bin_path(path_prefix)
         target = self._bin.path
         if os.path.realpath(source) == os.path.realpath(target):
@@ -704,7 +696,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 f"wanted {self.dtype.__name__} as in {target}"
             )
         without_modes = 34 + 12 * len(other) + 8 * len(other.document_indices)
-        if not self.multimodal and len(other._idx_content) > without_modes:
+        if not self.multimodal and len(other._content) > without_modes:
             raise ValueError(
                 f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
                 "multimodal=True"
@@ -724,7 +716,6 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         ValueError if sequences were added after the last document ended.  While it runs, it needs
         16 bytes more for each sequence.
         """
-        self._check_open()
         n = len(self.sequence_lengths)
         m = len(self.document_indices)
         if self.document_indices[-1] != n:
@@ -757,36 +748,39 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     # ---- The rest is what these methods share, and what section 18 calls.
 
-    def _append_documents(self, tokens, lengths, ends):
+    def _append_documents(self, content, lengths, ends):
         """Append sequences, and end documents.
 
-        tokens   an array of the builder's dtype: the sequences, laid end to end
+        content  the bytes of the sequences, laid end to end, as _encode_tokens() makes them
         lengths  of the sequences
         ends     one number for each document that ends here: how many sequences of this call come
                  before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no
                  sequence ends first, then one of two sequences, then one of one.
         """
         first = len(self.sequence_lengths)
-        self._append(tokens.view(np.uint8), lengths)
+        self._append(content, lengths)
         for end in ends:
             self.document_indices.append(first + int(end))
 
     def _append(self, content, lengths, modes=None):
         """Append sequences: their bytes, as the .bin file has them, their lengths and modes."""
-        lengths = _as_compact_array(lengths, "i", "lengths of sequences")
+        path = self._bin.path
+        try:
+            lengths = array.array("i", lengths)
+        except OverflowError:
+            found = f"lengths {lengths!s:.60}"
+            raise ValueError(f"{path}: wanted lengths below 2**31, got {found}") from None
         num_tokens = len(content) // self._token_dtype.itemsize
         if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
             raise ValueError(
-                f"{self._bin.path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
+                f"{path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
                 f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
             )
         if self.multimodal:
-            if modes is None:
-                modes = bytes(len(lengths))
-            modes = _as_compact_array(modes, "b", "modes of sequences")
+            modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
             if len(modes) != len(lengths):
                 raise ValueError(
-                    f"{self._bin.path}: wanted a mode for each of the {len(lengths)} sequences, "
+                    f"{path}: wanted a mode for each of the {len(lengths)} sequences, "
                     f"got {len(modes)} modes"
                 )
         self._write(content)
@@ -796,18 +790,11 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     def _write(self, content):
         """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
-        self._check_open()
         try:
             self._bin.file.write(content)
         except BaseException:
             self._bin.discard()
             raise
-
-    def _check_open(self):
-        """ValueError once the pair is finished, or a write has failed."""
-        if self._bin.file.closed:
-            path = self._bin.path
-            raise ValueError(f"{path} is finalized, or has failed: nothing can be added")
 
 
 def _encode_tokens(values, dtype):
@@ -816,8 +803,13 @@ def _encode_tokens(values, dtype):
     ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
     floating-point dtype, which the format knows too, are converted as numpy does.
     """
-    if not isinstance(values, np.ndarray):
-        values = _as_array(values, dtype)
+    if isinstance(values, torch.Tensor):
+        values = values.numpy(force=True)  # from any device
+    if isinstance(values, list):
+        # For integers that fit this is faster than np.asarray(), which looks for their least common
+        # dtype first.  A list of anything else falls through.
+        with contextlib.suppress(TypeError, OverflowError):
+            return array.array(dtype.char, values).tobytes()
     ids = np.asarray(values).reshape(-1)
     if ids.dtype == dtype or dtype.kind == "f" or len(ids) == 0:
         return ids.astype(dtype, copy=False).tobytes()
@@ -831,35 +823,6 @@ def _encode_tokens(values, dtype):
         at = misfits[0]
         raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
     return tokens.tobytes()
-
-
-def _as_tokens(values, dtype):
-    """Tensor, array or list -> 1-D array of dtype; ValueError at an id that does not fit."""
-    return np.frombuffer(_encode_tokens(values, dtype), dtype)
-
-
-def _as_array(values, dtype):
-    """Tensor, list or tuple -> array, of any dtype."""
-    if isinstance(values, torch.Tensor):
-        return values.numpy(force=True)  # from any device
-    if isinstance(values, list):
-        # For integers that fit this is faster than np.asarray(), which looks for their least common
-        # dtype first.  A list of anything else falls through.
-        with contextlib.suppress(TypeError, OverflowError):
-            return np.frombuffer(array.array(dtype.char, values), dtype)
-    return np.asarray(values)
-
-
-def _as_compact_array(values, typecode, name):
-    """Integers -> array.array, a few bytes each.
-
-    ValueError if one does not fit the typecode, TypeError if one is no integer.
-    """
-    try:
-        return array.array(typecode, values)
-    except OverflowError:
-        bits = 8 * array.array(typecode).itemsize
-        raise ValueError(f"{name}: {values!s:.60} does not fit {bits} bits") from None
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
@@ -4683,8 +4646,6 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
     The disk has both files, whole, before one gets its name; OSError if it is full.  If the .bin
     cannot be renamed, the old .idx comes back.
     """
-    if os.path.isdir(index.path):
-        raise IsADirectoryError(f"{index.path} is a folder: wanted the place of a file")
     tokens.finish()
     index.finish()
     record = f"{index.path.removesuffix('.idx')}.record.json"  # of the old pair (section 18)
@@ -5900,8 +5861,8 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
 
 @functools.wraps(_encode_tokens)
 def _c_encode_tokens(values, dtype):
-    if not isinstance(values, (list, np.ndarray)):
-        values = _as_array(values, dtype)
+    if isinstance(values, torch.Tensor):
+        values = values.numpy(force=True)  # from any device
     try:
         return _megatron_min.encode_tokens(values, dtype.kind, dtype.itemsize)
     except (TypeError, ValueError):
@@ -6399,8 +6360,8 @@ def preprocess(
         # Closed even where an exception ends the loop, so that workers never outlive the job.
         encoded_blocks = contextlib.closing(_encode_blocks(encoder, blocks, workers))
         for block, columns, block_faults in stack.enter_context(encoded_blocks):
-            for key, (tokens, lengths, ends) in columns.items():
-                builders[key]._append_documents(tokens, lengths, ends)
+            for key, (content, lengths, ends) in columns.items():
+                builders[key]._append_documents(content, lengths, ends)
             block.part.documents += len(ends)
             faults += block_faults
             block_bytes = sum(map(len, block.lines))
@@ -6514,10 +6475,10 @@ class _Encoder:
             eod = _attribute(tokenizer, "eod")
             if eod is None:
                 raise ValueError("append_eod wants a tokenizer with eod: this one has none")
-            self.eod = _as_tokens([eod], self.dtype)
+            self.eod = np.frombuffer(_encode_tokens([eod], self.dtype), self.dtype)
 
     def encode(self, lines):
-        """Return {key: (tokens, lengths, ends)} of lines: section 2's loop, for many at a time."""
+        """Return {key: (bytes of the tokens, lengths, ends)}: section 2's loop, for many lines."""
         rows = []
         for line in lines:
             if line.isspace():
@@ -6541,7 +6502,8 @@ class _Encoder:
                     pieces.extend(sequences)
                     pieces.append(self.eod)
                 ends.append(len(lengths))  # a document may have no sequences
-            columns[key] = (_as_tokens(np.concatenate(pieces), self.dtype), lengths, ends)
+            content = _encode_tokens(np.concatenate(pieces), self.dtype)
+            columns[key] = (content, lengths, ends)
         return columns
 
     def _parse(self, line):
