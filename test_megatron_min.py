@@ -4306,9 +4306,6 @@ def test_gradients_of_batches_that_are_cut_and_shared(one, run_on_ranks, world):
 # ==============================================================================
 
 
-# -- One file ----------------------------------------------------------------------------------
-
-
 def test_a_file_appears_whole_at_the_end(one, tmp_path, monkeypatch):
     """A name without a folder is of the current one; a missing folder is named at once."""
     monkeypatch.chdir(tmp_path)
@@ -4320,24 +4317,8 @@ def test_a_file_appears_whole_at_the_end(one, tmp_path, monkeypatch):
             assert (tmp_path / "a").read_bytes() == b"old"
             file.write(b"w")
         assert files_of(tmp_path) == {"a": b"new"}
-    for folder in (tmp_path / "none", tmp_path / "a"):
-        with pytest.raises(FileNotFoundError, match=f"{folder}: .*folder"):
-            one._NewFile(folder / "a")
-
-
-def test_a_discard_after_the_commit_does_nothing(one, tmp_path):
-    """Nor does a second one, nor does it touch the same file of another process."""
-    new = one._NewFile(tmp_path / "a")
-    other = one._NewFile(tmp_path / "a")
-    new.file.write(b"one")
-    new.commit()
-    new.discard()
-    assert sorted(os.listdir(tmp_path)) == ["a", os.path.basename(other.temporary)]
-    other.file.write(b"two")
-    other.discard()
-    other.discard()
-    assert new.file.closed and other.file.closed
-    assert files_of(tmp_path) == {"a": b"one"}
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/none: .*folder"):
+        one._NewFile(tmp_path / "none" / "a")
 
 
 def test_what_can_be_made_again_is_not_synced(one, tmp_path, monkeypatch):
@@ -4377,23 +4358,19 @@ FAILURES = {  # where it fails, after how many bytes, and the error
 @pytest.mark.parametrize("write", [write_file, write_pair])
 @pytest.mark.parametrize("case", FAILURES)
 def test_nothing_appears_on_an_error(one, tmp_path, monkeypatch, write, case):
-    """Nor changes what was there.  A limit on the bytes of a file stands in for a full disk."""
-    resource = importlib.import_module("resource")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """Nor changes what was there."""
     failing, size, error = FAILURES[case]
     for before in ("nothing", "old files"):
         if before == "old files":
             write(one, tmp_path, 3, None)
         files = files_of(tmp_path)
-        with monkeypatch.context() as patch, pytest.raises(type(error)) as caught:
+        with contextlib.ExitStack() as stack:
+            caught = stack.enter_context(pytest.raises(type(error)))
             if failing == "sync":
-                patch.setattr(os, "fsync", mock.Mock(side_effect=error))
+                stack.enter_context(mock.patch.object(os, "fsync", side_effect=error))
             if failing == "disk":
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-            try:
-                write(one, tmp_path, size, error if failing == "block" else None)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+                stack.enter_context(files_of_64_kib())
+            write(one, tmp_path, size, error if failing == "block" else None)
         assert caught.value.args[:1] == error.args[:1]
         assert files_of(tmp_path) == files, before
 
@@ -4426,17 +4403,16 @@ def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkey
     assert one.IndexedDataset(tmp_path / "p")[0].tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("name", ["p.bin", "p.idx"])
-def test_a_pair_that_cannot_be_renamed_leaves_the_old_one(one, tmp_path, name):
-    """Here a folder has the name of one of its files."""
+def test_where_the_bin_cannot_be_renamed_the_old_idx_comes_back(one, tmp_path):
+    """Here a folder has its name."""
     mk(one, tmp_path / "p", [[1]])
-    os.remove(tmp_path / name)
-    os.mkdir(tmp_path / name)
+    os.remove(tmp_path / "p.bin")
+    os.mkdir(tmp_path / "p.bin")
     before = files_of(tmp_path)
-    assert len(before) == 1
-    with pytest.raises(OSError, match=re.escape(name)):
+    with pytest.raises(OSError, match=r"p\.bin"):
         write_pair(one, tmp_path, 2, None)
     assert files_of(tmp_path) == before
+    assert list(before) == ["p.idx"]
 
 
 class FailingCalls:
@@ -4467,14 +4443,14 @@ class FailingCalls:
         raise self.error
 
 
-def write_generation(one, prefix, token, by_merge, multimodal):
+def write_generation(one, prefix, token, by_merge):
     """A pair whose files have the same sizes whatever the token is, by a builder or by merge()."""
     name = f"{prefix}{token}" if by_merge else prefix
-    with one.IndexedDatasetBuilder(f"{name}.bin", np.uint8, multimodal) as builder:
+    with one.IndexedDatasetBuilder(f"{name}.bin", np.uint8, multimodal=True) as builder:
         lengths = [1, 3] if token == 1 else [3, 1]
         builder.add_document([token] * 4, lengths, [token, token])
     if by_merge:
-        one.merge([name], prefix, multimodal)
+        one.merge([name], prefix, multimodal=True)
 
 
 CRASHES = [  # how a call fails: the error, does it work all the same, does the process die there?
@@ -4488,35 +4464,31 @@ CRASHES = [  # how a call fails: the error, does it work all the same, does the 
 
 
 @pytest.mark.parametrize("by_merge", [False, True])
-@pytest.mark.parametrize("multimodal", [False, True])
-@pytest.mark.parametrize("before", ["nothing", "old pair"])
-def test_no_crash_leaves_a_mixed_pair(one, tmp_path, monkeypatch, before, multimodal, by_merge):
+@pytest.mark.parametrize("old", [None, 1])
+def test_no_crash_leaves_a_mixed_pair(one, tmp_path, monkeypatch, old, by_merge):
     """At each call that gives, takes or syncs a file: the old pair, the new one, or no .idx."""
     crashes = 0
-    prefixes = {token: tmp_path / str(token) / "p" for token in (1, 2)}
     wanted = {None: None}  # the pair that is there -> its bytes
-    for token, prefix in prefixes.items():
-        prefix.parent.mkdir()
-        write_generation(one, prefix, token, by_merge, multimodal)
-        wanted[token] = bytes_of_pair(prefix)
+    for token in (1, 2):
+        (tmp_path / str(token)).mkdir()
+        write_generation(one, tmp_path / str(token) / "p", token, by_merge)
+        wanted[token] = bytes_of_pair(tmp_path / str(token) / "p")
     for error, works, is_crash in CRASHES:
         for number in itertools.count(1):
             folder = tmp_path / f"{crashes} {works} {is_crash} {number}"
             folder.mkdir()
-            old = None
-            if before == "old pair":
-                old = 1
-                write_generation(one, folder / "p", old, by_merge, multimodal)
+            if old is not None:
+                write_generation(one, folder / "p", old, by_merge)
             with monkeypatch.context() as patches:
                 calls = FailingCalls(patches, number, error, works, is_crash)
                 try:
-                    write_generation(one, folder / "p", 2, by_merge, multimodal)
+                    write_generation(one, folder / "p", 2, by_merge)
                 except type(error):
                     crashes += 1
             found = None
             if (folder / "p.idx").exists():
                 found = bytes_of_pair(folder / "p")
-                one.IndexedDataset(folder / "p", multimodal, check=True)
+                one.IndexedDataset(folder / "p", multimodal=True, check=True)
             assert found in (None, wanted[old], wanted[2]), (error, works, number)
             if not is_crash:
                 left = [name for name in os.listdir(folder) if name.endswith(".tmp")]
@@ -4525,17 +4497,6 @@ def test_no_crash_leaves_a_mixed_pair(one, tmp_path, monkeypatch, before, multim
                 assert found == wanted[2]
                 break
     assert crashes >= len(CRASHES) * 4
-
-
-def test_a_mapped_file_is_read_only_and_outlives_its_name(one, tmp_path):
-    (tmp_path / "a").write_bytes(b"abc")
-    (tmp_path / "empty").write_bytes(b"")
-    mapped = one._map_file(tmp_path / "a")
-    os.unlink(tmp_path / "a")
-    assert bytes(mapped[1:]) == b"bc"
-    with pytest.raises(ValueError, match="read-only"):
-        mapped[0] = 1
-    same(one._map_file(tmp_path / "empty"), np.empty(0, np.uint8))
 
 
 # ==============================================================================
@@ -5277,20 +5238,8 @@ class Storage:
         return f"{self.root}/{name}"
 
     def files(self):
-        """{name: bytes} of all that is there."""
-        self._file_system.invalidate_cache()
-        if not self._file_system.exists(self._place):
-            return {}
-        found = self._file_system.find(self._place)
-        return {path.rpartition("/")[2]: self._file_system.cat_file(path) for path in found}
-
-
-def forget_s3fs(monkeypatch):
-    """Have fsspec import the package again, which an earlier test may have used."""
-    with contextlib.suppress(ImportError):
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-    classes = sys.modules["fsspec.registry"]._registry
-    monkeypatch.delitem(classes, "s3", raising=False)
+        """The names of all that is there."""
+        return {path.rpartition("/")[2] for path in self._file_system.find(self._place)}
 
 
 @pytest.fixture
@@ -5393,12 +5342,16 @@ def numbers(one, web, tmp_path):
 # -- Reading -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_bytes", [0, 500])
-def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, num_bytes):
+def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, no_pauses):
     """One by one or many at once; places may overlap, repeat and be empty."""
     prefix, docs = some_pair
-    settings = one.ObjectStorageConfig(bin_chunk_nbytes=num_bytes)  # which has no effect
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{storage.root}/pair.idx")):
+        one.IndexedDataset(f"{storage.root}/pair")
+    assert not one.IndexedDataset.exists(f"{storage.root}/pair")
+    settings = one.ObjectStorageConfig(bin_chunk_nbytes=500)  # which has no effect
     ds = one.IndexedDataset(storage.put(prefix), object_storage_config=settings, check=True)
+    assert one.IndexedDataset.exists(f"{storage.root}/pair")
+    assert no_pauses == []
     assert lists(ds[:]) == [doc.tolist() for doc in docs]
     pieces = [(3, 2, 4), (59, 0, 2), (-1, 0, 2), (3, 1, 1), (3, 2, 4), (3, 0, 0)]
     for (i, offset, length), found in zip(pieces, ds.get_many(pieces), strict=True):
@@ -5424,19 +5377,6 @@ def test_ranges_are_exact(one, web, numbers):
     assert ranges_of(web, numbers.get_many, []) == ranges_of(web, numbers.get, 0, 2, 0) == []
 
 
-def test_samples_read_little_more_than_their_tokens(one, web, tmp_path):
-    """50 samples of 66 bytes, of a .bin of 2 MB: upstream reads it all."""
-    rng = np.random.default_rng(7)
-    docs = [rng.integers(0, 900, n) for n in rng.integers(1, 2000, 1000)]
-    prefix = mk(one, tmp_path / "local" / "pair", docs, np.uint16)
-    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 32}
-    train = build(one, [50, 0, 0], config(one, ([web.put(prefix)], None), **fields))[0]
-    web.server.sent.clear()
-    for k in range(50):
-        assert len(train[k]["tokens"]) == 32
-    assert 50 * 66 <= sum(web.server.sent) < 30_000
-
-
 def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     """All pieces of a batch, also of padding; of a blend one for each of its corpora."""
     prefix, docs = some_pair
@@ -5450,9 +5390,7 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     for read, argument, wanted in (
         (ds.__getitem__, 5, 1),
         (ds.__getitems__, padded, 1),
-        (ds.batch, padded, 1),
         (ds.dataset.__getitem__, slice(1, 9), 1),
-        (remote.batch, [3], 1),
         (remote.batch, [*range(40), None], 2),
     ):
         with on_memory("cat_ranges") as calls:
@@ -5461,8 +5399,6 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     same_samples(remote.batch([*range(40), None]), local.batch([*range(40), None]))
     for sample, k in zip(ds.__getitems__(padded), padded, strict=True):
         same_samples(sample, local.datasets[0][k])
-    with pytest.raises(IndexError):
-        ds.__getitems__([0, len(ds)])
 
 
 def read_remote(ds, k):
@@ -5493,13 +5429,12 @@ def test_commands_on_object_storage(one, bucket, some_pair, capsys):
     for line, wanted, words in (
         (f"inspect {place}", 0, "60"),
         (f"verify {place}", 0, "60"),
-        (f"verify {bucket.root}/nothing", 1, "nothing"),
         (f"merge --input {place} --output-prefix {bucket.root}/all", 1, "local folder"),
     ):
         code, out, err = command(one, capsys, *line.split())
         assert code == wanted, err
         assert words in out + err
-    assert set(bucket.files()) == {"pair.bin", "pair.idx"}
+    assert bucket.files() == {"pair.bin", "pair.idx"}
 
 
 # -- Copies of .idx files ----------------------------------------------------------------------
@@ -5519,7 +5454,7 @@ def test_without_path_to_cache_indices_lie_beside_the_idx(one, bucket, some_pair
     with mock.patch.object(one, "build_sample_idx") as build_again:
         build(one, [9, 0, 0], config(one, ([prefix], None), **fields))
     assert not build_again.called
-    assert set(bucket.files()) == {"pair.bin", "pair.idx"}
+    assert bucket.files() == {"pair.bin", "pair.idx"}
 
 
 def test_caches_are_local_folders(one, bucket, some_pair):
@@ -5530,10 +5465,8 @@ def test_caches_are_local_folders(one, bucket, some_pair):
         build(one, [9, 0, 0], config(one, ([prefix], None), path_to_cache="memory://cache"))
 
 
-def open_remote(one, place, folder, barrier=None):
-    """Open a pair, together with other processes."""
-    if barrier is not None:
-        barrier.wait(60)
+def open_remote(one, place, folder):
+    """Open a pair whose .idx is copied into this folder."""
     return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
 
 
@@ -5565,14 +5498,12 @@ def test_a_listing_that_fsspec_keeps_is_no_state(one, s3, some_pair):
 
 def test_two_prefixes_have_two_copies(one, bucket, some_pair, tmp_path):
     """Even where the storage says the same of both."""
-    bucket.put(some_pair[0])
-    for extension in (".bin", ".idx"):
-        bucket.put_file(f"{some_pair[0]}{extension}", f"other{extension}")
-    size = os.path.getsize
-    same_words = [size(f"{some_pair[0]}.bin"), size(f"{some_pair[0]}.idx")]
+    for name, extension in itertools.product(("pair", "other"), (".bin", ".idx")):
+        bucket.put_file(some_pair[0] + extension, name + extension)
 
     def info(self, path, **options):
-        return {"name": "x", "type": "file", "size": same_words[path.endswith(".idx")]}
+        size = os.path.getsize(some_pair[0] + path[-4:])
+        return {"name": "x", "type": "file", "size": size}
 
     with on_memory("info", info):
         for name in ("pair", "other"):
@@ -5584,7 +5515,11 @@ def test_two_prefixes_have_two_copies(one, bucket, some_pair, tmp_path):
 def test_processes_may_copy_an_index_at_once(one, web, some_pair, tmp_path):
     place = web.put(some_pair[0])
     barrier = FORK.Barrier(4)
-    job = functools.partial(open_remote, one, place, tmp_path / "idx", barrier)
+
+    def job():
+        barrier.wait(60)
+        open_remote(one, place, tmp_path / "idx")
+
     assert in_children(job, job, job, job) == [0] * 4
     [copied] = (tmp_path / "idx").iterdir()
     assert copied.read_bytes() == pathlib.Path(f"{some_pair[0]}.idx").read_bytes()
@@ -5610,31 +5545,6 @@ def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_pa
 # -- Faults ------------------------------------------------------------------------------------
 
 
-def test_a_fifth_of_all_answers_fails(one, web, some_pair, tmp_path):
-    """Then at most one of 60 samples is an error, and none is wrong."""
-    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
-    cfg = config(one, ([some_pair[0]], None), **fields)
-    local = build(one, [60, 0, 0], cfg)[0]
-    rng = np.random.default_rng(13)
-    is_fault = rng.random(2000) < 0.2
-    kinds = rng.choice([503, 429, "cut", "short"], 2000)
-    faults = [None] * 2000
-    for k in np.flatnonzero(is_fault):
-        faults[k] = int(kinds[k]) if kinds[k].isdigit() else str(kinds[k])
-    web.server.faults = iter(faults)
-    remote = build(one, [60, 0, 0], config(one, ([web.put(some_pair[0])], None), **fields))[0]
-    num_errors = 0
-    for k in range(60):
-        try:
-            found = remote[k]
-        except OSError:
-            num_errors += 1
-        else:
-            same_samples(found, local[k])
-    assert num_errors <= 1
-    assert len(web.server.requests) > 100
-
-
 @pytest.mark.parametrize("fault", ["cut", "short", 408, 429, 500])
 def test_only_what_failed_is_asked_for_again(one, web, numbers, fault):
     web.server.faults = iter([fault])
@@ -5654,33 +5564,20 @@ def test_pauses_grow_and_end_in_an_error(one, web, numbers, no_pauses, status):
 
 
 @pytest.mark.parametrize("status", [404, 401, 403])
-def test_what_is_not_there_or_may_not_be_read_is_said_at_once(one, web, numbers, status):
-    error = FileNotFoundError if status == 404 else PermissionError
+def test_what_is_not_there_or_may_not_be_read_is_said_at_once(web, numbers, status):
     web.server.requests.clear()
     web.server.status = status
-    start = time.monotonic()
-    with pytest.raises(error, match=r"numbers\.bin"):
+    with pytest.raises(
+        FileNotFoundError if status == 404 else PermissionError, match="numbers.bin"
+    ):
         numbers.get(0, 2, 2)
     assert len(web.server.requests) == 1
-    with pytest.raises((error, FileNotFoundError), match=r"pair\.idx"):
-        one.IndexedDataset(f"{web.root}/pair")
-    assert time.monotonic() - start < 1
-
-
-@pytest.mark.parametrize("name", ["s3://no-such-bucket/pair", "{root}/missing"])
-def test_what_is_missing_on_s3(one, s3, no_pauses, name):
-    place = name.format(root=s3.root)
-    with pytest.raises(FileNotFoundError, match=re.escape(place)):
-        one.IndexedDataset(place)
-    assert not one.IndexedDataset.exists(place)
-    assert no_pauses == []
 
 
 def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    forget_s3fs(monkeypatch)
-    with pytest.raises(ImportError, match=r"s3://bucket/pair.idx.*\[storage\]"):
-        one.IndexedDataset("s3://bucket/pair")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # no other test reads gs://
+    with pytest.raises(ImportError, match=r"gs://bucket/pair.idx.*\[storage\]"):
+        one.IndexedDataset("gs://bucket/pair")
     with pytest.raises(ValueError, match="nonsense"):
         one.IndexedDataset("nonsense://bucket/pair")
 
@@ -5703,14 +5600,12 @@ def test_credentials_are_left_out(one, text, wanted):
     assert one._hide_credentials(text) == wanted
 
 
-@pytest.mark.parametrize("fault", ["missing", "torn", "outside", "refused", "folder", 403, 503])
+@pytest.mark.parametrize("fault", ["torn", "outside", "refused", "folder", 403, 503])
 @pytest.mark.parametrize("url", ["{root}/pair", "{web}/x?X-Amz-Signature=s3cret&to=/pair"])
 def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     """Not even those of the errors that led to an error, as Python prints them."""
     web.put(some_pair[0])
     url = url.format(root=web.root.replace("://", f"://me:{SECRET}@"), web=web.root)
-    if fault == "missing":
-        url += "2"
     if fault == "torn":
         os.truncate(web.server.folder / "pair.bin", 10)
     if fault == "refused":
@@ -5721,9 +5616,9 @@ def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
         if fault == "folder":
             one.IndexedDatasetBuilder(f"{url}.bin")
         one.IndexedDataset(url)[100]
-    text = "".join(traceback.format_exception(caught.value))
-    assert SECRET not in "".join(line for line in text.splitlines() if "Error" in line)
     assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    assert SECRET not in str(caught.value)
     assert "127.0.0.1" in str(caught.value)
     code, out, err = command(one, capsys, "verify", url)
     assert SECRET not in out + err
