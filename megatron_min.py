@@ -529,11 +529,12 @@ class IndexedDataset(torch.utils.data.Dataset):
         """
         if self._verified:
             return
+        size = 1 << 14  # entries of a chunk: its arrays stay in the CPU's cache
         end = 0
-        for low in range(0, max(len(self), len(self.document_indices)), _CHUNK):
-            lengths = self.sequence_lengths[low : low + _CHUNK]
-            pointers = self.sequence_pointers[low : low + _CHUNK]
-            documents = self.document_indices[low : low + _CHUNK + 1]  # and the next chunk's first
+        for low in range(0, max(len(self), len(self.document_indices)), size):
+            lengths = self.sequence_lengths[low : low + size]
+            pointers = self.sequence_pointers[low : low + size]
+            documents = self.document_indices[low : low + size + 1]  # and the next chunk's first
             ends = np.concatenate([[end], pointers + lengths * np.int64(self._token_bytes)])
             end = ends[-1]
             self._refuse_first("sequence_lengths", low, lengths < 0, ">= 0")
@@ -597,9 +598,6 @@ class IndexedDataset(torch.utils.data.Dataset):
         if found != stamps:
             reason = "the pair was replaced after the dataset was pickled: build it again"
             raise _format_error(self.path_prefix, "files", stamps, f"{found}: {reason}")
-
-
-_CHUNK = 1 << 14  # entries that verify() takes at a time: its arrays stay in the CPU's cache
 
 
 def _position(idx, n, name):
@@ -767,22 +765,22 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         path = self._bin.path
         try:
             lengths = array.array("i", lengths)
-        except OverflowError:
-            found = f"lengths {lengths!s:.60}"
-            raise ValueError(f"{path}: wanted lengths below 2**31, got {found}") from None
+            if self.multimodal:
+                modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
+        except OverflowError as error:  # it does not say what is too large
+            found = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
+            raise ValueError(f"{path}: {found}: {error}") from None
         num_tokens = len(content) // self._token_dtype.itemsize
         if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
             raise ValueError(
                 f"{path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
                 f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
             )
-        if self.multimodal:
-            modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
-            if len(modes) != len(lengths):
-                raise ValueError(
-                    f"{path}: wanted a mode for each of the {len(lengths)} sequences, "
-                    f"got {len(modes)} modes"
-                )
+        if self.multimodal and len(modes) != len(lengths):
+            raise ValueError(
+                f"{path}: wanted a mode for each of the {len(lengths)} sequences, "
+                f"got {len(modes)} modes"
+            )
         self._write(content)
         self.sequence_lengths.extend(lengths)
         if self.multimodal:
@@ -5084,9 +5082,6 @@ def _hide_credentials(text: str | os.PathLike) -> str:
     users = r"://([^/\s]*|[^/\s:]+:(?!\d+/)[^\s@'\"]*)@"
     without_users = re.sub(users, "://", os.fspath(text))
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", without_users)
-
-
-# -- what is looked at before arrays are built, and while samples are read -------------------------
 
 
 # ==============================================================================
