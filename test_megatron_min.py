@@ -4443,14 +4443,11 @@ class FailingCalls:
         raise self.error
 
 
-def write_generation(one, prefix, token, by_merge):
-    """A pair whose files have the same sizes whatever the token is, by a builder or by merge()."""
-    name = f"{prefix}{token}" if by_merge else prefix
-    with one.IndexedDatasetBuilder(f"{name}.bin", np.uint8, multimodal=True) as builder:
+def write_generation(one, prefix, token):
+    """A pair whose files have the same sizes whatever the token is."""
+    with one.IndexedDatasetBuilder(f"{prefix}.bin", np.uint8, multimodal=True) as builder:
         lengths = [1, 3] if token == 1 else [3, 1]
         builder.add_document([token] * 4, lengths, [token, token])
-    if by_merge:
-        one.merge([name], prefix, multimodal=True)
 
 
 CRASHES = [  # how a call fails: the error, does it work all the same, does the process die there?
@@ -4463,26 +4460,25 @@ CRASHES = [  # how a call fails: the error, does it work all the same, does the 
 ]
 
 
-@pytest.mark.parametrize("by_merge", [False, True])
 @pytest.mark.parametrize("old", [None, 1])
-def test_no_crash_leaves_a_mixed_pair(one, tmp_path, monkeypatch, old, by_merge):
+def test_no_crash_leaves_a_mixed_pair(one, tmp_path, monkeypatch, old):
     """At each call that gives, takes or syncs a file: the old pair, the new one, or no .idx."""
     crashes = 0
     wanted = {None: None}  # the pair that is there -> its bytes
     for token in (1, 2):
         (tmp_path / str(token)).mkdir()
-        write_generation(one, tmp_path / str(token) / "p", token, by_merge)
+        write_generation(one, tmp_path / str(token) / "p", token)
         wanted[token] = bytes_of_pair(tmp_path / str(token) / "p")
     for error, works, is_crash in CRASHES:
         for number in itertools.count(1):
             folder = tmp_path / f"{crashes} {works} {is_crash} {number}"
             folder.mkdir()
             if old is not None:
-                write_generation(one, folder / "p", old, by_merge)
+                write_generation(one, folder / "p", old)
             with monkeypatch.context() as patches:
                 calls = FailingCalls(patches, number, error, works, is_crash)
                 try:
-                    write_generation(one, folder / "p", 2, by_merge)
+                    write_generation(one, folder / "p", 2)
                 except type(error):
                     crashes += 1
             found = None
@@ -5213,7 +5209,6 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.server.sent.append(len(body))
             self.wfile.write(body[: len(body) // 2] if is_cut else body)
         self.close_connection = is_cut
 
@@ -5277,7 +5272,6 @@ def web(no_pauses, tmp_path):
     server.socket.listen(256)  # a batch opens many at once; those over the limit wait for seconds
     server.folder = folder
     server.requests = []
-    server.sent = []  # the bytes of each body
     server.faults = iter([])  # of the next requests: a status, "cut", "short", "whole", or None
     server.status = None  # of all others
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
@@ -5358,9 +5352,8 @@ def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, no_pauses):
         same(found, docs[i][offset : offset + length].astype(np.uint16))
         same(ds.get(i, offset, length), found)
     assert ds.get_many([]) == ds[5:5] == []
-    for piece in ((60, 0, 1), (0, 0, len(docs[0]) + 1), (0, -1, 1)):
-        with pytest.raises(IndexError):
-            ds.get_many([(1, 0, 0), piece])
+    with pytest.raises(IndexError):
+        ds.get_many([(1, 0, 0), (0, 0, len(docs[0]) + 1)])
 
 
 def ranges_of(web, read, *arguments):
@@ -5421,20 +5414,6 @@ def test_remote_datasets_in_other_threads_and_processes(one, web, some_pair, tmp
     loader = one.build_pretraining_data_loader(ds, 0, micro_batch_size=4, num_workers=2)
     found = [row for batch in loader for row in batch["tokens"].tolist()]
     assert found[:24] == wanted
-
-
-def test_commands_on_object_storage(one, bucket, some_pair, capsys):
-    """inspect and verify take such prefixes; they are no place to write to."""
-    place = bucket.put(some_pair[0])
-    for line, wanted, words in (
-        (f"inspect {place}", 0, "60"),
-        (f"verify {place}", 0, "60"),
-        (f"merge --input {place} --output-prefix {bucket.root}/all", 1, "local folder"),
-    ):
-        code, out, err = command(one, capsys, *line.split())
-        assert code == wanted, err
-        assert words in out + err
-    assert bucket.files() == {"pair.bin", "pair.idx"}
 
 
 # -- Copies of .idx files ----------------------------------------------------------------------
@@ -5552,26 +5531,25 @@ def test_only_what_failed_is_asked_for_again(one, web, numbers, fault):
     assert found in (["bytes=0-1"] * 2 + ["bytes=10-13"], ["bytes=0-1"] + ["bytes=10-13"] * 2)
 
 
-@pytest.mark.parametrize("status", [503, "whole"])
-def test_pauses_grow_and_end_in_an_error(one, web, numbers, no_pauses, status):
-    """It names the object.  A server without ranges sends more than it is asked for."""
+@pytest.mark.parametrize(
+    "status, error, tries",
+    [
+        (503, OSError, 5),
+        ("whole", OSError, 5),  # a server without ranges sends more than it is asked for
+        (404, FileNotFoundError, 1),
+        (401, PermissionError, 1),
+        (403, PermissionError, 1),
+    ],
+)
+def test_pauses_grow_and_end_in_an_error(web, numbers, no_pauses, status, error, tries):
+    """What is not there, or may not be read, is said at once.  The error names the object."""
     web.server.requests.clear()
     web.server.status = status
-    with pytest.raises(OSError, match=r"numbers\.bin: .*(503|came as 40 bytes)"):
+    with pytest.raises(error, match=r"numbers\.bin: ") as caught:
         numbers.get(0, 2, 2)
-    assert len(web.server.requests) == len(no_pauses) + 1 == 5
+    assert type(caught.value) is error
+    assert len(web.server.requests) == len(no_pauses) + 1 == tries
     assert no_pauses == sorted(set(no_pauses))
-
-
-@pytest.mark.parametrize("status", [404, 401, 403])
-def test_what_is_not_there_or_may_not_be_read_is_said_at_once(web, numbers, status):
-    web.server.requests.clear()
-    web.server.status = status
-    with pytest.raises(
-        FileNotFoundError if status == 404 else PermissionError, match="numbers.bin"
-    ):
-        numbers.get(0, 2, 2)
-    assert len(web.server.requests) == 1
 
 
 def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
@@ -5614,15 +5592,16 @@ def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
         web.server.status = fault
     with pytest.raises((OSError, ValueError, IndexError)) as caught:
         if fault == "folder":
-            one.IndexedDatasetBuilder(f"{url}.bin")
+            one.merge([url], f"{url}2")  # object storage is no place to write to
         one.IndexedDataset(url)[100]
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
     assert SECRET not in str(caught.value)
     assert "127.0.0.1" in str(caught.value)
-    code, out, err = command(one, capsys, "verify", url)
-    assert SECRET not in out + err
-    assert code == (0 if fault in ("outside", "folder") else 1)
+    for name in ("verify", "inspect"):
+        code, out, err = command(one, capsys, name, url)
+        assert SECRET not in out + err
+        assert code == (0 if fault in ("outside", "folder") else 1)
 
 
 # ==============================================================================
