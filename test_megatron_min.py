@@ -1760,23 +1760,17 @@ def test_samples_are_written_into_the_rows_that_are_asked_for(toy_datasets):
             assert (values[1] == 77).all()
 
 
-def test_only_whole_numbers_are_indices(toy_datasets):
+def test_indices_are_whole_numbers_of_samples_that_exist(toy_datasets):
     for data in toy_datasets:
         for k in (1.0, "1", [1]):
             check_refused(data, k, TypeError)
+        for k in (3, -4, 2**32, 2**63, -(2**63) - 1):
+            check_refused(data, k, IndexError, f"index {k} ")
         for k in (np.int64(1), torch.tensor(1), True):
             same_samples(data[k], data[1])
         for indices in (np.array([0, 1]), torch.tensor([0, 1]), (0, 1), range(2)):
             same_samples(data.batch(indices), data.batch([0, 1]))
         assert data.__getitems__([]) == []
-
-
-@pytest.mark.parametrize("k", [3, -4, 2**32, 2**63 - 1, 2**63, -(2**63) - 1, 2**64])
-def test_samples_that_do_not_exist(toy_datasets, k):
-    for data in toy_datasets:
-        check_refused(data, k, IndexError, f"index {k} ")
-    with pytest.raises(IndexError, match=f"index {k} "):
-        toy_datasets[0].pieces(k)
 
 
 def check_memory_is_not_shared(samples, others):
@@ -1970,6 +1964,19 @@ def random_dataset(mm, rng, prefix, dtype):
     return gpt(mm, mk(mm, prefix, docs, dtype), n, split, documents, **random_flags(rng))
 
 
+def check_pieces(ds, whole, k):
+    """They hold the text of sample k; upstream's method returns it, padded, and the sequences."""
+    pieces = ds.pieces(k)
+    wanted = brute_text(ds, whole, k)
+    found = np.concatenate([ds.dataset.get(*piece) for piece in pieces])
+    same(found.astype(np.int64), wanted)
+    tokens, sequences = getattr(ds, QUERY)(k)
+    room = ds.config.sequence_length + int(ds.config.add_extra_token_to_sequence)
+    padding = np.full(room - len(wanted), ds.config.tokenizer.pad)
+    same(tokens, np.concatenate([wanted, padding]))
+    same(sequences, np.array([sequence for sequence, _, _ in pieces]))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_samples_equal_the_loops(mm, tmp_path):
     """Under every flag, from every dtype, mapped or not; None is sample 0 without any loss."""
@@ -1979,6 +1986,8 @@ def test_samples_equal_the_loops(mm, tmp_path):
             continue
         whole = stream(ds)
         some = [-1, 0, *rng.integers(len(ds), size=20).tolist()]
+        for k in some:
+            check_pieces(ds, whole, k)
         wanted = {k: brute_sample(ds, whole, k) for k in some}
         wanted[None] = wanted[0] | {"loss_mask": torch.zeros(ds.config.sequence_length)}
         for mmap in (True, False):
@@ -1986,24 +1995,6 @@ def test_samples_equal_the_loops(mm, tmp_path):
             for samples in read_in_all_ways(ds, list(wanted)):
                 for k, sample in zip(wanted, samples, strict=True):
                     same_samples(sample, wanted[k], (case, k, mmap, ds.config))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_where_the_tokens_of_a_sample_are(mm, tmp_path):
-    """Their pieces, and what upstream's method returns: the tokens, padded, and the sequences."""
-    for case, rng in enumerate(cases(20)):
-        ds = random_dataset(mm, rng, tmp_path / f"{case}/p", np.int32)
-        whole = stream(ds)
-        for k in rng.integers(len(ds), size=10 if len(ds) else 0).tolist():
-            pieces = ds.pieces(k)
-            wanted = brute_text(ds, whole, k)
-            found = np.concatenate([ds.dataset.get(*piece) for piece in pieces])
-            same(found.astype(np.int64), wanted)
-            tokens, sequences = getattr(ds, QUERY)(k)
-            room = ds.config.sequence_length + int(ds.config.add_extra_token_to_sequence)
-            padding = np.full(room - len(wanted), ds.config.tokenizer.pad)
-            same(tokens, np.concatenate([wanted, padding]))
-            same(sequences, np.array([sequence for sequence, _, _ in pieces]))
 
 
 # -- padding, and resets that find nothing ---------------------------------------------------------
@@ -2063,7 +2054,6 @@ def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag, last_token, n
 BAD_DATASETS = {  # documents of 9 tokens, their dtype, those of the dataset, the error, a word
     "a document too many": ([[1] * 9] * 3, np.int32, [0, 3], IndexError, "0 .. 3 of 3"),
     "a document below 0": ([[1] * 9] * 3, np.int32, [-1, 0], IndexError, "-1 .. 0 of 3"),
-    "both": ([[1] * 9] * 3, np.int32, [-1, 3], IndexError, "-1 .. 3 of 3"),
     "tokens that are no integers": ([[1] * 9] * 3, np.float32, [0], ValueError, "float32"),
     "no documents": ([[1] * 9] * 3, np.int32, [], ValueError, "train of split '1,0,0'"),
     "empty documents": ([[]] * 3, np.int32, [0, 1, 2], ValueError, "no tokens"),
@@ -2124,31 +2114,15 @@ def test_arrays_of_other_data_that_are_set(mm, toy, name, place, value, extra):
     check_refused(ds, k, IndexError, re.escape(toy))
 
 
-def test_a_damaged_idx_is_found_by_a_build_and_hurts_no_sample(mm, toy, tmp_path):
-    """A random byte of its lengths or pointers is another, while it is mapped.
-
-    A sample that meets it is an error with the name of the file, or is read from another place of
-    the file; never from outside of it.
-    """
+def test_a_damaged_idx_is_found_by_a_build(mm, toy):
+    """A random byte of its lengths or pointers is another; opening the pair does not look at it."""
     content = pathlib.Path(f"{toy}.idx").read_bytes()
-    num_errors = 0
-    for case, rng in enumerate(cases(40)):
-        fields = {"sequence_length": 4, "path_to_cache": str(tmp_path / f"cache{case}")}
-        ds = gpt(mm, toy, 3, **fields)
-        values = np.memmap(f"{toy}.idx", np.uint8, "r+")
-        values[rng.integers(34, 34 + 3 * 12)] ^= rng.integers(1, 256, dtype=np.uint8)
-        for k in range(3):
-            for read, argument in ways_to_read(ds, k):
-                try:
-                    read(argument)
-                except (IndexError, mm.DatasetFormatError) as error:
-                    assert toy in str(error)
-                    num_errors += 1
-        fields["path_to_cache"] += " of the damaged"
+    for rng in cases(10):
+        damaged = bytearray(content)
+        damaged[rng.integers(34 + 4, 34 + 2 * 12)] ^= rng.integers(1, 256)
+        pathlib.Path(f"{toy}.idx").write_bytes(damaged)
         with pytest.raises(mm.DatasetFormatError, match=re.escape(toy)):
-            gpt(mm, toy, 3, **fields)
-        values[:] = np.frombuffer(content, np.uint8)
-    assert num_errors > 40
+            gpt(mm, toy, 3, sequence_length=4)
 
 
 # -- arrays that are set, and subclasses -----------------------------------------------------------
@@ -2364,10 +2338,15 @@ def bare(mm, *sizes):
     return [Bare(n, mm.Split.train) for n in sizes]
 
 
+def blended(mm, sizes, weights, size, phases=None, **fields):
+    """A blend of datasets of so many samples."""
+    cfg = config(mm, (["x"], None), **fields)
+    return mm.BlendedDataset(bare(mm, *sizes), weights, size, cfg, phases)
+
+
 def in_phases(mm, sizes, phases, **fields):
     """A blend in phases of datasets that have so many samples."""
-    cfg = config(mm, (["x"], None), **fields)
-    return mm.BlendedDataset(bare(mm, *sizes), None, None, cfg, phases=phases)
+    return blended(mm, sizes, None, None, phases, **fields)
 
 
 def phases_by_hand(ds):
@@ -2474,12 +2453,6 @@ def test_phases_stand_for_weights_and_size(one, weights, size):
 # -- weights and sizes -----------------------------------------------------------------------------
 
 
-def blended(mm, sizes, weights, size, **fields):
-    """A blend of datasets of so many samples."""
-    cfg = config(mm, (["x"], None), **fields)
-    return mm.BlendedDataset(bare(mm, *sizes), weights, size, cfg)
-
-
 BLENDS_BY_HAND = [  # weights, size, which dataset, which of its samples
     ([0.25, 0.75], 4, [1, 0, 1, 1], [0, 0, 1, 2]),
     ([1, 3], 8, [1, 0, 1, 1, 0, 1, 1, 1], [0, 0, 1, 2, 1, 3, 4, 5]),
@@ -2525,19 +2498,6 @@ def test_refused_weights_and_sizes(one, word):
     for weights, size in BAD_BLENDS[word]:
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], weights, size)
-
-
-@pytest.mark.parametrize("n", [2**52, 2**63, 2**70])
-def test_indices_that_no_memory_can_hold(mm, toy, n):
-    """An error before anything is written."""
-    before = files_of(os.path.dirname(toy))
-    for prefixes in ([toy], [toy, toy]):
-        with pytest.raises((ValueError, MemoryError, OverflowError)):
-            quiet(build, mm, [n, 0, 0], config(mm, (prefixes, [1] * len(prefixes))))
-    for weights, size in (([1, 2], n), ([n, n], None)):
-        with pytest.raises((ValueError, MemoryError, OverflowError)):
-            blended(mm, [9, 9], weights, size)
-    assert files_of(os.path.dirname(toy)) == before
 
 
 def test_weight_0_drops_the_dataset(one, caplog):
@@ -2616,17 +2576,6 @@ def test_a_blend_has_the_samples_of_its_datasets(mm, three, fields, of_blend, of
         parts = [*ds.datasets[:2], quiet(gpt, mm, three[2], 30, **of_last)]
         ds = mm.BlendedDataset(parts, [1, 2, 3], 30, config(mm, (three, None), **of_blend))
     check_samples_of_blend(ds, [7, 0, None, 29, 7, -1, 3, *range(12)])
-
-
-def test_datasets_of_a_blend_may_have_other_keys(mm, toy):
-    """A batch of samples of one of them has the keys of that one."""
-    fields = {"n": 3, "sequence_length": 4}
-    parts = [gpt(mm, toy, **fields), gpt(mm, toy, create_attention_mask=True, **fields)]
-    blend = mm.BlendedDataset(parts, [1, 1], 6, parts[0].config)
-    for d, part in enumerate(parts):
-        batch = blend.batch([d, d + 2])  # datasets 0, 1, 0, 1
-        wanted = part.batch([0, 1])
-        same_samples(batch, {"dataset_id": torch.tensor([d, d]), **wanted})
 
 
 def test_blend_of_blends(mm, three):
