@@ -4756,7 +4756,7 @@ class _IndexCache:
             with open(path, encoding="utf-8") as file:
                 manifest = json.load(file)
             noted = manifest["made_from"]
-            for key in self._made_from.keys() | noted.keys():
+            for key in {**self._made_from, **noted}:
                 if noted.get(key) != self._made_from.get(key):
                     found = f"{key} was {noted.get(key)!r}, is {self._made_from.get(key)!r}"
                     raise DatasetFormatError(found)

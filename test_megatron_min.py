@@ -4633,27 +4633,19 @@ def test_names_and_descriptions_are_upstreams(one, pair, cache):
     assert set(os.listdir(cache)) == names
 
 
-def files_in_manifest(folder, stem, names):
-    """What a manifest says of each array, whose file has less than 16 MiB."""
-    files = {}
-    for name in names:
-        content = file_of(folder, f"{stem}-{name}.npy").read_bytes()
-        files[name] = {"size": len(content), "crc32": zlib.crc32(content)}
-    return files
-
-
-def test_manifests(one, long_corpus, pair, cache):
+def test_manifests(one, pair, cache):
     """What the arrays were made from, what a start needs to know of them, and their checks.
 
     A later version must read it: whoever changes it makes all caches of users stale.  The arrays of
     a blend are made from the description alone.
     """
-    ds, _ = start(one, long_corpus, cache)
-    idx = pathlib.Path(f"{long_corpus}.idx")
+    cfg = config(one, ([pair, pair], [1, 3]), path_to_cache=cache, mid_level_dataset_surplus=0)
+    blend = build(one, [4, 0, 0], cfg)[0]
+    idx = pathlib.Path(f"{pair}.idx")
     content = idx.read_bytes()
     made_from = {
         "format": 4,
-        "documents": "0 to 8999",
+        "documents": f"0 to {len(PAIR) - 1}",
         "keeps_short": False,
         "extra_token": 1,
         "stable_order": False,
@@ -4661,15 +4653,18 @@ def test_manifests(one, long_corpus, pair, cache):
         "idx_mtime_ns": idx.stat().st_mtime_ns,
         "idx_ends": hashlib.md5(content[:4096] + content[-4096:]).hexdigest(),
     }
-    files = files_in_manifest(cache, "", INDEX_ARRAYS)
-    manifest = {"made_from": made_from, "facts": list(ds.epoch_plan), "files": files}
-    assert json.loads(file_of(cache, "-manifest.json").read_text()) == manifest
-
-    build(one, [4, 0, 0], config(one, ([pair, pair], [1, 3]), path_to_cache=cache))
-    stem = "-BlendedDataset-train"
-    files = files_in_manifest(cache, stem, BLEND_ARRAYS)
-    manifest = {"made_from": {"format": 4}, "facts": [1, 3], "files": files}
-    assert json.loads(file_of(cache, f"{stem}-manifest.json").read_text()) == manifest
+    part = blend.datasets[0]
+    for ds, of_class, made, facts in (
+        (part, INDEX_ARRAYS, made_from, list(part.epoch_plan)),
+        (blend, BLEND_ARRAYS, {"format": 4}, [1, 3]),
+    ):
+        stem = f"{ds.unique_description_hash}-{type(ds).__name__}-train"
+        files = {}
+        for name in of_class:
+            content = pathlib.Path(cache, f"{stem}-{name}.npy").read_bytes()
+            files[name] = {"size": len(content), "crc32": zlib.crc32(content)}
+        manifest = {"made_from": made, "facts": facts, "files": files}
+        assert json.loads(pathlib.Path(cache, f"{stem}-manifest.json").read_text()) == manifest
 
 
 def test_without_path_to_cache_a_cache_is_beside_its_pair(one, pair):
@@ -4788,17 +4783,16 @@ def test_without_a_manifest_the_same_bytes_are_saved_again(one, long_corpus, cac
 
 
 DOCS = random_docs(np.random.default_rng(5), most=40) * 3
-REGENERATED = {  # documents, has the .idx the time of the old one?, a word of the warning
-    "smaller": ([[1, 2, 3]] * 20, False, "was"),
-    "reversed": (DOCS[::-1], True, "idx_ends"),
-    "touched": (DOCS, False, "idx_mtime_ns"),
-}
+REGENERATED = [  # documents, has the .idx the time of the old one?, a word of the warning
+    ([[1, 2, 3]] * 20, True, "documents"),
+    (DOCS[::-1], True, "idx_ends"),
+    (DOCS, False, "idx_mtime_ns"),
+]
 
 
-@pytest.mark.parametrize("case", REGENERATED)
-def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache, case):
+@pytest.mark.parametrize("docs, same_time, word", REGENERATED)
+def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache, docs, same_time, word):
     """Upstream: the key is the path and the config, so the old indices are used."""
-    docs, same_time, word = REGENERATED[case]
     corpus = mk(one, tmp_path / "p", DOCS)
     cached(one, corpus, cache)
     time_ns = os.stat(f"{corpus}.idx").st_mtime_ns if same_time else 1
@@ -4823,18 +4817,6 @@ def test_a_cache_of_data_that_were_regenerated_while_they_were_open(one, pair, c
     same_arrays(found, cached(one, pair, f"{cache} of the new", 20)[0])
 
 
-def kib_in_memory(folder, ending):
-    """How many KiB this process has read of each mapped file with such a name, on Linux."""
-    found = []
-    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
-        field, _, rest = line.partition(":")
-        if "-" in field:  # the first line of a mapping, which begins with its addresses
-            is_wanted = str(folder) in rest and rest.endswith(ending)
-        elif is_wanted and field == "Rss":
-            found.append(int(rest.split()[0]))
-    return found
-
-
 @linux
 def test_what_a_second_start_opens_and_reads(one, tmp_path, cache, builds, monkeypatch):
     """Of each corpus the .idx and the .bin, which are mapped; of each dataset its manifest.
@@ -4855,20 +4837,19 @@ def test_what_a_second_start_opens_and_reads(one, tmp_path, cache, builds, monke
         return real_open(path, *arguments, **options)
 
     real_open = open
+    never = mock.Mock(side_effect=AssertionError)
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", note)
-        threads = mock.Mock(wraps=threading.Thread)
-        patch.setattr(threading, "Thread", threads)
+        patch.setattr(threading, "Thread", never)
+        patch.setattr(one.IndexedDataset, "get", never)
+        patch.setattr(one.IndexedDataset, "get_many", never)
         built = build(one, [60, 8, 8], cfg)
         one.build_pretraining_data_loader(built[0], 8, micro_batch_size=2)
-    assert builds.call_count == threads.call_count == 0
-    assert kib_in_memory(tmp_path, ".bin") == [0, 0, 0]
+    assert builds.call_count == 0
     pairs = [name for name in opened if not name.endswith("-manifest.json")]
     assert sorted(pairs) == ["a.bin", "a.idx", "b.bin", "b.idx", "c.bin", "c.idx"]
     manifests = [name for name in opened if name.endswith("-manifest.json")]
     assert len(manifests) == len(set(manifests)) == 3 * 3 + 3
-    built[0].batch(range(60))
-    assert min(kib_in_memory(tmp_path, ".bin")) > 0, "what is read is seen in this way"
 
 
 def is_mapped(folder):
@@ -4883,19 +4864,27 @@ def test_a_start_maps_nothing_before_the_first_access(mm, tmp_path, cache, blend
 
     A dataset that nobody uses any more lets go of its files at once.
     """
-    corpus = mk(mm, tmp_path / "p", DOCS)
+    corpus = mk(mm, tmp_path / "p", [[1] * 30] * 3000)
     cfg = config(mm, ([corpus, corpus], [1, 2]) if blend else ([corpus], None), path_to_cache=cache)
-    built = build(mm, [40, 0, 0], cfg)[0]
+    ks = [0, 77, -1, None]
+    built = build(mm, [10_000, 0, 0], cfg)[0]
     assert not is_mapped(cache)
-    wanted = built.batch(range(40))
+    wanted = built.batch(ks)
     assert is_mapped(cache)
-    del built
-    loaded = build(mm, [40, 0, 0], cfg)[0]
-    again = pickle.loads(pickle.dumps(loaded))
+    for part in built.datasets if blend else [built]:
+        assert part.indices.nbytes > 10_000
+    text = pickle.dumps(built)
+    assert len(text) < 10_000, "in upstream all arrays travel to each worker"
+    del built, part
+    loaded = build(mm, [10_000, 0, 0], cfg)[0]
+    again = pickle.loads(text)
     assert len(loaded) == len(again)
     assert not is_mapped(cache)
     for dataset in (loaded, again):
-        same_samples(dataset.batch(range(40)), wanted)
+        same_samples(dataset.batch(ks), wanted)
+    shutil.rmtree(cache)
+    with pytest.warns(UserWarning, match="in memory"):
+        same_samples(pickle.loads(text).batch(ks), wanted)
 
 
 # -- what the first access finds -------------------------------------------------------------------
@@ -5000,24 +4989,6 @@ def test_threads_that_map_at_once_get_the_same_arrays(one, long_corpus, cache, m
     assert len(pickle.dumps(ds)) < 10_000
 
 
-@pytest.mark.parametrize("blend", [False, True], ids=["gpt", "blend"])
-def test_a_pickled_dataset_is_small_and_works(mm, tmp_path, cache, blend):
-    """The arrays stay in their files.  Upstream: all of them travel to each worker."""
-    prefix = mk(mm, tmp_path / "p", [[1] * 30] * 3000)
-    corpora = ([prefix, prefix], [1, 1]) if blend else ([prefix], None)
-    ds = build(mm, [10_000, 0, 0], config(mm, corpora, path_to_cache=cache))[0]
-    ks = [0, 77, len(ds) - 1, None]
-    wanted = ds.batch(ks)  # now the arrays are mapped
-    for part in ds.datasets if blend else [ds]:
-        assert part.indices.nbytes > 10_000
-    text = pickle.dumps(ds)
-    assert len(text) < 10_000
-    same_samples(pickle.loads(text).batch(ks), wanted)
-    shutil.rmtree(cache)
-    with pytest.warns(UserWarning, match="in memory"):
-        same_samples(pickle.loads(text).batch(ks), wanted)
-
-
 # -- errors of the build, of the disk and of the system --------------------------------------------
 
 
@@ -5045,16 +5016,13 @@ def test_an_error_of_the_build_is_no_fault_of_the_cache(
     assert files_of(cache) == before
 
 
-def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(
-    one, long_corpus, long_arrays, cache, builds
-):
+def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, cache):
     """Below a regular file not even root can make a folder, so there is a warning."""
+    wanted, _ = cached(one, pair, f"{cache} of its own")
     pathlib.Path(cache).write_text("")
-    ds, [message] = start(one, long_corpus, f"{cache}/below")
+    found, [message] = cached(one, pair, f"{cache}/below")
     assert "cannot be written" in message
-    same_arrays(arrays(ds), long_arrays)
-    same_arrays(arrays(pickle.loads(pickle.dumps(ds))), long_arrays)
-    assert builds.call_count == 1
+    same_arrays(found, wanted)
 
 
 @pytest.mark.parametrize("folder", [None, ""])
