@@ -4509,23 +4509,14 @@ def test_a_mapped_file_is_read_only_and_outlives_its_name(one, tmp_path):
 # ==============================================================================
 
 
-N = 10_000  # samples of the long corpus, in three epochs
 INDEX_ARRAYS = ["document_index", "sample_index", "shuffle_index"]
 BLEND_ARRAYS = ["dataset_index", "dataset_sample_index"]
 
 
-@pytest.fixture(scope="module")
-def long_corpus(one, tmp_path_factory):
-    """The prefix of a corpus of 9,000 documents of three tokens."""
-    docs = np.arange(27_000).reshape(9000, 3) % 50
-    return mk(one, tmp_path_factory.mktemp("long") / "p", docs)
-
-
-@pytest.fixture(scope="module")
-def long_arrays(one, long_corpus, tmp_path_factory):
-    """The three arrays of N samples of the long corpus."""
-    folder = tmp_path_factory.mktemp("arrays")
-    return arrays(gpt(one, long_corpus, N, path_to_cache=str(folder)))
+@pytest.fixture
+def wanted(one, pair):
+    """The three arrays of 50 samples of the pair."""
+    return arrays(gpt(one, pair, 50))
 
 
 @pytest.fixture
@@ -4550,7 +4541,7 @@ def heard(function, *arguments, **options):
     return found, [str(warning.message) for warning in caught]
 
 
-def start(mm, corpus, cache, n=N, **fields):
+def start(mm, corpus, cache, n=50, **fields):
     """A job that starts: its GPTDataset, no array of which was read, and its warnings."""
     return heard(gpt, mm, corpus, n, path_to_cache=cache, **fields)
 
@@ -4582,29 +4573,30 @@ def replace_file(path, content):
 # -- what is in the files --------------------------------------------------------------------------
 
 
-def test_a_cache_is_built_once_then_found(
-    one, long_corpus, long_arrays, cache, builds, monkeypatch
-):
+def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, builds, monkeypatch):
     """Plain .npy files and no warning; a second job writes nothing.  Nothing is synced."""
     monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=AssertionError))
-    saved, messages = start(one, long_corpus, cache)
-    assert messages == []
+    saved, of_first = start(one, pair, cache)
     before = stamps(cache)
     fields = {"fast_cache_load": True, "defer_npy_index_mmap": True}  # without effect
-    found, messages = start(one, long_corpus, cache, **fields)
-    assert messages == []
-    for name, wanted in zip(INDEX_ARRAYS, long_arrays, strict=True):
-        with io.BytesIO() as file:
-            np.save(file, wanted)
-            assert file_of(cache, f"-{name}.npy").read_bytes() == file.getvalue()
-        for ds in (saved, found):  # both are mapped
-            values, messages = heard(getattr, ds, name)
-            assert messages == []
-            same(values, wanted)
-            with pytest.raises(ValueError, match="read-only"):
-                values[0] = 1
+    found, of_second = start(one, pair, cache, **fields)
+    for ds in (saved, found):  # both are mapped
+        values, messages = heard(arrays, ds)
+        assert messages + of_first + of_second == []
+        same_arrays(values, wanted)
+        with pytest.raises(ValueError, match="read-only"):
+            ds.shuffle_index[0] = 1
+    for name, values in zip(INDEX_ARRAYS, wanted, strict=True):
+        assert file_of(cache, f"-{name}.npy").read_bytes() == npy(values)
     assert builds.call_count == 1
     assert stamps(cache) == before
+
+
+def npy(array):
+    """The bytes of an .npy file."""
+    with io.BytesIO() as file:
+        np.save(file, array)
+        return file.getvalue()
 
 
 def test_names_and_descriptions_are_upstreams(one, pair, cache):
@@ -4749,9 +4741,9 @@ def wrong_manifests(content):
     return contents + [json.dumps(value).encode() for value in (without_files, other_data)]
 
 
-def test_what_a_start_finds_wrong_is_rebuilt(one, long_corpus, long_arrays, cache, builds):
+def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, builds):
     """With one warning, which says why; the next job finds the cache whole."""
-    start(one, long_corpus, cache)
+    start(one, pair, cache)
     wrong = []
     for content in wrong_manifests(file_of(cache, "-manifest.json").read_bytes()):
         wrong.append(("manifest.json", content))
@@ -4761,22 +4753,22 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, long_corpus, long_arrays, cach
     for case, (file, content) in enumerate(wrong):
         replace_file(file_of(cache, file), content)
         builds.reset_mock()
-        _, [message] = start(one, long_corpus, cache)
+        _, [message] = start(one, pair, cache)
         assert re.search("is rebuilt: .+", message), case
         assert file in message or file == "manifest.json", case
         assert builds.call_count == 1, case
-        found, messages = cached(one, long_corpus, cache, N)
+        found, messages = cached(one, pair, cache)
         assert messages == [], case
-        same_arrays(found, long_arrays)
+        same_arrays(found, wanted)
         assert builds.call_count == 1, case
 
 
-def test_without_a_manifest_the_same_bytes_are_saved_again(one, long_corpus, cache, builds):
+def test_without_a_manifest_the_same_bytes_are_saved_again(one, pair, cache, builds):
     """As in upstream's caches, and in those being written: there is no reason to warn."""
-    start(one, long_corpus, cache)
+    start(one, pair, cache)
     before = files_of(cache)
     file_of(cache, "-manifest.json").unlink()
-    _, messages = start(one, long_corpus, cache)
+    _, messages = start(one, pair, cache)
     assert messages == []
     assert builds.call_count == 2
     assert files_of(cache) == before
@@ -4897,13 +4889,6 @@ class RunsCode:
         return open, ("ran", "w")
 
 
-def npy(array):
-    """The bytes of an .npy file."""
-    with io.BytesIO() as file:
-        np.save(file, array)
-        return file.getvalue()
-
-
 def flipped(content, at):
     """One bit of a byte changed."""
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
@@ -4921,16 +4906,16 @@ def wrong_arrays(content):
 
 
 def test_what_the_first_access_finds_wrong_is_built_in_memory(
-    one, long_corpus, long_arrays, tmp_path, cache, builds, monkeypatch
+    one, pair, wanted, tmp_path, cache, builds, monkeypatch
 ):
     """With one warning; nothing in it is run.  Also in the job that has saved the cache."""
     monkeypatch.chdir(tmp_path)
-    saved, _ = start(one, long_corpus, cache)
+    saved, _ = start(one, pair, cache)
     content = file_of(cache, "document_index.npy").read_bytes()
     for case, wrong in enumerate(wrong_arrays(content)):
         shutil.rmtree(cache)
-        saved, _ = start(one, long_corpus, cache)
-        found, messages = start(one, long_corpus, cache)
+        saved, _ = start(one, pair, cache)
+        found, messages = start(one, pair, cache)
         assert messages == []
         builds.reset_mock()
         replace_file(file_of(cache, "document_index.npy"), wrong)
@@ -4939,8 +4924,8 @@ def test_what_the_first_access_finds_wrong_is_built_in_memory(
             messages = [message for message in messages if "document_index.npy" in message]
             assert len(messages) == 1, case
             assert "in memory" in messages[0], case
-            same_arrays(values, long_arrays)
-            same_arrays(arrays(pickle.loads(pickle.dumps(ds))), long_arrays)
+            same_arrays(values, wanted)
+            same_arrays(arrays(pickle.loads(pickle.dumps(ds))), wanted)
         assert builds.call_count == 2, case
     assert not os.path.exists("ran")
 
@@ -4968,10 +4953,9 @@ def test_pages_that_a_power_loss_left_empty_are_noticed(one, tmp_path, cache, ep
         replace_file(path, content)
 
 
-def test_threads_that_map_at_once_get_the_same_arrays(one, long_corpus, cache, monkeypatch):
+def test_threads_that_map_at_once_get_the_same_arrays(one, pair, cache, monkeypatch):
     """A thread's own mapping was taken for an array that the user had set: it was pickled."""
-    start(one, long_corpus, cache)
-    ds, _ = start(one, long_corpus, cache)
+    ds, _ = start(one, pair, cache, 10_000)
     real_load = np.load
 
     def slow_load(*arguments, **options):
@@ -4994,11 +4978,9 @@ def test_threads_that_map_at_once_get_the_same_arrays(one, long_corpus, cache, m
 
 @pytest.mark.parametrize("error", [KeyError, OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("is_torn", [False, True])
-def test_an_error_of_the_build_is_no_fault_of_the_cache(
-    one, long_corpus, cache, builds, error, is_torn
-):
+def test_an_error_of_the_build_is_no_fault_of_the_cache(one, pair, cache, builds, error, is_torn):
     """It is raised as it is, after one call; a warning is of what was wrong with the files."""
-    start(one, long_corpus, cache)
+    start(one, pair, cache)
     if is_torn:
         os.truncate(file_of(cache, "sample_index.npy"), 100)
     else:
@@ -5009,7 +4991,7 @@ def test_an_error_of_the_build_is_no_fault_of_the_cache(
     builds.side_effect = reason
     with pytest.raises(error) as raised, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        gpt(one, long_corpus, N, path_to_cache=cache)
+        gpt(one, pair, 50, path_to_cache=cache)
     assert raised.value is reason
     assert ["rebuilt" in str(warning.message) for warning in caught] == [True] * is_torn
     assert builds.call_count == 1
