@@ -2028,11 +2028,11 @@ class GPTDataset(MegatronDataset):
     The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
     or, for a pair on object storage, one beside the copy of its .idx.
 
-    A subclass may override three methods.  __getitem__(k) returns a sample, whatever its keys are.
-    _query_document_sample_shuffle_indices(k) returns the tokens of a sample.  If one of these two
-    is overridden, batches are made sample by sample.  The third,
-    _build_document_sample_shuffle_indices(), returns the three arrays, and changes the orders only.
-    Setting document_index, sample_index or shuffle_index of an object changes the orders only, too.
+    A subclass may override __getitem__(k), which returns a sample, whatever its keys are, and
+    _query_document_sample_shuffle_indices(k), which returns the tokens of one.  Then batches are
+    made sample by sample.  To change the orders alone, override
+    _build_document_sample_shuffle_indices(), which returns the three arrays, or set document_index,
+    sample_index or shuffle_index of an object.
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -2170,8 +2170,8 @@ class GPTDataset(MegatronDataset):
     def fills_rows(self) -> bool:
         """Are samples rows of a table, so that a batch is filled as a whole?
 
-        Not where a subclass says what a sample is, or which tokens it has.  There batches are made
-        sample by sample: nobody knows whether its method may run in threads, as fill() does.
+        Not where a subclass says what a sample is, or which tokens it has: nobody knows whether its
+        method may run in threads, as fill() does.
         """
         own = type(self)
         query = own._query_document_sample_shuffle_indices
@@ -2741,24 +2741,9 @@ class BlendedDataset(_SampleTable):
         config: BlendedMegatronDatasetConfig,
         phases: list | None = None,
     ) -> None:
-        names = [_name(dataset) for dataset in datasets]
         self.datasets = list(datasets)
-        self.weights = None
-        self.size = size
-        self.phases = None
         self.config = config
-        if phases is not None:
-            if weights is not None or size is not None:
-                raise ValueError("phases stand for weights and size: these must be None")
-            checked = _as_phases(phases, names)  # with normalized weights
-            _, first_weights = checked[0]
-            if len(checked) == 1 and all(first_weights):
-                [(size, weights)] = phases  # a plain blend, which shares the cache of that blend
-            else:
-                self.phases = checked
-                self.size = sum(samples for samples, _ in checked)
-        if self.phases is None:
-            self._set_weights(_read_weights(weights, names), size, names)
+        self._set_shares(weights, size, phases)
         self.split = self.datasets[0].index_split
 
         self.unique_identifiers = collections.OrderedDict()  # upstream's, in upstream's order
@@ -2781,23 +2766,37 @@ class BlendedDataset(_SampleTable):
         self._taken = self._cache.facts  # what _build_arrays() returns first
         self._check_taken()
 
-    def _set_weights(self, weights, size, names):
-        """Drop datasets of weight 0.  Weights are shares of the size, or, without one, counts."""
+    def _set_shares(self, weights, size, phases):
+        """Set weights, size and phases as in the table above; datasets of weight 0 are dropped."""
+        names = [_name(dataset) for dataset in self.datasets]
+        self.weights = None
+        self.size = None
+        self.phases = None
+        if phases is not None:
+            if weights is not None or size is not None:
+                raise ValueError("phases stand for weights and size: these must be None")
+            checked = _as_phases(phases, names)
+            _, first_weights = checked[0]
+            if len(checked) > 1 or not all(first_weights):
+                self.size = sum(samples for samples, _ in checked)
+                self.phases = checked
+                return
+            [(size, weights)] = phases  # a plain blend, so that it shares the cache of that blend
+
+        weights = _read_weights(weights, names)
         dropped = [name for name, weight in zip(names, weights, strict=True) if not weight]
         if dropped:
             log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
         self.datasets, weights = _drop_zero_weights(self.datasets, weights)
-        if size is not None:
+        if size is None:
+            if any(weight != int(weight) for weight in weights):
+                raise ValueError(f"without a size, weights are numbers of samples, got {weights}")
+            self.weights = [int(count) for count in weights]
+        else:
             if size < 0 or size % 1:
                 raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
             self.size = int(size)
             self.weights = normalize(weights)
-        else:
-            if any(weight != int(weight) for weight in weights):
-                raise ValueError(
-                    f"without a size the weights are numbers of samples, got {weights}"
-                )
-            self.weights = [int(count) for count in weights]
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size

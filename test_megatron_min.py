@@ -4599,64 +4599,53 @@ def npy(array):
         return file.getvalue()
 
 
-def test_names_and_descriptions_are_upstreams(one, pair, cache):
-    """The description says what was asked for; the other files are named after its md5."""
-    cfg = config(one, ([pair, pair], [1, 3]), path_to_cache=cache)
-    build(one, [4, 0, 0], cfg)
-    parts = []
+def test_names_descriptions_and_manifests(one, pair, cache):
+    """The description, as upstream writes it, says what was asked for; its md5 is in all names.
+
+    The manifest says what the arrays were made from (those of a blend from the description alone),
+    what a start needs to know of them, and their checks.  A later version must read it: whoever
+    changes it makes all caches of users stale.
+    """
+    blend = build(one, [4, 0, 0], config(one, ([pair, pair], [1, 3]), path_to_cache=cache))[0]
+    described = []
     for num_samples in (2, 4):  # shares of 4, and the surplus
         part = {"class": "GPTDataset", "dataset_path": pair, "num_samples": num_samples}
         part |= {"index_split": "train", "random_seed": 1234, "sequence_length": 8}
         part |= {"split": "1,0,0", "split_matrix": [[0, 1.0], None, None]}
-        parts.append(part | {"tokenizer": {"class": "Tok", "eod": 0}})
-    blend = {"class": "BlendedDataset", "datasets": parts, "split": "train"}
-    blend |= {"weights": [0.25, 0.75], "size": 4}
-    names = set()
-    for described, of_class in (
-        (parts[0], INDEX_ARRAYS),
-        (parts[1], INDEX_ARRAYS),
-        (blend, BLEND_ARRAYS),
-    ):
-        text = json.dumps(described, indent=4).encode()
-        stem = f"{hashlib.md5(text).hexdigest()}-{described['class']}-train"
-        assert pathlib.Path(cache, f"{stem}-description.txt").read_bytes() == text
-        names |= {f"{stem}-{name}.npy" for name in of_class}
-        names |= {f"{stem}-description.txt", f"{stem}-manifest.json"}
-    assert set(os.listdir(cache)) == names
+        described.append(part | {"tokenizer": {"class": "Tok", "eod": 0}})
+    of_blend = {"class": "BlendedDataset", "datasets": list(described), "split": "train"}
+    described.append(of_blend | {"weights": [0.25, 0.75], "size": 4})
 
-
-def test_manifests(one, pair, cache):
-    """What the arrays were made from, what a start needs to know of them, and their checks.
-
-    A later version must read it: whoever changes it makes all caches of users stale.  The arrays of
-    a blend are made from the description alone.
-    """
-    cfg = config(one, ([pair, pair], [1, 3]), path_to_cache=cache, mid_level_dataset_surplus=0)
-    blend = build(one, [4, 0, 0], cfg)[0]
-    idx = pathlib.Path(f"{pair}.idx")
-    content = idx.read_bytes()
+    idx = pathlib.Path(f"{pair}.idx").read_bytes()
     made_from = {
         "format": 4,
         "documents": f"0 to {len(PAIR) - 1}",
         "keeps_short": False,
         "extra_token": 1,
         "stable_order": False,
-        "idx_size": len(content),
-        "idx_mtime_ns": idx.stat().st_mtime_ns,
-        "idx_ends": hashlib.md5(content[:4096] + content[-4096:]).hexdigest(),
+        "idx_size": len(idx),
+        "idx_mtime_ns": os.stat(f"{pair}.idx").st_mtime_ns,
+        "idx_ends": hashlib.md5(idx[:4096] + idx[-4096:]).hexdigest(),
     }
-    part = blend.datasets[0]
-    for ds, of_class, made, facts in (
-        (part, INDEX_ARRAYS, made_from, list(part.epoch_plan)),
-        (blend, BLEND_ARRAYS, {"format": 4}, [1, 3]),
-    ):
-        stem = f"{ds.unique_description_hash}-{type(ds).__name__}-train"
-        files = {}
+    manifests = []
+    for part in blend.datasets:
+        manifests.append({"made_from": made_from, "facts": list(part.epoch_plan)})
+    manifests.append({"made_from": {"format": 4}, "facts": [1, 3]})
+
+    names = set()
+    of_classes = [INDEX_ARRAYS, INDEX_ARRAYS, BLEND_ARRAYS]
+    for identifiers, manifest, of_class in zip(described, manifests, of_classes, strict=True):
+        text = json.dumps(identifiers, indent=4).encode()
+        stem = f"{hashlib.md5(text).hexdigest()}-{identifiers['class']}-train"
+        assert pathlib.Path(cache, f"{stem}-description.txt").read_bytes() == text
+        manifest["files"] = {}
         for name in of_class:
             content = pathlib.Path(cache, f"{stem}-{name}.npy").read_bytes()
-            files[name] = {"size": len(content), "crc32": zlib.crc32(content)}
-        manifest = {"made_from": made, "facts": facts, "files": files}
+            manifest["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
+            names.add(f"{stem}-{name}.npy")
         assert json.loads(pathlib.Path(cache, f"{stem}-manifest.json").read_text()) == manifest
+        names |= {f"{stem}-description.txt", f"{stem}-manifest.json"}
+    assert set(os.listdir(cache)) == names
 
 
 def test_without_path_to_cache_a_cache_is_beside_its_pair(one, pair):
