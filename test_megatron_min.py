@@ -2578,6 +2578,17 @@ def test_a_blend_has_the_samples_of_its_datasets(mm, three, fields, of_blend, of
     check_samples_of_blend(ds, [7, 0, None, 29, 7, -1, 3, *range(12)])
 
 
+def test_datasets_of_a_blend_may_have_other_keys(mm, toy):
+    """A batch of samples of one of them has the keys of that one."""
+    fields = {"n": 3, "sequence_length": 4}
+    parts = [gpt(mm, toy, **fields), gpt(mm, toy, create_attention_mask=True, **fields)]
+    blend = mm.BlendedDataset(parts, [1, 1], 6, parts[0].config)
+    for d, part in enumerate(parts):
+        batch = blend.batch([d, d + 2])  # datasets 0, 1, 0, 1
+        wanted = part.batch([0, 1])
+        same_samples(batch, {"dataset_id": torch.tensor([d, d]), **wanted})
+
+
 def test_blend_of_blends(mm, three):
     inner = build(mm, [4, 0, 0], config(mm, (three[:2], [1, 1])))[0]
     inner.index_split = inner.split
