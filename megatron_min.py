@@ -1776,15 +1776,15 @@ def _count_samples_of_epochs(
 class _SampleTable(torch.utils.data.Dataset):
     """A dataset whose batches are tables, where its samples come as rows of one.
 
-    fills_rows   do they?  Then the class has columns(count), which makes an empty table for so many
-                 samples, {key: array (count, ...)}, and fill(columns, rows, indices), which writes
-                 the samples of these indices into these rows.  Else a batch is samples, collated.
+    fills_rows   do they?  Then columns(count) makes an empty table for so many samples,
+                 {key: array (count, ...)}, and fill(columns, rows, indices) writes the samples of
+                 these indices into these rows.  Else a batch is samples, collated.
     """
 
     fills_rows = False
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples; torch.utils.data.DataLoader calls this for each batch."""
+        """Return several samples; torch's DataLoader calls this for each batch."""
         if not self.fills_rows:
             return [self[idx] for idx in indices]
         columns = self._filled(indices)
@@ -1989,11 +1989,11 @@ class GPTDataset(MegatronDataset):
     The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
     or, for a pair on object storage, one beside the copy of its .idx.
 
-    A subclass may override three methods.  __getitem__(k) returns a sample, whatever its keys are.
-    _query_document_sample_shuffle_indices(k) returns the tokens of a sample.  If one of these two
-    is overridden, batches are made sample by sample.  The third,
-    _build_document_sample_shuffle_indices(), returns the three arrays, and changes the orders only.
-    Setting document_index, sample_index or shuffle_index of an object changes the orders only, too.
+    A subclass may override __getitem__(k), which returns a sample, whatever its keys are, and
+    _query_document_sample_shuffle_indices(k), which returns the tokens of one.  Then batches are
+    made sample by sample.  To change the orders alone, override
+    _build_document_sample_shuffle_indices(), which returns the three arrays, or set document_index,
+    sample_index or shuffle_index of an object.
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -2011,7 +2011,6 @@ class GPTDataset(MegatronDataset):
     """
 
     index_names = ("document_index", "sample_index", "shuffle_index")  # of the files of the cache
-    _cache = None  # there is none where a subclass makes the arrays
 
     def __init__(
         self,
@@ -2042,10 +2041,21 @@ class GPTDataset(MegatronDataset):
         if config.stable_order:
             self.unique_identifiers["stable_order"] = True
 
-        build = type(self)._build_document_sample_shuffle_indices
-        if build is GPTDataset._build_document_sample_shuffle_indices:
-            self._find_arrays()
-        else:  # a subclass makes its own arrays: they are in no cache
+        # Without a cache this would be
+        #     self.epoch_plan, arrays = self._build_arrays()
+        #     self.document_index, self.sample_index, self.shuffle_index = arrays
+        self._cache = _IndexCache(
+            self._folder_of_cache(),
+            f"{self.unique_description_hash}-{type(self).__name__}-{index_split.name}",
+            self.index_names,
+            self.unique_description,
+            self.made_from(),
+            build=self._build_arrays,
+        )
+        self.epoch_plan = EpochPlan(*self._cache.facts)  # what _build_arrays() returns first
+
+        own = type(self)._build_document_sample_shuffle_indices
+        if own is not GPTDataset._build_document_sample_shuffle_indices:
             arrays = self._build_document_sample_shuffle_indices()
             self.document_index, self.sample_index, self.shuffle_index = arrays
 
@@ -2055,22 +2065,6 @@ class GPTDataset(MegatronDataset):
         return self.epoch_plan.num_samples
 
     # ---- the three arrays: each is read from the cache when it is used first, or may be set
-
-    def _find_arrays(self):
-        """Find the three arrays in the cache; where they are not, _build_arrays() makes them."""
-        # Without a cache this would be
-        #     self.epoch_plan, arrays = self._build_arrays()
-        #     self.document_index, self.sample_index, self.shuffle_index = arrays
-        stem = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        self._cache = _IndexCache(
-            self._folder_of_cache(),
-            stem,
-            self.index_names,
-            self.unique_description,
-            self.made_from(),
-            build=self._build_arrays,
-        )
-        self.epoch_plan = EpochPlan(*self._cache.facts)  # what _build_arrays() returns first
 
     def _folder_of_cache(self):
         """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
@@ -2098,10 +2092,19 @@ class GPTDataset(MegatronDataset):
         """uint32 or int64 (N,): the order of the samples."""
         return self._cache.array("shuffle_index")
 
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the three arrays; those that a subclass returns are kept in memory."""
+        return self.document_index, self.sample_index, self.shuffle_index
+
     def made_from(self) -> dict:
         """Return what the arrays are made from, as JSON has it; a subclass may add to it."""
+        documents = self._documents
+        if isinstance(documents, range):
+            described = f"{documents.start} to {documents.stop - 1}"
+        else:
+            described = _md5(documents.astype(np.int64).tobytes())
         found = {
-            "documents": _describe_documents(self._documents),
+            "documents": described,
             "keeps_short": self._keeps_short,
             "extra_token": self._extra,
             "stable_order": self.config.stable_order,
@@ -2114,8 +2117,7 @@ class GPTDataset(MegatronDataset):
         """Leave out of a pickle the arrays that another process can map, or make."""
         state = vars(self).copy()
         state.pop("indices", None)  # made from _documents
-        if self._cache is not None:
-            self._cache.forget_mapped(state)
+        self._cache.forget_mapped(state)
         return state
 
     # ---- from k to the tokens and labels of sample k
@@ -2129,8 +2131,8 @@ class GPTDataset(MegatronDataset):
     def fills_rows(self) -> bool:
         """Are samples rows of a table, so that a batch is filled as a whole?
 
-        Not where a subclass says what a sample is, or which tokens it has.  There batches are made
-        sample by sample: nobody knows whether its method may run in threads, as fill() does.
+        Not where a subclass says what a sample is, or which tokens it has: nobody knows whether its
+        method may run in threads, as fill() does.
         """
         own = type(self)
         query = own._query_document_sample_shuffle_indices
@@ -2177,17 +2179,8 @@ class GPTDataset(MegatronDataset):
 
     def _read_texts(self, samples):
         """The text of each sample: its S + x tokens, or fewer, that is its pieces end to end."""
-        pieces_of_samples = [self.pieces(k) for k in samples]
-        parts_of_samples = _read_pieces(self.dataset, pieces_of_samples)
-        texts = []
-        for pieces, parts in zip(pieces_of_samples, parts_of_samples, strict=True):
-            text = np.concatenate(parts, dtype=np.int64)
-            wanted = sum(length for _, _, length in pieces)
-            if len(text) != wanted:  # a reader of the user's own may be wrong
-                found = f"wanted {wanted} tokens of {pieces}, got {len(text)}"
-                raise ValueError(f"{_name(self)}: {found}")
-            texts.append(text)
-        return texts
+        parts_of_samples = _read_pieces(self.dataset, [self.pieces(k) for k in samples])
+        return [np.concatenate(parts, dtype=np.int64) for parts in parts_of_samples]
 
     def _pad(self, k, text):
         """The tokens of sample k, filled up to S + x."""
@@ -2364,15 +2357,7 @@ class GPTDataset(MegatronDataset):
                 stacklevel=2,
             )
 
-    # ---- what subclasses override, and what the builder asks
-
-    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return document_index, sample_index and shuffle_index, from the cache or newly built.
-
-        What a subclass returns is kept in memory, and not in a cache.
-        """
-        self._find_arrays()
-        return self.document_index, self.sample_index, self.shuffle_index
+    # ---- what the builder asks
 
     @staticmethod
     def build_low_level_dataset(
@@ -2388,13 +2373,6 @@ class GPTDataset(MegatronDataset):
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
         """Return the number of sequences of the file."""
         return len(low_level_dataset)
-
-
-def _describe_documents(documents):
-    """What tells these documents from others: their range, or a digest of their numbers."""
-    if isinstance(documents, range):
-        return f"{documents.start} to {documents.stop - 1}"
-    return _md5(documents.astype(np.int64).tobytes())
 
 
 def _count_tokens(lengths, documents):
@@ -2572,7 +2550,6 @@ def build_blending_indices(
     dataset_sample_index  int64 (size,)             filled in: which of its samples
     weights               float64 (num_datasets,)   shares, whose sum is 1
     verbose               accepted as upstream's; nothing is printed
-    Raises                ValueError, TypeError     for arrays and weights that do not fit
     Upstream              helpers.build_blending_indices
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
@@ -2603,7 +2580,6 @@ def build_exhaustive_blending_indices(
 
     dataset_index, dataset_sample_index   int16 and int64, (sum(sizes),): filled in
     sizes                                 int64 (num_datasets,)
-    Raises                                ValueError, TypeError for arrays that do not fit
     Upstream                              helpers.build_exhaustive_blending_indices
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
@@ -2662,16 +2638,13 @@ def build_phase_indices(
 
     dataset_index, dataset_sample_index   int16 and int64, (samples of all phases,): filled in
     phases                                [(samples, weights), ...]; the sum of the weights of a
-                                          phase is 1, and each dataset has one; ValueError if there
-                                          is no phase
+                                          phase is 1, and each dataset has one
 
     >>> which, sample = np.zeros(8, np.int16), np.zeros(8, np.int64)
     >>> build_phase_indices(which, sample, [(4, [0.25, 0.75]), (4, [0.5, 0.5])])
     >>> which.tolist(), sample.tolist()
     ([1, 0, 1, 1, 0, 1, 0, 1], [0, 0, 1, 2, 1, 3, 2, 4])
     """
-    if len(phases) == 0:
-        raise ValueError("wanted one phase or more, got none")
     _, weights = phases[0]
     taken = np.zeros(len(weights), np.int64)  # of each dataset, in the phases so far
     begin = 0
@@ -2702,7 +2675,7 @@ class BlendedDataset(_SampleTable):
     So there are three kinds of blend.  They have these attributes:
 
       made with           .size     .weights     .phases                   built by
-      weights and size    size      normalized   [(size, weights)]         build_blending_indices
+      weights and size    size      normalized   None                      build_blending_indices
       weights alone       None      counts       None                      build_exhaustive_...
       phases              the sum   None         their weights normalized  build_phase_indices
 
@@ -2729,22 +2702,9 @@ class BlendedDataset(_SampleTable):
         config: BlendedMegatronDatasetConfig,
         phases: list | None = None,
     ) -> None:
-        # What cannot be is refused, weight 0 is dropped, and a single phase without a weight of 0
-        # becomes weights and size.
-        self.datasets, weights, size, phases = _checked_blend(datasets, weights, size, phases)
-        if phases is not None:
-            self.size = sum(samples for samples, _ in phases)
-            self.weights = None
-            self.phases = phases
-        elif size is None:
-            self.size = None
-            self.weights = [int(count) for count in weights]
-            self.phases = None
-        else:
-            self.size = int(size)
-            self.weights = normalize(weights)
-            self.phases = [(self.size, self.weights)]
+        self.datasets = list(datasets)
         self.config = config
+        self._set_shares(weights, size, phases)
         self.split = self.datasets[0].index_split
 
         self.unique_identifiers = collections.OrderedDict()  # upstream's, in upstream's order
@@ -2753,7 +2713,7 @@ class BlendedDataset(_SampleTable):
         self.unique_identifiers["split"] = self.split.name
         self.unique_identifiers["weights"] = self.weights
         self.unique_identifiers["size"] = self.size
-        if self.weights is None:
+        if self.phases is not None:
             self.unique_identifiers["phases"] = self.phases
 
         self._cache = _IndexCache(
@@ -2765,7 +2725,39 @@ class BlendedDataset(_SampleTable):
             build=self._build_arrays,
         )
         self._taken = self._cache.facts  # what _build_arrays() returns first
-        self._check_taken(self._taken)
+        self._check_taken()
+
+    def _set_shares(self, weights, size, phases):
+        """Set weights, size and phases as in the table above; datasets of weight 0 are dropped."""
+        names = [_name(dataset) for dataset in self.datasets]
+        self.weights = None
+        self.size = None
+        self.phases = None
+        if phases is not None:
+            if weights is not None or size is not None:
+                raise ValueError("phases stand for weights and size: these must be None")
+            checked = _as_phases(phases, names)
+            _, first_weights = checked[0]
+            if len(checked) > 1 or not all(first_weights):
+                self.size = sum(samples for samples, _ in checked)
+                self.phases = checked
+                return
+            [(size, weights)] = phases  # a plain blend, so that it shares the cache of that blend
+
+        weights = _read_weights(weights, names)
+        dropped = [name for name, weight in zip(names, weights, strict=True) if not weight]
+        if dropped:
+            log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
+        self.datasets, weights = _drop_zero_weights(self.datasets, weights)
+        if size is None:
+            if any(weight != int(weight) for weight in weights):
+                raise ValueError(f"without a size, weights are numbers of samples, got {weights}")
+            self.weights = [int(count) for count in weights]
+        else:
+            if size < 0 or size % 1:
+                raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
+            self.size = int(size)
+            self.weights = normalize(weights)
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
@@ -2789,20 +2781,17 @@ class BlendedDataset(_SampleTable):
         arrays = [dataset_index, dataset_sample_index]
         if self.size is None:
             build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
-        elif self.weights is None:
+        elif self.phases is not None:
             build_phase_indices(*arrays, self.phases)
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
-        taken = _count_datasets(dataset_index, len(self.datasets))
-        # Check before saving, so that no cache holds a blend that takes too much.
-        self._check_taken(taken)
-        return taken, arrays
+        return _count_datasets(dataset_index, len(self.datasets)), arrays
 
-    def _check_taken(self, taken):
+    def _check_taken(self):
         """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
         needed = {}
         sentences = []
-        for count, dataset in zip(taken, self.datasets, strict=True):
+        for count, dataset in zip(self._taken, self.datasets, strict=True):
             if count > len(dataset):
                 needed[dataset] = count
                 sentences.append(
@@ -2872,33 +2861,6 @@ class BlendedDataset(_SampleTable):
             samples.append(k)
         for d, (rows_of_dataset, samples) in rows_of_datasets.items():
             self.datasets[d].fill(columns, rows_of_dataset, samples)
-
-
-def _checked_blend(datasets, weights, size, phases):
-    """The (datasets, weights, size, phases) of a blend, without those of weight 0; ValueError.
-
-    weights and size, or phases, are those of BlendedDataset; what is not given is None.  A single
-    phase without a weight of 0 becomes weights and size, so that it shares the cache of that blend.
-    """
-    names = [_name(dataset) for dataset in datasets]
-    if phases is not None:
-        if weights is not None or size is not None:
-            raise ValueError("phases stand for weights and size: these must be None")
-        checked = _as_phases(phases, names)
-        _, first_weights = checked[0]
-        if len(checked) > 1 or not all(first_weights):
-            return list(datasets), None, None, checked
-        [(size, weights)] = phases
-    weights = _read_weights(weights, names)
-    if size is None and any(weight != int(weight) for weight in weights):
-        raise ValueError(f"without a size the weights are numbers of samples, got {weights}")
-    if size is not None and (size < 0 or size % 1):
-        raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
-    dropped = [name for name, weight in zip(names, weights, strict=True) if not weight]
-    if dropped:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-    datasets, weights = _drop_zero_weights(datasets, weights)
-    return datasets, weights, size, None
 
 
 def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
@@ -4752,7 +4714,7 @@ class _IndexCache:
             with open(path, encoding="utf-8") as file:
                 manifest = json.load(file)
             noted = manifest["made_from"]
-            for key in self._made_from.keys() | noted.keys():
+            for key in {**self._made_from, **noted}:
                 if noted.get(key) != self._made_from.get(key):
                     found = f"{key} was {noted.get(key)!r}, is {self._made_from.get(key)!r}"
                     raise DatasetFormatError(found)
