@@ -9,9 +9,9 @@
  *                definition, checks them, allocates the arrays, and calls the function of C
  *   function     in this file: fills the arrays
  *
- * Where a function finds a value that it cannot use, it reports that; then the adapter calls the
- * definition, which raises the error that users see.  All functions and their arguments are listed
- * in section 7 below.
+ * Where a function finds a value that it cannot use, it raises an error or returns False; then the
+ * adapter calls the definition, which raises the error that users see.  All functions and their
+ * arguments are listed in section 7 below.
  *
  * Rules of this file
  *   - Python allocates every array.  C borrows it through the buffer protocol, without numpy's
@@ -93,25 +93,17 @@ static void dtype_of(const Py_buffer *view, char code[3])
 static int borrow(PyObject *obj, const Array *array, Py_buffer *view)
 {
     char code[3];
-    int known, contiguous;
 
-    if (!PyObject_CheckBuffer(obj) || PyObject_GetBuffer(obj, view, PyBUF_FULL_RO) < 0) {
-        view->obj = NULL;
-        PyErr_Format(PyExc_TypeError, "%s: wanted an array of dtype %s, found %R", array->name,
-                     array->dtypes, (PyObject *)Py_TYPE(obj));
-        return 0;
+    if (PyObject_CheckBuffer(obj) && PyObject_GetBuffer(obj, view, PyBUF_FULL_RO) == 0) {
+        dtype_of(view, code);
+        if (strstr(array->dtypes, code) && view->ndim == array->ndim &&
+            PyBuffer_IsContiguous(view, 'C') && !(array->use && view->readonly))
+            return 1;
+        PyBuffer_Release(view);
     }
-    dtype_of(view, code);
-    known = strstr(array->dtypes, code) != NULL;
-    contiguous = PyBuffer_IsContiguous(view, 'C');
-    if (known && contiguous && view->ndim == array->ndim && !(array->use && view->readonly))
-        return 1;
-    PyErr_Format(known ? PyExc_ValueError : PyExc_TypeError, "%s: wanted %s C-contiguous array of "
-                 "dtype %s, %d axes; found a %s, %s one of buffer format '%s' (%zd bytes), %d axes",
-                 array->name, array->use ? "a writable," : "a", array->dtypes, array->ndim,
-                 view->readonly ? "read-only" : "writable", contiguous ? "C-contiguous" : "strided",
-                 view->format ? view->format : "B", view->itemsize, view->ndim);
-    PyBuffer_Release(view);
+    view->obj = NULL;
+    PyErr_Format(PyExc_TypeError, "%s: wanted a C-contiguous array of dtype %s, %d axes%s",
+                 array->name, array->dtypes, array->ndim, array->use ? ", writable" : "");
     return 0;
 }
 
@@ -301,13 +293,6 @@ exit:
  * one store of 8 or 16 bytes.  The walk goes over documents and not over samples, so that addresses
  * do not depend on sums and can be prefetched.
  */
-enum { WALK_DONE, WALK_BAD_ID, WALK_BAD_SIZE, WALK_SHORT };
-
-typedef struct {
-    int status;                             /* one of the above */
-    long long position, wanted, found;      /* where it stopped, and why */
-} Walk;
-
 typedef struct {
     char *rows;             /* (N + 1, 2), int32 or int64 */
     const char *sizes;      /* (F,) int32, tokens in each document of the file */
@@ -336,7 +321,8 @@ INLINE int64_t target_of(const Stream *s, int64_t k)
          : k == s->num_samples ? s->last_token : INT64_MAX;
 }
 
-static Walk walk_documents(const Stream s)
+/* Writes all rows.  Returns whether every document is there, and they hold the tokens of all rows. */
+static int walk_documents(const Stream s)
 {
     int64_t k = 1, before = 0, target = target_of(&s, k);
 
@@ -348,16 +334,15 @@ static Walk walk_documents(const Stream s)
         if (d + AHEAD < s.num_documents)    /* this id is not checked yet: compute no pointer */
             PREFETCH((uintptr_t)s.sizes + 4 * (uintptr_t)load(s.documents, d + AHEAD, 4));
         if (id < 0 || id >= s.num_sizes)
-            return (Walk){WALK_BAD_ID, d, s.num_sizes - 1, id};
+            return 0;
         size = load(s.sizes, id, 4);
         if (size < 0)
-            return (Walk){WALK_BAD_SIZE, d, 0, size};
+            return 0;
         for (end = before + size; end >= target; target = target_of(&s, ++k))
             store_row(&s, k, d, target - s.extra - before);
         before = end;
     }
-    return (Walk){k > s.num_samples ? WALK_DONE : WALK_SHORT, s.num_documents, s.last_token,
-                  before};
+    return k > s.num_samples;
 }
 
 /* Checks that targets are in order, and that no sum reaches 2^63. */
@@ -377,16 +362,11 @@ static PyObject *build_sample_idx(PyObject *Py_UNUSED(module), PyObject *args)
 {
     static const Array arrays[] = {{"sample_index", "i4 i8", 2, WRITE}, {"sizes", "i4", 1, READ},
                                    {"document_index", "i4", 1, READ}};
-    static const char *const words[] = {
-        [WALK_BAD_ID] = "document_index[%lld]: wanted 0 to %lld, found %lld",
-        [WALK_BAD_SIZE] = "sizes[document_index[%lld]]: wanted at least %lld, found %lld",
-        [WALK_SHORT] = "document_index up to item %lld: wanted %lld tokens, found %lld",
-    };
     Py_buffer view[3] = {{0}}, *rows = view;
     PyObject *o[3], *result = NULL;
     long long sequence, extra, last_token;
     Stream s;
-    Walk walk;
+    int found;
 
     if (!PyArg_ParseTuple(args, "OOOLLL:build_sample_idx", o, o + 1, o + 2, &sequence, &extra,
                           &last_token))
@@ -400,13 +380,12 @@ static PyObject *build_sample_idx(PyObject *Py_UNUSED(module), PyObject *args)
     if (!check_targets(&s))
         goto exit;
     Py_BEGIN_ALLOW_THREADS
-    walk = walk_documents(s);
+    found = walk_documents(s);
     Py_END_ALLOW_THREADS
-    if (walk.status == WALK_DONE)
+    if (found)
         result = Py_NewRef(Py_None);
     else
-        PyErr_Format(walk.status == WALK_BAD_ID ? PyExc_IndexError : PyExc_ValueError,
-                     words[walk.status], walk.position, walk.wanted, walk.found);
+        PyErr_SetString(PyExc_ValueError, "document_index: wanted documents that hold the tokens");
 exit:
     release_all(view, 3);
     return result;
@@ -429,7 +408,8 @@ exit:
  * is no branch that could be mispredicted.
  *
  * Cost: about 1.4 draws for each item.  The partners of a block are known before its swaps are
- * made, so their cache lines are prefetched; numpy waits for each of them.
+ * made, so their cache lines are prefetched; numpy waits for each of them.  Arrays of more than
+ * 2**32 items, for which a draw would be two words, are left to numpy.
  */
 enum { MT_WORDS = 624, MT_SHIFT = 397 };
 
@@ -482,34 +462,15 @@ INLINE void swap_items(char *items, uint64_t i, uint64_t j, size_t width)
     memcpy(items + j * width, a, width);
 }
 
-INLINE uint32_t next_draw(Generator *g)
-{
-    if (g->pos == MT_WORDS)
-        mt_next_block(g);
-    return g->draw[g->pos++];
-}
-
-#ifndef LAST_SHORT_DRAW
-#define LAST_SHORT_DRAW 0xffffffffu     /* for a larger i a draw is two words; a test sets 999 */
-#endif
-
 INLINE void shuffle_items(char *items, uint64_t n, size_t width, Generator *g)
 {
     uint32_t partner[MT_WORDS];
-    uint64_t i = n ? n - 1 : 0, mask = UINT64_MAX, j;
+    uint64_t i = n ? n - 1 : 0, mask = UINT32_MAX;
 
     while (i > 0) {
         uint32_t count, want = 0;
         while (mask >> 1 >= i)
             mask >>= 1;
-        if (i > LAST_SHORT_DRAW) {
-            do {
-                j = (uint64_t)next_draw(g) << 32;
-                j = (j | next_draw(g)) & mask;
-            } while (j > i);
-            swap_items(items, i--, j, width);
-            continue;
-        }
         if (g->pos == MT_WORDS)
             mt_next_block(g);
         count = (uint32_t)(MT_WORDS - g->pos);      /* draws to look at: not more than are left, */
@@ -541,6 +502,7 @@ static PyObject *shuffle(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "OOi:shuffle", o, o + 1, &g.pos))
         return NULL;
     if (!borrow_all(o, arrays, view, 2) ||
+        !in_range("items of array", array->shape[0], 0, 1LL << 32) ||
         !in_range("items of key", key->shape[0], MT_WORDS, MT_WORDS) ||
         !in_range("pos", g.pos, 0, MT_WORDS))
         goto exit;

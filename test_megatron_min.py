@@ -7423,41 +7423,6 @@ def sources(tmp_path):
     return folder
 
 
-@pytest.fixture
-def two_words(c, sources, monkeypatch):
-    """C whose shuffles take two words a draw from 1000 items on."""
-    run_setup(sources, "build_ext", "--inplace", MEGATRON_MIN_CFLAGS="-O1 -DLAST_SHORT_DRAW=999")
-    built = glob.glob(f"{sources}/_megatron_min*.*")
-    if not built:
-        pytest.skip("there is no C compiler")
-    spec = importlib.util.spec_from_file_location("_megatron_min", built[0])
-    kernels = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "_megatron_min", kernels)
-    monkeypatch.setitem(sys.modules, c.__name__, c)  # it is there again afterwards
-    made = copy_of_module.__wrapped__("c")
-    assert made._megatron_min is kernels
-    return made
-
-
-@pytest.mark.slow
-def test_shuffle_beyond_2_32_items(two_words):
-    """Where i has more than 32 bits, here from 1000 on, a draw is two words, the high one first."""
-    state = np.random.RandomState(7)
-    draws = iter(np.frombuffer(copy.deepcopy(state).bytes(4 * 40_000), "<u4").tolist())
-    found, wanted = np.arange(6000), list(range(6000))
-    two_words.shuffle(found, state)
-    for i in range(5999, 0, -1):
-        j = i + 1
-        while j > i:
-            j = next(draws)
-            if i > 999:
-                j = j << 32 | next(draws)
-            j &= (1 << i.bit_length()) - 1
-        wanted[i], wanted[j] = wanted[j], wanted[i]
-    assert found.tolist() == wanted
-    assert np.frombuffer(state.bytes(4), "<u4")[0] == next(draws), "and no draw more"
-
-
 WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
     "not wanted": ({"MEGATRON_MIN_C": "0"}, "py3-none-any"),
     "no compiler": ({"CC": "false"}, "py3-none-any"),
