@@ -3097,6 +3097,13 @@ class BlendedMegatronDatasetBuilder:
         corpora = self._for_each(self._open, prefixes)
         return dict(zip(prefixes, corpora, strict=True))
 
+    def _open(self, prefix):
+        opened = self.cls.build_low_level_dataset(prefix, self.config)
+        n = self.cls.numel_low_level_dataset(opened)
+        if n >= 2**31:
+            raise ValueError(f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}")
+        return opened
+
     def _for_each(self, function, items):
         """[function(item) for each item], so many at a time as the config says."""
         threads = self.config.num_dataset_builder_threads
@@ -3104,16 +3111,6 @@ class BlendedMegatronDatasetBuilder:
             return [function(item) for item in items]
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             return list(pool.map(function, items))  # which begins no further one after an error
-
-    def _open(self, prefix):
-        """Open a corpus; ValueError where int32 cannot number its sequences."""
-        opened = self.cls.build_low_level_dataset(prefix, self.config)
-        n = self.cls.numel_low_level_dataset(opened)
-        if n >= 2**31:
-            raise ValueError(
-                f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}: split the corpus"
-            )
-        return opened
 
     def _build_part(self, corpus):
         """The dataset of a corpus, of the part of it that belongs to the split."""
@@ -3126,43 +3123,39 @@ class BlendedMegatronDatasetBuilder:
 
     def _mix(self, entry, parts):
         """The blend of these datasets; None if nothing is wanted, and nothing is there."""
-        if entry.phases is not None:
-            return self._blend_of(parts, None, None, entry.phases)
-        if entry.weights is not None:
-            size = sum(math.ceil(entry.size * weight) for weight in entry.weights)
-            return self._blend_of(parts, entry.weights, size)
-        # One epoch of each corpus, or as many samples of these as are wanted.
-        lengths = [len(part) for part in parts]
-        total = sum(lengths)
+        weights = entry.weights
         size = entry.size
-        if total == 0 and size == 0:
-            return None
-        if total == 0:
-            raise ValueError(f"{entry.split.name}: samples are wanted, but no corpus has one in it")
-        if size is not None and size > total:
-            warnings.warn(
-                f"{entry.split.name}: an epoch has {total:,} samples, not {size:,}: the run will "
-                "end early; give weights, to repeat corpora",
-                stacklevel=2,
-            )
-            size = total
-        return self._blend_of(parts, lengths, size)  # if size is None, all samples of each
-
-    def _blend_of(self, parts, weights, size, phases=None):
-        """The blend of these parts; one that would not last is built again, larger."""
+        if entry.phases is not None:
+            size = None  # they have samples of their own
+        elif weights is not None:
+            size = sum(math.ceil(size * weight) for weight in weights)
+        else:  # one epoch of each corpus, or as many samples of these as are wanted
+            weights = [len(part) for part in parts]
+            total = sum(weights)
+            if total == 0 and size == 0:
+                return None
+            if total == 0:
+                raise ValueError(
+                    f"{entry.split.name}: samples are wanted, but no corpus has one in it"
+                )
+            if size is not None and size > total:
+                warnings.warn(
+                    f"{entry.split.name}: an epoch has {total:,} samples, not {size:,}: the run "
+                    "will end early; give weights, to repeat corpora",
+                    stacklevel=2,
+                )
+                size = total
         try:
-            return BlendedDataset(parts, weights, size, self.config, phases)
+            return BlendedDataset(parts, weights, size, self.config, entry.phases)
         except _BlendTooLarge as error:
-            # BlendedDataset counts what it takes of each part.  error.needed is {part: samples it
-            # must have}, for the parts that are too short.
-            needed = error.needed
+            needed = error.needed  # {part that is too short: samples that the blend takes of it}
         # Only these corpora are built again: a corpus that is built for another number of samples
         # can come in another order, and the others must keep upstream's order.
         for i, part in enumerate(parts):
             if part in needed:
                 opened = part.dataset, part.dataset_path, part.indices
                 parts[i] = self.cls(*opened, needed[part], part.index_split, self.config)
-        return BlendedDataset(parts, weights, size, self.config, phases)
+        return BlendedDataset(parts, weights, size, self.config, entry.phases)
 
 
 def _do_nothing():

@@ -1346,6 +1346,7 @@ def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
 def test_epochs_are_counted_one_by_one(one):
     """E by counting up, the number of samples by division, the last epoch by the 80 % rule."""
     counts = list(itertools.product(range(1, 9), range(1, 6), range(9)))
+    counts += [(101, 1, 179), (101, 1, 180)]  # 79 and 80 of the last epoch's 100 samples
     for rng in cases(200):
         counts.append(rng.integers([2, 1, 1], [200, 20, 100]).tolist())
     for (tokens, S, wanted), x, drop in itertools.product(counts, (0, 1), (False, True)):
@@ -1361,11 +1362,6 @@ def test_epochs_are_counted_one_by_one(one):
             of_final = wanted - plan.samples_before_final_epoch
             assert 0 <= of_final <= (tokens - x) // S + 1, (tokens, wanted, S, drop, x)
         assert plan == (epochs, num_samples, separate, before_final), (tokens, wanted, S, drop, x)
-
-
-def test_a_last_epoch_of_which_less_than_80_percent_is_wanted_is_apart(one):
-    for wanted, separate in ((179, True), (180, False)):  # 80 of 100 samples of the last epoch
-        assert one.plan_epochs(101, wanted, 1) == (2, 201, separate, 100)
 
 
 def test_a_split_without_tokens_has_no_samples(one):
@@ -1389,6 +1385,10 @@ def test_counts_are_exact_integers(one, wanted):
 
 
 # -- The shuffles ------------------------------------------------------------------------------
+
+
+def int32(*values):
+    return np.array(values, np.int32)
 
 
 ITEMS = [np.arange(5000).astype(dtype) for dtype in ("i4", "u4", "i8", float, "i2", ">i4", object)]
@@ -1487,24 +1487,29 @@ def test_streams_longer_than_2_31_tokens_do_not_wrap(mm):
     same(rows, np.array(wanted, np.int32))
 
 
-WRONG_STREAMS = [  # an argument, a wrong value of it, the error, and what it names
-    ("sizes", [4, 3, -6], ValueError, "size"),
-    ("document_indices", [0, 3, 2], IndexError, r"document_indices\[1\] is 3 "),
-    ("document_indices", [0, -1, 2], IndexError, r"document_indices\[1\] is -1 "),
-    ("tokens_per_epoch", 400, ValueError, "397 tokens"),
-    ("tokens_per_epoch", 2**40, ValueError, f"{2**40} tokens"),
-    ("sequence_length", 0, ValueError, "sequence_length"),
-]
+WRONG_STREAMS = {  # {(argument, error, what it names): wrong values}
+    ("sizes", TypeError, "sizes"): [np.array([4, 3, 6]), [4, 3, 6]],
+    ("sizes", ValueError, "size"): [int32(4, 3, -6), np.ones((3, 1), np.int32)],
+    ("document_indices", TypeError, "document_indices"): [np.array([0, 1, 2])],
+    ("document_indices", ValueError, "0 documents"): [int32()],
+    ("document_indices", IndexError, r"document_indices\[1\] is 3 "): [int32(0, 3, 2)],
+    ("document_indices", IndexError, r"document_indices\[1\] is -1 "): [int32(0, -1, 2)],
+    # upstream: reads behind its arrays
+    ("tokens_per_epoch", ValueError, "397 tokens"): [400],
+    ("tokens_per_epoch", ValueError, "cannot hold"): [-13, 2**40, 2**62],
+    ("num_epochs", ValueError, "cannot hold"): [-1],
+    ("sequence_length", ValueError, "sequence_length"): [0, -4, 2**32, 2**70],
+    ("sequence_length", TypeError, "float"): [4.5],
+}
 
 
-@pytest.mark.parametrize("argument, value, error, word", WRONG_STREAMS)
-def test_a_wrong_stream_is_said(mm, argument, value, error, word):
-    stream = {"sizes": [4, 3, 6], "document_indices": [0, 1, 2], "sequence_length": 4}
-    stream |= {"num_epochs": 1, "tokens_per_epoch": 13, argument: value}
-    for name in ("sizes", "document_indices"):
-        stream[name] = np.array(stream[name], np.int32)
-    with pytest.raises(error, match=word):
-        mm.build_sample_idx(**stream)
+def test_a_wrong_stream_is_said(mm):
+    stream = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2), "sequence_length": 4}
+    stream |= {"num_epochs": 1, "tokens_per_epoch": 13}
+    for (argument, error, word), values in WRONG_STREAMS.items():
+        for value in values:
+            with pytest.raises(error, match=word):
+                mm.build_sample_idx(**stream | {argument: value})
 
 
 def test_long_orders_have_64_bits(one):
@@ -1625,17 +1630,6 @@ def test_upstreams_order_depends_on_the_number_of_samples(mm, up, tmp_path):
         for k in range(200):
             equal += torch.equal(before[k]["tokens"], after[k]["tokens"])
         assert equal == wanted
-
-
-def test_a_stable_cache_has_a_name_of_its_own(one, tmp_path):
-    prefix = mk(one, tmp_path / "p", [[1] * 9] * 9)
-    cache = str(tmp_path / "cache")
-    plain = gpt(one, prefix, 20, path_to_cache=cache)
-    assert "stable_order" not in plain.unique_description
-    for _ in range(2):
-        stable = gpt(one, prefix, 20, path_to_cache=cache, stable_order=True)
-        assert '"stable_order": true' in stable.unique_description
-        assert not np.array_equal(stable.document_index, plain.document_index)
 
 
 def test_document_numbers_beyond_int32_are_refused(mm):
@@ -6655,11 +6649,16 @@ def test_c_encodes_what_the_definition_encodes(c, one, monkeypatch):
 
 def test_rows_of_64_bits(c):
     """As a stream of 2**31 documents has them."""
-    call = toy_call("build_sample_idx")
-    wide = call | {"sample_index": np.zeros((4, 2), np.int64)}
-    for arguments in (call, wide):
-        call_c(c, "build_sample_idx", arguments)
-        assert arguments["sample_index"].tolist() == [[0, 0], [1, 0], [2, 1], [2, 5]]
+    call = toy_call("build_sample_idx") | {"sample_index": np.zeros((4, 2), np.int64)}
+    call_c(c, "build_sample_idx", call)
+    assert call["sample_index"].tolist() == [[0, 0], [1, 0], [2, 1], [2, 5]]
+
+
+@linux
+def test_shuffles_beyond_2_32_items_are_numpys(c, tmp_path):
+    """There a draw is two words.  The file has a hole of this size."""
+    call = toy_call("shuffle") | {"array": np.memmap(tmp_path / "a", "i4", "w+", shape=2**32 + 1)}
+    assert is_refused(c, "shuffle", call)
 
 
 @pytest.mark.parametrize("dtype", ["i4", "u4", "i8"])
@@ -6768,10 +6767,6 @@ def test_c_reads_what_the_definitions_read(c, one, tmp_path):
 # -- hostile arguments: an error from both implementations, never a crash --------------------------
 
 
-def int32(*values):
-    return np.array(values, np.int32)
-
-
 def read_only(values):
     values = values.copy()
     values.flags.writeable = False
@@ -6786,21 +6781,12 @@ GOOD_BLENDS = {
     BLENDS[0]: {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4},
     BLENDS[1]: {"sizes": np.array([1, 3]), "num_datasets": 2},
 }
-GOOD_STREAM = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2)}
-GOOD_STREAM |= {"sequence_length": 4, "num_epochs": 1, "tokens_per_epoch": 13}
 HOSTILE_OUTPUTS = {
     "dataset_index": [np.zeros(4, np.int32), [0] * 4, np.zeros(3, np.int16), HALF],
     "dataset_sample_index": [np.zeros((4, 1), np.int64), NUMBERS[:3], read_only(NUMBERS)],
     "num_datasets": [0, -1, 3, 2.0],
 }
 HOSTILE = {  # {function: {argument: what it refuses}}
-    "build_sample_idx": {
-        "sizes": [np.array([4, 3, 6]), [4, 3, 6], np.ones((3, 1), np.int32), int32(4, 3, -6)],
-        "document_indices": [np.array([0, 1, 2]), int32(), int32(0, 9999999, 2), int32(0, -1, 2)],
-        "sequence_length": [0, -4, 2**32, 2**70, 4.5],
-        "tokens_per_epoch": [400, -13, 2**62],  # upstream: reads behind its arrays
-        "num_epochs": [-1, None],
-    },
     BLENDS[0]: HOSTILE_OUTPUTS
     | {
         "weights": [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"]],
@@ -6810,23 +6796,14 @@ HOSTILE = {  # {function: {argument: what it refuses}}
 }
 
 
-def sentence_of_refusal(mm, name, arguments):
-    """The error that a function raises, as text."""
-    with pytest.raises((IndexError, TypeError, ValueError)) as caught:
-        getattr(mm, name)(**arguments)
-    return repr(caught.value)
-
-
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_arguments_raise(mm, one, name):
-    """C gives the sentence that Python gives.  Upstream crashes."""
-    good = GOOD_OUTPUTS | GOOD_BLENDS[name] if name in BLENDS else GOOD_STREAM
+def test_hostile_arguments_raise(mm, name):
+    """Upstream crashes."""
     for argument, values in HOSTILE[name].items():
         for value in values:
-            arguments = good | {argument: value}
-            sentence = sentence_of_refusal(mm, name, arguments)
-            if mm is not one:
-                assert sentence == sentence_of_refusal(one, name, arguments)
+            arguments = GOOD_OUTPUTS | GOOD_BLENDS[name] | {argument: value}
+            with pytest.raises((TypeError, ValueError)):
+                getattr(mm, name)(**arguments)
 
 
 # -- what a function of C is given is checked before it is trusted ---------------------------------
@@ -7099,41 +7076,6 @@ def sources(tmp_path):
     folder = tmp_path / "sources"
     shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
     return folder
-
-
-@pytest.fixture
-def two_words(c, sources, monkeypatch):
-    """C whose shuffles take two words a draw from 1000 items on."""
-    run_setup(sources, "build_ext", "--inplace", MEGATRON_MIN_CFLAGS="-O1 -DLAST_SHORT_DRAW=999")
-    built = glob.glob(f"{sources}/_megatron_min*.*")
-    if not built:
-        pytest.skip("there is no C compiler")
-    spec = importlib.util.spec_from_file_location("_megatron_min", built[0])
-    kernels = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "_megatron_min", kernels)
-    monkeypatch.setitem(sys.modules, c.__name__, c)  # it is there again afterwards
-    made = copy_of_module.__wrapped__("c")
-    assert made._megatron_min is kernels
-    return made
-
-
-@pytest.mark.slow
-def test_shuffle_beyond_2_32_items(two_words):
-    """Where i has more than 32 bits, here from 1000 on, a draw is two words, the high one first."""
-    state = np.random.RandomState(7)
-    draws = iter(np.frombuffer(copy.deepcopy(state).bytes(4 * 40_000), "<u4").tolist())
-    found, wanted = np.arange(6000), list(range(6000))
-    two_words.shuffle(found, state)
-    for i in range(5999, 0, -1):
-        j = i + 1
-        while j > i:
-            j = next(draws)
-            if i > 999:
-                j = j << 32 | next(draws)
-            j &= (1 << i.bit_length()) - 1
-        wanted[i], wanted[j] = wanted[j], wanted[i]
-    assert found.tolist() == wanted
-    assert np.frombuffer(state.bytes(4), "<u4")[0] == next(draws), "and no draw more"
 
 
 WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
