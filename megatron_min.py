@@ -3617,10 +3617,9 @@ class ParallelGroups:
 
     A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
     group differ in their places along these axes and in nothing else.  Every rank must make its
-    ParallelGroups at the same point.  A job of one process needs no torch.distributed.
-    A torch DeviceMesh has these groups if its names are ("pp", "dp", "cp", "tp"), in this order.
-    ValueError where the ranks cannot be cut so, or where a launcher started several processes
-    (WORLD_SIZE) and torch.distributed is not initialized yet.
+    ParallelGroups at the same point, after torch.distributed is initialized; a job of one process
+    needs no torch.distributed.  A torch DeviceMesh has these groups if its names are ("pp", "dp",
+    "cp", "tp"), in this order.  ValueError where the ranks cannot be cut so.
 
     Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp (ep, for experts,
     is 1 here).
@@ -4335,7 +4334,10 @@ class DistributedDataParallel(torch.nn.Module):
             param.grad = param.main_grad
 
     def _check_parameters(self):
-        """ValueError where backward would put a gradient elsewhere than into the buffers."""
+        """ValueError where backward would put a gradient elsewhere than into the buffers.
+
+        Where a parameter without a gradient has got another dtype, torch refuses the old one.
+        """
         memory = {buffer.untyped_storage().data_ptr() for buffer in self.grad_buffers}
         for name, param in self.module.named_parameters():
             is_held = param in self._bucket_of
@@ -5752,7 +5754,6 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
              "rank R: " and its sentence, R being the rank in the whole job.  A rank that failed
              itself has its own error as the cause.  Without other ranks the error of step() is
              passed on as it is.
-    Cost     one all_reduce of 8 bytes, and a broadcast only where a rank failed
 
     >>> _on_every_rank(os.getpid) == os.getpid()
     True
@@ -5796,18 +5797,17 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
     consumed_samples  of this rank, in samples; typically from a checkpoint
     group             a torch.distributed process group; None: all ranks
     Raises            ValueError, on every rank, where the ranks disagree
-    Cost              two all_reduce of 8 bytes; nothing without torch.distributed
     """
     if not _is_distributed():
         return
-    least = torch.tensor(int(consumed_samples), device=_device_of_group(group))
-    most = least.clone()
-    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
-    if least != most:
+    mine = int(consumed_samples)
+    bounds = torch.tensor([mine, -mine], device=_device_of_group(group))
+    torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MIN, group=group)
+    least, minus_most = bounds.tolist()
+    if least != -minus_most:
         raise ValueError(
-            f"consumed_samples differs between ranks, from {int(least)} to {int(most)} (rank "
-            f"{_rank()} has {int(consumed_samples)}): load the same checkpoint on every rank"
+            f"consumed_samples differs between ranks, from {least} to {-minus_most} (rank "
+            f"{_rank()} has {mine}): load the same checkpoint on every rank"
         )
 
 
