@@ -4505,8 +4505,10 @@ def forward_backward_no_pipelining(
     reports = []
     token_counts = []
     for number in range(num_microbatches):
-        is_last = number == num_microbatches - 1
-        with _sync_only_if(is_last, model):
+        sync = contextlib.nullcontext()
+        if number < num_microbatches - 1 and isinstance(model, DistributedDataParallel):
+            sync = model.no_sync()
+        with sync:
             output, loss_func = forward_step_func(data_iterator, model)
             result = loss_func(output)
             if len(result) == 3:
@@ -4524,13 +4526,6 @@ def forward_backward_no_pipelining(
             num_tokens = sum(token_counts)
         _finish_step(model, num_tokens)
     return reports
-
-
-def _sync_only_if(is_last, model):
-    """A context in which backward sends gradients only in the last micro-batch of a step."""
-    if is_last or not isinstance(model, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return model.no_sync()
 
 
 def _finish_step(model, num_tokens):

@@ -3496,13 +3496,11 @@ def test_what_has_no_axis_of_tokens_is_passed_on(one):
 
 
 UNEVEN = [[0, 8, 16], [0, 4, 10]]
-FALLING = [[0, 12, 8, 16], [0, 4, 8, 16]]
 NOT_TO_BE_CUT = {  # tokens of a row, cu_seqlens, rank, ranks, the word or number that tells it
     "an odd chunk": (10, None, 1, 2, "10 tokens"),
     "a document": (16, UNEVEN, 0, 2, "document 1 of row 1.*use_per_sequence_balancing"),
-    "documents out of order": (16, FALLING, 0, 2, "cu_seqlens of row 0"),
-    "a document behind the row": (16, [[0, 16], [0, 24]], 0, 2, "row 1"),
-    "a document before the row": (16, [[0, 16], [-8, 16]], 0, 2, "row 1"),
+    "documents out of order": (16, [[0, 16, 16], [0, 12, 8]], 0, 2, "cu_seqlens of row 1"),
+    "a document before the row": (16, [[0, 16], [-8, 16]], 0, 2, "cu_seqlens of row 1"),
     "one rank too many": (8, None, 2, 2, "cp_rank"),
 }
 
@@ -3756,7 +3754,6 @@ READER_FAILURES = [  # (what the reader meets, class on every rank of its group,
     (ZeroDivisionError("by zero"), RuntimeError, "by zero"),
     (StopIteration(), StopIteration, ""),
     ("not a batch", ValueError, "dict"),
-    ({"tokens": torch.ones(2, 4)}, ValueError, "shape"),
 ]
 
 
@@ -6776,10 +6773,9 @@ def test_errors_on_ranks(one, run_on_ranks, world):
     run_on_ranks(one, world, scenarios)
 
 
-BACKENDS = [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")]
-
-
-@pytest.mark.parametrize("backends, device", BACKENDS)
+@pytest.mark.parametrize(
+    "backends, device", [("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")]
+)
 def test_the_device_of_a_group_is_that_of_its_backends(one, group, monkeypatch, backends, device):
     """A job of several backends, or of none that is named, sends batches between GPUs."""
     found = mock.Mock(return_value=backends)
