@@ -3487,6 +3487,7 @@ def test_what_has_no_axis_of_tokens_is_passed_on(one):
     others = {"dataset_id": torch.arange(8), "attention_mask": None, "note": "text"}
     others["cu_seqlens"] = torch.full((8, 8), 8, dtype=torch.int32)
     others["max_seqlen"] = torch.full((8,), 8, dtype=torch.int32)
+    others["scores"] = torch.zeros(8, 3)
     further = torch.arange(8 * 8 * 3).view(8, 8, 3)  # a tensor of the user's, with the axis
     part = one.get_batch_on_this_cp_rank(batch | others | {"further": further}, 1, 2)
     for key, value in others.items():
