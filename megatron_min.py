@@ -3533,10 +3533,9 @@ class ParallelGroups:
 
     A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
     group differ in their places along these axes and in nothing else.  Every rank must make its
-    ParallelGroups at the same point.  A job of one process needs no torch.distributed.
-    A torch DeviceMesh has these groups if its names are ("pp", "dp", "cp", "tp"), in this order.
-    ValueError where the ranks cannot be cut so, or where a launcher started several processes
-    (WORLD_SIZE) and torch.distributed is not initialized yet.
+    ParallelGroups at the same point, after torch.distributed is initialized; a job of one process
+    needs no torch.distributed.  A torch DeviceMesh has these groups if its names are ("pp", "dp",
+    "cp", "tp"), in this order.  ValueError where the ranks cannot be cut so.
 
     Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp (ep, for experts,
     is 1 here).
@@ -3705,10 +3704,8 @@ def get_batch_on_this_tp_rank(
     micro_batch_size       B, rows of a batch
     sequence_length        S, tokens of a row
     create_attention_mask  return the dense mask too.  The default is False, as the kernels of most
-                           models make the mask themselves; then set it to False in the config too,
-                           so that no sample has one.  If this is True and the batch has no mask, a
-                           causal one is made, in which the documents of cu_seqlens do not see one
-                           another
+                           models make the mask themselves.  Give this and the config the same
+                           value, so that no sample has a mask which nobody reads
     mtp                    the last stage predicts several tokens ahead (multi-token prediction),
                            and needs tokens and position_ids too
     device                 where the tensors are put; None: the GPU of this rank in an NCCL job,
@@ -3777,50 +3774,22 @@ def _read_batch(data_iterator, layout, packing):
     batch = next(data_iterator)
     if not isinstance(batch, dict):
         raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
-    wanted = dict(layout)
-    if _has_any(batch, packing):
-        wanted.update(packing)
-    makes_mask = "attention_mask" in layout and not _has_any(batch, ["attention_mask"])
-    if makes_mask:
-        del wanted["attention_mask"]
-    _check_batch(batch, wanted)
+    if any(batch.get(key) is not None for key in packing):
+        layout = layout | packing
     tensors = {}
-    for key, (_, dtype) in wanted.items():
-        tensors[key] = batch[key].to("cpu", dtype)
-    if makes_mask:
-        shape, _ = layout["attention_mask"]
-        tensors["attention_mask"] = _causal_masks(shape, tensors.get("cu_seqlens"))
-    return tensors
-
-
-def _check_batch(batch, layout):
-    """ValueError unless the batch has the tensors of a layout, in its shapes."""
     for key, (shape, dtype) in layout.items():
         found = None
         if isinstance(batch.get(key), torch.Tensor):
             found = tuple(batch[key].shape)
         if found != shape:
             raise ValueError(
-                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the loader and "
-                "get_batch the same micro_batch_size and sequence_length"
+                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the config, the loader "
+                "and get_batch the same sequence_length, micro_batch_size, create_attention_mask"
             )
         if batch[key].is_floating_point() and not dtype.is_floating_point:
             raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
-
-
-def _has_any(batch, keys):
-    """Has the batch a tensor under one of these keys?"""
-    return any(batch.get(key) is not None for key in keys)
-
-
-def _causal_masks(shape, cu_seqlens):
-    """The masks of a batch, bool (B, 1, S, S); the documents of cu_seqlens are kept apart."""
-    rows, _, length, _ = shape
-    starts_of_rows = [[0]] * rows
-    if cu_seqlens is not None:
-        starts_of_rows = cu_seqlens.tolist()  # its unused entries are documents without tokens
-    masks = [causal_mask(starts, length) for starts in starts_of_rows]
-    return torch.from_numpy(np.stack(masks))
+        tensors[key] = batch[key].to("cpu", dtype)
+    return tensors
 
 
 def _share_batch(data_iterator, layout, packing, groups, device):
@@ -3927,7 +3896,9 @@ def get_batch_on_this_cp_rank(
     chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
-        if key in ("dataset_id", *_PACKING_KEYS) or not _has_axis(value, dim, length):
+        if key in ("dataset_id", *_PACKING_KEYS) or not isinstance(value, torch.Tensor):
+            continue
+        if value.ndim <= dim or value.shape[dim] != length:
             continue
         if cuts_documents:
             rows = []
@@ -3975,11 +3946,6 @@ def _chunks_of_row(bounds, cp_rank, cp_size):
         back = end - (cp_rank + 1) * size
         chunks += [(front, size), (back, size)]
     return chunks
-
-
-def _has_axis(value, dim, length):
-    """Whether value is a tensor whose axis number dim has this length."""
-    return isinstance(value, torch.Tensor) and value.ndim > dim and value.shape[dim] == length
 
 
 def _take_chunks(tensor, dim, chunks):
@@ -4117,24 +4083,18 @@ class DistributedDataParallel(torch.nn.Module):
             raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
         self.module = module
         self.group = group
-        self.bucket_size = bucket_size
+        self.size = 1
+        if _is_distributed():
+            self.size = torch.distributed.get_world_size(group)
+        if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
+            average_in_collective = False  # gloo adds without a word where it is to average
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
         self.average_in_collective = average_in_collective
         self.check_for_nan_in_grad = check_for_nan_in_grad
-        self._make_buffers()
-
-    def _make_buffers(self):
-        """Make the buffers, and have _on_gradient() called for each gradient."""
-        self.size = 1
-        if _is_distributed():
-            self.size = torch.distributed.get_world_size(self.group)
-        if self.size > 1 and torch.distributed.get_backend(self.group) != "nccl":
-            # gloo refuses to average in torch 2.7, and adds without a word in torch 2.8
-            self.average_in_collective = False
         self.grad_buffers = []
         self.grad_shards = []
-        self._names = {param: name for name, param in self.module.named_parameters()}
+        self._names = {param: name for name, param in module.named_parameters()}
         self._buckets = []
         self._bucket_of = {}  # {parameter: number of its bucket}
         self._num_sent = 0  # buckets that were sent in this step
@@ -4143,25 +4103,20 @@ class DistributedDataParallel(torch.nn.Module):
         # may call finish_grad_sync() and then finalize_model_grads(), which calls it again.
         self._is_averaged = False
         self._nan_names = []  # parameters with nan in what this rank sent in this step
-        for runs in self._runs_of_parameters():
+        for runs in self._runs_of_parameters(bucket_size):
             self._add_buffer(runs)
         for param in self._bucket_of:
             param.register_post_accumulate_grad_hook(_GradientHook(self))
         self.zero_grad_buffer()
 
-    def __setstate__(self, state):
-        """Unpickle, or copy: neither the hooks nor the memory that tensors share come along."""
-        super().__setstate__(state)
-        self._make_buffers()
-
-    def _runs_of_parameters(self):
+    def _runs_of_parameters(self, bucket_size):
         """For each dtype and device: a list of runs, the parameters of one bucket each."""
         runs_of = {}
         for param in reversed(self._names):
             if not param.requires_grad:
                 continue
             runs = runs_of.setdefault((param.dtype, param.device), [[]])
-            if _num_elements(runs[-1]) >= self.bucket_size:
+            if _num_elements(runs[-1]) >= bucket_size:
                 runs.append([])
             runs[-1].append(param)
         return runs_of.values()
@@ -4295,16 +4250,16 @@ class DistributedDataParallel(torch.nn.Module):
             param.grad = param.main_grad
 
     def _check_parameters(self):
-        """ValueError where backward would put a gradient elsewhere than into the buffers."""
+        """ValueError where backward would put a gradient elsewhere than into the buffers.
+
+        Where a parameter without a gradient has got another dtype, torch refuses the old one.
+        """
         memory = {buffer.untyped_storage().data_ptr() for buffer in self.grad_buffers}
         for name, param in self.module.named_parameters():
-            if param in self._bucket_of:
-                grad = param.main_grad
-                is_kind = grad.dtype == param.dtype and grad.device == param.device
-                is_held = is_kind and grad.untyped_storage().data_ptr() in memory
-            else:
-                is_held = not param.requires_grad
-            if not is_held:
+            is_held = param in self._bucket_of
+            if is_held:
+                is_held = param.main_grad.untyped_storage().data_ptr() in memory
+            if param.requires_grad and not is_held:
                 raise ValueError(
                     f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
                     "its gradient would not be averaged: do that first, then wrap the model"
@@ -4466,8 +4421,10 @@ def forward_backward_no_pipelining(
     reports = []
     token_counts = []
     for number in range(num_microbatches):
-        is_last = number == num_microbatches - 1
-        with _sync_only_if(is_last, model):
+        sync = contextlib.nullcontext()
+        if number < num_microbatches - 1 and isinstance(model, DistributedDataParallel):
+            sync = model.no_sync()
+        with sync:
             output, loss_func = forward_step_func(data_iterator, model)
             result = loss_func(output)
             if len(result) == 3:
@@ -4485,13 +4442,6 @@ def forward_backward_no_pipelining(
             num_tokens = sum(token_counts)
         _finish_step(model, num_tokens)
     return reports
-
-
-def _sync_only_if(is_last, model):
-    """A context in which backward sends gradients only in the last micro-batch of a step."""
-    if is_last or not isinstance(model, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return model.no_sync()
 
 
 def _finish_step(model, num_tokens):
@@ -5710,7 +5660,6 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
              "rank R: " and its sentence, R being the rank in the whole job.  A rank that failed
              itself has its own error as the cause.  Without other ranks the error of step() is
              passed on as it is.
-    Cost     one all_reduce of 8 bytes, and a broadcast only where a rank failed
 
     >>> _on_every_rank(os.getpid) == os.getpid()
     True
@@ -5754,18 +5703,17 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
     consumed_samples  of this rank, in samples; typically from a checkpoint
     group             a torch.distributed process group; None: all ranks
     Raises            ValueError, on every rank, where the ranks disagree
-    Cost              two all_reduce of 8 bytes; nothing without torch.distributed
     """
     if not _is_distributed():
         return
-    least = torch.tensor(int(consumed_samples), device=_device_of_group(group))
-    most = least.clone()
-    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
-    if least != most:
+    mine = int(consumed_samples)
+    bounds = torch.tensor([mine, -mine], device=_device_of_group(group))
+    torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MIN, group=group)
+    least, minus_most = bounds.tolist()
+    if least != -minus_most:
         raise ValueError(
-            f"consumed_samples differs between ranks, from {int(least)} to {int(most)} (rank "
-            f"{_rank()} has {int(consumed_samples)}): load the same checkpoint on every rank"
+            f"consumed_samples differs between ranks, from {least} to {-minus_most} (rank "
+            f"{_rank()} has {mine}): load the same checkpoint on every rank"
         )
 
 
