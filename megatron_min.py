@@ -5303,7 +5303,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """
         if strict and state.get("version") != _STATE_VERSION:
             raise ValueError(
-                f"wanted a state of PretrainingDataLoader, of version {_STATE_VERSION}, got version "
+                f"wanted a state of PretrainingDataLoader, version {_STATE_VERSION}, got version "
                 f"{state.get('version')}; load_state_dict(state, strict=False) goes on all the same"
             )
         consumed = state["consumed_samples"]
