@@ -5135,7 +5135,7 @@ def _hide_credentials(text: str | os.PathLike) -> str:
 #   threads             2 3            num_workers of them make batches ahead
 #   training loop   1                  uses the batch that is ready
 #
-# Threads serve for our own datasets, where C makes the batches: C runs without Python's lock, so
+# Threads serve our own datasets, where C makes the batches: C runs without Python's lock, so
 # the loop is not held up.  Any other dataset is read by torch's DataLoader, with num_workers
 # processes.  With num_workers=0 a batch is made when the loop asks for it.  (A thread for that case
 # would be slower: to hand over a batch of 8 samples of 2,048 tokens takes as long as to make it.)
@@ -5247,7 +5247,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         They are made a few ahead, so memory stays small.  An error comes at the place of its batch.
         """
         if not self.num_threads:
-            yield from map(self._make_batch, self.batch_sampler)
+            for indices in self.batch_sampler:
+                yield self._make_batch(indices)
             return
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         pending = collections.deque()
@@ -5332,6 +5333,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if consumed_samples == 0:
             return {}
         settings = self._settings_of_order(consumed_samples)
+        # what is shuffled is counted as a whole: each of its samples may have been consumed
         num_samples = settings.get("samples that are shuffled", consumed_samples)
         taken = np.trim_zeros(self._count_taken(num_samples), "b").tolist()
         past = {"sampler": settings, "taken": taken}
@@ -5343,7 +5345,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         return past
 
     def _settings_of_order(self, consumed_samples):
-        """What the order depends on; of "cyclic" that is more than the samples consumed so far."""
+        """What the order of the samples depends on; that of "single" is always 0, 1, 2, ..."""
         sampler = self.batch_sampler
         settings = {"kind": sampler.kind}
         if sampler.kind != "cyclic":
