@@ -3522,7 +3522,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
         ranks = self.data_parallel_size
         generator = torch.Generator().manual_seed(self.seed + turn)
         if self.data_sharding:
-            own_samples = self.active_total_samples // ranks
+            own_samples = self.samples_shuffled() // ranks
             return rank * own_samples + torch.randperm(own_samples, generator=generator)
         order = torch.randperm(self.samples_shuffled(), generator=generator)
         return order[rank : self.active_total_samples : ranks]
