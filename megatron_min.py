@@ -3418,7 +3418,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
             raise ValueError(
                 f"total_samples ({self.total_samples}) must fill a round of {per_round} samples"
             )
-        if not 0 <= consumed_samples < 2**63 or consumed_samples % per_round:
+        if consumed_samples < 0 or consumed_samples % per_round:
             raise ValueError(
                 f"consumed_samples must be a multiple of the round of {per_round} samples, "
                 f"got {consumed_samples}"
@@ -3437,18 +3437,16 @@ class MegatronPretrainingRandomSampler(_Sampler):
         rank = self.data_parallel_rank
         ranks = self.data_parallel_size
         generator = torch.Generator().manual_seed(self.seed + turn)
-        order = torch.randperm(self.samples_shuffled(), generator=generator)
         if self.data_sharding:
-            return rank * len(order) + order
+            own_samples = self.samples_shuffled() // ranks
+            return rank * own_samples + torch.randperm(own_samples, generator=generator)
+        order = torch.randperm(self.samples_shuffled(), generator=generator)
         return order[rank : self.active_total_samples : ranks]
 
     def samples_shuffled(self) -> int:
-        """Return how many samples one shuffle has, as upstream has it.
-
-        Sharded: the part of a rank.  Unsharded: all that fill whole micro-batches.
-        """
+        """Return how many samples all ranks shuffle: those of whole rounds, or micro-batches."""
         if self.data_sharding:
-            return self.active_total_samples // self.data_parallel_size
+            return self.active_total_samples
         return self.total_samples - self.total_samples % self.micro_batch_size
 
 
@@ -4998,7 +4996,7 @@ def _hide_credentials(text: str | os.PathLike) -> str:
 #   threads             2 3            num_workers of them make batches ahead
 #   training loop   1                  uses the batch that is ready
 #
-# Threads serve for our own datasets, where C makes the batches: C runs without Python's lock, so
+# Threads serve our own datasets, where C makes the batches: C runs without Python's lock, so
 # the loop is not held up.  Any other dataset is read by torch's DataLoader, with num_workers
 # processes.  With num_workers=0 a batch is made when the loop asks for it.  (A thread for that case
 # would be slower: to hand over a batch of 8 samples of 2,048 tokens takes as long as to make it.)
@@ -5075,10 +5073,11 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             num_workers = 0  # torch starts no processes
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self.consumed_samples = batch_sampler.consumed_samples
-        self._num_loads = 0  # a running iterator sees by it that a state was loaded
-        self._num_iterators = 0  # the last of them counts
-        self._counted = {}  # {blend: (samples, how many of them each dataset gave)}
-        self._checksum = None  # of the order of a blend, where the sampler is "cyclic"
+        self._newest = None  # what stands for the newest iterator; None: a state was loaded
+        self._corpora = [dataset]
+        if isinstance(dataset, BlendedDataset):
+            self._corpora = dataset.datasets
+        self._counted = (0, 0)  # of a blend: samples, and how many of them each dataset gave
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
@@ -5089,16 +5088,15 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             sampler.consumed_samples = self.consumed_samples
             limit = math.inf  # it counts on over all turns
         consumed = sampler.consumed_samples
-        num_loads = self._num_loads
-        self._num_iterators += 1
-        number = self._num_iterators
+        this_iterator = object()
+        self._newest = this_iterator
         batches = self._own_batches() if self.makes_batches else super().__iter__()
         for batch in batches:
             consumed += sampler.samples_per_round
-            if self._num_iterators == number:
+            if self._newest is this_iterator:
                 self.consumed_samples = min(consumed, limit)
             yield batch
-            if self._num_loads != num_loads:
+            if self._newest is None:
                 raise RuntimeError(
                     "load_state_dict() was called while this iterator was running: it would go on "
                     "at its old place, so start a new one with iter(loader)"
@@ -5110,7 +5108,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         They are made a few ahead, so memory stays small.  An error comes at the place of its batch.
         """
         if not self.num_threads:
-            yield from map(self._make_batch, self.batch_sampler)
+            for indices in self.batch_sampler:
+                yield self._make_batch(indices)
             return
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         pending = collections.deque()
@@ -5164,98 +5163,87 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         run may be longer, unless the consumed samples would be others (see the table above).
         ValueError names the first thing that does not fit; strict=False goes on all the same.
         """
-        try:
-            consumed = operator.index(state["consumed_samples"])
-            version = state["version"]
-            saved = dict(json.loads(state["past"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no state of a PretrainingDataLoader: {error!r}") from None
+        if strict and state.get("version") != _STATE_VERSION:
+            raise ValueError(
+                f"wanted a state of PretrainingDataLoader, version {_STATE_VERSION}, got version "
+                f"{state.get('version')}; load_state_dict(state, strict=False) goes on all the same"
+            )
+        consumed = state["consumed_samples"]
         self.batch_sampler._check_start(consumed)
         if strict:
-            self._check_past(consumed, version, saved)
-        self._num_loads += 1
+            self._check_past(consumed, json.loads(state["past"]))
+        self._newest = None
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
-    def _check_past(self, consumed_samples, version, saved):
+    def _check_past(self, consumed_samples, saved):
         """ValueError unless the past in a state is what is found here."""
-        if version != _STATE_VERSION:
-            difference = f"its version is {version}, and {_STATE_VERSION} is wanted"
-        else:
-            here = json.loads(json.dumps(self._look_at_past(consumed_samples)))
-            if saved == here:
-                return
-            difference = self._describe_difference(saved, here)
+        here = json.loads(json.dumps(self._look_at_past(consumed_samples)))
+        if saved == here:
+            return
         raise ValueError(
-            f"the state does not fit: {difference}.  Go on with the data and the settings of the "
-            "state (a run that is to be longer, or mixed in another way, wants stable_order=True "
-            f"from its first start), or read what is here from sample {consumed_samples:,} on, "
-            "where some samples come twice and others never: load_state_dict(state, strict=False)"
+            f"the state does not fit: {self._describe_difference(saved, here)}.  Go on with the "
+            "data and the settings of the state (a run that is to be longer, or mixed in another "
+            "way, wants stable_order=True from its first start), or read what is here from sample "
+            f"{consumed_samples:,} on, where some samples come twice and others never: "
+            "load_state_dict(state, strict=False)"
         )
 
     def _look_at_past(self, consumed_samples):
         """What the consumed samples are, as the drawing above has it; {} if there is none."""
         if consumed_samples == 0:
             return {}
-        settings, num_samples = self._settings_of_order(consumed_samples)
-        taken = self._count_taken(self.dataset, num_samples)
-        while taken and taken[-1] == 0:
-            taken.pop()
+        settings = self._settings_of_order(consumed_samples)
+        # what is shuffled is counted as a whole: each of its samples may have been consumed
+        num_samples = settings.get("samples that are shuffled", consumed_samples)
+        taken = np.trim_zeros(self._count_taken(num_samples), "b").tolist()
         past = {"sampler": settings, "taken": taken}
-        corpora = _corpora_of(self.dataset)
-        givers = [d for d, count in enumerate(taken) if count > 0]
+        givers = np.flatnonzero(taken).tolist()
+        num_probes = max(2, _NUM_PROBES // len(givers))
         for d in givers:
-            num_probes = max(2, _NUM_PROBES // len(givers))
-            for key, value in _look_at_corpus(corpora[d], taken[d], num_probes).items():
+            for key, value in _look_at_corpus(self._corpora[d], taken[d], num_probes).items():
                 past[f"{key} of corpus {d}"] = value
         return past
 
     def _settings_of_order(self, consumed_samples):
-        """What the order depends on, and of how many samples of the dataset it is made.
-
-        An order of "single" is made of those that are consumed; one of "cyclic" of all that are
-        shuffled, and there the place of a sample in a blend counts, too.
-        """
+        """What the order of the samples depends on; that of "single" is always 0, 1, 2, ..."""
         sampler = self.batch_sampler
         settings = {"kind": sampler.kind}
         if sampler.kind != "cyclic":
-            return settings, consumed_samples
-        num_samples = sampler.samples_shuffled()
-        if sampler.data_sharding:
-            num_samples *= sampler.data_parallel_size
+            return settings
         turn, done = divmod(consumed_samples, sampler.active_total_samples)
         settings["seed"] = sampler.seed
         settings["data_sharding"] = sampler.data_sharding
-        settings["samples that are shuffled"] = num_samples
+        settings["samples that are shuffled"] = sampler.samples_shuffled()
         settings["turn"] = turn
         settings["samples done in the turn"] = done
         if sampler.data_sharding:
             settings["data_parallel_size"] = sampler.data_parallel_size
         if isinstance(self.dataset, BlendedDataset):
-            if self._checksum is None:
-                order = self.dataset.dataset_index[:num_samples]
-                self._checksum = zlib.crc32(np.ascontiguousarray(order))
-            settings["checksum of dataset_index"] = self._checksum
-        return settings, num_samples
+            settings["checksum of dataset_index"] = self._checksum_of_blend
+        return settings
 
-    def _count_taken(self, dataset, num_samples):
-        """How many of the first samples of a dataset or blend each corpus gave.
+    @functools.cached_property
+    def _checksum_of_blend(self):
+        """A CRC-32 of what is shuffled: two mixes may take equally many samples of each corpus."""
+        order = self.dataset.dataset_index[: self.batch_sampler.samples_shuffled()]
+        return zlib.crc32(np.ascontiguousarray(order))
+
+    def _count_taken(self, num_samples):
+        """How many of the first samples each corpus gave.
 
         The last count is kept, and goes on from there: of 10^9 samples a count takes seconds.
         """
-        if not isinstance(dataset, BlendedDataset):
-            return [min(num_samples, len(dataset))]
-        counted, counts = self._counted.get(dataset, (0, 0))
+        if not isinstance(self.dataset, BlendedDataset):
+            return np.array([num_samples])
+        counted, counts = self._counted
         if counted > num_samples:
             counted = 0
             counts = 0
-        new = dataset.dataset_index[counted:num_samples]
-        counts = np.add(counts, _count_datasets(new, len(dataset.datasets)))
-        self._counted[dataset] = num_samples, counts
-        taken = []
-        for part, count in zip(dataset.datasets, counts.tolist(), strict=True):
-            taken += self._count_taken(part, count)  # a part may be a blend
-        return taken
+        new = self.dataset.dataset_index[counted:num_samples]
+        counts = np.add(counts, _count_datasets(new, len(self._corpora)))
+        self._counted = num_samples, counts
+        return counts
 
     def _describe_difference(self, saved, here):
         """A sentence on the first thing in which two pasts differ."""
@@ -5264,20 +5252,17 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             now = here.get(key)
             if was != now:
                 break
-        what, _, d = key.partition(" of corpus ")
         if key == "taken":
-            counts = list(itertools.zip_longest(was, now, fillvalue=0))
-            d = [old == new for old, new in counts].index(False)
-            was, now = counts[d]
-            what = "the number of samples"
-        elif not d:
+            counts = itertools.zip_longest(was, now, fillvalue=0)
+            for d, (before, after) in enumerate(counts):
+                if before != after:
+                    return f"corpus {d} gave {before:,} samples in the state, {after:,} here"
+        what, _, d = key.partition(" of corpus ")
+        if d == "":
             return f"the {what} is {was} in the state, {now} here"
-        corpus = f"corpus {d}"
-        corpora = _corpora_of(self.dataset)
-        if int(d) < len(corpora):
-            corpus += f" ({os.path.basename(_name(corpora[int(d)]))})"
+        corpus = f"corpus {d} ({os.path.basename(_name(self._corpora[int(d)]))})"
         if what != "probes":
-            return f"{what} of {corpus} is {was} in the state, {now} here"
+            return f"the {what} of {corpus} is {was} in the state, {now} here"
         for probe, found in zip(was, now, strict=True):
             if probe != found:
                 break
@@ -5286,13 +5271,6 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if probe[:3] == found[:3]:
             return f"{begin}, and its tokens are others here"
         return f"{begin} in the state, at sequence {found[1]:,}, token {found[2]:,} here"
-
-
-def _corpora_of(dataset):
-    """The datasets of a blend, and of the blends in it; a dataset itself."""
-    if not isinstance(dataset, BlendedDataset):
-        return [dataset]
-    return [corpus for part in dataset.datasets for corpus in _corpora_of(part)]
 
 
 def _look_at_corpus(dataset, count, num_probes):
@@ -5307,8 +5285,8 @@ def _look_at_corpus(dataset, count, num_probes):
             num_tokens = int(np.sum(reader.sequence_lengths, dtype=np.int64))
         found["pair"] = [len(reader), num_tokens]
         found["probes"] = _probe(dataset, count, num_probes)
-    if has_pieces and type(dataset).__module__ == __name__:
-        return found
+        if type(dataset).__module__ == __name__:
+            return found
     identifiers = dict(getattr(dataset, "unique_identifiers", {}))
     identifiers.pop("dataset_path", None)
     identifiers.pop("num_samples", None)
@@ -5329,17 +5307,14 @@ def _look_at_corpus(dataset, count, num_probes):
 
 def _probe(dataset, count, num_probes):
     """Some of the first samples, evenly spread: [[sample, first sequence, offset, md5], ...]."""
-    num_probes = min(count, num_probes)
-    gaps = max(1, num_probes - 1)
-    samples = [i * (count - 1) // gaps for i in range(num_probes)]
+    samples = np.linspace(0, count - 1, min(count, num_probes), dtype=np.int64).tolist()
     pieces_of_samples = [dataset.pieces(k) for k in samples]
     parts_of_samples = _read_pieces(dataset.dataset, pieces_of_samples)
     probes = []
     for k, pieces, parts in zip(samples, pieces_of_samples, parts_of_samples, strict=True):
         sequence, offset, _ = pieces[0]
         tokens = np.concatenate(parts, dtype="<i8")
-        digest = hashlib.md5(tokens, usedforsecurity=False).hexdigest()
-        probes.append([k, int(sequence), int(offset), digest])
+        probes.append([k, int(sequence), int(offset), _md5(tokens)])
     return probes
 
 
@@ -5427,12 +5402,10 @@ class RerunDataIterator(collections.abc.Iterator):
 
     Upstream: RerunDataIterator.
 
-    rewind() goes back to the last advance(); advance() forgets what was read until now.  Call
-    advance() before each step, the first one too: before the first call nothing is kept, so that a
-    loop which never calls it does not fill the memory with batches.
+    rewind() goes back to the last advance(), or to the beginning; advance() forgets what was read
+    until now.  Call it after each step: what was read since then is kept in memory.
 
     >>> numbers = RerunDataIterator(range(9))
-    >>> numbers.advance()
     >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
     (0, 1, None, 0, 1)
     """
@@ -5440,7 +5413,6 @@ class RerunDataIterator(collections.abc.Iterator):
     def __init__(self, iterable: typing.Iterable) -> None:
         self.iterable = iterable
         self._source = iter(iterable)
-        self._is_kept = False
         # the names of these three are upstream's
         self.saved_microbatches = []  # since the last advance()
         self.replaying = False  # are some of them to be had again before the source goes on?
@@ -5453,14 +5425,11 @@ class RerunDataIterator(collections.abc.Iterator):
             return item
         self.replaying = False
         item = next(self._source)
-        if self._is_kept:
-            self.saved_microbatches.append(item)
+        self.saved_microbatches.append(item)
         return item
 
     def rewind(self) -> None:
-        """Yield again all that came since the last advance(); ValueError before the first one."""
-        if not self._is_kept:
-            raise ValueError("nothing to go back to: call advance() before the first step")
+        """Yield again all that came since the last advance()."""
         self.replaying = True
         self.replay_pos = 0
 
@@ -5471,7 +5440,6 @@ class RerunDataIterator(collections.abc.Iterator):
             left = self.saved_microbatches[self.replay_pos :]
         self.saved_microbatches = left
         self.replay_pos = 0
-        self._is_kept = True
 
     def state_dict(self) -> dict:
         """Return what was read since the last advance(), and how much of it is read again."""
@@ -5482,14 +5450,10 @@ class RerunDataIterator(collections.abc.Iterator):
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where the state was taken; the iterable must go on there by itself.
-
-        What is read from now on is kept, as after advance().
-        """
+        """Go on where the state was taken; the iterable must go on there by itself."""
         self.saved_microbatches = list(state["saved_microbatches"])
         self.replaying = state["replaying"]
         self.replay_pos = state["replay_pos"]
-        self._is_kept = True
 
 
 def get_train_valid_test_num_samples(
@@ -5571,10 +5535,8 @@ class NumMicroBatches:
         self.sizes = range(start, global_batch_size + 1, increment)
         if global_batch_size not in self.sizes:
             raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
-        if self.unit < 1:
-            raise ValueError(f"micro_batch_size * data_parallel_size must be >= 1, got {self.unit}")
         for size in self.sizes:
-            if size % self.unit:
+            if self.unit < 1 or size % self.unit:
                 raise ValueError(
                     f"a global batch of {size} samples is no multiple of micro_batch_size * "
                     f"data_parallel_size, {self.unit}"
