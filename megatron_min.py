@@ -7736,7 +7736,8 @@ def _counts(label, dataset):
 
 
 def _run_merge(options):
-    merge(options.input, options.output_prefix, options.multimodal)
+    prefixes = [path.removesuffix(".idx") for path in options.input]  # as a shell's * finds pairs
+    merge(prefixes, options.output_prefix, options.multimodal)
     _say(_counts(options.output_prefix, IndexedDataset(options.output_prefix)))
 
 
