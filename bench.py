@@ -18,7 +18,6 @@ To add a row, write a function in section 3 and a line in section 4.
 
 import argparse
 import atexit
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -27,7 +26,6 @@ import importlib.util
 import itertools
 import json
 import logging
-import multiprocessing
 import os
 import pathlib
 import platform
@@ -94,8 +92,8 @@ def load_upstream():
     upstream.__name__ = "upstream"
     upstream.shuffle = shuffle_with_numpy
     upstream.build_pretraining_data_loader = recreated_data_loader
-    upstream.ParallelGroups = dict  # takes tensor=2; the next function broadcasts over all ranks
-    upstream.get_batch_on_this_tp_rank = recreated_tp_batch
+    upstream.build_tokenizer = recreated_tokenizer
+    upstream.preprocess = recreated_preprocess
     return upstream
 
 
@@ -110,19 +108,28 @@ def recreated_data_loader(dataset, consumed_samples, *, micro_batch_size, num_wo
     return torch.utils.data.DataLoader(dataset, batch_size=micro_batch_size, **workers)
 
 
-def recreated_tp_batch(data_iterator, groups, *, create_attention_mask, **sizes):
-    """How the training script hands a batch to the tensor-parallel ranks: key by key."""
-    if data_iterator is not None:
-        batch = next(data_iterator)
-    else:
-        like = parallel_batch(sizes["sequence_length"], create_attention_mask)
-        batch = {key: torch.empty_like(tensor) for key, tensor in like.items()}
-    for tensor in batch.values():
-        torch.distributed.broadcast(tensor, 0)
-    return batch
+def recreated_tokenizer(name):
+    """A tokenizer.json, opened by the package tokenizers, whatever name says of an engine."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(name.removeprefix("gigatoken:"))
 
 
-# -- 2. Clock, files, datasets, processes ----------------------------------------------------------
+def recreated_preprocess(path, prefix, tokenizer, workers):
+    """The package tokenizers on all cores, and upstream's builder."""
+    mm = load("upstream")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    builder = mm.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    with open(path, "rb") as file:
+        texts = [json.loads(line)["text"] for line in file]
+    for encoding in tokenizer.encode_batch_fast(texts):
+        builder.add_document(np.array(encoding.ids, np.uint16), [len(encoding.ids)])
+    builder.finalize(f"{prefix}.idx")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return {"text": prefix}
+
+
+# -- 2. Clock, files, datasets ---------------------------------------------------------------------
 
 
 class Clock:
@@ -353,8 +360,8 @@ def text_and_tokenizer(n):
     pages = [code[2000 * k : 2000 * (k + 1)] for k in range(len(code) // 2000)]
     text_path = f"{home()}/text.jsonl"
     with open(text_path, "w") as file:
-        for text in itertools.islice(itertools.cycle(pages), n):
-            file.write(json.dumps({"text": text}) + "\n")
+        for k in range(n):
+            file.write(json.dumps({"text": pages[k % len(pages)]}) + "\n")
     tokenizer_path = f"{home()}/tokenizer.json"
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     special = ["<|endoftext|>"]
@@ -364,83 +371,12 @@ def text_and_tokenizer(n):
 
 
 def preprocess(mm, n, engine, workers):
-    """Text to a pair with a tokenizer.json -> the tokens of the pair.
-
-    upstream: the package tokenizers on all cores, and upstream's builder.  Ours: the package that
-    the title of the row names.
-    """
+    """preprocess, with the package that engine names -> the tokens of the pair."""
     text_path, tokenizer_path = text_and_tokenizer(n)
-    prefix = f"{home()}/text-{mm.__name__}"
-    if mm.__name__ != "upstream":
-        tokenizer = mm.build_tokenizer(engine + tokenizer_path)
-        with clock:
-            made = mm.preprocess(text_path, prefix, tokenizer, workers=workers)
-        return np.fromfile(f"{made['text']}.bin", np.uint16)
-    from tokenizers import Tokenizer
-
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    tokenizer = Tokenizer.from_file(tokenizer_path)
-    builder = mm.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    tokenizer = mm.build_tokenizer(engine + tokenizer_path)
     with clock:
-        with open(text_path, "rb") as file:
-            texts = [json.loads(line)["text"] for line in file]
-        for encoding in tokenizer.encode_batch_fast(texts):
-            builder.add_document(np.array(encoding.ids, np.uint16), [len(encoding.ids)])
-        builder.finalize(f"{prefix}.idx")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return np.fromfile(f"{prefix}.bin", np.uint16)
-
-
-@functools.cache
-def parallel_batch(S, with_mask):
-    """A micro-batch of 8 rows, as a loader gives it."""
-    tokens = torch.from_numpy(np.random.default_rng(SEED).integers(0, EOD, (8, S)))
-    batch = {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(8, S)}
-    batch["position_ids"] = torch.arange(S).repeat(8, 1)
-    if with_mask:
-        batch["attention_mask"] = torch.ones(S, S, dtype=torch.bool).triu(1).repeat(8, 1, 1, 1)
-    return batch
-
-
-def tp_batch(mm, n, S, with_mask):
-    """get_batch_on_this_tp_rank in both processes of a job; the slower one counts."""
-    futures = []
-    for pool in two_ranks():
-        futures.append(pool.submit(tp_batch_on_this_rank, mm.__name__, n, S, with_mask))
-    answers = [future.result() for future in futures]
-    clock.seconds += max(seconds for seconds, _ in answers)
-    return [batch for _, batch in answers]
-
-
-@functools.cache
-def two_ranks():
-    """Start the two processes of a job, once.  (A fork would copy locked locks.)"""
-    context = multiprocessing.get_context("spawn")
-    join_job = torch.distributed.init_process_group  # backend, store, time-out, ranks, rank
-    pools = []
-    for rank in range(2):
-        arguments = ("gloo", f"file://{home()}/store", None, 2, rank)
-        pool = concurrent.futures.ProcessPoolExecutor(1, context, join_job, arguments)
-        atexit.register(pool.shutdown)
-        pools.append(pool)
-    return pools
-
-
-def tp_batch_on_this_rank(name, n, S, with_mask):
-    """Rank 0 has batches, and gives them to rank 1 -> the seconds, and the last batch."""
-    mm = load(name)
-    groups = mm.ParallelGroups(tensor=2)
-    batches = None
-    if torch.distributed.get_rank() == 0:
-        batches = itertools.repeat(parallel_batch(S, with_mask))
-    options = {"micro_batch_size": 8, "sequence_length": S, "create_attention_mask": with_mask}
-    torch.distributed.barrier()
-    before = clock.read()
-    with clock:
-        for _ in range(n):
-            batch = mm.get_batch_on_this_tp_rank(batches, groups, **options)
-    found = {key: tensor.numpy() for key, tensor in batch.items() if tensor is not None}
-    return clock.read() - before, found
+        made = mm.preprocess(text_path, f"{home()}/text", tokenizer, workers=workers)
+    return np.fromfile(f"{made['text']}.bin", np.uint16)
 
 
 # -- 4. The rows -----------------------------------------------------------------------------------
@@ -481,8 +417,6 @@ def is_same(a, b):
 
 RESETS = {"reset_position_ids": True, "eod_mask_loss": True}
 DENSE = {"reset_attention_mask": True, "create_attention_mask": True, **RESETS}
-NO_MASK = {"S": 2048, "with_mask": False}
-MASK = {"S": 512, "with_mask": True}
 NEW = {"documents": 5000, "is_new": True}
 FOUND = {"documents": 5000, "is_new": False}
 LARGE_NEW = {"documents": 200_000, "is_new": True}
@@ -503,7 +437,6 @@ SCREEN = [  # the rows that tell most
     Case("mixture, new cache", mixture, 40, "small corpora", NEW),
     Case("mixture, cache hit", mixture, 40, "small corpora", FOUND, NO_C),
     Case("add_document", add_documents, 20_000, "documents"),
-    Case("tp batch, S=512, mask *", tp_batch, 100, "batches", MASK, NO_C),
 ]
 
 MORE = [  # with --full
@@ -516,7 +449,6 @@ MORE = [  # with --full
     Case("mixture, cache hit", mixture, 20, "large corpora", LARGE_FOUND, NO_C),
     Case("text to pair, tokenizers *", preprocess, 4000, "pages of 2 kB", TOKENIZERS, NO_C),
     Case("text to pair, gigatoken *", preprocess, 4000, "pages of 2 kB", GIGATOKEN, NO_C),
-    Case("tp batch, S=2048 *", tp_batch, 100, "batches", NO_MASK, NO_C),
 ]
 
 # -- 5. Measuring, and the table -------------------------------------------------------------------
