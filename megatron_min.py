@@ -7661,7 +7661,7 @@ def _make_parser():
     example = "--input a_text_document b_text_document --output-prefix all"
     text = "append pairs of one dtype into a new pair"
     command = _add_command(commands, "merge", _run_merge, text, example)
-    text = "path prefixes of pairs, in order"
+    text = "path prefixes of pairs, or their .idx files, in order"
     command.add_argument("--input", nargs="+", required=True, help=text, metavar="PREFIX")
     command.add_argument("--output-prefix", required=True, help="of the new pair", metavar="PREFIX")
     command.add_argument("--multimodal", action="store_true", help="the pairs hold modes")
