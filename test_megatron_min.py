@@ -9812,15 +9812,6 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, six_corpora, tmp_path
         assert arrays.items() <= files_of(caches[1]).items(), note
 
 
-def test_upstreams_cache_of_other_data_is_not_used(mm, up, six_corpora, tmp_path):
-    """The data changed after upstream wrote its cache; upstream goes on using it."""
-    prefix = six_corpora[0]
-    quiet(gpt, up, prefix, 50, path_to_cache=str(tmp_path / "cache"))
-    mk(mm, prefix, [[1, 2, 3, 4]] * 33)
-    found = gpt(mm, prefix, 50, path_to_cache=str(tmp_path / "cache"))
-    same_dataset(found, gpt(mm, prefix, 50, path_to_cache=str(tmp_path / "new")))
-
-
 def test_upstreams_cache_is_kept_when_the_tokenizer_changes(one, up, tmp_path):
     """The new tokenizer is given the identifiers of the old one, as README says."""
     prefix = mk(one, tmp_path / "p", [np.arange(30)] * 9)
