@@ -7483,7 +7483,7 @@ def _make_parser():
     example = "--input a_text_document b_text_document --output-prefix all"
     text = "append pairs of one dtype into a new pair"
     command = _add_command(commands, "merge", _run_merge, text, example)
-    text = "path prefixes of pairs, in order"
+    text = "path prefixes of pairs, or their .idx files, in order"
     command.add_argument("--input", nargs="+", required=True, help=text, metavar="PREFIX")
     command.add_argument("--output-prefix", required=True, help="of the new pair", metavar="PREFIX")
     command.add_argument("--multimodal", action="store_true", help="the pairs hold modes")
@@ -7558,7 +7558,8 @@ def _counts(label, dataset):
 
 
 def _run_merge(options):
-    merge(options.input, options.output_prefix, options.multimodal)
+    prefixes = [path.removesuffix(".idx") for path in options.input]  # as a shell's * finds pairs
+    merge(prefixes, options.output_prefix, options.multimodal)
     _say(_counts(options.output_prefix, IndexedDataset(options.output_prefix)))
 
 

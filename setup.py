@@ -107,7 +107,8 @@ setup(
             "tokenizers",
             "tqdm",
         ],
-        "storage": ["pyarrow", "s3fs"],  # .parquet; s3://, http:// and https:// (by way of aiohttp)
+        # .parquet; s3://, and http:// and https:// (by way of aiohttp)
+        "storage": ["pyarrow", "s3fs>=2024.2"],  # else pip may choose one of 2020
         "parity": ["megatron-core==0.16.1"],  # to compare with, in the tests and in bench.py
     },
     ext_modules=ext_modules,
