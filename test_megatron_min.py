@@ -8948,7 +8948,6 @@ def test_what_cannot_be_traced_or_found(one, tmp_path):
     blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
     assert one.find(ds, a, 8) == []  # of another split
     for function, arguments, kind, words in (
-        (one.find, [ds, "other", 1], ValueError, "other is not a pair of this"),
         (one.find, [blend, "other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
         (one.find, [ds, a, 9], IndexError, "9"),
         (one.trace, [ds, len(ds)], IndexError, str(len(ds))),
@@ -8959,12 +8958,9 @@ def test_what_cannot_be_traced_or_found(one, tmp_path):
 
 
 def test_mock_data_have_no_file(one):
-    cfg = config(one, tokenizer=Tok(), sequence_length=4096)
-    ds = build(one, [10, 0, 0], cfg, one.MockGPTDataset)[0]
+    ds = build(one, [10, 0, 0], config(one, sequence_length=4096), one.MockGPTDataset)[0]
     [*_, last] = one.trace(ds, 0)
-    assert last.path_prefix is None
-    assert last.byte_offset is None
-    assert last.document == last.sequence
+    assert (last.path_prefix, last.byte_offset, last.document) == (None, None, last.sequence)
     assert 0 in one.find(ds, None, last.sequence)
 
 
@@ -9013,13 +9009,10 @@ def test_options_of_preprocess_reach_the_function(one, capsys, monkeypatch):
     assert found == {name: defaults[name].default for name in found}
 
 
-TEXT = list("aé".encode())
 INSPECTED = {  # documents, and what inspect says of them
     "no sequences": ([], "0 sequences, 0 documents, 0 tokens"),
-    "one": ([[97]], "1 sequences, 1 documents, 1 tokens of"),
     "empty first sequence": ([[], [98, 99]], r"sequence 0: \[\]\ndecoded: ''"),
-    "cut within a character": ([TEXT[:-1]], "decoded: 'a\ufffd'"),
-    "eod": ([[97, 256]], "decoded: 'a'"),
+    "cut within a character": ([[97, 195]], "decoded: 'a\ufffd'"),
     "ids of a larger vocabulary": ([[97, 50_000]], "not decoded: .*--tokenizer"),
     "sixteen tokens": ([[97] * 20], f"decoded: '{'a' * 16}'"),
 }
@@ -9032,23 +9025,19 @@ def test_inspect_tells_counts_and_the_first_tokens(one, tmp_path, capsys, case):
     assert code == 0 and re.search(words, out), out
 
 
-COMMANDS = ["preprocess", "merge", "inspect", "verify", "demo"]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_an_example_and_fits_a_screen(one, capsys, monkeypatch, name):
+def test_help_lists_the_commands_and_fits_a_screen(one, capsys, monkeypatch):
+    """Of each command with an example, whose flags it has."""
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = command(one, capsys, name, "--help")
-    options, _, example = out.partition("example:\n")
-    assert code == 0 and example.startswith(f"  megatron-min {name}")
-    assert all(f"  {flag}" in options for flag in re.findall(r"--[\w-]+", example))
-    lines = out.splitlines()
-    assert len(lines) < 24 and max(map(len, lines)) <= 80
-
-
-def test_help_lists_the_commands(one, capsys):
     code, out, _ = command(one, capsys, "--help")
-    assert code == 0 and re.findall(r"^    (\w+)", out, re.MULTILINE) == COMMANDS
+    names = re.findall(r"^    (\w+)", out, re.MULTILINE)
+    assert code == 0 and names == ["preprocess", "merge", "inspect", "verify", "demo"]
+    for name in names:
+        code, out, _ = command(one, capsys, name, "--help")
+        options, _, example = out.partition("example:\n")
+        assert code == 0 and example.startswith(f"  megatron-min {name}")
+        assert all(f"  {flag}" in options for flag in re.findall(r"--[\w-]+", example))
+        lines = out.splitlines()
+        assert len(lines) < 24 and max(map(len, lines)) <= 80
 
 
 WRONG = {  # arguments, in a folder with pairs and files: an exit code, and a word of the sentence
@@ -9058,11 +9047,9 @@ WRONG = {  # arguments, in a folder with pairs and files: an exit code, and a wo
         "a.jsonl: line 1: ",
     ),
     "preprocess --input a.jsonl --output-prefix o --shard 1": (2, "--shard"),
-    "preprocess --input a.jsonl --output-prefix o --shard 2/2": (1, "2/2"),
-    "preprocess --input a.jsonl --output-prefix o --workers x": (2, "--workers"),
     "preprocess --input none.jsonl --output-prefix o": (1, "none.jsonl"),
     "merge --input good none --output-prefix o": (1, "none.idx"),
-    "inspect none": (1, "none.idx"),
+    "inspect memory://none": (1, "none.idx"),
     "inspect good --tokenizer none.json": (1, "none.json"),
     "verify good damaged": (1, "damaged.idx: sequence_pointers[1]"),
     "demo --keep d": (2, "unrecognized arguments"),
@@ -9167,27 +9154,14 @@ def test_the_demo_resumes_and_leaves_nothing(mm, tmp_path, capsys, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-NO_NUMPY = "import sys; sys.modules['numpy'] = None\n"
-VERIFY = "import runpy, sys; sys.argv[1:] = ['verify', 'none']; runpy.run_path('megatron_min.py', "
-AS_PROGRAM = VERIFY + "run_name='__main__')"
-AS_MODULE = VERIFY + "run_name='megatron_min')"
-STARTS = [  # code, and how the last line begins that is printed
-    (AS_PROGRAM, "megatron-min: .*none.idx"),
-    (NO_NUMPY + AS_PROGRAM, "megatron_min needs the package numpy: pip install numpy"),
-    (NO_NUMPY + AS_MODULE, "ModuleNotFoundError: megatron_min needs the package numpy"),
-]
-
-
-@pytest.mark.parametrize("code, sentence", STARTS)
-def test_a_copy_of_the_module_alone_is_a_program(tmp_path, code, sentence):
-    """Exit code, and one sentence instead of a traceback."""
+def test_a_copy_of_the_module_alone_is_a_program(tmp_path):
+    """Also without docstrings: one sentence instead of a traceback."""
     shutil.copy(HERE / "megatron_min.py", tmp_path)
-    run = [sys.executable, "-c", code]
+    run = [sys.executable, "-OO", "megatron_min.py", "verify", "none"]
     env = os.environ | {"MEGATRON_MIN_C": "0"}
     ran = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert ran.returncode == 1 and ran.stdout == ""
-    assert re.match(sentence, ran.stderr.strip().split("\n")[-1]), ran.stderr
-    assert ("Traceback" in ran.stderr) == (AS_MODULE in code)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert one_sentence(ran.stderr) and "none.idx" in ran.stderr
 
 
 # -- Long tests: real processes, signals, closed pipes, kills ----------------------------------
@@ -9209,8 +9183,6 @@ REDIRECTED = [  # a command, where its output goes, its exit code, a word on std
     (PREPROCESS, ">/dev/full", 1, "[Errno 28] No space left"),
     ("inspect p", ">/dev/full", 1, "[Errno 28] No space left"),
     (PREPROCESS, "| :", 0, ""),
-    ("merge --input p --output-prefix q", "| :", 0, ""),
-    ("inspect p", "| :", 0, ""),
     ("verify p p", "| :", 0, ""),
     ("demo", "| :", 0, ""),
     ("preprocess --input - --output-prefix o", "<&-", 1, "standard input is closed"),
@@ -9233,12 +9205,6 @@ def test_what_is_printed_cannot_be_written(one, tmp_path, line, redirected, code
         assert ran.stderr == ""
     if line == PREPROCESS:
         assert texts_of(one, tmp_path / "o_text_document") == [[97, 98, 99]]
-
-
-@pytest.mark.slow
-def test_commands_without_docstrings():
-    done = subprocess.run([RUN[0], "-OO", RUN[1], "demo"], capture_output=True)
-    assert done.returncode == 0, done.stderr
 
 
 BARE_PLATFORM = """
