@@ -9227,29 +9227,20 @@ if __name__ == "__main__":
     prefix = mm.preprocess("in.jsonl", "out", append_eod=True, workers=2)["text"]
     config = mm.GPTDatasetConfig(
         1, 8, blend=([prefix, prefix], [1, 2]), split="9,1,0", tokenizer=mm.ByteTokenizer(),
-        mmap_bin_files=False, path_to_cache="cache")
+        path_to_cache="cache")
     sizes = [40, 4, 0]
     train = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
     assert len(mm.trace(train, 0)) > 0
-    model = mm.DistributedDataParallel(torch.nn.Embedding(257, 1))
     loader = mm.build_pretraining_data_loader(train, 0, micro_batch_size=4, num_workers=2)
-
-    def forward_step(batches, model):
-        loss = model(next(batches)["tokens"]).sum()
-        return loss, lambda loss: (loss, torch.tensor(32), loss.detach())
-
-    reports = mm.forward_backward_no_pipelining(
-        forward_step_func=forward_step, data_iterator=iter(loader), model=model,
-        num_microbatches=2)
-    assert len(reports) == 2 and loader.state_dict()["consumed_samples"] >= 8
+    assert len(list(loader)) == 10 and loader.state_dict()["consumed_samples"] == 40
     assert mm.main(["verify", prefix]) == 0
-    print("trained", mm.IMPLEMENTATION)
+    print("read by", mm.IMPLEMENTATION)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_platforms_without_fcntl_pread_and_fork(tmp_path, kernels):
+def test_platforms_without_fcntl_and_fork(tmp_path, kernels):
     """As Windows lacks them; workers are spawned there, and on macOS.
 
     Nor is there a package of an extra: what does not use it does not import it.
@@ -9260,7 +9251,7 @@ def test_platforms_without_fcntl_pread_and_fork(tmp_path, kernels):
     run = [sys.executable, "job.py"]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert f"trained {kernels}\n" in done.stdout
+    assert f"read by {kernels}\n" in done.stdout
 
 
 def wait_until(condition, *arguments):
@@ -10089,9 +10080,9 @@ def samples_of_blend(mm, cache, **fields):
 
 def read_cache(mm, rng):
     """With the old cache it gives the same as with a new one: a damaged cache is never seen."""
-    fields = {name: bool(rng.integers(2)) for name in ("mmap_bin_files", "defer_npy_index_mmap")}
-    found = samples_of_blend(mm, "cache", **fields)
-    wanted = samples_of_blend(mm, "new", **fields)
+    mapped = bool(rng.integers(2))
+    found = samples_of_blend(mm, "cache", mmap_bin_files=mapped)
+    wanted = samples_of_blend(mm, "new", mmap_bin_files=mapped)
     assert (found is None) == (wanted is None)
     if found is not None:
         same_samples(found, wanted)
@@ -10107,16 +10098,6 @@ def test_damaged_caches_are_never_seen(mm, tmp_path, monkeypatch, count):
     put_files(files_of("."))
     assert samples_of_blend(mm, "cache") is not None
     assert in_children(functools.partial(fuzz, count, read_cache, mm), timeout=100 + count) == [0]
-
-
-@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
-def test_what_is_open_keeps_its_data(mm, tmp_path, mmap):
-    """Upstream writes the new files over the mapped ones: other tokens, or a bus error."""
-    prefix = mk(mm, tmp_path / "pair", [[i] * 9 for i in range(20)])
-    old = gpt(mm, prefix, mmap_bin_files=mmap)
-    wanted = old.batch(range(len(old)))
-    mk(mm, prefix, [[7]])
-    same_samples(old.batch(range(len(old))), wanted)
 
 
 # -- Jobs side by side -------------------------------------------------------------------------
@@ -10159,27 +10140,6 @@ def test_data_regenerated_under_a_reader(mm, tmp_path, mmap):
 
 
 # -- What a job may touch ----------------------------------------------------------------------
-
-
-def test_nothing_in_the_module_runs_data(tree):
-    """No pickle, no eval, no shell, no network: files are data, never code."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module.partition(".")[0])
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Name):
-            names.add(node.id)
-        elif isinstance(node, ast.Call):
-            names.add(ast.unparse(node.func))
-            if ast.unparse(node.func) in ("np.load", "np.save"):
-                assert "allow_pickle=False" in ast.unparse(node)
-    assert {"np.memmap", "json"} <= names  # the walk sees what is there
-    forbidden = "pickle marshal shelve subprocess socket urllib http ctypes ssl eval exec compile"
-    forbidden += " __import__ os.system os.popen torch.load torch.save"
-    assert not names & set(forbidden.split())
 
 
 def do_a_job():
