@@ -8719,21 +8719,14 @@ def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path)
     turns = [("system", "be brief"), ("user", "2+2"), ("assistant", "4")]
     turns += [("user", "3+3"), ("assistant", "six")]
     messages = [{"role": role, "content": content} for role, content in turns]
+    text = "system: be brief\nuser: 2+2\nassistant: 4$user: 3+3\nassistant: six$"  # $ is eod
     path = write_rows(tmp_path / "chat.jsonl", [messages])
-    tokens = []
-    targets = []
-    for prompt, answer in (
-        ("system: be brief\nuser: 2+2\nassistant: ", "4"),
-        ("user: 3+3\nassistant: ", "six"),
-    ):
-        learned = [*answer.encode(), 256]
-        tokens += [*prompt.encode(), *learned]
-        targets += [-100] * len(prompt) + learned
-    loss_mask = [float(target != -100) for target in targets]
-    ds = chat(one, path, sequence_length=len(tokens), tokenizer=one.ByteTokenizer())
-    assert ds[0]["tokens"].tolist() == tokens
-    assert ds[0]["labels"].tolist() == [*targets[1:], 256], "filled up with eod"
-    assert ds[0]["loss_mask"].tolist() == [*loss_mask[1:], 0]
+    sample = chat(one, path, sequence_length=len(text), tokenizer=one.ByteTokenizer())[0]
+    ids = [256 if letter == "$" else ord(letter) for letter in text]
+    assert sample["tokens"].tolist() == ids
+    learned = np.flatnonzero(sample["loss_mask"])
+    assert "".join(text[i + 1] for i in learned) == "4$six$"
+    assert sample["labels"][learned].tolist() == [ids[i + 1] for i in learned]
 
 
 def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
@@ -9059,9 +9052,8 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys, arguments
 
 
 ERRORS = [
-    (ValueError("a  bad\nvalue"), "a bad value\n"),
+    (ValueError("a  bad\nvalue of s3://me:secret@b/c"), "a bad value of s3://b/c\n"),
     (ValueError(), "ValueError\n"),
-    (ValueError("s3://me:secret@b/c"), "s3://b/c\n"),
     (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero\n"),
 ]
 
