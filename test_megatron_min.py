@@ -9170,7 +9170,7 @@ REDIRECTED = [  # a command, where its output goes, its exit code, a word on std
     (PREPROCESS, "| :", 0, ""),
     ("verify p p", "| :", 0, ""),
     ("demo", "| :", 0, ""),
-    ("preprocess --input - --output-prefix o", "<&-", 1, "-: cannot be read"),
+    (PREPROCESS.replace("a.jsonl", "-"), "<&-", 1, "-: cannot be read"),
 ]
 
 
