@@ -12,8 +12,9 @@ files, index arrays, cache files, samples and batches, in the same order.
 Part I is the text book.  Each of its sections opens with a question and a drawing, and its code is
 the definition of what happens: plain, complete, and fast enough for many uses.  Part II is the
 workshop: how files appear whole, how arrays are cached, how errors reach every rank, and how C
-makes the loops of part I faster.  Part III is what people run from a shell.  The file needs nothing
-but numpy and torch; _helpers.c is an optional accelerator with identical results.
+makes the loops of part I faster.  Part III is the tools around it, and the commands of a shell.
+The file needs nothing but numpy and torch; _helpers.c is an optional accelerator with identical
+results.
 
 Words       token        an integer that stands for a piece of text
             document     one text of the corpus; but see the box
@@ -29,9 +30,6 @@ Words       token        an integer that stands for a piece of text
                          where a round is a micro-batch of each of these ranks
             blend        several corpora mixed by weights
             weight       of a corpus in a blend: its share of the samples
-            sizes        upstream's name for three things: for build_sample_idx() the lengths of
-                         sequences, for the builder the numbers of samples that are wanted, for
-                         build_exhaustive_blending_indices() those that each dataset has
             rank         one process of a training job; usually each rank has one GPU
 
   +-- "document" --------------------------------------------------------------------------------+
@@ -40,9 +38,7 @@ Words       token        an integer that stands for a piece of text
   |                                                                                              |
   | From section 3 on, a document is a sequence of the .idx file.  Upstream calls sequences so   |
   | there, as nearly always a text is one sequence.  document_index, an array of section 4, is   |
-  | the order in which sequences are read.  It has nothing to do with document_indices.  One     |
-  | exception, upstream's: the parameter document_indices of build_sample_idx() is               |
-  | document_index.                                                                              |
+  | the order in which sequences are read.  It has nothing to do with document_indices.          |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
@@ -52,7 +48,6 @@ Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             j  a sample's number in the stream          k  its number in the dataset
             sequence_length is upstream's name for S, the length of a sample; the lengths of
             sequences are sequence_lengths
-            "list -> tuple" in a docstring: the function takes a list and returns a tuple
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
 
 Contents
@@ -124,18 +119,10 @@ import warnings
 import weakref
 import zlib
 
-try:
-    import numpy as np
-    import torch
-    import torch.distributed
-    import torch.utils.data
-except ModuleNotFoundError as error:
-    if error.name not in ("numpy", "torch"):  # something that these packages need
-        raise
-    sentence = f"megatron_min needs the package {error.name}: pip install {error.name}"
-    if __name__ == "__main__":
-        sys.exit(sentence)
-    raise ModuleNotFoundError(sentence, name=error.name) from None
+import numpy as np
+import torch
+import torch.distributed
+import torch.utils.data
 
 __version__ = "0.1.0"
 
@@ -1095,12 +1082,9 @@ class BlendedMegatronDatasetConfig:
     blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
                                 of its corpora, where it has several
-    full_validation             upstream's trainer reads it; here it builds nothing, and the loader
-                                has an argument of this name.  To read all of valid, give the
-                                builder None as the size of valid, so that each dataset is one
-                                epoch (not for a blend with weights, which wants a size).  With this
-                                field and multiple_validation_sets, which drops the weights, any
-                                other size is a ValueError
+    full_validation             for upstream's trainer.  To read all of valid, give the builder None
+                                as its size (a blend with weights wants a number), and the loader
+                                this field.  With multiple_validation_sets any other size is refused
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1108,7 +1092,7 @@ class BlendedMegatronDatasetConfig:
                                 next start (section 12); None: those of a corpus lie in the folder
                                 <prefix>/cache, and those of a blend are not kept
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
-    mock                        made from the blends: are there none?  Then split is 1,1,1
+    mock                        made from the blends: True without any; then split is 1,1,1
     tokenizer                   an object as in section 2: its eod and its pad are used
     mid_level_dataset_surplus   each corpus of a blend with weights is built for so many samples
                                 more: 0.005 is half a percent (section 7)
@@ -1119,9 +1103,7 @@ class BlendedMegatronDatasetConfig:
     blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
                                 blend that follow each other, instead of its weights (section 6).
                                 Use stable_order with it: a phase that is added takes more samples
-                                of each corpus, and those before must stay as they were.  A corpus
-                                that only a later phase uses comes last in blend, with weight 0 in
-                                the phases before, so that the others keep their places in blend
+                                of each corpus, and those before must stay as they were
     Accepted, without effect    fast_cache_load, defer_npy_index_mmap: no start opens an array, and
                                 each is mapped at its first access
 
@@ -1248,7 +1230,11 @@ def _drop_zero_weights(items, weights):
 
 
 def _as_phases(phases, names):
-    """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none."""
+    """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none.
+
+    Only weights that are not 0 are normalized: np.sum() adds in groups, and zeros in between would
+    group the others otherwise, and so change the rounding of the sum.
+    """
     if not isinstance(phases, (list, tuple)) or len(phases) == 0:
         raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
     checked = []
@@ -1261,20 +1247,11 @@ def _as_phases(phases, names):
             raise ValueError(f"phase {number}: {error}") from None
         if samples < 1:
             raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples}")
-        checked.append((samples, _normalize_used(weights)))
+        shares = np.array(weights, np.float64)
+        is_used = shares > 0
+        shares[is_used] = normalize(shares[is_used])
+        checked.append((samples, shares.tolist()))
     return checked
-
-
-def _normalize_used(weights):
-    """normalize() of the weights that are not 0.
-
-    np.sum() adds in groups: zeros in between would group the others otherwise, and so change the
-    rounding of the sum.
-    """
-    weights = np.array(weights, np.float64)
-    is_used = weights > 0
-    weights[is_used] = normalize(weights[is_used])
-    return weights.tolist()
 
 
 @dataclasses.dataclass
@@ -1360,19 +1337,20 @@ def get_blend_from_list(
     """
     if blend is None:
         return None
-    if isinstance(blend, str) or not isinstance(blend, collections.abc.Iterable):
+    if isinstance(blend, str):
         raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
     entries = [str(entry).strip() for entry in blend]
-    is_number = [_number(entry) is not None for entry in entries]
-    if entries and not any(is_number):
+    values = [_number(entry) for entry in entries]
+    is_number = [value is not None for value in values]
+    if len(entries) > 0 and not any(is_number):
         return entries, None
     pairs = len(entries) // 2
-    if not entries or is_number != [True, False] * pairs:
+    if pairs == 0 or is_number != [True, False] * pairs:
         raise ValueError(
             f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
             "(write a prefix that is a number with its folder: ./2023)"
         )
-    return entries[1::2], [float(weight) for weight in entries[0::2]]
+    return entries[1::2], values[0::2]
 
 
 # ==============================================================================
@@ -6935,7 +6913,7 @@ class SFTDataset(MegatronDataset):
     """Samples of conversations, tokenized at access.  Upstream: SFTDataset.
 
     dataset        the rows: any object with len(dataset) and dataset[i]["messages"]
-    dataset_path   the path of the file
+    dataset_path   the path of the file; None: there is none
     indices        int32, the rows of this split
     num_samples    how many samples; None: each row once
     config         GPTDatasetConfig without create_attention_mask, reset_attention_mask and
@@ -6948,11 +6926,11 @@ class SFTDataset(MegatronDataset):
       cu_seqlens       int32 (S+1,): where the conversations begin, and then S in all entries left
       max_seqlen       int32 (): the length of the longest conversation, with its padding
     ds[None] is sample 0 without any loss.  A row without messages that can be used is a ValueError
-    that names its file and its line.  Cost: to tokenize one row for each sample.
+    that names its file and its line.
 
     The tokenizer may have tokenize_conversation(conversation, return_target=True,
     add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
-    Any other tokenizer gets the template of _encode_conversation().
+    Any other tokenizer gets the template of the drawing: _encode_conversation().
 
     A sample that is too long is cut, and one that is too short is filled with tokenizer.pad.  A
     tokenizer without pad fills with eod; only the filled places are masked then, so that each real
@@ -6960,20 +6938,14 @@ class SFTDataset(MegatronDataset):
     of 2 * cp tokens, so that section 9 can cut it for the ranks.  eod_mask_loss changes nothing:
     the targets say what is learned.
 
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> path = os.path.join(folder.name, "chat.jsonl")
-    >>> messages = [{"role": "u", "content": "2+2"}, {"role": "assistant", "content": "4"}]
-    >>> with open(path, "w") as file:
-    ...     _ = file.write(json.dumps({"messages": messages}))
-    >>> config = GPTDatasetConfig(1234, 24, blend=([path], None), split="1",
-    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
-    >>> rows = SFTDataset.build_low_level_dataset(path, config)
-    >>> ds = SFTDataset(rows, path, np.arange(1, dtype=np.int32), None, Split.train, config)
+    >>> rows = [{"messages": [{"role": "user", "content": "2+2"},
+    ...                       {"role": "assistant", "content": "4"}]}]
+    >>> config = GPTDatasetConfig(1234, 32, tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> ds = SFTDataset(rows, None, np.arange(1, dtype=np.int32), None, Split.train, config)
     >>> ByteTokenizer().detokenize(ds[0]["tokens"])
-    'u: 2+2\\nassistant: 4'
+    'user: 2+2\\nassistant: 4'
     >>> ds[0]["labels"][ds[0]["loss_mask"] == 1].tolist()         # what is learned: 4 and eod
     [52, 256]
-    >>> folder.cleanup()
     """
 
     def __init__(
@@ -6997,18 +6969,16 @@ class SFTDataset(MegatronDataset):
                 f"{_name(self)}: {index_split.name} of split {config.split!r} holds no rows for "
                 f"{self.num_samples} samples: enlarge it"
             )
-        self._tokenize_conversation = _attribute(config.tokenizer, "tokenize_conversation")
-        identifiers = _attribute(config.tokenizer, "unique_identifiers")
-        if self._tokenize_conversation is None and identifiers is not None:
-            if identifiers.get("add_special_tokens"):
-                raise ValueError(
-                    "SFTDataset wants a tokenizer that was made without add_special_tokens: this "
-                    "one would put its special tokens around each piece of a conversation"
-                )
-        self._pad_token_id = _attribute(config.tokenizer, "pad")
-        self._fill_token_id = self._pad_token_id
-        if self._pad_token_id is None:
-            self._fill_token_id = _attribute(config.tokenizer, "eod")
+        tokenizer = config.tokenizer
+        self._tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
+        has_template = self._tokenize_conversation is not None
+        if not has_template and tokenizer.unique_identifiers.get("add_special_tokens"):
+            raise ValueError(
+                "SFTDataset wants a tokenizer that was made without add_special_tokens: this one "
+                "would put its special tokens around each piece of a conversation"
+            )
+        self._pad_token_id = _attribute(tokenizer, "pad")
+        self._fill_token_id = tokenizer.eod if self._pad_token_id is None else self._pad_token_id
         self._granularity = 1
         if config.context_parallel_size is not None and config.context_parallel_size > 1:
             self._granularity = 2 * config.context_parallel_size
@@ -7058,7 +7028,7 @@ class SFTDataset(MegatronDataset):
     def _encode_row(self, row):
         """Yield (tokens, targets), int64, of one conversation of a row after the other."""
         try:
-            for conversation in _split_conversations(self.dataset[row]):
+            for conversation in _split_conversations(self.dataset[row]["messages"]):
                 if self._tokenize_conversation is None:
                     tokens, targets = _encode_conversation(conversation, self.config.tokenizer)
                 else:
@@ -7066,11 +7036,14 @@ class SFTDataset(MegatronDataset):
                         conversation, return_target=True, add_generation_prompt=False
                     )
                 yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
-        except Exception as error:
+        except Exception as error:  # of many kinds, as rows and tokenizers are of many kinds
             place = f"row {row + 1}"
             if isinstance(self.dataset, _JsonlRows):
                 place = f"line {self.dataset.line_numbers[row]}"
-            raise ValueError(f"{_name(self)}, {place}: {error}") from error
+            raise ValueError(
+                f'{_name(self)}, {place}: cannot tokenize "messages", a list of '
+                f'{{"role": ..., "content": ...}}: {type(error).__name__}: {error}'
+            ) from error
 
     def made_from(self) -> dict:
         """Return what tells the rows from others: their numbers, and the ends of the file."""
@@ -7084,26 +7057,20 @@ class SFTDataset(MegatronDataset):
         return found
 
 
-def _split_conversations(row):
+def _split_conversations(messages):
     """Cut the messages of a row into conversations: each system message begins a new one.
 
     >>> messages = [{"role": role, "content": "hi"} for role in ("user", "system", "user")]
-    >>> [len(conversation) for conversation in _split_conversations({"messages": messages})]
+    >>> [len(conversation) for conversation in _split_conversations(messages)]
     [1, 2]
     """
-    messages = row.get("messages") if isinstance(row, collections.abc.Mapping) else None
-    if not isinstance(messages, list) or len(messages) == 0:
-        raise ValueError(
-            'wanted "messages", a list of {"role": ..., "content": ...}, '
-            f"got {str(messages)[:80]}"
-        )
     conversations = []
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f'a message wants a "role", got {str(message)[:80]}')
         if message["role"] == "system" or len(conversations) == 0:
             conversations.append([])
         conversations[-1].append(message)
+    if len(conversations) == 0:
+        raise ValueError("the list is empty")
     return conversations
 
 
@@ -7123,14 +7090,15 @@ def _encode_conversation(conversation, tokenizer):
     tokens = []
     targets = []
     for message in conversation:
-        content = message.get("content")
-        if not isinstance(content, str):
-            raise ValueError(f'a message wants a text as "content", got {str(content)[:80]}')
-        if message["role"] == "assistant":
+        role = message["role"]
+        content = message["content"]
+        if not isinstance(role, str) or not isinstance(content, str):  # such as JSON's null
+            raise TypeError(f"wanted texts, got {message}")
+        if role == "assistant":
             prompt = list(tokenizer.tokenize("assistant: "))
             answer = [*tokenizer.tokenize(content), tokenizer.eod]
         else:
-            prompt = list(tokenizer.tokenize(f"{message['role']}: {content}\n"))
+            prompt = list(tokenizer.tokenize(f"{role}: {content}\n"))
             answer = []
         tokens += prompt + answer
         targets += [_IGNORED] * len(prompt) + answer
@@ -7179,8 +7147,6 @@ class _JsonlRows:
 
     starts         where each row begins, in bytes
     line_numbers   the number of its line, from 1, for errors
-
-    Cost: one pass over the file to open it, 16 bytes for each row; an open and a read for each row.
     """
 
     def __init__(self, path):
@@ -7260,8 +7226,6 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     """Return the spans of sample k, in order: its S + x tokens, or fewer if it is padded.
 
     A subclass that changes tokens when it reads them is traced to the tokens before the change.
-    Cost: that of dataset.pieces(k), a binary search for each span, and the record of the pair; no
-    token is read.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -7279,10 +7243,10 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
         i = _position(k, len(dataset), "the samples of a blend")
         part = dataset.datasets[dataset.dataset_index[i]]
         return trace(part, int(dataset.dataset_sample_index[i]))
-    is_pair = isinstance(dataset.dataset, IndexedDataset)
-    record = None
-    if is_pair:
-        record = _read_record(dataset.dataset_path)  # what the pair was made from: section 18
+    prefix = dataset.dataset_path
+    pair = dataset.dataset
+    is_pair = isinstance(pair, IndexedDataset)
+    record = _read_record(pair.path_prefix) if is_pair else None  # of its inputs: section 18
     spans = []
     sample_offset = 0
     for sequence, offset, length in dataset.pieces(k):
@@ -7290,36 +7254,21 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
             continue
         document = sequence  # of mock data, or of a reader of the user's own
         byte_offset = None
-        input = None
-        input_document = None
+        name = None
+        number = None
         if is_pair:
-            document, byte_offset = _place_in_pair(dataset.dataset, sequence, offset)
+            # Of documents that begin at the same sequence only the last one has sequences.
+            # bisect, as np.searchsorted() would copy the entries, which lie unaligned in the file.
+            document = bisect.bisect_right(pair.document_indices, sequence) - 1
+            byte_offset = int(pair.sequence_pointers[sequence]) + offset * DType.size(pair.dtype)
         if record is not None:
-            input, input_document = _input_of_document(record, document)
-        spans.append(
-            Span(
-                path_prefix=dataset.dataset_path,
-                sequence=sequence,
-                document=document,
-                offset=offset,
-                length=length,
-                byte_offset=byte_offset,
-                sample_offset=sample_offset,
-                input=input,
-                input_document=input_document,
-            )
+            name, number = _input_of_document(record, document)
+        place = Span(
+            prefix, sequence, document, offset, length, byte_offset, sample_offset, name, number
         )
+        spans.append(place)
         sample_offset += length
     return spans
-
-
-def _place_in_pair(pair, sequence, offset):
-    """The document of a sequence, and the byte of the .bin at which its token offset is."""
-    # A document without sequences begins where the next one begins: the last one has the sequence.
-    # bisect, since the entries lie unaligned in the file: np.searchsorted() would copy all of them.
-    document = bisect.bisect_right(pair.document_indices, sequence) - 1
-    token_bytes = DType.size(pair.dtype)
-    return document, int(pair.sequence_pointers[sequence]) + offset * token_bytes
 
 
 def find(
@@ -7328,17 +7277,17 @@ def find(
     """Return the samples that hold at least one token of a sequence of a pair, in order.
 
     path_prefix   the pair; None for mock data
-    Raises        ValueError if the dataset has no such pair, IndexError if the pair has no such
-                  sequence
     Cost          one pass over the orders, 4 or 8 bytes for each sample; a few binary searches for
                   each epoch; and the samples that are found
     """
-    prefix = path_prefix if path_prefix is None else os.fspath(path_prefix)
+    prefix = None if path_prefix is None else os.fspath(path_prefix)
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     prefixes = [part.dataset_path for part in parts]
     if prefix not in prefixes:
         names = ", ".join(str(name) for name in prefixes)
-        raise ValueError(f"{prefix} is not a pair of this dataset, which has {names}")
+        raise ValueError(
+            _hide_credentials(f"{prefix} is not a pair of this dataset, which has {names}")
+        )
     found = []
     for d, part in enumerate(parts):
         if prefixes[d] != prefix:
@@ -7359,9 +7308,7 @@ def _samples_of_sequence(dataset, sequence):
     shuffle_index = dataset.shuffle_index
     numbers = np.empty_like(shuffle_index)  # sample j of the stream -> k
     numbers[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
-    starts = dataset.sample_index[
-        :, 0
-    ]  # where samples start, in order, and where the last one ends
+    starts = dataset.sample_index[:, 0]  # the position of each start, and that of the last end
     positions = np.flatnonzero(dataset.document_index == i)
     # Those that start at a position may hold its tokens, and the last one that starts before it.
     firsts = np.searchsorted(starts, positions) - 1
@@ -7510,7 +7457,7 @@ def _add_command(commands, name, run, help, example):
         name,
         help=help,
         description=help,
-        epilog=f"example:\n  megatron-min {name} {example}",
+        epilog=f"example:\n  megatron-min {name} {example}".rstrip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
@@ -7592,12 +7539,21 @@ def _run_demo(options):
         for prefix in prefixes:
             _say(_counts(prefix, IndexedDataset(prefix)))
 
-        train = _build_demo_blend(prefixes)
+        config = GPTDatasetConfig(
+            random_seed=1234,
+            sequence_length=256,
+            blend=(prefixes, [70, 30]),
+            split="90,5,5",
+            tokenizer=ByteTokenizer(),
+            create_attention_mask=False,
+        )
+        sizes = [600, 0, 0]
+        builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
+        train, _, _ = builder.build()
         _say(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; 90 % of the pairs have")
-        for name, dataset, taken in zip(
-            ["code", "docs"], train.datasets, train.samples_taken(), strict=True
-        ):
-            _say(f"   {name}: {len(dataset):,} samples, {taken:,} of them in the blend")
+        taken = train.samples_taken()
+        for name, dataset, count in zip(["code", "docs"], train.datasets, taken, strict=True):
+            _say(f"   {name}: {len(dataset):,} samples, {count:,} of them in the blend")
 
         loaders = _make_demo_loaders(train, num_ranks=2)
         steps = _global_batches(loaders)
@@ -7624,26 +7580,11 @@ def _make_demo_pairs(folder):
     for path in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]:
         code = path.read_text("utf-8", errors="replace")
         docs = "".join(re.findall('"""(.+?)"""', code, re.DOTALL))
-        texts.append(json.dumps({"code": code, "docs": docs}))
-    text_path = pathlib.Path(folder, "demo.jsonl")
-    text_path.write_text("\n".join(texts))
+        texts.append({"code": code, "docs": docs})
     output_prefix = os.path.join(folder, "demo")
-    prefixes = preprocess(text_path, output_prefix, append_eod=True, json_keys=["code", "docs"])
+    keys = ["code", "docs"]
+    prefixes = preprocess(texts=texts, output_prefix=output_prefix, append_eod=True, json_keys=keys)
     return list(prefixes.values())
-
-
-def _build_demo_blend(prefixes):
-    """Blend the pairs, 70 to 30; return the training set."""
-    config = GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=256,
-        blend=(prefixes, [70, 30]),
-        split="90,5,5",
-        tokenizer=ByteTokenizer(),
-        create_attention_mask=False,
-    )
-    sizes = [600, 600, 600]
-    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
 
 
 def _make_demo_loaders(train, num_ranks):

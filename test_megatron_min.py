@@ -1137,18 +1137,14 @@ def test_lines_become_documents(one, tmp_path, case):
 
 
 def test_the_defaults_of_encode_jsonl(one, tmp_path):
-    """Bytes, without eod, in the smallest dtype; the text is found under a key."""
+    """Bytes, without eod, in the smallest dtype that has the vocabulary; a key finds the text."""
     path = jsonl(tmp_path / "a.jsonl", ["ab"], key="other")
     one.encode_jsonl(path, tmp_path / "out", json_key="other")
     assert texts_of(one, tmp_path / "out") == [[97, 98]]
     assert one.IndexedDataset(tmp_path / "out").dtype is np.uint16
-
-
-def test_ids_beyond_uint16_are_stored_as_int32(one, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", ["1 70000"])
-    one.encode_jsonl(path, tmp_path / "out", Tok(vocab_size=70001))
-    assert texts_of(one, tmp_path / "out") == [[1, 70000]]
-    assert one.IndexedDataset(tmp_path / "out").dtype is np.int32
+    one.encode_jsonl(path, tmp_path / "large", Tok(vocab_size=70001))
+    assert texts_of(one, tmp_path / "large") == [[1, 70000]]
 
 
 BAD_LINES = {
@@ -1174,16 +1170,18 @@ def test_a_bad_line_leaves_no_pair(one, tmp_path, case):
 # -- Split -------------------------------------------------------------------------------------
 
 
-def test_the_three_splits(one):
-    assert {split.name: split.value for split in one.Split} == {"train": 0, "valid": 1, "test": 2}
-
-
 def test_weights_are_divided_by_numpys_sum(one):
     """Which adds in groups, so that the last bit may be another one than that of a loop."""
     for rng in cases(100):
         weights = rng.random(rng.integers(1, 300)) * 100
         assert one.normalize(weights.tolist()) == (weights / np.sum(weights)).tolist()
-    assert one.normalize(["30", "70"]) == [0.3, 0.7]
+        shares = np.where(rng.random(len(weights)) < 0.5, weights, 0).tolist()[:40] + [1.0]
+        phases = [(9, shares), (9, shares)]
+        datasets = [Bare(99, one.Split.train)] * len(shares)
+        blend = one.BlendedDataset(datasets, None, None, config(one), phases=phases)
+        used = [share for share in shares if share]
+        for _, found in blend.phases:  # zeros in between do not group the others otherwise
+            assert [share for share in found if share] == one.normalize(used)
 
 
 def test_a_split_is_read(one):
@@ -1196,10 +1194,7 @@ def test_a_split_is_read(one):
         assert read(text) == [0.8, 0.1, 0.1], text
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["99,-1,0", "98,,2", "0,0,0", "", "1,2,3,4", "nan,1,0", "1_0,1", "1e999,1"],
-)
+@pytest.mark.parametrize("text", ["99,-1,0", "98,,2", "0,0,0", "1,2,3,4", "nan,1,0", "1e999,1"])
 def test_a_wrong_split_is_refused(one, text):
     """Upstream drops signs and empty fields, and takes what is left."""
     with pytest.raises(ValueError, match=f"split '{text}'"):
@@ -1208,6 +1203,7 @@ def test_a_wrong_split_is_refused(one, text):
 
 def test_split_by_hand(one):
     """Shares to fractions, fractions to documents."""
+    assert {split.name: split.value for split in one.Split} == {"train": 0, "valid": 1, "test": 2}
     matrix = one.convert_split_vector_to_split_matrix
     assert matrix([0.99, 0.01, 0]) == [(0, 0.99), (0.99, 1.0), None]
     assert matrix([0, 0.25, 0.75]) == [None, (0, 0.25), (0.25, 1.0)]
@@ -1245,7 +1241,7 @@ def test_a_list_is_read_as_prefixes_and_weights(one):
 
 @pytest.mark.parametrize(
     "blend",
-    [["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], ["1"], "p1", 5],
+    [["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], "wiki"],
     ids=str,
 )
 def test_a_list_that_is_neither_is_refused(one, blend):
@@ -1266,7 +1262,6 @@ BAD_CONFIGS = {  # a word of the sentence: what is changed in a good config
     "num_dataset_builder_threads": [{"num_dataset_builder_threads": 0}],
     "surplus": [{"mid_level_dataset_surplus": n} for n in (-0.1, math.nan)],
     "needs a split": [{"split": None}],
-    "3 numbers": [{"split": [8, 1, 1, 1]}],
     "a blend is": [{"blend": blend} for blend in (([], None), ("p", None), ["p", "q", "r"])],
     "blend_per_split": [
         {"blend_per_split": PER_SPLIT, "blend": None},
@@ -1306,8 +1301,6 @@ def test_a_config_derives_its_other_fields(one):
     assert nothing.mid_level_dataset_surplus == 0.005
     forced = config(one, split="8,1,1")  # mock data has equal splits, whatever is asked for
     assert (forced.mock, forced.split, forced.split_matrix) == (True, "1,1,1", nothing.split_matrix)
-    widths = [end - begin for begin, end in forced.split_matrix]
-    assert widths == pytest.approx([1 / 3] * 3)
     per_split = config(one, blend_per_split=PER_SPLIT)
     assert (per_split.mock, per_split.split, per_split.split_matrix) == (False, None, None)
     for empty in ([None] * 3, [], None):
@@ -7887,6 +7880,7 @@ def chat(one, path, n=None, rows=None, **fields):
 
 
 ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+ADDS_BOS = {"add_special_tokens": True}
 
 
 def write_rows(path, rows):
@@ -7955,14 +7949,17 @@ def brute_chat_sample(messages, S, pad, eod, cp):
 
 @pytest.mark.parametrize("pad", [999, None, 7])
 def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
-    """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
+    """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad.
+
+    A tokenizer with a template of its own may add special tokens.
+    """
     for rng in cases(40):
         rows = random_rows(rng, int(rng.integers(1, 6)), int(rng.choice([2, 3, 12])))
         rows.append([{"role": "system", "content": "5"}] * 3)  # of which two may fit
         S = int(2 ** rng.uniform(0, 5))
         cp = int(rng.integers(1, 4))
         path = write_rows(tmp_path / "chat.jsonl", rows)
-        tokenizer = ChatTokenizer(pad=pad)
+        tokenizer = ChatTokenizer(pad=pad, unique_identifiers=ADDS_BOS)
         fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
         ds = chat(one, path, 2 * len(rows), **fields)
         for k in range(len(ds)):
@@ -7973,18 +7970,18 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_are_found_wherever_they_lie(one, tmp_path, kind):
-    """Lines of all lengths, empty lines, a last line without an end."""
+    """Lines of all lengths, blank lines, those of Windows, a last one without an end, a mark."""
     for rng in cases(30):
         wanted = random_rows(rng, int(rng.integers(1, 9)), 30)
         path = tmp_path / f"chat.{kind}"
         if kind == "parquet":
             write_parquet(path, {"messages": wanted}, row_group_size=int(rng.integers(1, 5)))
         else:
-            empty = ["", "\n", "\r\n\n"]
-            content = str(rng.choice(empty))
+            ends = ["\n", "\r\n", "\n \t\r\n\n"]
+            content = str(rng.choice(["", "\n\n", "\ufeff"]))
             for messages in wanted:
-                content += json.dumps({"messages": messages}) + "\n" + str(rng.choice(empty))
-            path.write_text(content.removesuffix("\n"))
+                content += json.dumps({"messages": messages}) + str(rng.choice(ends))
+            path.write_bytes(content.removesuffix("\n").encode())
         found = one.SFTDataset.build_low_level_dataset(str(path), None)
         assert [found[row]["messages"] for row in range(len(found))] == wanted
         copy_of_rows = pickle.loads(pickle.dumps(found))
@@ -7992,44 +7989,48 @@ def test_rows_are_found_wherever_they_lie(one, tmp_path, kind):
             assert copy_of_rows[row]["messages"] == wanted[row]
 
 
-def test_rows_are_found_in_one_pass_and_none_is_kept(one, tmp_path):
+def test_no_row_is_kept_in_memory(one, tmp_path):
     row = [{"role": "user", "content": "1 " * 10_000}]
     path = write_rows(tmp_path / "chat.jsonl", [row] * 200)
     tracemalloc.start()
-    with mock.patch("builtins.open", wraps=open) as opened:
-        rows = one.SFTDataset.build_low_level_dataset(str(path), None)
+    rows = one.SFTDataset.build_low_level_dataset(str(path), None)
+    assert rows[199] == {"messages": row}
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert opened.call_count == 1
     assert peak < path.stat().st_size / 2
-    assert rows[199] == {"messages": row}
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{oops", "Expecting"),
-        ("[1, 2]", "messages"),
-        ('{"text": "a"}', "messages"),
-        ('{"messages": []}', "messages"),
-        ('{"messages": "hello"}', "messages"),
-        ('{"messages": ["hello"]}', "role"),
-        ('{"messages": [{"content": "1"}]}', "role"),
-        ('{"messages": [{"role": "user", "content": null}]}', "content"),
-        ('{"messages": [{"role": "user", "content": "one"}]}', "invalid literal"),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line, words):
+BAD_ROWS = {  # a line, and a word of the error
+    "{oops": "Expecting",
+    '{"text": "a"}': "KeyError: 'messages'",
+    '{"messages": []}': "empty",
+    '{"messages": ["hello"]}': "TypeError",
+    '{"messages": [{"content": "1"}]}': "KeyError: 'role'",
+    '{"messages": [{"role": null, "content": "1"}]}': "wanted texts",
+    '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
+    '{"messages": [{"role": "user", "content": "one"}]}': "invalid literal",
+}
+
+
+@pytest.mark.parametrize("line", BAD_ROWS)
+def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line):
     good = json.dumps({"messages": ROW})
     path = tmp_path / "chat.jsonl"
     path.write_text(f"{good}\n\n{line}\n{good}\n")
     ds = chat(one, path, tokenizer=Tok())
     assert len(ds) == 3
-    with pytest.raises(ValueError, match=rf"chat\.jsonl, line 3: .*{words}"):
+    with pytest.raises(ValueError, match=rf"chat\.jsonl, line 3: .*{BAD_ROWS[line]}"):
         ds[1]
 
 
-WITH_BOS = Tok(unique_identifiers={"add_special_tokens": True})
+def test_rows_of_any_object(one):
+    """A list of dicts will do; its rows count from 1 in errors."""
+    rows = [{"messages": ROW}, {"text": "a"}]
+    cfg = config(one, tokenizer=ChatTokenizer(pad=999))
+    ds = one.SFTDataset(rows, "rows", np.arange(2, dtype=np.int32), 3, one.Split.train, cfg)
+    same_samples(ds[2], brute_chat_sample(ROW, 8, 999, 0, 1))
+    with pytest.raises(ValueError, match="rows, row 2: "):
+        ds[1]
 
 
 @pytest.mark.parametrize(
@@ -8038,7 +8039,7 @@ WITH_BOS = Tok(unique_identifiers={"add_special_tokens": True})
         ({"create_attention_mask": True}, "create_attention_mask must be False"),
         ({"reset_position_ids": True}, "reset_position_ids must be False"),
         ({"n": 3, "rows": []}, "holds no rows for 3 samples"),
-        ({"tokenizer": WITH_BOS}, "without add_special_tokens"),
+        ({"tokenizer": Tok(unique_identifiers=ADDS_BOS)}, "without add_special_tokens"),
     ],
 )
 def test_what_fine_tuning_refuses(one, tmp_path, fields, words):
@@ -8052,28 +8053,14 @@ def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path)
     turns = [("system", "be brief"), ("user", "2+2"), ("assistant", "4")]
     turns += [("user", "3+3"), ("assistant", "six")]
     messages = [{"role": role, "content": content} for role, content in turns]
+    text = "system: be brief\nuser: 2+2\nassistant: 4$user: 3+3\nassistant: six$"  # $ is eod
     path = write_rows(tmp_path / "chat.jsonl", [messages])
-    tokens = []
-    targets = []
-    for prompt, answer in (
-        ("system: be brief\nuser: 2+2\nassistant: ", "4"),
-        ("user: 3+3\nassistant: ", "six"),
-    ):
-        learned = [*answer.encode(), 256]
-        tokens += [*prompt.encode(), *learned]
-        targets += [-100] * len(prompt) + learned
-    loss_mask = [float(target != -100) for target in targets]
-    ds = chat(one, path, sequence_length=len(tokens), tokenizer=one.ByteTokenizer())
-    assert ds[0]["tokens"].tolist() == tokens
-    assert ds[0]["labels"].tolist() == [*targets[1:], 256], "filled up with eod"
-    assert ds[0]["loss_mask"].tolist() == [*loss_mask[1:], 0]
-
-
-def test_a_template_of_its_own_may_add_special_tokens(one, tmp_path):
-    """Where the tokenizer has tokenize_conversation, no piece of a text is tokenized alone."""
-    tokenizer = ChatTokenizer(pad=999, unique_identifiers={"add_special_tokens": True})
-    ds = chat(one, write_rows(tmp_path / "chat.jsonl", [ROW]), tokenizer=tokenizer)
-    same_samples(ds[0], brute_chat_sample(ROW, 8, 999, 0, 1))
+    sample = chat(one, path, sequence_length=len(text), tokenizer=one.ByteTokenizer())[0]
+    ids = [256 if letter == "$" else ord(letter) for letter in text]
+    assert sample["tokens"].tolist() == ids
+    learned = np.flatnonzero(sample["loss_mask"])
+    assert "".join(text[i + 1] for i in learned) == "4$six$"
+    assert sample["labels"][learned].tolist() == [ids[i + 1] for i in learned]
 
 
 def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
@@ -8104,62 +8091,33 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
         other.load_state_dict(state)
 
 
-def test_blank_lines_are_no_rows_but_are_counted(one, tmp_path):
-    """Also behind a byte order mark, and with the ends of lines of Windows."""
+def test_files_of_rows_are_told_apart(one, tmp_path):
+    """By their sizes and both ends; and the sets of one file by their rows."""
     path = tmp_path / "chat.jsonl"
-    row = json.dumps({"messages": ROW}).encode()
-    path.write_bytes(b"\n \t\r\n\n" + row + b'\r\n   \n{"messages": 5}\n  ')
-    ds = chat(one, path)
-    assert len(ds) == 2
-    same_samples(ds[0], brute_chat_sample(ROW, 8, 999, 0, 1))
-    with pytest.raises(ValueError, match="line 6"):
-        ds[1]
-    path.write_bytes(b"\xef\xbb\xbf" + row + b"\r\n")
-    same_samples(chat(one, path)[0], brute_chat_sample(ROW, 8, 999, 0, 1))
-
-
-def test_rows_of_any_object(one):
-    """A list of dicts will do; its rows count from 1 in errors."""
-    rows = [{"messages": ROW}, {"text": "a"}]
-    cfg = config(one, (["rows"], None), tokenizer=ChatTokenizer(pad=999))
-    ds = one.SFTDataset(rows, "rows", np.arange(2, dtype=np.int32), 3, one.Split.train, cfg)
-    same_samples(ds[2], brute_chat_sample(ROW, 8, 999, 0, 1))
-    with pytest.raises(ValueError, match='rows, row 2: wanted "messages"'):
-        ds[1]
-
-
-@pytest.mark.parametrize("name", ["chat.parquet", "chat.jsonl"])
-def test_files_of_rows_are_told_apart(one, tmp_path, name):
-    """Files of equal sizes by their contents."""
+    long = [{"role": "user", "content": "1 " * 70_000}]
     found = []
-    for text in ("1", "2"):
-        row = [{"role": "assistant", "content": text}]
-        if name == "chat.parquet":
-            write_parquet(tmp_path / name, {"messages": [row]})
-        else:
-            write_rows(tmp_path / name, [row])
-        found.append(chat(one, tmp_path / name).made_from())
-    assert found[0]["size"] == found[1]["size"] and found[0] != found[1]
+    for rows in ([ROW, long, ROW], [ROW[::-1], long, ROW], [ROW, long, ROW[::-1]], [ROW, ROW]):
+        write_rows(path, rows)
+        found.append(chat(one, path).made_from())
+    assert found[0]["size"] == found[1]["size"] == found[2]["size"]
+    found.append(chat(one, path, rows=[1]).made_from())
+    for one_of_them, another in itertools.combinations(found, 2):
+        assert one_of_them != another
 
 
-def test_rows_of_parquet_name_the_extra_that_reads_them(one, tmp_path, monkeypatch):
-    path = tmp_path / "chat.parquet"
-    path.touch()
-    missing = mock.Mock(side_effect=ModuleNotFoundError(name="pyarrow"))
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ImportError, match=r"chat\.parquet .*megatron-min\[storage\]"):
-        chat(one, path)
-
-
-def test_parquet_files_of_no_use(one, tmp_path):
-    """Damaged, without messages, missing."""
+def test_parquet_files_of_no_use(one, tmp_path, monkeypatch):
+    """Damaged, without messages, missing; and any, without the extra that reads them."""
     pytest.importorskip("pyarrow.parquet")
     damaged = tmp_path / "damaged.parquet"
     damaged.write_bytes(b"nothing")
     other = write_parquet(tmp_path / "other.parquet", {"text": ["a"]})
     for path in (damaged, pathlib.Path(other), tmp_path / "none.parquet"):
-        with pytest.raises((ValueError, OSError), match=path.name):
+        with pytest.raises(ValueError, match=path.name):
             chat(one, path)
+    missing = mock.Mock(side_effect=ModuleNotFoundError(name="pyarrow"))
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ImportError, match=r"damaged\.parquet .*megatron-min\[storage\]"):
+        chat(one, damaged)
 
 
 # ==============================================================================
@@ -8304,7 +8262,6 @@ def test_what_cannot_be_traced_or_found(one, tmp_path):
     blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
     assert one.find(ds, a, 8) == []  # of another split
     for function, arguments, kind, words in (
-        (one.find, [ds, "other", 1], ValueError, "other is not a pair of this"),
         (one.find, [blend, "other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
         (one.find, [ds, a, 9], IndexError, "9"),
         (one.trace, [ds, len(ds)], IndexError, str(len(ds))),
@@ -8315,12 +8272,9 @@ def test_what_cannot_be_traced_or_found(one, tmp_path):
 
 
 def test_mock_data_have_no_file(one):
-    cfg = config(one, tokenizer=Tok(), sequence_length=4096)
-    ds = build(one, [10, 0, 0], cfg, one.MockGPTDataset)[0]
+    ds = build(one, [10, 0, 0], config(one, sequence_length=4096), one.MockGPTDataset)[0]
     [*_, last] = one.trace(ds, 0)
-    assert last.path_prefix is None
-    assert last.byte_offset is None
-    assert last.document == last.sequence
+    assert (last.path_prefix, last.byte_offset, last.document) == (None, None, last.sequence)
     assert 0 in one.find(ds, None, last.sequence)
 
 
@@ -8369,13 +8323,10 @@ def test_options_of_preprocess_reach_the_function(one, capsys, monkeypatch):
     assert found == {name: defaults[name].default for name in found}
 
 
-TEXT = list("aé".encode())
 INSPECTED = {  # documents, and what inspect says of them
     "no sequences": ([], "0 sequences, 0 documents, 0 tokens"),
-    "one": ([[97]], "1 sequences, 1 documents, 1 tokens of"),
     "empty first sequence": ([[], [98, 99]], r"sequence 0: \[\]\ndecoded: ''"),
-    "cut within a character": ([TEXT[:-1]], "decoded: 'a\ufffd'"),
-    "eod": ([[97, 256]], "decoded: 'a'"),
+    "cut within a character": ([[97, 195]], "decoded: 'a\ufffd'"),
     "ids of a larger vocabulary": ([[97, 50_000]], "not decoded: .*--tokenizer"),
     "sixteen tokens": ([[97] * 20], f"decoded: '{'a' * 16}'"),
 }
@@ -8388,23 +8339,19 @@ def test_inspect_tells_counts_and_the_first_tokens(one, tmp_path, capsys, case):
     assert code == 0 and re.search(words, out), out
 
 
-COMMANDS = ["preprocess", "merge", "inspect", "verify", "demo"]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_an_example_and_fits_a_screen(one, capsys, monkeypatch, name):
+def test_help_lists_the_commands_and_fits_a_screen(one, capsys, monkeypatch):
+    """Of each command with an example, whose flags it has."""
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = command(one, capsys, name, "--help")
-    options, _, example = out.partition("example:\n")
-    assert code == 0 and example.startswith(f"  megatron-min {name}")
-    assert all(f"  {flag}" in options for flag in re.findall(r"--[\w-]+", example))
-    lines = out.splitlines()
-    assert len(lines) < 24 and max(map(len, lines)) <= 80
-
-
-def test_help_lists_the_commands(one, capsys):
     code, out, _ = command(one, capsys, "--help")
-    assert code == 0 and re.findall(r"^    (\w+)", out, re.MULTILINE) == COMMANDS
+    names = re.findall(r"^    (\w+)", out, re.MULTILINE)
+    assert code == 0 and names == ["preprocess", "merge", "inspect", "verify", "demo"]
+    for name in names:
+        code, out, _ = command(one, capsys, name, "--help")
+        options, _, example = out.partition("example:\n")
+        assert code == 0 and example.startswith(f"  megatron-min {name}")
+        assert all(f"  {flag}" in options for flag in re.findall(r"--[\w-]+", example))
+        lines = out.splitlines()
+        assert len(lines) < 24 and max(map(len, lines)) <= 80
 
 
 WRONG = {  # arguments, in a folder with pairs and files: an exit code, and a word of the sentence
@@ -8414,11 +8361,9 @@ WRONG = {  # arguments, in a folder with pairs and files: an exit code, and a wo
         "a.jsonl: line 1: ",
     ),
     "preprocess --input a.jsonl --output-prefix o --shard 1": (2, "--shard"),
-    "preprocess --input a.jsonl --output-prefix o --shard 2/2": (1, "2/2"),
-    "preprocess --input a.jsonl --output-prefix o --workers x": (2, "--workers"),
     "preprocess --input none.jsonl --output-prefix o": (1, "none.jsonl"),
     "merge --input good none --output-prefix o": (1, "none.idx"),
-    "inspect none": (1, "none.idx"),
+    "inspect memory://none": (1, "none.idx"),
     "inspect good --tokenizer none.json": (1, "none.json"),
     "verify good damaged": (1, "damaged.idx: sequence_pointers[1]"),
     "demo --keep d": (2, "unrecognized arguments"),
@@ -8441,9 +8386,8 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys, arguments
 
 
 ERRORS = [
-    (ValueError("a  bad\nvalue"), "a bad value\n"),
+    (ValueError("a  bad\nvalue of s3://me:secret@b/c"), "a bad value of s3://b/c\n"),
     (ValueError(), "ValueError\n"),
-    (ValueError("s3://me:secret@b/c"), "s3://b/c\n"),
     (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero\n"),
 ]
 
@@ -8523,27 +8467,14 @@ def test_the_demo_resumes_and_leaves_nothing(mm, tmp_path, capsys, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-NO_NUMPY = "import sys; sys.modules['numpy'] = None\n"
-VERIFY = "import runpy, sys; sys.argv[1:] = ['verify', 'none']; runpy.run_path('megatron_min.py', "
-AS_PROGRAM = VERIFY + "run_name='__main__')"
-AS_MODULE = VERIFY + "run_name='megatron_min')"
-STARTS = [  # code, and how the last line begins that is printed
-    (AS_PROGRAM, "megatron-min: .*none.idx"),
-    (NO_NUMPY + AS_PROGRAM, "megatron_min needs the package numpy: pip install numpy"),
-    (NO_NUMPY + AS_MODULE, "ModuleNotFoundError: megatron_min needs the package numpy"),
-]
-
-
-@pytest.mark.parametrize("code, sentence", STARTS)
-def test_a_copy_of_the_module_alone_is_a_program(tmp_path, code, sentence):
-    """Exit code, and one sentence instead of a traceback."""
+def test_a_copy_of_the_module_alone_is_a_program(tmp_path):
+    """Also without docstrings: one sentence instead of a traceback."""
     shutil.copy(HERE / "megatron_min.py", tmp_path)
-    run = [sys.executable, "-c", code]
+    run = [sys.executable, "-OO", "megatron_min.py", "verify", "none"]
     env = os.environ | {"MEGATRON_MIN_C": "0"}
     ran = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert ran.returncode == 1 and ran.stdout == ""
-    assert re.match(sentence, ran.stderr.strip().split("\n")[-1]), ran.stderr
-    assert ("Traceback" in ran.stderr) == (AS_MODULE in code)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert one_sentence(ran.stderr) and "none.idx" in ran.stderr
 
 
 # -- Long tests: real processes, signals, closed pipes, kills ----------------------------------
@@ -8565,11 +8496,9 @@ REDIRECTED = [  # a command, where its output goes, its exit code, a word on std
     (PREPROCESS, ">/dev/full", 1, "[Errno 28] No space left"),
     ("inspect p", ">/dev/full", 1, "[Errno 28] No space left"),
     (PREPROCESS, "| :", 0, ""),
-    ("merge --input p --output-prefix q", "| :", 0, ""),
-    ("inspect p", "| :", 0, ""),
     ("verify p p", "| :", 0, ""),
     ("demo", "| :", 0, ""),
-    ("preprocess --input - --output-prefix o", "<&-", 1, "standard input is closed"),
+    (PREPROCESS.replace("a.jsonl", "-"), "<&-", 1, "-: cannot be read"),
 ]
 
 
@@ -8589,12 +8518,6 @@ def test_what_is_printed_cannot_be_written(one, tmp_path, line, redirected, code
         assert ran.stderr == ""
     if line == PREPROCESS:
         assert texts_of(one, tmp_path / "o_text_document") == [[97, 98, 99]]
-
-
-@pytest.mark.slow
-def test_commands_without_docstrings():
-    done = subprocess.run([RUN[0], "-OO", RUN[1], "demo"], capture_output=True)
-    assert done.returncode == 0, done.stderr
 
 
 BARE_PLATFORM = """
@@ -8617,29 +8540,20 @@ if __name__ == "__main__":
     prefix = mm.preprocess("in.jsonl", "out", append_eod=True, workers=2)["text"]
     config = mm.GPTDatasetConfig(
         1, 8, blend=([prefix, prefix], [1, 2]), split="9,1,0", tokenizer=mm.ByteTokenizer(),
-        mmap_bin_files=False, path_to_cache="cache")
+        path_to_cache="cache")
     sizes = [40, 4, 0]
     train = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
     assert len(mm.trace(train, 0)) > 0
-    model = mm.DistributedDataParallel(torch.nn.Embedding(257, 1))
     loader = mm.build_pretraining_data_loader(train, 0, micro_batch_size=4, num_workers=2)
-
-    def forward_step(batches, model):
-        loss = model(next(batches)["tokens"]).sum()
-        return loss, lambda loss: (loss, torch.tensor(32), loss.detach())
-
-    reports = mm.forward_backward_no_pipelining(
-        forward_step_func=forward_step, data_iterator=iter(loader), model=model,
-        num_microbatches=2)
-    assert len(reports) == 2 and loader.state_dict()["consumed_samples"] >= 8
+    assert len(list(loader)) == 10 and loader.state_dict()["consumed_samples"] == 40
     assert mm.main(["verify", prefix]) == 0
-    print("trained", mm.IMPLEMENTATION)
+    print("read by", mm.IMPLEMENTATION)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_platforms_without_fcntl_pread_and_fork(tmp_path, kernels):
+def test_platforms_without_fcntl_and_fork(tmp_path, kernels):
     """As Windows lacks them; workers are spawned there, and on macOS.
 
     Nor is there a package of an extra: what does not use it does not import it.
@@ -8650,7 +8564,7 @@ def test_platforms_without_fcntl_pread_and_fork(tmp_path, kernels):
     run = [sys.executable, "job.py"]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert f"trained {kernels}\n" in done.stdout
+    assert f"read by {kernels}\n" in done.stdout
 
 
 def wait_until(condition, *arguments):
@@ -9431,9 +9345,9 @@ def samples_of_blend(mm, cache, **fields):
 
 def read_cache(mm, rng):
     """With the old cache it gives the same as with a new one: a damaged cache is never seen."""
-    fields = {name: bool(rng.integers(2)) for name in ("mmap_bin_files", "defer_npy_index_mmap")}
-    found = samples_of_blend(mm, "cache", **fields)
-    wanted = samples_of_blend(mm, "new", **fields)
+    mapped = bool(rng.integers(2))
+    found = samples_of_blend(mm, "cache", mmap_bin_files=mapped)
+    wanted = samples_of_blend(mm, "new", mmap_bin_files=mapped)
     assert (found is None) == (wanted is None)
     if found is not None:
         same_samples(found, wanted)
@@ -9449,16 +9363,6 @@ def test_damaged_caches_are_never_seen(mm, tmp_path, monkeypatch, count):
     put_files(files_of("."))
     assert samples_of_blend(mm, "cache") is not None
     assert in_children(functools.partial(fuzz, count, read_cache, mm), timeout=100 + count) == [0]
-
-
-@pytest.mark.parametrize("mmap", [True, False], ids=["mmap", "pread"])
-def test_what_is_open_keeps_its_data(mm, tmp_path, mmap):
-    """Upstream writes the new files over the mapped ones: other tokens, or a bus error."""
-    prefix = mk(mm, tmp_path / "pair", [[i] * 9 for i in range(20)])
-    old = gpt(mm, prefix, mmap_bin_files=mmap)
-    wanted = old.batch(range(len(old)))
-    mk(mm, prefix, [[7]])
-    same_samples(old.batch(range(len(old))), wanted)
 
 
 # -- Jobs side by side -------------------------------------------------------------------------
@@ -9501,27 +9405,6 @@ def test_data_regenerated_under_a_reader(mm, tmp_path, mmap):
 
 
 # -- What a job may touch ----------------------------------------------------------------------
-
-
-def test_nothing_in_the_module_runs_data(tree):
-    """No pickle, no eval, no shell, no network: files are data, never code."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module.partition(".")[0])
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Name):
-            names.add(node.id)
-        elif isinstance(node, ast.Call):
-            names.add(ast.unparse(node.func))
-            if ast.unparse(node.func) in ("np.load", "np.save"):
-                assert "allow_pickle=False" in ast.unparse(node)
-    assert {"np.memmap", "json"} <= names  # the walk sees what is there
-    forbidden = "pickle marshal shelve subprocess socket urllib http ctypes ssl eval exec compile"
-    forbidden += " __import__ os.system os.popen torch.load torch.save"
-    assert not names & set(forbidden.split())
 
 
 def do_a_job():
