@@ -6095,8 +6095,6 @@ class HuggingFaceTokenizer:
     add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
                         of a text (BOS), around each text; with False a text is its own tokens
                         alone, as in upstream's preprocessing
-    Raises              ImportError without the package; ValueError if there is no such file, if it
-                        is no tokenizer, or has no such token
     """
 
     _package = "tokenizers"
@@ -6162,7 +6160,6 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
     """A tokenizer.json, with the ids that the package gigatoken makes.
 
     For the usual files, such as those of GPT-2 and Llama 3, they are the ids of tokenizers.
-    ValueError if gigatoken refuses the file.
     """
 
     _package = "gigatoken"
@@ -6330,9 +6327,8 @@ def preprocess(
                   warning at the end gives their number and what was wrong with the first one
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
-    Raises        ValueError that names file, line and reason; OSError; ImportError that names a
-                  missing package.  Then no pair appears; if the error comes while several pairs
-                  get their names, each is whole or not there.
+    Raises        ValueError that names file, line and reason, or another error; then no pair
+                  appears, but if it comes while several get their names, each is whole or not there
     Upstream      tools/preprocess_data.py; the files are equal byte for byte
 
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -6390,8 +6386,8 @@ def preprocess(
                 bar.update(block_bytes)
         for builder in builders.values():
             builder._bin.sync()  # a full disk shows here, before the first pair has its name
+    inputs = [part.describe() for part in parts]
     for prefix in prefixes.values():
-        inputs = [part.describe() for part in parts]
         _write_record(prefix, _identity_of_tokenizer(tokenizer), inputs)
     if verbose:
         documents = sum(part.documents for part in parts)
@@ -6492,14 +6488,12 @@ class _Encoder:
         columns = {}
         for key in self.json_keys:
             documents = [row[key] for row in rows]
-            all_tokens = self._tokenize(list(itertools.chain(*documents)))
-            first = 0
+            all_tokens = iter(self._tokenize(list(itertools.chain(*documents))))
             pieces = [self.eod[:0]]  # so that there is something to concatenate
             lengths = []
             ends = []
             for sentences in documents:
-                of_document = all_tokens[first : first + len(sentences)]
-                first += len(sentences)
+                of_document = itertools.islice(all_tokens, len(sentences))
                 sequences = [tokens for tokens in of_document if len(tokens) > 0]
                 if len(sequences) > 0:
                     lengths.extend(map(len, sequences))
@@ -6511,7 +6505,7 @@ class _Encoder:
         return columns
 
     def _parse(self, line):
-        """Return {key: sentences} of a line; ValueError unless each key holds a text, or a list."""
+        """Return {key: sentences} of a line; ValueError unless each key has a text, or a list."""
         row = json.loads(line)
         texts = {}
         for key in self.json_keys:
@@ -6548,15 +6542,15 @@ class _Encoder:
             try:
                 encoded.append(self.encode([line]))
             except Exception as error:
-                place = _from_byte(block.part.name, block.part.begin)
+                place = _counted_from(block.part.name, block.part.begin)
                 faults.append(f"{place}: line {number}: {_one_line(error)}")
         return encoded, faults
 
 
-def _from_byte(name, begin):
+def _counted_from(name, begin):
     """The name of an input, and the byte from which its lines are counted, if not from the first.
 
-    >>> _from_byte("a.jsonl", 84)
+    >>> _counted_from("a.jsonl", 84)
     'a.jsonl from byte 84 on'
     """
     return f"{name} from byte {begin:,} on" if begin > 0 else name
@@ -6826,10 +6820,8 @@ def _lines_of_part(part, file):
 def _lines_of_texts(texts, json_keys):
     """Yield the JSON lines of an iterable of texts, or of dicts."""
     for text in texts:
-        row = {json_keys[0]: text}
-        if isinstance(text, collections.abc.Mapping):
-            row = {key: text.get(key) for key in json_keys}
-        yield json.dumps(row).encode()
+        row = text if isinstance(text, collections.abc.Mapping) else {json_keys[0]: text}
+        yield json.dumps({key: row.get(key) for key in json_keys}).encode()
 
 
 def _cut_lines(part, lines):
@@ -6975,7 +6967,7 @@ def _input_of_document(record, document):
     """
     for part in record["inputs"]:
         if document < part["documents"]:
-            return _from_byte(part["name"], part["begin"]), document
+            return _counted_from(part["name"], part["begin"]), document
         document -= part["documents"]
     raise IndexError(f"the record of the pair has {document} documents too few")
 
