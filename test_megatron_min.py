@@ -8021,7 +8021,7 @@ def test_a_missing_package_is_named(one, tmp_path, monkeypatch, package, path, a
     pathlib.Path("a.jsonl").write_bytes(GOOD)
     with pytest.raises(ImportError, match=rf"(?i){package}.*megatron-min\[{extra}\]"):
         one.preprocess(path, "o", **arguments)
-    assert glob.glob("o*") == []
+    assert os.listdir() == ["a.jsonl"]
 
 
 def test_zst_is_read_by_one_that_reads_all_of_it(one, tmp_path, monkeypatch):
@@ -8152,14 +8152,10 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "batch": (GOOD + b'{"text": "2 x"}\n', BATCHED, r"a\.jsonl: line 2: .*'x'"),
     "lost texts": (GOOD * 2, FORGETFUL, "tokenize_batch"),
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
-    "after blocks": (b'{"text": "%s"}\n' % (b"x" * 1000) * 5000 + b"oops\n", {}, r"line 5001\b"),
-    "in a worker": (GOOD + b"oops\n", {"workers": 2}, r"a\.jsonl: line 2: "),
     "in a shard": (GOOD * 10 + b"oops\n", {"shard": (1, 2)}, "from byte 72 on: line 5: "),
     "no file": (GOOD, {"input": "none.jsonl"}, "none.jsonl"),
     "no file of a pattern": (GOOD, {"input": ["a.jsonl", "*.none"]}, r"\*\.none"),
     "a folder": (GOOD, {"input": "."}, "directory"),
-    "a zip archive": (GOOD, {"input": "memory://a.jsonl.ZIP"}, "unpack"),
-    "no object": (GOOD, {"input": "memory://none.jsonl"}, "^memory://none.jsonl: no such file"),
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
     "no such storage": (GOOD, {"input": "unheard://a.jsonl"}, "unheard"),
     "nothing to read": (GOOD, {"input": None}, "one of input, which are paths, and texts"),
@@ -8184,7 +8180,6 @@ def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatc
     content, arguments, words = REFUSED[case]
     monkeypatch.chdir(tmp_path)
     pathlib.Path("a.jsonl").write_bytes(content)
-    fsspec.filesystem("memory").pipe_file("/a.jsonl.ZIP", b"")
     with pytest.raises((ValueError, OSError), match=words):
         one.preprocess(**{"input": "a.jsonl", "output_prefix": "o"} | arguments)
     assert os.listdir() == ["a.jsonl"]
@@ -8280,14 +8275,13 @@ class Killer(Tok):
 
 
 @linux
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("killed", [["no", "yes"], ["yes", "yes"]], ids=["one", "both"])
-def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path, number, killed):
+@pytest.mark.parametrize(
+    "first, second, number", [("1", "13", signal.SIGTERM), ("13", "13", signal.SIGKILL)]
+)
+def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path, first, second, number):
     """And the other one ends."""
-    texts = []
-    for word in killed:
-        texts += ["13" if word == "yes" else "1", "5 " * 300_000]  # a block of one of two workers
-    path = jsonl(tmp_path / "a.jsonl", texts)
+    long = "5 " * 300_000  # it ends the block of a worker
+    path = jsonl(tmp_path / "a.jsonl", [first, long, second, long])
     before = set(multiprocessing.active_children())
     with pytest.raises(ChildProcessError, match="use fewer workers"):
         one.preprocess(path, tmp_path / "o", Killer(number), workers=2)
@@ -8330,16 +8324,8 @@ def in_a_minute(happened):
 
 
 @linux
-@pytest.mark.parametrize(
-    "victim, number",
-    [
-        ("parent", signal.SIGKILL),
-        pytest.param("parent", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("worker", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("worker", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
-def test_a_job_that_is_killed_at_any_moment(one, tmp_path, victim, number):
+@pytest.mark.parametrize("victim", ["parent", pytest.param("worker", marks=pytest.mark.slow)])
+def test_a_job_that_is_killed_at_any_moment(one, tmp_path, victim):
     """Its workers end even if no parent ends them; the death of a worker is an error at once."""
     arguments = [sys.executable, "-c", ENDLESS, str(tmp_path / "o")]
     variables = os.environ | {"PYTHONPATH": str(HERE)}
@@ -8347,8 +8333,9 @@ def test_a_job_that_is_killed_at_any_moment(one, tmp_path, victim, number):
     try:
         in_a_minute(lambda: len(children_of(parent.pid)) == 3)
         workers = children_of(parent.pid)
-        time.sleep(random.random())
-        os.kill(parent.pid if victim == "parent" else random.choice(workers), number)
+        rng = np.random.default_rng()
+        time.sleep(rng.random())
+        os.kill(parent.pid if victim == "parent" else int(rng.choice(workers)), signal.SIGKILL)
         _, err = parent.communicate(timeout=60)
     finally:
         parent.kill()
