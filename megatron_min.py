@@ -5050,13 +5050,7 @@ class _RemoteFile:
 
     def _try(self, request, *arguments):
         """Call a request until it succeeds, as often as there are pauses, and once more."""
-        import fsspec
-
-        try:
-            file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec keeps file systems
-        except ImportError as error:
-            url = _hide_credentials(self.url)
-            raise ImportError(f'{url}: {error}: pip install "megatron-min[storage]"') from None
+        file_system, path = _file_system(self.url)  # fsspec keeps file systems
         for pause in (*self._PAUSES, None):
             try:
                 return request(file_system, path, *arguments)
@@ -5078,6 +5072,17 @@ class _RemoteFile:
         if isinstance(error, PermissionError) or status in (401, 403):
             kind = PermissionError
         return kind(_hide_credentials(f"{self.url}: {type(error).__name__}: {error}"))
+
+
+def _file_system(path):
+    """Return fsspec's file system of a path or URL, and the name that the file has in there."""
+    import fsspec  # it comes with torch
+
+    try:
+        return fsspec.core.url_to_fs(path)
+    except ImportError as error:  # "Install s3fs to access S3"
+        url = _hide_credentials(path)
+        raise ImportError(f'{url}: {error}: pip install "megatron-min[storage]"') from None
 
 
 def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig | None) -> str:
@@ -6690,17 +6695,6 @@ def _find_inputs(inputs):
     if len(paths) == 0:
         raise ValueError("preprocess wants at least one input")
     return paths
-
-
-def _file_system(path):
-    """Return fsspec's file system of a path or URL, and the name that the file has in there."""
-    import fsspec  # it comes with torch
-
-    try:
-        return fsspec.core.url_to_fs(path)
-    except ImportError as error:  # "Install s3fs to access S3"
-        extra = 'pip install "megatron-min[storage]"'
-        raise ImportError(f"{_hide_credentials(path)}: {error} ({extra})") from None
 
 
 @contextlib.contextmanager
