@@ -8357,7 +8357,7 @@ def test_a_disk_that_is_full_at_any_moment(one, tmp_path):
     try:
         for rng in cases(6):
             resource.setrlimit(resource.RLIMIT_FSIZE, (int(rng.integers(1, 1_100_000)), hard))
-            keys = {"json_keys": ["b", "text"], "workers": int(rng.integers(1, 3))}
+            keys = {"json_keys": ["text", "b"], "workers": int(rng.integers(1, 3))}
             with pytest.raises(OSError):
                 one.preprocess(path, tmp_path / "o", **keys)
             assert os.listdir(tmp_path) == ["a.jsonl"]
