@@ -7985,11 +7985,11 @@ def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     for name, content in (("b2", GOOD * 3), ("b1", lines), ("b10", b'{"text": "x"}')):
         memory.pipe_file(f"{tmp_path}/{name}.jsonl", content)
     compressed = tmp_path / "c.jsonl.gz"
-    compressed.write_bytes(compress(GOOD, ".gz"))
+    compressed.write_bytes(compress(GOOD * 9, ".gz"))
     memory.pipe_file(f"{compressed}?sig=1", compressed.read_bytes())
     inputs = [f"memory://{compressed}?sig=1", compressed, f"memory://{tmp_path}/b*.jsonl"]
     merged = make_shards(one, inputs, tmp_path, count)
-    texts = ["1", "1", "a", "bcdefg", "", "h", "x", "1", "1", "1"]
+    texts = [*["1"] * 18, "a", "bcdefg", "", "h", "x", "1", "1", "1"]
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
 
 
@@ -8351,15 +8351,18 @@ def test_a_disk_that_is_full_at_any_moment(one, tmp_path):
     """Here files may not grow beyond a size: the pair of both keys is there, or none is."""
     resource = importlib.import_module("resource")
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "%s", "b": "cc"}\n' % (b"x" * 100) * 6000)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         for rng in cases(6):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (int(rng.integers(1, 1_100_000)), hard))
+            lines = int(rng.integers(100, 6000))  # of 200 bytes in the .bin
+            path.write_bytes(b'{"text": "%s", "b": "cc"}\n' % (b"x" * 100) * lines)
+            limit = int(rng.integers(1, 190 * lines))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
             keys = {"json_keys": ["text", "b"], "workers": int(rng.integers(1, 3))}
             with pytest.raises(OSError):
                 one.preprocess(path, tmp_path / "o", **keys)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             assert os.listdir(tmp_path) == ["a.jsonl"]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
