@@ -6938,7 +6938,7 @@ def _join_records(prefixes):
             record = {"tokenizer": None, "inputs": [part.describe()]}
         tokenizers.append(record["tokenizer"])
         for part in record["inputs"]:
-            if part["begin"] > 0 and end == (part["name"], part["size"], part["begin"]):
+            if end == (part["name"], part["size"], part["begin"]):
                 inputs[-1]["documents"] += part["documents"]
                 inputs[-1]["end"] = part["end"]
             else:
