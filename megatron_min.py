@@ -4890,13 +4890,7 @@ class _RemoteFile:
 
     def _try(self, request, *arguments):
         """Call a request until it succeeds, as often as there are pauses, and once more."""
-        import fsspec
-
-        try:
-            file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec keeps file systems
-        except ImportError as error:
-            url = _hide_credentials(self.url)
-            raise ImportError(f'{url}: {error}: pip install "megatron-min[storage]"') from None
+        file_system, path = _file_system(self.url)  # fsspec keeps file systems
         for pause in (*self._PAUSES, None):
             try:
                 return request(file_system, path, *arguments)
@@ -4918,6 +4912,17 @@ class _RemoteFile:
         if isinstance(error, PermissionError) or status in (401, 403):
             kind = PermissionError
         return kind(_hide_credentials(f"{self.url}: {type(error).__name__}: {error}"))
+
+
+def _file_system(path):
+    """Return fsspec's file system of a path or URL, and the name that the file has in there."""
+    import fsspec  # it comes with torch
+
+    try:
+        return fsspec.core.url_to_fs(path)
+    except ImportError as error:  # "Install s3fs to access S3"
+        url = _hide_credentials(path)
+        raise ImportError(f'{url}: {error}: pip install "megatron-min[storage]"') from None
 
 
 def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig | None) -> str:
@@ -5873,10 +5878,6 @@ class NullTokenizer:
     """
 
     def __init__(self, vocab_size: int | str) -> None:
-        if not str(vocab_size).isdecimal():
-            raise ValueError(
-                f"null:VOCAB wants a number of ids, such as null:50000, got {vocab_size!r}"
-            )
         self.eod = int(vocab_size)
         self.vocab_size = self.eod + 1
         self.unique_identifiers = {"class": "NullTokenizer", "vocab_size": self.vocab_size}
@@ -5898,8 +5899,6 @@ class HuggingFaceTokenizer:
     add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
                         of a text (BOS), around each text; with False a text is its own tokens
                         alone, as in upstream's preprocessing
-    Raises              ImportError without the package; ValueError if there is no such file, if it
-                        is no tokenizer, or has no such token
     """
 
     _package = "tokenizers"
@@ -5938,9 +5937,7 @@ class HuggingFaceTokenizer:
 
     def _find_eod(self, eod_token):
         """Return the id of eod_token, or of the first usual name that the vocabulary has."""
-        names = ["<|endoftext|>", "</s>"]
-        if eod_token:
-            names = [eod_token]
+        names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
         for name in names:
             token = self._tokenizer.token_to_id(name)
             if token is not None:
@@ -5967,7 +5964,6 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
     """A tokenizer.json, with the ids that the package gigatoken makes.
 
     For the usual files, such as those of GPT-2 and Llama 3, they are the ids of tokenizers.
-    ValueError if gigatoken refuses the file.
     """
 
     _package = "gigatoken"
@@ -6013,22 +6009,11 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
 
 
 def _import_extra(module, extra, user):
-    """Import a module of an optional package, and return it.
-
-    extra    the extra of megatron-min that installs the package
-    user     what needs the module, such as a file
-    Raises   ImportError, a sentence that names user, package and extra, if it is not installed
-    """
-    package = module.partition(".")[0]
+    """Import a module that the extra of megatron-min installs; user is what needs it."""
     try:
-        importlib.import_module(package)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != package:  # something that the package needs
-            raise
-        raise ImportError(
-            f'{user} needs the package {package}: pip install {package}, or "megatron-min[{extra}]"'
-        ) from None
-    return importlib.import_module(module)
+        raise ImportError(f'{user}: {error}: pip install "megatron-min[{extra}]"') from None
 
 
 def build_tokenizer(
@@ -6041,7 +6026,6 @@ def build_tokenizer(
     eod_token           the text of the end-of-document token of a tokenizer.json; others know
                         their own
     add_special_tokens  of a tokenizer.json by the package tokenizers, see HuggingFaceTokenizer
-    Raises              ValueError, ImportError or AttributeError if there is no such tokenizer
 
     >>> build_tokenizer("null:100").eod
     100
@@ -6064,21 +6048,13 @@ def build_tokenizer(
             f"unknown tokenizer {name!r}: use bytes, null:VOCAB, a tokenizer.json or a folder that "
             "holds one, gigatoken:tokenizer.json, or module:attribute"
         )
-    return _tokenizer_of_module(name)
-
-
-def _tokenizer_of_module(name):
-    """Import "module:attribute"; return it if it is a tokenizer, else call it to make one."""
     # As with "python -m", the module may lie in the current folder, beside the data.
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
         found = pkgutil.resolve_name(name)
-        if hasattr(found, "tokenize") and not isinstance(found, type):
-            return found
-        if not callable(found):
-            raise ValueError(f"{name} is no tokenizer, and cannot be called to make one")
-        return found()
+        is_tokenizer = hasattr(found, "tokenize") and not isinstance(found, type)
+        return found if is_tokenizer else found()
     finally:
         sys.path.remove(folder)
 
@@ -6155,9 +6131,8 @@ def preprocess(
                   warning at the end gives their number and what was wrong with the first one
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
-    Raises        ValueError that names file, line and reason; OSError; ImportError that names a
-                  missing package.  Then no pair appears; if the error comes while several pairs
-                  get their names, each is whole or not there.
+    Raises        ValueError that names file, line and reason, or another error; then no pair
+                  appears, but if it comes while several get their names, each is whole or not there
     Upstream      tools/preprocess_data.py; the files are equal byte for byte
 
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -6179,13 +6154,17 @@ def preprocess(
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
     prefixes = _output_prefixes(output_prefix, json_keys, split_sentences, shard)
-    encoder = _Encoder(tokenizer, list(prefixes), append_eod, split_sentences, on_error)
+    encoder = _Encoder(tokenizer, list(prefixes), append_eod, split_sentences)
     if texts is None:
         parts = _cut_inputs(_find_inputs(input), shard)
         blocks = _read_inputs(parts)
+    elif shard[1] > 1 or isinstance(texts, str):
+        raise ValueError(
+            "texts must be an iterable of texts, without a shard: give each job its own"
+        )
     else:
-        parts = [_Part("texts", "texts", None)]
-        blocks = _read_texts(texts, parts[0], list(prefixes), shard)
+        parts = [_Part("texts", "texts", None, None, 0, None)]
+        blocks = _cut_lines(parts[0], _lines_of_texts(texts, list(prefixes)))
     num_bytes = 0
     faults = []
     started = time.perf_counter()
@@ -6197,19 +6176,22 @@ def preprocess(
         bar = stack.enter_context(_progress_bar(parts, verbose))
         # Closed even where an exception ends the loop, so that workers never outlive the job.
         encoded_blocks = contextlib.closing(_encode_blocks(encoder, blocks, workers))
-        for block, columns, block_faults in stack.enter_context(encoded_blocks):
-            for key, (content, lengths, ends) in columns.items():
-                builders[key]._append_documents(content, lengths, ends)
-            block.part.documents += len(ends)
+        for block, encoded, block_faults in stack.enter_context(encoded_blocks):
+            if on_error == "stop" and len(block_faults) > 0:
+                raise ValueError(f"{block_faults[0]} (--on-error skip leaves such lines out)")
             faults += block_faults
+            for columns in encoded:
+                for key, (tokens, lengths, ends) in columns.items():
+                    builders[key]._append_documents(tokens, lengths, ends)
+                block.part.documents += len(ends)
             block_bytes = sum(map(len, block.lines))
             num_bytes += block_bytes
             if bar is not None:
                 bar.update(block_bytes)
         for builder in builders.values():
             builder._bin.sync()  # a full disk shows here, before the first pair has its name
+    inputs = [part.describe() for part in parts]
     for prefix in prefixes.values():
-        inputs = [part.describe() for part in parts]
         _write_record(prefix, _identity_of_tokenizer(tokenizer), inputs)
     if verbose:
         documents = sum(part.documents for part in parts)
@@ -6227,21 +6209,22 @@ def _output_prefixes(output_prefix, json_keys, split_sentences, shard):
     level = "sentence" if split_sentences else "document"
     index, count = shard
     suffix = f"_{index:05}_of_{count:05}" if count > 1 else ""
-    prefixes = {key: f"{os.fspath(output_prefix)}_{key}_{level}{suffix}" for key in json_keys}
-    if len(prefixes) == 0:
-        raise ValueError("preprocess wants at least one JSON key")
-    return prefixes
+    return {key: f"{os.fspath(output_prefix)}_{key}_{level}{suffix}" for key in json_keys}
 
 
 def _progress_bar(parts, verbose):
     """Return a bar of tqdm, if it is asked for and installed; else a context that gives None."""
-    if verbose:
-        with contextlib.suppress(ModuleNotFoundError):
-            import tqdm
-
-            total = sum(part.limit() - part.begin for part in parts)  # math.inf: not known
-            return tqdm.tqdm(total=total, unit="B", unit_scale=True)
-    return contextlib.nullcontext()
+    try:
+        import tqdm
+    except ModuleNotFoundError:
+        verbose = False
+    if not verbose:
+        return contextlib.nullcontext()
+    total = 0  # or math.inf: not known
+    for part in parts:
+        is_known = part.size is not None and part.compression is None
+        total += part.end - part.begin if is_known else math.inf
+    return tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)  # for a terminal alone
 
 
 def _warn_of_left_out(parts, faults):
@@ -6266,21 +6249,16 @@ class _Part:
 
     path: str
     name: str  # the path without credentials, for messages and records
+    compression: str | None  # as fsspec calls it
     size: int | None  # of the whole input, in bytes; None: it has none, as a pipe
-    begin: int = 0
-    end: int | None = None  # None: its end, wherever that is
+    begin: int
+    end: int | None  # None: its end, wherever that is
     documents: int = 0  # how many it has given
-
-    def limit(self):
-        """The byte before which the last line begins; unknown of text that is compressed."""
-        if self.end is None or _compression(self.path) is not None:
-            return math.inf
-        return self.end
 
     def describe(self):
         """What the record of a pair says of the part."""
         described = dataclasses.asdict(self)
-        del described["path"]
+        del described["path"], described["compression"]
         return described
 
 
@@ -6288,7 +6266,6 @@ class _Block(typing.NamedTuple):
     """Some lines of an input, which one worker encodes."""
 
     part: _Part
-    begin: int  # the byte of the input from which its lines are counted
     first: int  # the number of the first line, counted from 1
     lines: list[bytes]
 
@@ -6302,37 +6279,26 @@ class _Encoder:
     {"text": ["b", "bb"]}                           1, 3      3   three sequences
     """
 
-    def __init__(self, tokenizer, json_keys, append_eod, split_sentences, on_error):
+    def __init__(self, tokenizer, json_keys, append_eod, split_sentences):
         self.tokenizer = tokenizer
         self.json_keys = json_keys
-        self.on_error = on_error
         self.splitter = _load_sentence_splitter() if split_sentences else None
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
-        self.eod = np.array([], self.dtype)
-        if append_eod:
-            eod = _attribute(tokenizer, "eod")
-            if eod is None:
-                raise ValueError("append_eod wants a tokenizer with eod: this one has none")
-            self.eod = np.frombuffer(_encode_tokens([eod], self.dtype), self.dtype)
+        eod = [tokenizer.eod] if append_eod else []
+        self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), self.dtype)
 
     def encode(self, lines):
         """Return {key: (bytes of the tokens, lengths, ends)}: section 2's loop, for many lines."""
-        rows = []
-        for line in lines:
-            if line.isspace():
-                continue
-            rows.append(self._parse(line))
+        rows = [self._parse(line) for line in lines if not line.isspace()]
         columns = {}
         for key in self.json_keys:
-            documents = [self._sentences(row[key]) for row in rows]
-            all_tokens = self._tokenize(list(itertools.chain(*documents)))
-            first = 0
+            documents = [row[key] for row in rows]
+            all_tokens = iter(self._tokenize(list(itertools.chain(*documents))))
             pieces = [self.eod[:0]]  # so that there is something to concatenate
             lengths = []
             ends = []
             for sentences in documents:
-                of_document = all_tokens[first : first + len(sentences)]
-                first += len(sentences)
+                of_document = itertools.islice(all_tokens, len(sentences))
                 sequences = [tokens for tokens in of_document if len(tokens) > 0]
                 if len(sequences) > 0:
                     lengths.extend(map(len, sequences))
@@ -6345,19 +6311,19 @@ class _Encoder:
         return columns
 
     def _parse(self, line):
-        """Return the row of a line; ValueError unless each key holds a text, or a list of them."""
+        """Return {key: sentences} of a line; ValueError unless each key has a text, or a list."""
         row = json.loads(line)
+        texts = {}
         for key in self.json_keys:
-            if not isinstance(row, dict) or not _is_text(row.get(key)):
+            sentences = _sentences(row.get(key)) if isinstance(row, dict) else None
+            is_list = isinstance(sentences, list)
+            if not is_list or not all(isinstance(text, str) for text in sentences):
                 found = line[:60].decode(errors="replace")
                 raise ValueError(f"wanted a JSON object with text under {key!r}, got {found}")
-        return row
-
-    def _sentences(self, text):
-        """Return the texts that become the sequences of a document."""
-        if self.splitter is None:
-            return _sentences(text)
-        return [part for sentence in _sentences(text) for part in self.splitter.tokenize(sentence)]
+            if self.splitter is not None:
+                sentences = list(itertools.chain(*map(self.splitter.tokenize, sentences)))
+            texts[key] = sentences
+        return texts
 
     def _tokenize(self, texts):
         """Return the ids of each text as an array."""
@@ -6369,44 +6335,31 @@ class _Encoder:
         return [np.asarray(ids) for ids in batch]
 
     def encode_block(self, block):
-        """Return the columns of a _Block, and what is wrong with each line that was left out.
+        """Return the columns of a _Block, in a list, and what is wrong with each bad line.
 
-        ValueError at the first bad line, unless bad lines are to be left out.
+        Where a line is bad, each good one has columns of its own.
         """
-        try:
-            return self.encode(block.lines), []
-        except Exception:
-            # A tokenizer may raise anything, and says nothing about lines: look for the bad ones.
-            return self._encode_good_lines(block)
-
-    def _encode_good_lines(self, block):
-        """The same, where a line is bad: line by line, so that the bad ones are known."""
-        good = []
+        with contextlib.suppress(Exception):
+            return [self.encode(block.lines)], []
+        # A tokenizer may raise anything, and says nothing about lines: look for the bad ones.
+        encoded = []
         faults = []
         for number, line in enumerate(block.lines, block.first):
             try:
-                self.encode([line])
-                good.append(line)
+                encoded.append(self.encode([line]))
             except Exception as error:
-                place = f"{block.part.name}: line {number}{_from_byte(block.begin)}"
-                fault = f"{place}: {_one_line(error)}"
-                if self.on_error == "stop":
-                    advice = "--on-error skip leaves such lines out"
-                    raise ValueError(f"{fault} ({advice})") from error
-                faults.append(fault)
-        return self.encode(good), faults
+                place = _counted_from(block.part.name, block.part.begin)
+                faults.append(f"{place}: line {number}: {_one_line(error)}")
+        return encoded, faults
 
 
-def _is_text(value):
-    """Is this a text, or a list of texts, its sentences?"""
-    if isinstance(value, list):
-        return all(isinstance(sentence, str) for sentence in value)
-    return isinstance(value, str)
+def _counted_from(name, begin):
+    """The name of an input, and the byte from which its lines are counted, if not from the first.
 
-
-def _from_byte(begin):
-    """What the name of an input says where its lines are counted from the middle on."""
-    return f" from byte {begin:,} on" if begin > 0 else ""
+    >>> _counted_from("a.jsonl", 84)
+    'a.jsonl from byte 84 on'
+    """
+    return f"{name} from byte {begin:,} on" if begin > 0 else name
 
 
 def _one_line(error):
@@ -6435,7 +6388,7 @@ def _load_sentence_splitter():
 
 
 def _encode_blocks(encoder, blocks, workers):
-    """Yield (block, columns, faults) of each _Block, in order; see _Encoder.encode_block()."""
+    """Yield each _Block, in order, and what _Encoder.encode_block() returns of it."""
     if workers == 1:
         for block in blocks:
             yield block, *encoder.encode_block(block)
@@ -6460,7 +6413,7 @@ def _encode_blocks(encoder, blocks, workers):
             encoded = None
             if len(busy) == workers:
                 encoded = _receive(*busy.popleft())
-            with _death_of_worker_is_an_error():
+            with contextlib.suppress(OSError):  # of a worker that is dead: _receive() says so
                 pipe.send(block)
             busy.append((block, pipe))
             if encoded is not None:
@@ -6487,19 +6440,9 @@ def _signals_wait():
 
 
 def _receive(block, pipe):
-    """Return (block, columns, faults) of the block that a worker has; its error is raised here."""
-    with _death_of_worker_is_an_error():
-        answer = pipe.recv()
-    if isinstance(answer, Exception):
-        raise answer
-    return block, *answer
-
-
-@contextlib.contextmanager
-def _death_of_worker_is_an_error():
-    """ChildProcessError where a pipe has ended, because its worker has."""
+    """Return a block, and what the worker that has it makes of it."""
     try:
-        yield
+        return block, *pipe.recv()
     except (EOFError, OSError):
         raise ChildProcessError(
             "a worker process was killed, perhaps for lack of memory: use fewer workers"
@@ -6522,24 +6465,30 @@ def _work(pipe, end_of_parent, encoder):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(EOFError, OSError):
         while True:
-            block = pipe.recv()
-            try:
-                answer = encoder.encode_block(block)
-            except Exception as error:
-                answer = ValueError(str(error))
-            pipe.send(answer)
+            pipe.send(encoder.encode_block(pipe.recv()))
 
 
 # -- Inputs ------------------------------------------------------------------------------------
 
 
 def _find_inputs(inputs):
-    """Return the paths and URLs of all files that are meant; "-" stays."""
+    """Return the paths and URLs of all files that are meant; "-" stays.
+
+    A name that exists is a file, even where it contains a * or a [; others are patterns.
+    """
     if isinstance(inputs, (str, os.PathLike)):
         inputs = [inputs]
     paths = []
     for path in map(os.fspath, inputs):
-        found = _files_of(path)
+        found = [path]
+        if _is_remote(path):
+            file_system, name = _file_system(path)
+            with _errors_that_name(path):
+                if not file_system.exists(name):
+                    names = sorted(file_system.glob(name))
+                    found = [file_system.unstrip_protocol(name) for name in names]
+        elif path != "-" and not os.path.exists(path):
+            found = sorted(glob.glob(path, recursive=True))
         if len(found) == 0:
             name = _hide_credentials(path)
             raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
@@ -6547,36 +6496,6 @@ def _find_inputs(inputs):
     if len(paths) == 0:
         raise ValueError("preprocess wants at least one input")
     return paths
-
-
-def _files_of(path):
-    """Return the files that a path, URL or pattern means, sorted.
-
-    A name that exists is a file, even where it contains a * or a [.
-    """
-    if path == "-" or (not _is_remote(path) and os.path.exists(path)):
-        return [path]
-    if not _is_remote(path):
-        found = sorted(glob.glob(path, recursive=True))
-        return [file for file in found if not os.path.isdir(file)]
-    file_system, name = _file_system(path)
-    with _errors_that_name(path):
-        if file_system.exists(name):
-            return [path]
-        found = file_system.glob(name, detail=True)
-    files = [file for file in sorted(found) if found[file]["type"] != "directory"]
-    return [file_system.unstrip_protocol(file) for file in files]
-
-
-def _file_system(path):
-    """Return fsspec's file system of a path or URL, and the name that the file has in there."""
-    import fsspec  # it comes with torch
-
-    try:
-        return fsspec.core.url_to_fs(path)
-    except ImportError as error:  # "Install s3fs to access S3"
-        extra = 'pip install "megatron-min[storage]"'
-        raise ImportError(f"{_hide_credentials(path)}: {error} ({extra})") from None
 
 
 @contextlib.contextmanager
@@ -6632,17 +6551,18 @@ def _cut_inputs(paths, shard):
     parts = []
     start = 0  # where the input begins, if all inputs are laid end to end
     for path, size in zip(paths, sizes, strict=True):
-        part = _Part(path, _hide_credentials(path), size, 0, size)
-        is_compressed = _compression(path) is not None
+        part = _Part(path, _hide_credentials(path), _compression(path), size, 0, size)
         if count > 1:
             total = sum(sizes)
             part.begin = max(total * index // count - start, 0)
             part.end = min(total * (index + 1) // count - start, size)
             start += size
-            if part.begin >= part.end or (is_compressed and part.begin > 0):
+            if part.begin >= part.end:
                 continue
-        if is_compressed:  # it is read as a whole
-            part.end = size
+            if part.compression is not None:
+                if part.begin > 0:
+                    continue
+                part.end = size
         parts.append(part)
     return parts
 
@@ -6651,7 +6571,7 @@ def _read_inputs(parts):
     """Yield all lines that begin in the parts of the inputs, as _Blocks."""
     for part in parts:
         with _errors_that_name(part.path), _open_input(part) as file:
-            yield from _read_lines(part, file)
+            yield from _cut_lines(part, _lines_of_part(part, file))
         size = _size_of(part.path)
         if size != part.size:
             raise OSError(
@@ -6671,54 +6591,48 @@ def _open_input(part):
     if part.size is None:  # fsspec wants to seek in what it opens, which a pipe does not allow
         opened = open(part.path, "rb")
     else:
-        opened = fsspec.open(part.path, "rb", compression=_compression(part.path))
+        opened = fsspec.open(part.path, "rb", compression=part.compression)
     with opened as file:
         yield io.BufferedReader(file, 1 << 16)
 
 
-def _read_lines(part, file):
-    """Yield the lines that begin in a part of an open file, as _Blocks."""
+def _lines_of_part(part, file):
+    """Yield the lines that begin in a part of an open file."""
     position = part.begin
     if position > 0:
         # The line in which the byte before lies belongs to the shard before this one.
         file.seek(position - 1)
         position += len(file.readline()) - 1
-    begin = position
-    first = 1
-    limit = part.limit()
+    limit = math.inf if part.end == part.size else part.end
     while position < limit:
-        lines = file.readlines(min(_BLOCK_BYTES, limit - position))
-        if len(lines) == 0:
+        line = file.readline()
+        if len(line) == 0:
             return
-        size = sum(map(len, lines))
-        if position + size - len(lines[-1]) >= limit:  # the next shard begins with this line
-            size -= len(lines.pop())
-        yield _Block(part, begin, first, lines)
-        first += len(lines)
-        position += size
+        position += len(line)
+        yield line
 
 
-def _read_texts(texts, part, json_keys, shard):
-    """Yield an iterable of texts, or of dicts, as _Blocks of JSON lines."""
-    if isinstance(texts, (str, bytes)):
-        raise ValueError("texts must be an iterable of texts, and not one text")
-    if shard[1] > 1:
-        raise ValueError("texts cannot be cut into shards: give each job texts of its own")
-    first = 1
-    lines = []
-    size = 0
+def _lines_of_texts(texts, json_keys):
+    """Yield the JSON lines of an iterable of texts, or of dicts."""
     for text in texts:
-        row = {json_keys[0]: text}
-        if isinstance(text, collections.abc.Mapping):
-            row = {key: text.get(key) for key in json_keys}
-        lines.append(json.dumps(row).encode())
-        size += len(lines[-1])
+        row = text if isinstance(text, collections.abc.Mapping) else {json_keys[0]: text}
+        yield json.dumps({key: row.get(key) for key in json_keys}).encode()
+
+
+def _cut_lines(part, lines):
+    """Yield lines as _Blocks."""
+    first = 1
+    of_block = []
+    size = 0
+    for line in lines:
+        of_block.append(line)
+        size += len(line)
         if size >= _BLOCK_BYTES:
-            yield _Block(part, 0, first, lines)
-            first += len(lines)
-            lines = []
+            yield _Block(part, first, of_block)
+            first += len(of_block)
+            of_block = []
             size = 0
-    yield _Block(part, 0, first, lines)
+    yield _Block(part, first, of_block)
 
 
 # -- Merge and records -------------------------------------------------------------------------
@@ -6786,16 +6700,14 @@ def _check_all_shards(prefixes):
 
 def _read_record(path_prefix):
     """Return the record of a pair, a dict; None if it has none, or one of other sizes."""
-    path = f"{os.fspath(path_prefix)}.record.json"
     try:
-        with open(path, "rb") as file:
+        with open(f"{os.fspath(path_prefix)}.record.json", "rb") as file:
             record = json.load(file)
-        sizes = _sizes_of_pair(path_prefix)
-    except (OSError, ValueError):  # it is missing, or damaged: no reason to stop
-        return None
-    if any(record.get(field) != size for field, size in sizes.items()):
-        return None
-    return record
+        if record == record | _sizes_of_pair(path_prefix):
+            return record
+    except (OSError, ValueError, TypeError):  # it is missing, or damaged: no reason to stop
+        pass
+    return None
 
 
 def _sizes_of_pair(path_prefix):
@@ -6817,26 +6729,22 @@ def _join_records(prefixes):
     """The tokenizer and the inputs of the pair that merge() makes of these pairs."""
     inputs = []
     tokenizers = []
+    end = None  # where the part of an input, of the shard before, has ended
     for prefix in prefixes:
         record = _read_record(prefix)
         if record is None:  # such as upstream's pair: an input of its own
-            part = _Part(prefix, _hide_credentials(prefix), None)
-            part.documents = len(IndexedDataset(prefix).document_indices) - 1
+            documents = len(IndexedDataset(prefix).document_indices) - 1
+            name = _hide_credentials(prefix)
+            part = _Part(prefix, name, None, None, 0, None, documents)
             record = {"tokenizer": None, "inputs": [part.describe()]}
         tokenizers.append(record["tokenizer"])
         for part in record["inputs"]:
-            # Does the part of an input begin where the part before it, of the shard before, ends?
-            end_of_before = (part["name"], part["size"], part["begin"])
-            before = inputs[-1] if len(inputs) > 0 else {"name": None, "size": None, "end": None}
-            if part["begin"] > 0 and end_of_before == (
-                before["name"],
-                before["size"],
-                before["end"],
-            ):
-                before["documents"] += part["documents"]
-                before["end"] = part["end"]
+            if end == (part["name"], part["size"], part["begin"]):
+                inputs[-1]["documents"] += part["documents"]
+                inputs[-1]["end"] = part["end"]
             else:
                 inputs.append(part)
+            end = (part["name"], part["size"], part["end"])
     is_one = tokenizers.count(tokenizers[0]) == len(tokenizers)
     return tokenizers[0] if is_one else None, inputs
 
@@ -6854,16 +6762,13 @@ def _input_of_document(record, document):
     """
     for part in record["inputs"]:
         if document < part["documents"]:
-            return part["name"] + _from_byte(part["begin"]), document
+            return _counted_from(part["name"], part["begin"]), document
         document -= part["documents"]
     raise IndexError(f"the record of the pair has {document} documents too few")
 
 
-def _warn_of_other_tokenizer(path_prefix: str | os.PathLike, tokenizer: typing.Any) -> None:
-    """Warn if a pair was made with another tokenizer, as its record says: its ids mean other texts.
-
-    Nothing is said of a pair without a record.
-    """
+def _warn_of_other_tokenizer(path_prefix, tokenizer):
+    """Warn if the record of a pair names another tokenizer: its ids mean other texts."""
     record = _read_record(path_prefix)
     if record is None or record["tokenizer"] is None:
         return
