@@ -4429,6 +4429,7 @@ def test_names_descriptions_and_manifests(one, pair, cache):
             content = pathlib.Path(cache, f"{stem}-{name}.npy").read_bytes()
             manifest["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
             names.add(f"{stem}-{name}.npy")
+        manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
         assert json.loads(pathlib.Path(cache, f"{stem}-manifest.json").read_text()) == manifest
         names |= {f"{stem}-description.txt", f"{stem}-manifest.json"}
     assert set(os.listdir(cache)) == names
@@ -5080,6 +5081,20 @@ def test_ranges_are_exact(one, web, numbers):
     assert ranges_of(web, numbers.get_many, []) == ranges_of(web, numbers.get, 0, 2, 0) == []
 
 
+def test_samples_read_little_more_than_their_tokens(one, web, tmp_path):
+    """50 samples of 66 bytes, of a .bin of 2 MB: upstream reads it all."""
+    rng = np.random.default_rng(7)
+    docs = [rng.integers(0, 900, n) for n in rng.integers(1, 2000, 1000)]
+    prefix = mk(one, tmp_path / "local" / "pair", docs, np.uint16)
+    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 32}
+    train = build(one, [50, 0, 0], config(one, ([web.put(prefix)], None), **fields))[0]
+    web.server.requests.clear()
+    for k in range(50):
+        assert len(train[k]["tokens"]) == 32
+    ranges = [re.findall(r"\d+", wanted) for _, _, wanted in web.server.requests]
+    assert 50 * 66 <= sum(int(last) + 1 - int(first) for first, last in ranges) < 30_000
+
+
 def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     """All pieces of a batch, also of padding; of a blend one for each of its corpora."""
     prefix, docs = some_pair
@@ -5232,6 +5247,31 @@ def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_pa
 
 
 # -- Faults ------------------------------------------------------------------------------------
+
+
+def test_a_fifth_of_all_answers_fails(one, web, some_pair, tmp_path):
+    """Then at most one of 60 samples is an error, and none is wrong."""
+    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
+    cfg = config(one, ([some_pair[0]], None), **fields)
+    local = build(one, [60, 0, 0], cfg)[0]
+    rng = np.random.default_rng(13)
+    is_fault = rng.random(2000) < 0.2
+    kinds = rng.choice([503, 429, "cut", "short"], 2000)
+    faults = [None] * 2000
+    for k in np.flatnonzero(is_fault):
+        faults[k] = int(kinds[k]) if kinds[k].isdigit() else str(kinds[k])
+    web.server.faults = iter(faults)
+    remote = build(one, [60, 0, 0], config(one, ([web.put(some_pair[0])], None), **fields))[0]
+    num_errors = 0
+    for k in range(60):
+        try:
+            found = remote[k]
+        except OSError:
+            num_errors += 1
+        else:
+            same_samples(found, local[k])
+    assert num_errors <= 1
+    assert len(web.server.requests) > 100
 
 
 @pytest.mark.parametrize("fault", ["cut", "short", 408, 429, 500])
@@ -8002,7 +8042,7 @@ def test_parquet_files_of_no_use(one, tmp_path, monkeypatch):
             chat(one, path)
     missing = mock.Mock(side_effect=ModuleNotFoundError(name="pyarrow"))
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ImportError, match=r"damaged\.parquet .*megatron-min\[storage\]"):
+    with pytest.raises(ImportError, match=r"damaged\.parquet.*megatron-min\[storage\]"):
         chat(one, damaged)
 
 
