@@ -329,8 +329,8 @@ def _map_file(path: str | os.PathLike) -> np.ndarray:
 #   first and last    at every open, in O(1)            documents run from 0 to n, and the last
 #   entries                                             sequence ends where the .bin ends
 #   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
-#                     and before section 4 orders the   of the lengths before it, in bytes, and
-#                     sequences, in O(n)                documents never go back
+#                     and before section 5 builds its   of the lengths before it, in bytes, and
+#                     orders, in O(n)                   documents never go back
 #   one place         at every access                   the bounds of the sequence and of the .bin
 
 
@@ -558,7 +558,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices, under upstream's name."""
         return self.document_indices
 
-    # ---- The rest is for caches (section 12) and pickles.  Skip it.
+    # ---- The rest of the class is for caches (section 12) and pickles.  Skip it.
 
     def identity(self) -> dict:
         """Return what tells this .idx from one that is written later.
@@ -617,8 +617,9 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
     if an exception ends it, without any file.  Without a with block, call finalize() yourself.
-    Wrong input is a ValueError, or a TypeError where a number is no integer, before anything of it
-    is written.  After a write that failed, as on a full disk, nothing more can be added.
+    Wrong input is a ValueError, or a TypeError where a length or a mode is no integer, before
+    anything of it is written.  After a write that failed, as on a full disk, nothing more can be
+    added; a with block that caught this error ends in a ValueError.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -638,6 +639,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.sequence_modes = array.array("b")  # int8
         self.document_indices = array.array("q", [0])  # int64
         self._bin = _NewFile(bin_path)  # it has a temporary name until _commit_pair(), section 11
+        self._is_final = False  # True once finalize() has made the pair
 
     def add_document(
         self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
@@ -720,12 +722,13 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             index.file.write(self.document_indices)
             index.file.write(self.sequence_modes)
             _commit_pair(self._bin, index)
+            self._is_final = True
         finally:
             index.discard()  # does nothing once the file has its name
 
     def __exit__(self, kind, error, traceback):
         try:
-            if kind is None and not self._bin.file.closed:
+            if kind is None and not self._is_final:
                 self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
         finally:
             self._bin.discard()  # does nothing once the file has its name
@@ -1081,9 +1084,11 @@ class BlendedMegatronDatasetConfig:
     blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
                                 of its corpora, where it has several
-    full_validation             for upstream's trainer.  To read all of valid, give the builder None
-                                as its size (a blend with weights wants a number), and the loader
-                                this field.  With multiple_validation_sets any other size is refused
+    full_validation             for upstream's trainer.  To read all of valid, let the size of valid
+                                that the builder (section 7) gets be None (a blend with weights
+                                wants a number), and give the loader (section 14)
+                                full_validation=True.  If this field and multiple_validation_sets
+                                are set, that size must be None
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1091,7 +1096,7 @@ class BlendedMegatronDatasetConfig:
                                 next start (section 12); None: those of a corpus lie in the folder
                                 <prefix>/cache, and those of a blend are not kept
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
-    mock                        made from the blends: True without any; then split is 1,1,1
+    mock                        made from the blends: True if there is none; then split is 1,1,1
     tokenizer                   an object as in section 2: its eod and its pad are used
     mid_level_dataset_surplus   each corpus of a blend with weights is built for so many samples
                                 more: 0.005 is half a percent (section 7)
@@ -1232,7 +1237,7 @@ def _as_phases(phases, names):
     """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none.
 
     Only weights that are not 0 are normalized: np.sum() adds in groups, and zeros in between would
-    group the others otherwise, and so change the rounding of the sum.
+    put the others into other groups, and so change the rounding of the sum.
     """
     if not isinstance(phases, (list, tuple)) or len(phases) == 0:
         raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
@@ -1549,10 +1554,11 @@ def build_sample_idx(
                                    whole one
     add_extra_token_to_sequence    x
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
-                      starts at token offset of the d-th document.  Row N ends the last sample: it
-                      is x tokens before its end; sample N would start there if the last is whole.
+                      starts at token offset of the d-th document.  Row N is the end of the last
+                      sample, less x tokens: sample N would start there if the last is whole.
     Raises            TypeError for an array of another dtype; ValueError for S < 1, or where the
-                      documents hold fewer tokens; IndexError for a document that is no sequence
+                      documents hold fewer tokens than the samples need; IndexError for a document
+                      that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  Two things differ, both where a last, short sample
                       is kept: upstream computes N in float32; and with x = 1, where the last
@@ -1616,7 +1622,7 @@ def _check_array(values, name, dtype):
 
 
 def _check_length_of_stream(num_documents, S, tokens):
-    """So many documents may hold so many tokens; what follows makes an array of this order."""
+    """So many documents may hold so many tokens: asked before arrays of that length are made."""
     if not 1 <= operator.index(S) < 2**32:
         raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
     if not 0 <= tokens <= num_documents * 2**31:
@@ -1694,13 +1700,13 @@ def _count_samples_of_epochs(
     plan: EpochPlan,
     tokens_per_epoch: int,
     sequence_length: int,
-    add_extra_token_to_sequence: bool = True,
+    add_extra_token_to_sequence: bool,
 ) -> list[int]:
     """Count the samples that end before epoch 0, 1, ..., E begins: E + 1 numbers, the last is N.
 
     N counts a last, short sample too, if it is kept.
 
-    >>> _count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4)     # 13, 26, 39 tokens
+    >>> _count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4, True)     # 13, 26, 39 tokens
     [0, 3, 6, 9]
     """
     edges = []
@@ -1753,9 +1759,10 @@ def _count_samples_of_epochs(
 class _SampleTable(torch.utils.data.Dataset):
     """A dataset whose batches are tables, where its samples come as rows of one.
 
-    fills_rows   do they?  Then columns(count) makes an empty table for so many samples,
-                 {key: array (count, ...)}, and fill(columns, rows, indices) writes the samples of
-                 these indices into these rows.  Else a batch is samples, collated.
+    fills_rows   True: its samples come as rows of a table.  Then columns(count) makes an empty
+                 table for so many samples, {key: array (count, ...)}, and fill(columns, rows,
+                 indices) writes the samples of these indices into these rows.  False: the samples
+                 of a batch are made one by one, and stacked.
     """
 
     fills_rows = False
@@ -1839,7 +1846,6 @@ class MegatronDataset(abc.ABC, _SampleTable):
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
-        self._pad_token_id = _pad_token_id(config)
 
         self.unique_identifiers = collections.OrderedDict()  # upstream's, in upstream's order
         self.unique_identifiers["class"] = type(self).__name__
@@ -1862,6 +1868,11 @@ class MegatronDataset(abc.ABC, _SampleTable):
         """int32: which documents of dataset belong to this split; made when it is asked for."""
         return _as_documents(self._documents)
 
+    @functools.cached_property
+    def _pad_token_id(self) -> int:
+        """What fills short samples, under upstream's name; found when it is used first."""
+        return _pad_token_id(self.config)
+
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
@@ -1880,7 +1891,7 @@ class MegatronDataset(abc.ABC, _SampleTable):
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
     def made_from(self) -> dict:
-        """Return what the samples are made from, as JSON has it: a saved state has it."""
+        """Return what the samples are made from, in types of JSON; a saved state keeps it."""
         return {}
 
 
@@ -1906,8 +1917,8 @@ def _pad_token_id(config):
 
     It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
     config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
-    have no loss either.  The special tokens are those of the tokenizer's special_tokens_dict; if it
-    has none, they are eos and eod.
+    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
+    tokenizer may have besides what section 2 lists; if it has none, they are eos and eod.
     """
     tokenizer = config.tokenizer
     pad = _attribute(tokenizer, "pad")
@@ -2002,6 +2013,7 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._extra = int(config.add_extra_token_to_sequence)  # x
+        self._pad_token_id = _pad_token_id(config)  # now, so that a warning comes once
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
@@ -2009,8 +2021,8 @@ class GPTDataset(MegatronDataset):
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self._eod_token_id = _attribute(config.tokenizer, "eod")
 
-        # Upstream's identifiers leave these out, so that datasets that differ share their files.
-        # With all defaults the names of the files are upstream's.
+        # Upstream's identifiers leave these out, and so let datasets that differ share files.  With
+        # all defaults the names of the files are upstream's.
         if not self._extra:
             self.unique_identifiers["add_extra_token_to_sequence"] = False
         if self._keeps_short:
@@ -2109,7 +2121,7 @@ class GPTDataset(MegatronDataset):
         """Are samples rows of a table, so that a batch is filled as a whole?
 
         Not where a subclass says what a sample is, or which tokens it has: nobody knows whether its
-        method may run in threads, as fill() does.
+        method may run in threads, as fill() does in section 14.
         """
         own = type(self)
         query = own._query_document_sample_shuffle_indices
@@ -2378,7 +2390,7 @@ _generators = threading.local()  # one of each thread that builds
 def _random_state(seed: int) -> np.random.RandomState:
     """Return np.random.RandomState(seed), which is good until the next call in this thread.
 
-    To make one takes numpy 0.1 ms, as long as the rest of a small corpus: it draws a seed of its
+    To make one takes numpy 0.1 ms, as long as all else for a small corpus: it draws a seed of its
     own first.  So one is made, and seeded anew for each dataset.
     """
     if not hasattr(_generators, "random_state"):
@@ -2851,7 +2863,7 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 class _BlendTooLarge(ValueError):
     """A blend takes more samples of a dataset than that one has."""
 
-    needed = {}  # {dataset: samples that the blend takes of it}; the builder makes it so large
+    needed = {}  # {dataset: samples taken of it}; the builder makes that dataset so large
 
 
 # ==============================================================================
@@ -2999,8 +3011,9 @@ class BlendedMegatronDatasetBuilder:
     built for it.  In Lightning the place for it is setup(), never prepare_data(), which one rank
     calls: that rank would wait for ever.
 
-    In this example both corpora are the toy corpus, and yet their samples differ: corpus 0 is built
-    for 2 samples, corpus 1 for 4.  The 4 take two epochs, which are shuffled in another way.
+    In this example both corpora are the toy corpus, and yet their samples differ: with the surplus,
+    corpus 0 is built for 2 samples, corpus 1 for 4.  The 4 take two epochs, which are shuffled in
+    another way.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -3189,8 +3202,8 @@ def _allow_open_files(entries, prefixes):
 #
 # A turn is once through all samples of the dataset; a rest that fills no whole round is left out,
 # unless drop_last is False.  (An epoch, of section 4, is once through its documents, and a dataset
-# may hold several.)  With data_sharding each rank shuffles a part of its own, so that it always
-# reads the same samples: of eight, rank 0 reads 0 .. 3 and rank 1 reads 4 .. 7.
+# may hold several.)  In "cyclic" with data_sharding each rank shuffles a part of its own, so that
+# it always reads the same samples: of eight, rank 0 reads 0 .. 3 and rank 1 reads 4 .. 7.
 #
 # One iteration over a sampler is called a pass.  It starts at consumed_samples and ends at the end
 # of the turn, so the first pass after a stop may be only the rest of a turn.
@@ -3198,8 +3211,9 @@ def _allow_open_files(entries, prefixes):
 # One number, consumed_samples, says how many samples all ranks together have used: with "single"
 # in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader counts it
 # (section 14).  A sampler has an attribute of the same name, which only says where its next pass
-# starts.  A checkpoint keeps the number, and a look at the samples so far.  A job that goes on may
-# have other ranks, micro-batches or workers, wherever the order does not depend on them:
+# starts.  A checkpoint keeps the number, and a record of the samples so far (section 14).  A job
+# that goes on may have other ranks, micro-batches or workers, wherever the order does not depend on
+# them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
@@ -3271,7 +3285,7 @@ class _Sampler:
         return _ceil_div(self.total_samples, self.samples_per_round)
 
     def _check_start(self, consumed_samples: int) -> None:
-        """ValueError unless a pass can start there: in order anywhere; at the end it is empty."""
+        """ValueError unless a pass can start there: anywhere from the first sample to the end."""
         if not 0 <= consumed_samples <= self.total_samples:
             raise ValueError(
                 f"consumed_samples must be 0 to total_samples ({self.total_samples}), "
@@ -3470,7 +3484,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # them.  In the first and in the last stage, tp 0 of each cp rank has a loader of its own, and sends
 # its batches to the other tp ranks.  All loaders of one place along dp have equal samplers, so they
 # read the same batches.  The stages between read nothing, as in upstream: the trainer sends them
-# what they need besides, such as a mask.
+# what they need besides the activations, such as a mask.
 #
 # With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
 #
@@ -3839,7 +3853,7 @@ def get_batch_on_this_cp_rank(
                upstream's, which means the row by a sequence)
     Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
-               where cu_seqlens does not rise from 0 to S.  SFTDataset fills its documents up to
+               where cu_seqlens falls, or leaves 0 .. S.  SFTDataset fills its documents up to
                such lengths; the documents of GPTDataset have any length, so with
                inter_document_masking set use_per_sequence_balancing
     Upstream   get_batch_on_this_cp_rank, which changes the batch
@@ -3892,7 +3906,7 @@ def _bounds_of_documents(cu_seqlens, length, cp_size):
         bounds = [0, *starts, length]
         if bounds != sorted(bounds):
             raise ValueError(
-                f"cu_seqlens of row {row}: wanted numbers that rise from 0 to {length}, "
+                f"cu_seqlens of row {row}: wanted numbers 0 .. {length} that never fall, "
                 f"got {np.array(starts)}"
             )
         bounds = sorted(set(bounds))  # the unused entries of cu_seqlens repeat the length
@@ -3935,11 +3949,11 @@ def _take_chunks(tensor, dim, chunks):
 # Question answered here: how do the data-parallel ranks come to have the same gradients?
 #
 # All data-parallel ranks start with the same parameters.  Each computes the gradients of its own
-# batches, and then takes the average over all ranks for its gradient.  So all take the same step,
-# and stay equal.  If the loss of a rank is a mean, and all ranks count equally many tokens, the
-# average is the gradient of the global batch, which is the samples of all ranks in one step.  If
-# not, each rank gives the sum of its losses, and finalize_model_grads() divides by the tokens of
-# all.
+# batches, and then takes the average over all ranks as its own gradient.  So all take the same
+# step, and stay equal.  If the loss of a rank is a mean, and all ranks count equally many tokens,
+# the average is the gradient of the global batch, which is the samples of all ranks in one step.
+# If not, each rank gives the sum of its losses, and finalize_model_grads() divides by the tokens
+# of all.
 #
 # The average is made by a collective, which is a call that all ranks of a group make together:
 #
@@ -4062,7 +4076,7 @@ class DistributedDataParallel(torch.nn.Module):
         if _is_distributed():
             self.size = torch.distributed.get_world_size(group)
         if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
-            average_in_collective = False  # gloo adds without a word where it is to average
+            average_in_collective = False  # gloo, asked to average, only adds
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
         self.average_in_collective = average_in_collective
@@ -4195,7 +4209,7 @@ class DistributedDataParallel(torch.nn.Module):
             _on_every_rank(self._raise_if_nan, self.group)  # raised on all ranks of the group
 
     def _raise_if_nan(self):
-        """ValueError if this rank has sent nan; it is told once."""
+        """ValueError if this rank has sent nan; a second call does not say it again."""
         names = self._nan_names
         self._nan_names = []
         if names:
@@ -4227,7 +4241,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _check_parameters(self):
         """ValueError where backward would put a gradient elsewhere than into the buffers.
 
-        Where a parameter without a gradient has got another dtype, torch refuses the old one.
+        If grad was None when a parameter changed its dtype, torch refuses main_grad as its grad.
         """
         memory = {buffer.untyped_storage().data_ptr() for buffer in self.grad_buffers}
         for name, param in self.module.named_parameters():
@@ -4298,14 +4312,14 @@ def finalize_model_grads(
     model       the parts of the model on this rank
     num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
                 tokens, and this is how many tokens of this rank count; an int on all ranks, or a
-                tensor on all.  By then the gradients are the sum over the ranks, divided by the
-                ranks.  They are multiplied by ranks / (tokens of all ranks).  So they become the
+                tensor on all.  By then the gradients are the sum over the R ranks, divided by R.
+                They are multiplied by R / (tokens of all ranks).  So they become the
                 sum divided by the tokens: the gradient of the mean loss of a token.  With several
                 pipeline stages each gives the count of the last one, which has the loss mask: it is
                 not sent from stage to stage here.
     groups      None where the parts are averaged over dp-cp, as in the listing above.  Give it
                 where a part has a smaller group, as experts have: its gradients were divided by the
-                ranks of that group, and the tokens are still those of all dp-cp ranks
+                size of that group, and the tokens are still those of all dp-cp ranks
 
     >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b

@@ -986,6 +986,20 @@ def test_a_builder_whose_write_failed_stays_failed(one, tmp_path, size):
     assert os.listdir(tmp_path) == []
 
 
+@linux
+def test_a_with_block_in_which_a_write_failed_never_ends_without_an_error(one, tmp_path):
+    """Also where the block caught the error: there is no pair."""
+    builder = one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint8)
+    with (
+        pytest.raises(ValueError, match="closed"),
+        builder,
+        contextlib.suppress(OSError),
+        files_of_64_kib(),
+    ):
+        builder.add_document(np.ones(3 << 20, np.uint8), [3 << 20])
+    assert os.listdir(tmp_path) == []
+
+
 @contextlib.contextmanager
 def files_of_64_kib():
     """A limit on the bytes of a file, which stands in for a full disk."""
