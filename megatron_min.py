@@ -54,13 +54,13 @@ Contents
 Part I, the path of a token
     1. The file pair              where on disk are the tokens of sequence i?
     2. Text to tokens             how do lines of JSON become a pair?
-    3. Split, blend, config       which documents of which corpora, cut how?
-    4. Three orders               in which order do documents and samples come?
+    3. Split, blend, config       which documents of which corpora, and cut how?
+    4. Three orders               how are documents and samples ordered, where do samples start?
     5. GPTDataset                 what are the tokens, labels and masks of sample k?
     6. BlendedDataset             which dataset, and which of its samples, is sample i of the blend?
     7. The builder                which datasets does a config mean, and who builds them first?
     8. Samplers and resume        which samples does rank r get at step t, and after a stop?
-    9. Parallel batches           which part of a batch does each rank get?
+    9. Parallel batches           which part of a batch does each rank get, and how?
     10. Gradients                 how do the data-parallel ranks come to have the same gradients?
 Part II, the workshop
     11. Whole files               how does a file appear whole, or not at all?
@@ -71,9 +71,9 @@ Part II, the workshop
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
 Part III, the tools
     17. Tokenizers                which tokenizers can a command use?
-    18. Preprocessing             how is a big corpus tokenized, on all cores and many machines?
+    18. Preprocessing             how is a big corpus tokenized, on all cores and on many machines?
     19. Fine-tuning data          how does a conversation become a sample, at access?
-    20. Audit                     which documents made a sample, and where is a document read?
+    20. Audit                     which documents made a sample, and which samples read a document?
     21. The command line          how is all this run from a shell?
 """
 
@@ -1360,7 +1360,7 @@ def get_blend_from_list(
 # ==============================================================================
 # 4. Three orders
 # ==============================================================================
-# Question answered here: in which order do documents and samples come, and where does each start?
+# Question answered here: how are documents and samples ordered, where do samples start?
 #
 # (1) document_index: the documents of the split, once for each epoch, shuffled.  Laid end to end in
 #     this order they are the stream.
@@ -4461,7 +4461,7 @@ def _finish_step(model, num_tokens):
 # by hand.
 
 
-_unfinished = set()  # the temporary names of the files that are being written
+_unfinished = set()  # the temporary names of files that are, or were to be, written
 
 
 class _NewFile:
@@ -4538,7 +4538,7 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
     """Give a .bin and its .idx their names; an old .idx never stands beside a new .bin.
 
     The disk has both files, whole, before one gets its name; OSError if it is full.  If the .bin
-    cannot be renamed, the old .idx comes back.
+    cannot be renamed, the old .idx comes back; the old record does not.
     """
     tokens.finish()
     index.finish()
@@ -4570,7 +4570,7 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
 #                          -manifest.json        what the arrays were made from; what a start needs
 #                                                to know of them (facts); of each array the size and
-#                                                a CRC-32 of its file
+#                                                a CRC-32 of its file; a CRC-32 of all this
 #
 #   found at a start                               then
 #   nothing                                        the arrays are built and saved
@@ -4586,7 +4586,8 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
 #   anything else: pages that a power loss left    built again, in memory, with a warning
 #   empty, or the file of another job
 #
-# Nothing is synced: a cache can be made again, and a torn one is noticed.
+# Nothing is synced: a cache can be made again, and a torn one is noticed.  The CRC of an array
+# above 16 MiB is that of pages spread evenly over it: damage between these pages is not noticed.
 
 
 class _IndexCache:
@@ -4601,7 +4602,7 @@ class _IndexCache:
     build        method of the dataset that returns (facts, arrays): what a start needs to know, as
                  JSON has it, and the arrays in the order of names; its errors pass through
 
-    facts        what build() returned, here or where the files were made
+    facts        an attribute: the facts that build() returned, here or where the files were made
 
     Cost where the cache is there: the manifest is read; no array is opened.
     """
@@ -4698,14 +4699,14 @@ class _IndexCache:
     def _save(self, description):
         """Write the files; where that fails, the arrays stay in memory, with a warning.
 
-        The old manifest is removed first, and the new one is the last to get its name: so a crash
-        on the way leaves none beside files of which some are new.
+        The old manifest and description are removed first, and the new ones are the last to get
+        their names: so a crash on the way leaves none beside files of which some are new.  Upstream
+        takes a cache that has a description.
         """
         files = {}
         new_files = []
         try:
             os.makedirs(self._folder, exist_ok=True)
-            self._begin("description.txt", new_files).file.write(description.encode())
             for name, values in self._arrays.items():
                 # np.save() writes the same, and takes 0.1 ms more: with hundreds of small corpora
                 # that is a third of a start.
@@ -4718,6 +4719,7 @@ class _IndexCache:
                 new_file.finish()
                 size = len(header.getbuffer()) + values.nbytes
                 files[name] = {"size": size, "crc32": _crc32(header.getbuffer(), values)}
+            self._begin("description.txt", new_files).file.write(description.encode())
             manifest = {"made_from": self._made_from, "facts": self.facts, "files": files}
             manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
             self._begin("manifest.json", new_files).file.write(json.dumps(manifest).encode())
@@ -4847,7 +4849,7 @@ class _RemoteFile:
     """An object on object storage, by its URL; read() and read_many() are those of _MappedTokens.
 
     url     such as s3://bucket/corpus.bin
-    dtype   what its tokens are; of bytes by default
+    dtype   of its tokens; by default they are bytes
 
     Every request is tried again after growing pauses, unless the object is not there or may not be
     read.  An error names the object.  Objects can be pickled, and used by threads and by forked
@@ -4975,12 +4977,11 @@ def _is_remote(path: str | os.PathLike) -> bool:
     >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
     (True, False)
     """
-    path = os.fspath(path)
-    return "://" in path and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
 
 
 def _hide_credentials(text: str | os.PathLike) -> str:
-    """Return a text without the user names and passwords, and without the queries, of its URLs.
+    """Return a text without user names, passwords and queries (to the next space) of its URLs.
 
     >>> _hide_credentials("https://me:secret@host/corpus?X-Amz-Signature=12ab: no such object")
     'https://host/corpus no such object'
@@ -5020,10 +5021,10 @@ def _hide_credentials(text: str | os.PathLike) -> str:
 #   pair of corpus 1     ...
 #
 # The job that loads a state looks at the same places of its own data, and goes on where it finds
-# the same.  So whatever changes the samples is noticed: another seed, S, split, order, weight or
-# file.  What does not change those that were consumed is not asked about: a longer run, a phase
-# that comes later, a copy at another path.  With u, v and w for the weights of phases, of datasets
-# with stable_order:
+# the same.  So what changes many samples is noticed: another seed, S, split, order, weight or file.
+# A change of a few tokens that no look meets is not.  What does not change the samples that were
+# consumed is not asked about: a longer run, a phase that comes later, a copy at another path.  With
+# u, v and w for the weights of phases, of datasets with stable_order:
 #
 #   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
 #   a job that it fits                 phases (500, u) (400, v)
@@ -5050,7 +5051,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
 
     len() counts the batches of a whole pass, also after a resume.  Where several iterators run, the
     state is that of the newest.  The first iterator after load_state_dict() goes on where the state
-    was taken; one that was only looked at, as by next(iter(loader)), uses that up.
+    was taken; one that was only looked at, as by next(iter(loader)), uses that up: the next begins
+    at 0, but with a cyclic sampler after the batch that was looked at.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -5088,7 +5090,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         limit = sampler.total_samples
         if sampler.kind == "cyclic":
             # This sampler advances its own number as it runs ahead of the loop: set it back to the
-            # last batch that the loop was given.  The others start each further pass at 0.
+            # last batch that the loop was given.  The others set theirs to 0 for a further pass.
             sampler.consumed_samples = self.consumed_samples
             limit = math.inf  # it counts on over all turns
         consumed = sampler.consumed_samples
@@ -5151,8 +5153,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """Return {"version": number, "consumed_samples": number, "past": text}.
 
         It is equal on all ranks that read: a tensor-parallel rank that gets its batches from
-        another one stays at the beginning.  Cost: to read 32 samples; the first time also to count
-        the samples that each dataset of a blend gave.
+        another one stays at the beginning.  Cost: to read 32 samples, or 2 of each corpus if these
+        are more; the first time also to count the samples that each dataset of a blend gave.
         """
         return {
             "version": _STATE_VERSION,
@@ -5164,7 +5166,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
 
         Ranks, micro-batch size and workers may be others, unless the order depends on them.  The
-        run may be longer, unless the consumed samples would be others (see the table above).
+        run may be longer, unless the consumed samples would be others (see the phases at the top of
+        the section).
         ValueError names the first thing that does not fit; strict=False goes on all the same.
         """
         if strict and state.get("version") != _STATE_VERSION:
@@ -5194,7 +5197,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         )
 
     def _look_at_past(self, consumed_samples):
-        """What the consumed samples are, as the drawing above has it; {} if there is none."""
+        """What the consumed samples are, as the first table above has it; {} if there is none."""
         if consumed_samples == 0:
             return {}
         settings = self._settings_of_order(consumed_samples)
@@ -5210,7 +5213,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         return past
 
     def _settings_of_order(self, consumed_samples):
-        """What the order of the samples depends on; that of "single" is always 0, 1, 2, ..."""
+        """What the order of the samples depends on; only "cyclic" has another than 0, 1, 2, ..."""
         sampler = self.batch_sampler
         settings = {"kind": sampler.kind}
         if sampler.kind != "cyclic":
@@ -5345,7 +5348,7 @@ def build_pretraining_data_loader(
                       is a loader already, and is returned as it is
     data_sharding     of cyclic: each rank shuffles a part of its own
     num_workers       as of PretrainingDataLoader
-    full_validation   every sample once, one for each rank and round
+    full_validation   every sample once, one for each rank and round; micro_batch_size is not used
     drop_last         of single: leave out the last samples, which fill no whole round
     seed              of cyclic
 
@@ -5763,7 +5766,7 @@ def _c_build_sample_idx(
         return _c_build_sample_idx.__wrapped__(*arguments, *flags)
 
 
-_FEW_ITEMS = 4096  # numpy shuffles so many while C is still given the state of the generator
+_FEW_ITEMS = 4096  # fewer are shuffled by numpy before C has got the generator's state
 
 
 @functools.wraps(shuffle)
@@ -5882,7 +5885,7 @@ if IMPLEMENTATION == "c":
 #   null:50000                NullTokenizer(50000): the text holds ids already
 #   tokenizer.json            HuggingFaceTokenizer("tokenizer.json"), by the package tokenizers; or
 #                             a folder that holds such a file
-#   gigatoken:tokenizer.json  the same file by the package gigatoken, forty times faster
+#   gigatoken:tokenizer.json  the same file by the package gigatoken, many times faster
 #   my_module:thing           what a module of your own has under this name: a tokenizer, or a class
 #                             or function that makes one without arguments
 
@@ -5985,7 +5988,7 @@ class HuggingFaceTokenizer:
 class _GigatokenTokenizer(HuggingFaceTokenizer):
     """A tokenizer.json, with the ids that the package gigatoken makes.
 
-    For the usual files, such as those of GPT-2 and Llama 3, they are the ids of tokenizers.
+    For the usual files, as of GPT-2 and Llama 3, they are those of the package tokenizers.
     """
 
     _package = "gigatoken"
@@ -6103,9 +6106,10 @@ def build_tokenizer(
 # Many machines share the work as shards: n jobs, of which job i reads its share of the bytes of all
 # inputs, laid end to end, and no others.  A line belongs to the shard in which it begins:
 #
-#   inputs        a.jsonl                       b.jsonl         c.jsonl.gz
-#   lines         |------|---------|------------|----|----------|==================|
-#   bytes         |           shard 0/3         :        shard 1/3        :       shard 2/3       |
+#   inputs        a.jsonl                       b.jsonl c.jsonl.gz  d.jsonl
+#   lines         |------|---------|------------|-------|===========|-------|-------|
+#   bytes         |      shard 0/3      :      shard 1/3      :      shard 2/3      |
+#   read by         0/3      0/3         0/3       1/3       1/3       2/3     2/3
 #
 # A compressed file cannot be entered in the middle: it belongs to the shard in which it begins.
 # The shards cut the documents in order, so their pairs, merged in order, are the files of one job,
@@ -6238,11 +6242,11 @@ def _output_prefixes(output_prefix, json_keys, split_sentences, shard):
 
 def _progress_bar(parts, verbose):
     """Return a bar of tqdm, if it is asked for and installed; else a context that gives None."""
+    if not verbose:
+        return contextlib.nullcontext()
     try:
         import tqdm
     except ModuleNotFoundError:
-        verbose = False
-    if not verbose:
         return contextlib.nullcontext()
     total = 0  # or math.inf: not known
     for part in parts:
@@ -6298,9 +6302,9 @@ class _Encoder:
     """What a worker does: it turns lines into what a builder appends.
 
     lines                    tokens                 lengths   ends
-    {"text": "aaaa"}         a a a a $ b b b $      5         1   one sequence so far
+    {"text": "aaaa"}         a a a a $              5         1   one sequence so far
     {"text": ""}             ($ is eod)                       1   no sequence more
-    {"text": ["b", "bb"]}                           1, 3      3   three sequences
+    {"text": ["b", "bb"]}    b b b $                1, 3      3   three sequences
     """
 
     def __init__(self, tokenizer, json_keys, append_eod, split_sentences):
@@ -6476,8 +6480,8 @@ def _receive(block, pipe):
 def _work(pipe, end_of_parent, encoder):
     """Encode the blocks that come through a pipe: this is all that a worker process does.
 
-    It ends when its parent does, because that ends the pipe, unless this process holds the other
-    end, too.  A worker that was started later may hold it; but the last one ends first.
+    It ends when its parent does, as that ends the pipe; it closes its copy of the parent's end.
+    Workers started later have copies too: so the last one ends first, then the one before it.
     """
     end_of_parent.close()
     # A terminal sends Ctrl-C to all processes.  The parent alone answers: it ends its workers.
@@ -6573,11 +6577,11 @@ def _cut_inputs(paths, shard):
             "write it to a file first, or make the pair in one job"
         )
     parts = []
+    total = sum(filter(None, sizes))
     start = 0  # where the input begins, if all inputs are laid end to end
     for path, size in zip(paths, sizes, strict=True):
         part = _Part(path, _hide_credentials(path), _compression(path), size, 0, size)
         if count > 1:
-            total = sum(sizes)
             part.begin = max(total * index // count - start, 0)
             part.end = min(total * (index + 1) // count - start, size)
             start += size
@@ -6627,6 +6631,7 @@ def _lines_of_part(part, file):
         # The line in which the byte before lies belongs to the shard before this one.
         file.seek(position - 1)
         position += len(file.readline()) - 1
+    # the size of an input counts compressed bytes, or is None
     limit = math.inf if part.end == part.size else part.end
     while position < limit:
         line = file.readline()
@@ -6664,7 +6669,7 @@ def _cut_lines(part, lines):
 #   {"tokenizer": {...},
 #    "inputs": [{"name": "wiki-00.jsonl", "size": 600, "begin": 0, "end": 600, "documents": 3},
 #               {"name": "wiki-01.jsonl", "size": 500, "begin": 0, "end": 250, "documents": 2}],
-#    "bin": 1200, "idx": 130}                  the sizes of the pair, in bytes
+#    "bin": 1200, "idx": 142}                  the sizes of the pair, in bytes
 #
 # Here documents 0 to 2 of the pair are those of wiki-00.jsonl, and documents 3 and 4 are the first
 # two of wiki-01.jsonl: the documents that begin in its first 250 bytes.  Beside a pair of other
@@ -6788,7 +6793,7 @@ def _input_of_document(record, document):
         if document < part["documents"]:
             return _counted_from(part["name"], part["begin"]), document
         document -= part["documents"]
-    raise IndexError(f"the record of the pair has {document} documents too few")
+    raise IndexError(f"the record of the pair has {document + 1} documents too few")
 
 
 def _warn_of_other_tokenizer(path_prefix, tokenizer):
@@ -6806,7 +6811,7 @@ def _warn_of_other_tokenizer(path_prefix, tokenizer):
 
 
 def _identity_of_tokenizer(tokenizer):
-    """The unique_identifiers of a tokenizer, as JSON gives them back; None if it has none."""
+    """A tokenizer's unique_identifiers, from JSON; None: it has none or says NotImplementedError."""
     identity = _attribute(tokenizer, "unique_identifiers")
     return json.loads(json.dumps(identity, default=str))
 
@@ -6964,6 +6969,8 @@ class SFTDataset(MegatronDataset):
                     tokens, targets = self._tokenize_conversation(
                         conversation, return_target=True, add_generation_prompt=False
                     )
+                if len(tokens) != len(targets):
+                    raise ValueError(f"{len(tokens)} tokens have {len(targets)} targets")
                 yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
         except Exception as error:  # of many kinds, as rows and tokenizers are of many kinds
             place = f"row {row + 1}"
@@ -7034,12 +7041,12 @@ def _encode_conversation(conversation, tokenizer):
     return tokens, targets
 
 
-def _pack_conversations(encoded, sequence_length, fill, granularity=1):
+def _pack_conversations(encoded, sequence_length, fill, granularity):
     """Lay conversations end to end in the S + 1 places of a sample.
 
     encoded       (tokens, targets) of each conversation, as many as fit; what is too long is cut
     fill          the id that fills up tokens and targets, to S + 1 and to the granularity
-    granularity   the place where a conversation ends is a multiple of it
+    granularity   each place where a conversation ends, but S, is a multiple of it
     Returns       tokens and targets, int64 (S+1,); a bool (S+1,), True at filled places; and the
                   list of the places where conversations end, from 0 to S
 
@@ -7065,7 +7072,7 @@ def _pack_conversations(encoded, sequence_length, fill, granularity=1):
         targets[places] = conversation_targets[:room]
         is_filled[places] = False
         ends.append(_ceil_div(end, granularity) * granularity)
-        if ends[-1] > S:
+        if ends[-1] > S:  # at S another may follow: none of it fits
             break
     ends[-1] = S
     return tokens, targets, is_filled, ends
@@ -7351,7 +7358,7 @@ def _make_parser():
     command.add_argument("--workers", type=int, default=1, help=text, metavar="N")
     text = "make the i-th of n parts, from 0 on; merge joins them"
     command.add_argument("--shard", type=_shard, default=(0, 1), help=text, metavar="i/n")
-    text = "at a bad line: stop (the default), or skip to count it"
+    text = "at a bad line: stop (the default), or skip it, and warn"
     command.add_argument("--on-error", default="stop", help=text, metavar="HOW")
     text = "no progress on stderr"
     command.add_argument("--no-verbose", dest="verbose", action="store_false", help=text)
@@ -7394,7 +7401,7 @@ def _add_command(commands, name, run, help, example):
 
 
 def _add_tokenizer(command):
-    """Add the arguments of build_tokenizer()."""
+    """Add the options --tokenizer and --eod-token."""
     text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
     command.add_argument("--tokenizer", default="bytes", help=text, metavar="NAME")
     text = "end-of-document token of a tokenizer.json"

@@ -7963,6 +7963,15 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line):
         ds[1]
 
 
+def test_as_many_targets_as_tokens(one, tmp_path):
+    """One target would be spread over all tokens without a word."""
+    path = write_rows(tmp_path / "chat.jsonl", [ROW])
+    tokenizer = ChatTokenizer(pad=999)
+    tokenizer.tokenize_conversation = lambda *_, **__: ([1, 2, 3], [5])
+    with pytest.raises(ValueError, match=r"chat\.jsonl, line 1: .*3 tokens have 1 targets"):
+        chat(one, path, tokenizer=tokenizer)[0]
+
+
 def test_rows_of_any_object(one):
     """A list of dicts will do; its rows count from 1 in errors."""
     rows = [{"messages": ROW}, {"text": "a"}]
