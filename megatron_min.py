@@ -6811,7 +6811,7 @@ def _warn_of_other_tokenizer(path_prefix, tokenizer):
 
 
 def _identity_of_tokenizer(tokenizer):
-    """A tokenizer's unique_identifiers, from JSON; None: it has none or says NotImplementedError."""
+    """A tokenizer's unique_identifiers, as JSON has them; None if it has none."""
     identity = _attribute(tokenizer, "unique_identifiers")
     return json.loads(json.dumps(identity, default=str))
 
