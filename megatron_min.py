@@ -7358,7 +7358,7 @@ def _make_parser():
     command.add_argument("--workers", type=int, default=1, help=text, metavar="N")
     text = "make the i-th of n parts, from 0 on; merge joins them"
     command.add_argument("--shard", type=_shard, default=(0, 1), help=text, metavar="i/n")
-    text = "at a bad line: stop (the default), or skip it, and warn"
+    text = "at a bad line: stop (the default), or skip it"
     command.add_argument("--on-error", default="stop", help=text, metavar="HOW")
     text = "no progress on stderr"
     command.add_argument("--no-verbose", dest="verbose", action="store_false", help=text)

@@ -5486,6 +5486,10 @@ def test_which_loader(one, tmp_path):
             assert (loader is not None) == has_loader
     data = [1, 2]
     assert loader_of(one, data, dataloader_type="external") is data
+    shuffled = one.build_pretraining_data_loader(
+        range(8), 0, micro_batch_size=8, dataloader_type="cyclic"
+    )
+    assert next(iter(shuffled)).tolist() == [4, 0, 7, 3, 2, 5, 1, 6]  # that of seed 0
     for field, value in (("dataloader_type", "odd"), ("num_workers", -1)):
         with pytest.raises(ValueError, match=field):
             loader_of(one, data, **{field: value})
@@ -7541,6 +7545,7 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "no input": (GOOD, {"input": []}, "input"),
     "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
     "shard": (GOOD, {"shard": (2, 2)}, "wanted a shard i/n .* got 2/2"),
+    "a shard behind the last": (GOOD, {"shard": (3, 2)}, "wanted a shard"),
     "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
     "on_error": (GOOD, {"on_error": "maybe"}, "stop or skip"),
 }
