@@ -4458,10 +4458,11 @@ def _finish_step(model, num_tokens):
 #
 # After an error, or Ctrl-C, or SIGTERM in our commands, the temporary file is removed.  A process
 # that is killed (kill -9, no power, a second signal meanwhile) leaves it behind; it can be deleted
-# by hand.
+# by hand, but for corpus.idx.*.old.tmp beside a .bin without .idx: where that .bin is still the old
+# one, this is its .idx, to be renamed.
 
 
-_unfinished = set()  # the temporary names of files that are, or were to be, written
+_unfinished = set()  # temporary names without commit() yet; main(), section 21, removes them
 
 
 class _NewFile:
@@ -4574,7 +4575,7 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
 #
 #   found at a start                               then
 #   nothing                                        the arrays are built and saved
-#   a manifest of the same data, and files of      nothing is opened before the first access
+#   a manifest of the same data, and files of      no array is opened before the first access
 #   the noted sizes
 #   arrays without manifest (upstream's cache,     built and saved: the same bytes
 #   or one whose making was cut off)
@@ -4623,7 +4624,7 @@ class _IndexCache:
         self._names = names
         # The format is a number to raise when the same made_from comes to mean other arrays.
         self._made_from = {"format": 4} | json.loads(json.dumps(made_from))
-        # The dataset has its cache, and the cache no dataset: so both go with their last user.
+        # Held weakly: a cycle of dataset and cache would live on until the garbage collector runs.
         self._build = weakref.WeakMethod(build)
         self._is_saved = False  # do the files hold the arrays?
         self._files = {}  # then {name: {"size": bytes, "crc32": number}}
@@ -4667,14 +4668,15 @@ class _IndexCache:
             self._warn(error, "rebuilt")
 
     def array(self, name: str) -> np.ndarray:
-        """Return an array; its first call maps the file, or builds all arrays again.
+        """Return an array; if it is not in memory, map its file, or build all arrays again.
 
         Threads may call at the same time: all get the same array.
         """
         if name not in self._arrays:
             try:
                 values = np.load(self._path(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
-                header = values.base[: len(values.base) - values.nbytes]  # base is the whole file
+                file = values.base  # the mmap of the whole file
+                header = file[: len(file) - values.nbytes]
                 if _crc32(header, values) != self._files[name]["crc32"]:
                     raise DatasetFormatError("not the file that the start found")
                 arrays = {name: values.view(np.ndarray)}
@@ -4688,7 +4690,7 @@ class _IndexCache:
         return self._arrays[name]
 
     def _warn(self, error, what):
-        """Say what becomes of the cache; but to have too many files open is no fault of it."""
+        """Warn of what becomes of the cache; too many open files are raised: not its fault."""
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
             raise error
         warnings.warn(
@@ -4700,8 +4702,8 @@ class _IndexCache:
         """Write the files; where that fails, the arrays stay in memory, with a warning.
 
         The old manifest and description are removed first, and the new ones are the last to get
-        their names: so a crash on the way leaves none beside files of which some are new.  Upstream
-        takes a cache that has a description.
+        their names: so a crash on the way leaves neither beside a mix of old and new arrays.
+        (Upstream trusts arrays that have a description.)
         """
         files = {}
         new_files = []
@@ -4913,7 +4915,7 @@ class _RemoteFile:
 
     def _try(self, request, *arguments):
         """Call a request until it succeeds, as often as there are pauses, and once more."""
-        file_system, path = _file_system(self.url)  # fsspec keeps file systems
+        file_system, path = _file_system(self.url)  # fsspec returns the one it has
         for pause in (*self._PAUSES, None):
             try:
                 return request(file_system, path, *arguments)
@@ -4986,7 +4988,8 @@ def _hide_credentials(text: str | os.PathLike) -> str:
     >>> _hide_credentials("https://me:secret@host/corpus?X-Amz-Signature=12ab: no such object")
     'https://host/corpus no such object'
     """
-    # A password may contain a /, as in s3://key:pass/word@bucket; host:8080/a@b has no password.
+    # Either no / before the @, or name:password with a / in it, as in s3://key:pass/word@bucket;
+    # but host:8080/a@b has no password.
     users = r"://([^/\s]*|[^/\s:]+:(?!\d+/)[^\s@'\"]*)@"
     without_users = re.sub(users, "://", os.fspath(text))
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", without_users)
@@ -5001,10 +5004,11 @@ def _hide_credentials(text: str | os.PathLike) -> str:
 #   threads             2 3            num_workers of them make batches ahead
 #   training loop   1                  uses the batch that is ready
 #
-# Threads serve our own datasets, where C makes the batches: C runs without Python's lock, so
-# the loop is not held up.  Any other dataset is read by torch's DataLoader, with num_workers
-# processes.  With num_workers=0 a batch is made when the loop asks for it.  (A thread for that case
-# would be slower: to hand over a batch of 8 samples of 2,048 tokens takes as long as to make it.)
+# Threads serve our own datasets where C is there: it fills batches of mapped pairs without Python's
+# lock, so the loop is not held up.  (Of other pairs Python fills them, in these threads.)  Any
+# other dataset is read by torch's DataLoader, with num_workers processes.  With num_workers=0 a
+# batch is made when the loop asks for it.  (A thread for that case would be slower: to hand over a
+# batch of 8 samples of 2,048 tokens takes as long as to make it.)
 #
 # The sampler runs ahead of the training loop.  A saved position counts the batches that the loop
 # was given, so what was made ahead and not used is made again after a resume.
@@ -5022,9 +5026,9 @@ def _hide_credentials(text: str | os.PathLike) -> str:
 #
 # The job that loads a state looks at the same places of its own data, and goes on where it finds
 # the same.  So what changes many samples is noticed: another seed, S, split, order, weight or file.
-# A change of a few tokens that no look meets is not.  What does not change the samples that were
-# consumed is not asked about: a longer run, a phase that comes later, a copy at another path.  With
-# u, v and w for the weights of phases, of datasets with stable_order:
+# A change of a few tokens that no look meets is not noticed.  What does not change the samples that
+# were consumed is not asked about: a longer run, a phase that comes later, a copy at another path.
+# With u, v and w for the weights of phases, of datasets with stable_order:
 #
 #   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
 #   a job that it fits                 phases (500, u) (400, v)
@@ -5049,10 +5053,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                    one of these the batches of our own datasets, too, are made by DataLoader and
                    its processes; pin_memory alone does not change who makes them.
 
-    len() counts the batches of a whole pass, also after a resume.  Where several iterators run, the
+    len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
     state is that of the newest.  The first iterator after load_state_dict() goes on where the state
-    was taken; one that was only looked at, as by next(iter(loader)), uses that up: the next begins
-    at 0, but with a cyclic sampler after the batch that was looked at.
+    was taken, and only that one: if it is left after a look, as by next(iter(loader)), the next one
+    begins at 0; with a cyclic sampler it begins after the batch that was looked at.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -5071,15 +5075,15 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     ) -> None:
         if num_workers < 0:
             raise ValueError(f"num_workers must be >= 0, got {num_workers}")
-        is_filled_by_c = IMPLEMENTATION == "c" and getattr(dataset, "fills_rows", False)
-        self.makes_batches = is_filled_by_c and arguments.keys() <= {"pin_memory"}
+        may_use_threads = IMPLEMENTATION == "c" and getattr(dataset, "fills_rows", False)
+        self.makes_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
         self.num_threads = 0
         if self.makes_batches:
             self.num_threads = num_workers
             num_workers = 0  # torch starts no processes
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self.consumed_samples = batch_sampler.consumed_samples
-        self._newest = None  # what stands for the newest iterator; None: a state was loaded
+        self._newest = None  # stands for the newest iterator; None: none since a state was loaded
         self._corpora = [dataset]
         if isinstance(dataset, BlendedDataset):
             self._corpora = dataset.datasets
@@ -5137,7 +5141,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         except RuntimeError as error:
             if "shutdown" not in str(error):
                 raise
-            # The script has ended while a thread of its own reads on: that ends without a word.
+            # The main thread has ended, and this one reads on: SystemExit ends it silently.
             raise SystemExit from None
 
     def _make_batch(self, indices):
@@ -5152,9 +5156,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def state_dict(self) -> dict:
         """Return {"version": number, "consumed_samples": number, "past": text}.
 
-        It is equal on all ranks that read: a tensor-parallel rank that gets its batches from
-        another one stays at the beginning.  Cost: to read 32 samples, or 2 of each corpus if these
-        are more; the first time also to count the samples that each dataset of a blend gave.
+        It is equal on all ranks that read.  The loader of a tensor-parallel rank that is sent its
+        batches stays at sample 0: save the state of a rank that reads.  Cost: to read 32 samples,
+        or 2 of each corpus if these are more; the first time also to count the samples that each
+        dataset of a blend gave.
         """
         return {
             "version": _STATE_VERSION,
@@ -5168,7 +5173,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         Ranks, micro-batch size and workers may be others, unless the order depends on them.  The
         run may be longer, unless the consumed samples would be others (see the phases at the top of
         the section).
-        ValueError names the first thing that does not fit; strict=False goes on all the same.
+        ValueError names the first thing that does not fit; strict=False goes on all the same, if
+        a pass of the sampler can start there.
         """
         if strict and state.get("version") != _STATE_VERSION:
             raise ValueError(
@@ -5203,6 +5209,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         settings = self._settings_of_order(consumed_samples)
         # what is shuffled is counted as a whole: each of its samples may have been consumed
         num_samples = settings.get("samples that are shuffled", consumed_samples)
+        # Without zeros at the back: a corpus that has given none yet may be there, or not.
         taken = np.trim_zeros(self._count_taken(num_samples), "b").tolist()
         past = {"sampler": settings, "taken": taken}
         givers = np.flatnonzero(taken).tolist()
@@ -5302,7 +5309,7 @@ def _look_at_corpus(dataset, count, num_probes):
     if hasattr(dataset, "made_from"):
         made_from = dataset.made_from()
     if isinstance(dataset, GPTDataset):
-        # What every GPTDataset says is in the probes; and a copy of a corpus has other times.
+        # What every GPTDataset says is left out: probes cover it, and a copy has other times.
         known = GPTDataset.made_from(dataset)
         made_from = {key: value for key, value in made_from.items() if key not in known}
     if made_from:
@@ -5758,7 +5765,7 @@ def _c_build_sample_idx(
         rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
         tokens_read = min(tokens, num_samples * S + x)  # where the last sample ends
         _megatron_min.build_sample_idx(rows, lengths, documents, S, x, tokens_read)
-        if x == 0 and tokens_read < num_samples * S:
+        if x == 0 and tokens_read < num_samples * S:  # a short last sample, as in the definition
             rows[-1] = len(documents) - 1, lengths[documents[-1]]
         return rows
     except (IndexError, TypeError, ValueError):
@@ -5776,6 +5783,7 @@ def _c_shuffle(items, random_state):
         state = random_state.get_state(legacy=False)  # a copy
         if state["bit_generator"] == "MT19937":
             generator = state["state"]
+            # C refuses before it changes anything; else it changes items and key in place.
             with contextlib.suppress(TypeError, ValueError):
                 generator["pos"] = _megatron_min.shuffle(items, generator["key"], generator["pos"])
                 random_state.set_state(state)
@@ -5817,7 +5825,7 @@ def _c_fill(self, columns, rows, indices):
     corpus = self.dataset
     is_mapped = type(corpus) is IndexedDataset and type(corpus._tokens) is _MappedTokens
     if is_mapped and self.fills_rows and _c_read_samples(self, columns, rows, indices):
-        if None in tuple(indices):  # a look that costs less than the loop
+        if None in tuple(indices):  # to ask costs less than the call
             _take_loss_of_padding(columns, rows, indices)
     else:
         _c_fill.__wrapped__(self, columns, rows, indices)
@@ -5831,7 +5839,7 @@ def _c_read_samples(dataset, columns, rows, indices):
     config = dataset.config
     corpus = dataset.dataset
     shuffle_index = dataset.shuffle_index
-    if len(dataset) < len(shuffle_index):  # of a subclass: no sample comes from behind its end
+    if len(dataset) < len(shuffle_index):  # a subclass has fewer: C must refuse others
         shuffle_index = shuffle_index[: len(dataset)]
     try:
         return _megatron_min.read_samples(
@@ -5891,7 +5899,7 @@ if IMPLEMENTATION == "c":
 
 
 class NullTokenizer:
-    """Ids written as numbers, with spaces in between; eod is the number after the last id.
+    """Ids 0 .. vocab_size - 1 as numbers, with spaces in between; eod is vocab_size.
 
     vocab_size   argument: how many ids there are, without eod; the attribute of this name, as in
                  every tokenizer, counts eod too: one more
@@ -6119,7 +6127,7 @@ def build_tokenizer(
 #   books_text_document_00001_of_00003.record.json     what it was made from
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
-# memory, and the error of a worker that has died waits for the workers before it.
+# memory, and more time until the death of a worker is noticed: the workers before it come first.
 _BLOCK_BYTES = 1 << 19
 
 
@@ -6189,7 +6197,7 @@ def preprocess(
             "texts must be an iterable of texts, without a shard: give each job its own"
         )
     else:
-        parts = [_Part("texts", "texts", None, None, 0, None)]
+        parts = [_Part("texts", "texts", compression=None, size=None, begin=0, end=None)]
         blocks = _cut_lines(parts[0], _lines_of_texts(texts, list(prefixes)))
     num_bytes = 0
     faults = []
@@ -6209,13 +6217,13 @@ def preprocess(
             for columns in encoded:
                 for key, (tokens, lengths, ends) in columns.items():
                     builders[key]._append_documents(tokens, lengths, ends)
-                block.part.documents += len(ends)
+                block.part.documents += len(ends)  # equal for all keys
             block_bytes = sum(map(len, block.lines))
             num_bytes += block_bytes
             if bar is not None:
                 bar.update(block_bytes)
         for builder in builders.values():
-            builder._bin.sync()  # a full disk shows here, before the first pair has its name
+            builder._bin.sync()  # a disk too full for a .bin shows here, before a pair has its name
     inputs = [part.describe() for part in parts]
     for prefix in prefixes.values():
         _write_record(prefix, _identity_of_tokenizer(tokenizer), inputs)
@@ -6422,7 +6430,7 @@ def _encode_blocks(encoder, blocks, workers):
             yield block, *encoder.encode_block(block)
         return
     # A forked process has everything at once; the other ways to start one import torch again.
-    # Elsewhere than on Linux a library may not survive a fork, or there is none.
+    # Elsewhere than on Linux a library may not survive a fork, or the system has none.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     processes = []
     pipes = []
@@ -6481,7 +6489,7 @@ def _work(pipe, end_of_parent, encoder):
     """Encode the blocks that come through a pipe: this is all that a worker process does.
 
     It ends when its parent does, as that ends the pipe; it closes its copy of the parent's end.
-    Workers started later have copies too: so the last one ends first, then the one before it.
+    Workers started later hold copies of that end too: so they end in turn, the last one first.
     """
     end_of_parent.close()
     # A terminal sends Ctrl-C to all processes.  The parent alone answers: it ends its workers.
@@ -6557,8 +6565,8 @@ def _compression(path):
         raise ValueError(f"{name}: a zip archive may hold several files: unpack it first")
     if path.lower().endswith(".zst"):
         reader = fsspec.compression.compr.get("zstd")
-        # The reader that fsspec makes of the package zstandard ends after the first of the
-        # compressed files that may lie end to end in one, without a word.
+        # A .zst may be several compressed files, end to end: the reader that fsspec makes of the
+        # package zstandard reads the first of them alone, without a word.
         if getattr(reader, "__name__", None) != "ZstdFile":
             raise ImportError(
                 f"{_hide_credentials(path)} needs Python 3.14's compression.zstd, or the package "
@@ -6732,7 +6740,7 @@ def _read_record(path_prefix):
     try:
         with open(f"{os.fspath(path_prefix)}.record.json", "rb") as file:
             record = json.load(file)
-        if record == record | _sizes_of_pair(path_prefix):
+        if record == record | _sizes_of_pair(path_prefix):  # it has these sizes already
             return record
     except (OSError, ValueError, TypeError):  # it is missing, or damaged: no reason to stop
         pass
@@ -6854,7 +6862,7 @@ class SFTDataset(MegatronDataset):
                    reset_position_ids
 
     ds[k] is a dict of new tensors:
-      tokens, labels   int64 (S,); labels are -100 where nothing is learned, and keep the pad id
+      tokens, labels   int64 (S,); labels are -100 where nothing is learned, pads where filled
       loss_mask        float32 (S,), 0 where the label is -100 or padding
       position_ids     int64 (S,), from 0 in each conversation
       cu_seqlens       int32 (S+1,): where the conversations begin, and then S in all entries left
@@ -6911,6 +6919,7 @@ class SFTDataset(MegatronDataset):
                 "SFTDataset wants a tokenizer that was made without add_special_tokens: this one "
                 "would put its special tokens around each piece of a conversation"
             )
+        # Unlike the base class: None where there is no pad; and a pad that is also eod counts.
         self._pad_token_id = _attribute(tokenizer, "pad")
         self._fill_token_id = tokenizer.eod if self._pad_token_id is None else self._pad_token_id
         self._granularity = 1
@@ -7072,7 +7081,7 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
         targets[places] = conversation_targets[:room]
         is_filled[places] = False
         ends.append(_ceil_div(end, granularity) * granularity)
-        if ends[-1] > S:  # at S another may follow: none of it fits
+        if ends[-1] > S:  # as upstream: at S one more follows, cut to nothing
             break
     ends[-1] = S
     return tokens, targets, is_filled, ends
@@ -7246,7 +7255,7 @@ def _samples_of_sequence(dataset, sequence):
     numbers[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
     starts = dataset.sample_index[:, 0]  # the position of each start, and that of the last end
     positions = np.flatnonzero(dataset.document_index == i)
-    # Those that start at a position may hold its tokens, and the last one that starts before it.
+    # A position's tokens: in samples that start there, and in the last one that starts before.
     firsts = np.searchsorted(starts, positions) - 1
     ends = np.searchsorted(starts, positions, "right")
     samples = set()
@@ -7281,7 +7290,7 @@ def _samples_of_sequence(dataset, sequence):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code; codes 2, 130 and 143 come as SystemExit.
+    """Run a command and return its exit code; 2, 130, 143, and 0 of --help, are SystemExits.
 
     argv   the words after the name of the program; None: those of this process
     """
@@ -7350,7 +7359,7 @@ def _make_parser():
     command.add_argument("--output-prefix", required=True, help=text, metavar="PREFIX")
     _add_tokenizer(command)
     command.add_argument("--append-eod", action="store_true", help="eod after each document")
-    text = "each key becomes a pair; without: text"
+    text = "each key becomes a pair; default: text"
     command.add_argument("--json-keys", nargs="+", default=["text"], help=text, metavar="KEY")
     text = "a sentence is a sequence; PREFIX_KEY_sentence"
     command.add_argument("--split-sentences", action="store_true", help=text)
