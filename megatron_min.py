@@ -858,9 +858,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 #   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
 #   eod                  the id that ends a document
-#   pad                  the id that marks the places of a sample which is too short; it may be
-#                        missing, then -1 marks them.  In the end the sample has token 0 there, and
-#                        no loss (section 5)
+#   pad                  the id that fills a sample which is too short while it is made; it may be
+#                        missing, then -1 does.  What was filled has no loss, and in the end token 0
 #   tokenize(text)       str -> list of ids
 #   detokenize(ids)      ids -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
@@ -1075,20 +1074,18 @@ class BlendedMegatronDatasetConfig:
     """What to build.  Upstream: the same name, and the same names and defaults of fields.
 
     With blend and split, each corpus of one blend is cut into train, valid and test.  With
-    blend_per_split, each of the three has a blend of whole corpora of its own.  Without both the
-    data are mock data, see MockGPTDataset.
+    blend_per_split, each of the three has a blend of whole corpora of its own.  With neither
+    blend nor blend_per_split the data are mock data, see MockGPTDataset.
 
-    random_seed                 seed of every shuffle of documents and samples
+    random_seed                 seed of the shuffles of section 4 (the sampler "cyclic" has its own)
     sequence_length             S, in tokens
     blend                       ([prefix, ...], [weight, ...] or None)
     blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
                                 of its corpora, where it has several
-    full_validation             for upstream's trainer.  To read all of valid, let the size of valid
-                                that the builder (section 7) gets be None (a blend with weights
-                                wants a number), and give the loader (section 14)
-                                full_validation=True.  If this field and multiple_validation_sets
-                                are set, that size must be None
+    full_validation             for upstream's trainer.  Here it does one thing: the size of valid
+                                that the builder gets must be None, which means all of it, if
+                                multiple_validation_sets is set too
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1098,8 +1095,8 @@ class BlendedMegatronDatasetConfig:
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
     mock                        made from the blends: True if there is none; then split is 1,1,1
     tokenizer                   an object as in section 2: its eod and its pad are used
-    mid_level_dataset_surplus   each corpus of a blend with weights is built for so many samples
-                                more: 0.005 is half a percent (section 7)
+    mid_level_dataset_surplus   by how much more samples are prepared of each corpus of a blend with
+                                weights than its share is: 0.005 is half a percent
     allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
                                 token has the same id; if False, padding is -1 in this case.  A
                                 label that equals the pad id has no loss.  So if eod were the pad
@@ -1108,8 +1105,8 @@ class BlendedMegatronDatasetConfig:
                                 blend that follow each other, instead of its weights (section 6).
                                 Use stable_order with it: a phase that is added takes more samples
                                 of each corpus, and those before must stay as they were
-    Accepted, without effect    fast_cache_load, defer_npy_index_mmap: no start opens an array, and
-                                each is mapped at its first access
+    Accepted, without effect    fast_cache_load, defer_npy_index_mmap: a cached array is always
+                                opened at its first access, and not before
 
     ValueError for a field that is wrong, and for fields that do not go together.
 
@@ -1444,13 +1441,14 @@ def plan_epochs(
     num_samples   how many are wanted (None: those of one epoch); the plan's num_samples is N, which
                   may be more
 
-    The number of epochs E is the least from 1 on with E*T >= num_samples*S + x.
+    The number of epochs E is the least from 1 on with E*T >= num_samples*S + x, or 1 if none are
+    wanted.
 
     A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
-    together with the others, the run would read some of its samples, and leave out as many samples
-    of earlier epochs.  So where few samples of the last epoch are wanted, that epoch is shuffled by
-    itself and comes last.  Few are fewer than 80 %, rounded down, of what one epoch alone holds (as
-    upstream has it; the last epoch may hold one sample more).
+    together with the others, the run could read more samples of the last epoch than it needs, and
+    leave out as many of earlier epochs.  So where few samples of the last epoch are wanted, that
+    epoch is shuffled by itself and comes last.  Few are fewer than 80 %, rounded down, of what one
+    epoch alone holds (as upstream has it; the last epoch may hold one sample more).
 
     ValueError for samples of a split without tokens (upstream never returns).  Cost: O(1).
     Upstream: GPTDataset._get_num_epochs.
@@ -1740,8 +1738,8 @@ def _count_samples_of_epochs(
 # Where a document ends inside of a sample, the config may ask for positions that count from 0
 # again, for a mask that keeps the documents apart, or for the places where documents start.
 #
-# A batch is a table, and a sample is a row of it.  So the samples of a batch are written where they
-# stay, and no sample is copied once more.  ds[k] is the only row of a table of one row.
+# A batch is a table, and a sample is a row of it.  So batch() writes samples where they stay, and
+# copies none once more.  ds[k] is the only row of a table of one row.
 #
 #   indices      tokens     labels     loss_mask   position_ids
 #   0            b b b c    b b c c    1 1 1 1     0 1 2 3         columns(2) makes the empty table,
@@ -1871,7 +1869,7 @@ class MegatronDataset(abc.ABC, _SampleTable):
     @functools.cached_property
     def _pad_token_id(self) -> int:
         """What fills short samples, under upstream's name; found when it is used first."""
-        return _pad_token_id(self.config)
+        return _find_pad_token_id(self.config)
 
     @staticmethod
     def build_low_level_dataset(
@@ -1912,7 +1910,7 @@ def _as_documents(documents):
     return documents
 
 
-def _pad_token_id(config):
+def _find_pad_token_id(config):
     """The id that fills short samples: the tokenizer's pad, or -1.
 
     It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
@@ -2013,7 +2011,7 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._extra = int(config.add_extra_token_to_sequence)  # x
-        self._pad_token_id = _pad_token_id(config)  # now, so that a warning comes once
+        self._pad_token_id = _find_pad_token_id(config)  # now, so that no worker warns again
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
@@ -2327,7 +2325,7 @@ class GPTDataset(MegatronDataset):
             raise ValueError(f"{_name(self)} holds {dtype}: token ids must be integers")
         if isinstance(corpus, IndexedDataset):
             corpus.verify()
-            # its record says which tokenizer made the pair: a warning if it is another
+            # a warning if preprocess() made the pair with another tokenizer (section 18)
             _warn_of_other_tokenizer(corpus.path_prefix, self.config.tokenizer)
         if self._eod_token_id is not None:
             self._warn_if_no_eod()
@@ -2508,7 +2506,8 @@ class MockGPTDataset(GPTDataset):
 #                         dataset_sample_index     0     0     1     2       the next of its samples
 #
 # The lag of a dataset is weight * max(i, 1), minus the samples that it has given before sample i.
-# So at any point of the run, each dataset has given nearly its share.
+# (max lets sample 0 come from the dataset of the largest weight.)  So at any point of the run, each
+# dataset has given nearly its share.
 #
 # A blend may have phases, each with weights of its own.  In a phase the rule counts from 0 again,
 # and each dataset goes on behind its last sample:
@@ -2879,9 +2878,9 @@ class _BlendTooLarge(ValueError):
 # part of each corpus that belongs to the split (bounds), and the number of samples that are wanted
 # (size).  With multiple_validation_sets each corpus of valid is an entry of its own.
 #
-# A single corpus is not blended if it has no weight, or if blend_per_split is used.  It is built
-# for size samples (None: one epoch).  Else, with w the weight of a corpus divided by the sum of all
-# weights:
+# A single corpus without phases is not blended if it has no weight, or if blend_per_split is used.
+# It is built for size samples (None: one epoch).  Else, with w the weight of a corpus divided by
+# the sum of all weights:
 #
 #   weights   size     each corpus is built for                   the blend has
 #   given     given    n = ceil(size * w) samples, and on top     the sum of all n
@@ -3100,7 +3099,7 @@ class BlendedMegatronDatasetBuilder:
         if threads == 1:
             return [function(item) for item in items]
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(function, items))  # which begins no further one after an error
+            return list(pool.map(function, items))  # an error cancels those that have not begun
 
     def _build_part(self, corpus):
         """The dataset of a corpus, of the part of it that belongs to the split."""
@@ -3210,8 +3209,8 @@ def _allow_open_files(entries, prefixes):
 #
 # One number, consumed_samples, says how many samples all ranks together have used: with "single"
 # in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader counts it
-# (section 14).  A sampler has an attribute of the same name, which only says where its next pass
-# starts.  A checkpoint keeps the number, and a record of the samples so far (section 14).  A job
+# (section 14).  The sampler's attribute of this name is another number: where its next pass starts.
+# A checkpoint keeps the number, and a record of the samples so far (section 14).  A job
 # that goes on may have other ranks, micro-batches or workers, wherever the order does not depend on
 # them:
 #
@@ -3707,8 +3706,8 @@ def get_batch_on_this_tp_rank(
     Raises                 what the reader met, on every rank of its tp group: StopIteration at the
                            end of the data, ValueError where a tensor has another shape
 
-    The tensors of a batch are views of one buffer, which is broadcast at once.  Upstream:
-    get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
+    With several tp ranks the tensors are views of one buffer, which is broadcast at once.
+    Upstream: get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
     needed = _keys_of_stage(groups, create_attention_mask, mtp)
@@ -3963,8 +3962,8 @@ def _take_chunks(tensor, dim, chunks):
 #                    and then sends the new parameters of its shard to the others itself
 #
 #   parameters, as the module has them   embed  w1  w2  w3  head
-#   buffer, one for each dtype: in       | head     | w3  w2   | w1  embed |   p.grad is a view
-#   reverse, as backward makes them      | bucket 0 | bucket 1 | bucket 2  |
+#   buffer of a dtype, in reverse, the   | head     | w3  w2   | w1  embed |   p.grad is a view
+#   order in which backward goes         | bucket 0 | bucket 1 | bucket 2  |
 #   backward, with overlap_grad_reduce:
 #             head's gradient arrives      sent -->
 #             w3's, w2's                              sent -->
@@ -3991,7 +3990,7 @@ def _take_chunks(tensor, dim, chunks):
 #   model.zero_grad_buffer()
 #   forward_backward_no_pipelining(...)    for each micro-batch:
 #       batch = get_batch(...)                                         section 9
-#       logits = model(batch["tokens"])                                a number for each next token
+#       logits = model(batch["tokens"])                                one for each token that may come
 #       losses = cross_entropy(logits, batch["labels"])                one for each label
 #       loss = (losses * batch["loss_mask"]).sum()                     the labels that count
 #       tokens = batch["loss_mask"].sum()                              how many these are
@@ -4241,7 +4240,8 @@ class DistributedDataParallel(torch.nn.Module):
     def _check_parameters(self):
         """ValueError where backward would put a gradient elsewhere than into the buffers.
 
-        If grad was None when a parameter changed its dtype, torch refuses main_grad as its grad.
+        Not seen here: a parameter that changed its dtype while grad was None.  Then torch refuses
+        main_grad as its grad, in zero_grad_buffer().
         """
         memory = {buffer.untyped_storage().data_ptr() for buffer in self.grad_buffers}
         for name, param in self.module.named_parameters():
@@ -4394,7 +4394,7 @@ def forward_backward_no_pipelining(
     [4.0, 4.0]
 
     The eight pairs of token and label are bb bb bc cc, and cc cc cc cc.  The gradient of an entry
-    is (how often its row was read / 256 - how often its label came) / 8.
+    is (how often its row was read / 256 - how often its label followed) / 8.
 
     >>> row_of_b = table.weight.grad[ord("b")]
     >>> [row_of_b[ord(letter)].item() * 8 * 256 for letter in "abc"]  # 3, 3 - 2 * 256, 3 - 256
