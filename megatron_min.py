@@ -3990,7 +3990,7 @@ def _take_chunks(tensor, dim, chunks):
 #   model.zero_grad_buffer()
 #   forward_backward_no_pipelining(...)    for each micro-batch:
 #       batch = get_batch(...)                                         section 9
-#       logits = model(batch["tokens"])                                one for each token that may come
+#       logits = model(batch["tokens"])                                one for each possible token
 #       losses = cross_entropy(logits, batch["labels"])                one for each label
 #       loss = (losses * batch["loss_mask"]).sum()                     the labels that count
 #       tokens = batch["loss_mask"].sum()                              how many these are
