@@ -4458,8 +4458,8 @@ def _finish_step(model, num_tokens):
 #
 # After an error, or Ctrl-C, or SIGTERM in our commands, the temporary file is removed.  A process
 # that is killed (kill -9, no power, a second signal meanwhile) leaves it behind; it can be deleted
-# by hand, but for corpus.idx.*.old.tmp beside a .bin without .idx: where that .bin is still the old
-# one, this is its .idx, to be renamed.
+# by hand, but where a .bin has no .idx: its .idx is corpus.idx.*.old.tmp if corpus.bin.*.tmp is
+# still there, else corpus.idx.*.tmp.
 
 
 _unfinished = set()  # temporary names without commit() yet; main(), section 21, removes them
@@ -4622,7 +4622,7 @@ class _IndexCache:
         self._folder = folder
         self._stem = stem
         self._names = names
-        # The format is a number to raise when the same made_from comes to mean other arrays.
+        # The format is a number to count up when the same made_from comes to mean other arrays.
         self._made_from = {"format": 4} | json.loads(json.dumps(made_from))
         # Held weakly: a cycle of dataset and cache would live on until the garbage collector runs.
         self._build = weakref.WeakMethod(build)
@@ -4690,7 +4690,7 @@ class _IndexCache:
         return self._arrays[name]
 
     def _warn(self, error, what):
-        """Warn of what becomes of the cache; too many open files are raised: not its fault."""
+        """Warn of what becomes of the cache; but the error of too many open files is raised."""
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
             raise error
         warnings.warn(
@@ -5039,7 +5039,7 @@ def _hide_credentials(text: str | os.PathLike) -> str:
 # what the class says of itself.  Settings that change masks and positions, and not which tokens
 # come, are no part of the past.
 
-_STATE_VERSION = 5  # a number to raise when the same past comes to mean other samples
+_STATE_VERSION = 5  # a number to count up when the same past comes to mean other samples
 _NUM_PROBES = 32  # of all datasets together; but of each its first sample, and its last one
 
 
@@ -7290,7 +7290,7 @@ def _samples_of_sequence(dataset, sequence):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code; 2, 130, 143, and 0 of --help, are SystemExits.
+    """Run a command and return its exit code; 2, 130, 143, and --help's 0, come as SystemExit.
 
     argv   the words after the name of the program; None: those of this process
     """

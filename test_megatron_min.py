@@ -2277,6 +2277,13 @@ def test_blends_by_a_loop(mm):
     check_blends(mm)
 
 
+def test_sample_1_of_an_exhaustive_blend_is_of_the_dataset_that_is_behind(mm):
+    """It lags by 1/10, and the other one is 1/10 ahead."""
+    which, sample = np.zeros(10, np.int16), np.zeros(10, np.int64)
+    mm.build_exhaustive_blending_indices(which, sample, [9, 1], 2)
+    assert which.tolist() == [0, 1] + [0] * 8
+
+
 def test_blend_of_as_many_datasets_as_int16_can_number(mm):
     """Upstream has arrays of so many doubles on its stack."""
     which, sample = np.zeros(50, np.int16), np.zeros(50, np.int64)
