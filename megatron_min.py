@@ -3178,8 +3178,7 @@ def _allow_open_files(entries, prefixes):
 # ==============================================================================
 # Question answered here: which samples does rank r get at step t, and after a stop?
 #
-# In this section a rank is a data-parallel one: a place along the axis dp of section 9, which
-# several processes may share.
+# In this section a rank is a data-parallel one, which several processes may share (section 9).
 #
 # A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
 # micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
@@ -3204,15 +3203,13 @@ def _allow_open_files(entries, prefixes):
 # may hold several.)  In "cyclic" with data_sharding each rank shuffles a part of its own, so that
 # it always reads the same samples: of eight, rank 0 reads 0 .. 3 and rank 1 reads 4 .. 7.
 #
-# One iteration over a sampler is called a pass.  It starts at consumed_samples and ends at the end
-# of the turn, so the first pass after a stop may be only the rest of a turn.
+# One iteration over a sampler is called a pass.  It goes from a given place to the end of the turn,
+# so the first pass after a stop may be only the rest of a turn.
 #
 # One number, consumed_samples, says how many samples all ranks together have used: with "single"
-# in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader counts it
-# (section 14).  The sampler's attribute of this name is another number: where its next pass starts.
-# A checkpoint keeps the number, and a record of the samples so far (section 14).  A job
-# that goes on may have other ranks, micro-batches or workers, wherever the order does not depend on
-# them:
+# in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader of section
+# 14 counts it.  A checkpoint keeps the number, and a record of the samples so far.  A job that goes
+# on may have other ranks, micro-batches or workers, wherever the order does not depend on them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
@@ -3367,11 +3364,10 @@ class MegatronPretrainingRandomSampler(_Sampler):
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
     seed           the order of turn t is drawn with seed + t (upstream: with t)
 
-    Unsharded, the samples beyond the last whole micro-batch are in no turn: they are never read
-    (upstream's rule).  Of the shuffled order, what fills no whole round is left out of this turn,
-    so that all ranks stay in the same turn (upstream reads some of it, and ranks get into different
-    turns).  Sharded, the samples beyond the last whole round are never read.  A pass goes on at
-    consumed_samples, which every batch advances.
+    Unsharded, the samples beyond the last whole micro-batch are in no turn (upstream's rule), and
+    the end of the shuffled order that fills no whole round is left out of this turn (upstream reads
+    some of it, and ranks get into different turns).  Sharded, the samples beyond the last whole
+    round are in no turn.  A pass goes on at consumed_samples, which every batch advances.
 
     >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
     [[4], [0], [7], [3], [2], [5], [1], [6]]
@@ -3507,7 +3503,6 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #   failed   the reader met an error: its sentence follows, and every rank of the group raises it
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-_PACKING_KEYS = ("cu_seqlens", "max_seqlen")
 
 _PLAIN = 0  # these three are the status of a batch
 _PACKED = 1
@@ -3563,25 +3558,6 @@ class ParallelGroups:
         return list(groups.values())
 
     def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
-        data = self._data_size(tensor, context, pipeline)
-        self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
-        self._ranks = {}  # {kind: the ranks of this rank's group}
-        self._groups = {}  # {kind: the process group of this rank}
-        for kind in self._KINDS:
-            lists = self.rank_lists(kind, **self.sizes)
-            self._ranks[kind] = self._own_list(lists)
-            self._groups[kind] = self._new_group(lists)
-        # The tensor-parallel group over which batches travel is always gloo, from CPU to CPU.  Over
-        # NCCL a receiver would have to read the status of a batch from its GPU, and so wait for all
-        # the work that is queued there.
-        self.batch_group = self._groups["tp"]
-        if _is_distributed() and torch.distributed.get_backend() != "gloo":
-            lists = self.rank_lists("tp", **self.sizes)
-            self.batch_group = self._new_group(lists, backend="gloo")
-
-    @staticmethod
-    def _data_size(tensor, context, pipeline):
-        """The number of ranks along dp: what the other axes leave of the job."""
         world = 1
         if _is_distributed():
             world = torch.distributed.get_world_size()
@@ -3592,31 +3568,36 @@ class ParallelGroups:
                 "torch.distributed.init_process_group() first"
             )
         others = tensor * context * pipeline
-        if others < 1 or world % others != 0:
+        if min(tensor, context, pipeline) < 1 or world % others != 0:
             raise ValueError(
                 f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
                 f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
             )
-        return world // others
+        data = world // others
+        self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
+        self._ranks = {}  # {kind: the ranks of this rank's group}
+        self._groups = dict.fromkeys(self._KINDS)  # {kind: the process group of this rank}
+        self.batch_group = None  # the tensor-parallel group over which batches travel
+        if _is_distributed():
+            for kind in self._KINDS:
+                self._groups[kind] = self._new_group(kind)
+            self.batch_group = self._groups["tp"]
+            # Batches travel from CPU to CPU, by gloo.  Over NCCL a receiver would have to read the
+            # status of a batch from its GPU, and so wait for all the work that is queued there.
+            if torch.distributed.get_backend() != "gloo":
+                self.batch_group = self._new_group("tp", backend="gloo")
 
-    @staticmethod
-    def _own_list(lists):
-        """The list that has this rank."""
-        [mine] = [ranks for ranks in lists if _rank() in ranks]
-        return mine
-
-    @staticmethod
-    def _new_group(lists, backend=None):
-        """Make a process group of each list, all of them on every rank; return this rank's."""
-        if not _is_distributed():
-            return None
+    def _new_group(self, kind, backend=None):
+        """Make all process groups of a kind, on every rank; return this rank's."""
+        lists = self.rank_lists(kind, **self.sizes)
         mine, _ = torch.distributed.new_subgroups_by_enumeration(lists, backend=backend)
         return mine
 
     def ranks(self, kind: str) -> list[int]:
         """The ranks of this rank's group of a kind."""
         if kind not in self._ranks:
-            self._ranks[kind] = self._own_list(self.rank_lists(kind, **self.sizes))
+            lists = self.rank_lists(kind, **self.sizes)
+            [self._ranks[kind]] = [ranks for ranks in lists if _rank() in ranks]
         return self._ranks[kind]
 
     def rank(self, kind: str) -> int:
@@ -3710,14 +3691,17 @@ def get_batch_on_this_tp_rank(
     Upstream: get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
-    needed = _keys_of_stage(groups, create_attention_mask, mtp)
-    if not needed:
+    row = (micro_batch_size, sequence_length)
+    layout = _layout_of_stage(groups, row, create_attention_mask, mtp)
+    if not layout:
         return batch
     if device is None:
         device = _device_of_group()
     device = torch.device(device)
-    layout = _batch_layout(needed, micro_batch_size, sequence_length)
-    packing = _batch_layout(_PACKING_KEYS, micro_batch_size, sequence_length)
+    packing = {
+        "cu_seqlens": ((micro_batch_size, sequence_length + 1), torch.int32),
+        "max_seqlen": ((micro_batch_size,), torch.int32),
+    }
     if groups.size("tp") == 1:
         for key, tensor in _read_batch(data_iterator, layout, packing).items():
             batch[key] = tensor.to(device, non_blocking=True)
@@ -3726,33 +3710,21 @@ def get_batch_on_this_tp_rank(
     return batch
 
 
-def _keys_of_stage(groups, create_attention_mask, mtp):
-    """The tensors of a batch that this rank's pipeline stage needs."""
+def _layout_of_stage(groups, row, create_attention_mask, mtp):
+    """{key: (shape, dtype)} of the tensors that this rank's stage needs, the widest items first."""
     first = groups.is_first_stage
     last = groups.is_last_stage
-    keys = []
+    layout = {}
     if first or (last and mtp):
-        keys += ["tokens", "position_ids"]
+        layout["tokens"] = (row, torch.int64)
+        layout["position_ids"] = (row, torch.int64)
     if last:
-        keys += ["labels", "loss_mask"]
+        layout["labels"] = (row, torch.int64)
+        layout["loss_mask"] = (row, torch.float32)
     if (first or last) and create_attention_mask:
-        keys.append("attention_mask")
-    return keys
-
-
-def _batch_layout(keys, micro_batch_size, sequence_length):
-    """{key: (shape, dtype)} of tensors of a batch, the widest items first."""
-    row = (micro_batch_size, sequence_length)
-    layout = {
-        "tokens": (row, torch.int64),
-        "labels": (row, torch.int64),
-        "position_ids": (row, torch.int64),
-        "loss_mask": (row, torch.float32),
-        "cu_seqlens": ((micro_batch_size, sequence_length + 1), torch.int32),
-        "max_seqlen": ((micro_batch_size,), torch.int32),
-        "attention_mask": ((micro_batch_size, 1, sequence_length, sequence_length), torch.bool),
-    }
-    return {key: layout[key] for key in layout if key in keys}
+        rows, tokens = row
+        layout["attention_mask"] = ((rows, 1, tokens, tokens), torch.bool)
+    return layout
 
 
 def _read_batch(data_iterator, layout, packing):
@@ -3884,7 +3856,7 @@ def get_batch_on_this_cp_rank(
     chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
-        if key in ("dataset_id", *_PACKING_KEYS) or not isinstance(value, torch.Tensor):
+        if key in ("dataset_id", "cu_seqlens", "max_seqlen") or not isinstance(value, torch.Tensor):
             continue
         if value.ndim <= dim or value.shape[dim] != length:
             continue
@@ -3964,12 +3936,17 @@ def _take_chunks(tensor, dim, chunks):
 #   parameters, as the module has them   embed  w1  w2  w3  head
 #   buffer of a dtype, in reverse, the   | head     | w3  w2   | w1  embed |   p.grad is a view
 #   order in which backward goes         | bucket 0 | bucket 1 | bucket 2  |
-#   backward, with overlap_grad_reduce:
-#             head's gradient arrives      sent -->
-#             w3's, w2's                              sent -->
-#             w1's, embed's                                      sent -->
-#   finish_grad_sync()                     waits for all.  Without overlap_grad_reduce it sends all
-#                                          buckets first
+#
+# A step with overlap_grad_reduce.  Time runs to the right, and each line of = is a bucket on its
+# way to all ranks:
+#
+#   a gradient comes     head     w3     w2     w1     embed
+#   bucket 0                 =============
+#   bucket 1                                =============
+#   bucket 2                                                =============
+#   finish_grad_sync()                                        waits for all   |
+#
+# Without overlap_grad_reduce, finish_grad_sync() sends all buckets, and then waits.
 #
 # With overlap_grad_reduce a bucket is sent when its last gradient is there and all buckets before
 # it are sent.  So all ranks send in the same order, whatever parameters their batches use.  A
@@ -4085,48 +4062,44 @@ class DistributedDataParallel(torch.nn.Module):
         self._names = {param: name for name, param in module.named_parameters()}
         self._buckets = []
         self._bucket_of = {}  # {parameter: number of its bucket}
+        self._places = {}  # {parameter: its elements of the buffer, flat}
         self._num_sent = 0  # buckets that were sent in this step
         self._in_sync = True  # False under no_sync()
         # True: the buffers hold averages already, and sending them again would be wrong.  So a loop
         # may call finish_grad_sync() and then finalize_model_grads(), which calls it again.
         self._is_averaged = False
         self._nan_names = []  # parameters with nan in what this rank sent in this step
-        for runs in self._runs_of_parameters(bucket_size):
-            self._add_buffer(runs)
-        for param in self._bucket_of:
-            param.register_post_accumulate_grad_hook(_GradientHook(self))
+        params_of = {}  # {(dtype, device): its parameters, in reverse order}
+        for param in reversed(self._names):
+            if param.requires_grad:
+                params_of.setdefault((param.dtype, param.device), []).append(param)
+                param.register_post_accumulate_grad_hook(_GradientHook(self))
+        for params in params_of.values():
+            self._add_buffer(params, bucket_size)
         self.zero_grad_buffer()
 
-    def _runs_of_parameters(self, bucket_size):
-        """For each dtype and device: a list of runs, the parameters of one bucket each."""
-        runs_of = {}
-        for param in reversed(self._names):
-            if not param.requires_grad:
-                continue
-            runs = runs_of.setdefault((param.dtype, param.device), [[]])
-            if _num_elements(runs[-1]) >= bucket_size:
+    def _add_buffer(self, params, bucket_size):
+        """Make the buffer of one dtype and device, its buckets, and the place of each parameter."""
+        runs = [[]]  # the parameters of each bucket
+        sizes = [0]  # their elements
+        for param in params:
+            if sizes[-1] >= bucket_size:
                 runs.append([])
+                sizes.append(0)
             runs[-1].append(param)
-        return runs_of.values()
-
-    def _add_buffer(self, runs):
-        """Make the buffer of one dtype, its buckets, and the view of each parameter."""
+            sizes[-1] += param.numel()
         # A bucket is padded with zeros, so that it can be cut into one shard for each rank.
-        sizes = []
-        for run in runs:
-            shard = _ceil_div(_num_elements(run), self.size)
-            sizes.append(shard * self.size)
-        first = runs[0][0]
-        buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        sizes = [_ceil_div(size, self.size) * self.size for size in sizes]
+        buffer = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
         self.grad_buffers.append(buffer)
-        for params, data in zip(runs, buffer.split(sizes), strict=True):
+        for run, data in zip(runs, buffer.split(sizes), strict=True):
             start = 0
-            for param in params:
-                param.main_grad = data[start : start + param.numel()].view(param.shape)
+            for param in run:
+                self._places[param] = data[start : start + param.numel()]
                 self._bucket_of[param] = len(self._buckets)
                 start += param.numel()
             self.grad_shards.append(data.chunk(self.size)[_rank(self.group)])
-            self._buckets.append(_Bucket(params, data, waiting=set(params)))
+            self._buckets.append(_Bucket(run, data, waiting=set(run)))
 
     def forward(self, *inputs: typing.Any, **kwargs: typing.Any) -> typing.Any:
         """Call the module."""
@@ -4153,7 +4126,6 @@ class DistributedDataParallel(torch.nn.Module):
                 f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
                 "but the last under no_sync()"
             )
-        _put_into_buffer(param)
         self._is_averaged = False
         if self._in_sync and self.overlap_grad_reduce:
             self._buckets[number].waiting.discard(param)
@@ -4168,7 +4140,13 @@ class DistributedDataParallel(torch.nn.Module):
         shard = self.grad_shards[self._num_sent]
         self._num_sent += 1
         for param in bucket.params:
-            _put_into_buffer(param)
+            # Somebody may have set grad to None, which means zero; then backward has made a tensor
+            # of its own.
+            if param.grad is None:
+                param.main_grad.zero_()
+            elif param.grad is not param.main_grad:
+                param.main_grad.copy_(param.grad)
+            param.grad = param.main_grad
             if self.check_for_nan_in_grad and param.main_grad.isnan().any():
                 self._nan_names.append(self._names[param])
         if self.size == 1:
@@ -4229,30 +4207,26 @@ class DistributedDataParallel(torch.nn.Module):
         A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
         ValueError where a parameter was converted, replaced or unfrozen after the wrapping.
         """
-        self._check_parameters()
-        self._wait_and_reset()
-        self._is_averaged = False
-        self._nan_names = []
-        for param in self._bucket_of:  # the padding between them is 0 from the beginning
-            param.main_grad.zero_()
-            param.grad = param.main_grad
-
-    def _check_parameters(self):
-        """ValueError where backward would put a gradient elsewhere than into the buffers.
-
-        Not seen here: a parameter that changed its dtype while grad was None.  Then torch refuses
-        main_grad as its grad, in zero_grad_buffer().
-        """
-        memory = {buffer.untyped_storage().data_ptr() for buffer in self.grad_buffers}
+        memory = [buffer.untyped_storage().data_ptr() for buffer in self.grad_buffers]
         for name, param in self.module.named_parameters():
-            is_held = param in self._bucket_of
-            if is_held:
-                is_held = param.main_grad.untyped_storage().data_ptr() in memory
-            if param.requires_grad and not is_held:
+            if not param.requires_grad:
+                continue
+            # The keys of _places are the parameters themselves: a new one is not among them.  After
+            # unpickling a place is a copy, and no part of a buffer.
+            place = self._places.get(param)
+            is_held = place is not None and place.untyped_storage().data_ptr() in memory
+            if not is_held or place.dtype != param.dtype:
                 raise ValueError(
                     f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
                     "its gradient would not be averaged: do that first, then wrap the model"
                 )
+            param.main_grad = place.view(param.shape)
+            param.grad = param.main_grad
+        self._wait_and_reset()
+        self._is_averaged = False
+        self._nan_names = []
+        for buffer in self.grad_buffers:
+            buffer.zero_()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by a factor."""
@@ -4283,25 +4257,6 @@ class _GradientHook:
             wrapper._on_gradient(param)
 
 
-def _put_into_buffer(param):
-    """Make param.grad the view of the buffer again, if somebody has set it to None.
-
-    None means zero.  If backward came after that, it has made a new tensor.
-    """
-    if param.grad is param.main_grad:
-        return
-    if param.grad is None:
-        param.main_grad.zero_()
-    else:
-        param.main_grad.copy_(param.grad)
-    param.grad = param.main_grad
-
-
-def _num_elements(params):
-    """The number of elements of all these parameters together."""
-    return sum(param.numel() for param in params)
-
-
 def finalize_model_grads(
     model: list[DistributedDataParallel],
     num_tokens: int | torch.Tensor | None = None,
@@ -4312,11 +4267,9 @@ def finalize_model_grads(
     model       the parts of the model on this rank
     num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
                 tokens, and this is how many tokens of this rank count; an int on all ranks, or a
-                tensor on all.  By then the gradients are the sum over the R ranks, divided by R.
-                They are multiplied by R / (tokens of all ranks).  So they become the
-                sum divided by the tokens: the gradient of the mean loss of a token.  With several
-                pipeline stages each gives the count of the last one, which has the loss mask: it is
-                not sent from stage to stage here.
+                tensor on all.  The average over R ranks, multiplied by R / (tokens of all ranks),
+                is the gradient of the mean loss of a token.  With several pipeline stages each
+                gives the count of the last one, which has the loss mask: it is not sent here.
     groups      None where the parts are averaged over dp-cp, as in the listing above.  Give it
                 where a part has a smaller group, as experts have: its gradients were divided by the
                 size of that group, and the tokens are still those of all dp-cp ranks
@@ -4353,12 +4306,11 @@ def forward_backward_no_pipelining(
     """Run the micro-batches of a step and finish the gradients.  Upstream: the same name.
 
     forward_step_func  (data_iterator, model) -> (output, loss_func).  loss_func(output) is
-                         (loss, report)   the gradients become those of the mean of the losses of
-                                          all micro-batches; where the model is a
-                                          DistributedDataParallel, averaged over the ranks too
+                         (loss, report)   the gradients become those of the mean of the losses
                          (sum of losses, num_tokens, report)   they become those of the mean loss of
-                                          a token, over all micro-batches; where the model is a
-                                          DistributedDataParallel, over all ranks too
+                                          a token
+                       over all micro-batches; where the model is a DistributedDataParallel, over
+                       those of all ranks
     data_iterator      is passed on to forward_step_func
     model              a DistributedDataParallel, a plain module, or a list of one of these
     num_microbatches   how many to run, at least 1
@@ -4425,22 +4377,18 @@ def forward_backward_no_pipelining(
             if not forward_only:
                 loss.backward()
         reports.append(report)
-    if not forward_only:
-        num_tokens = None
-        if token_counts:
-            num_tokens = sum(token_counts)
-        _finish_step(model, num_tokens)
-    return reports
-
-
-def _finish_step(model, num_tokens):
-    """Finish the gradients of a wrapped model, or divide those of a plain one by its tokens."""
+    if forward_only:
+        return reports
+    num_tokens = None
+    if token_counts:
+        num_tokens = sum(token_counts)
     if isinstance(model, DistributedDataParallel):
         finalize_model_grads([model], num_tokens)
-    elif num_tokens is not None and num_tokens != 0:
+    elif num_tokens:  # neither None nor 0
         for param in model.parameters():
             if param.grad is not None:
                 param.grad /= num_tokens
+    return reports
 
 
 # ==============================================================================
@@ -5595,15 +5543,10 @@ class NumMicroBatches:
 
 # The classes that reach other ranks as themselves.  An error of any other class becomes a
 # RuntimeError, with the name of that class behind the sentence.
-_SHARED_ERRORS = {
-    "DatasetFormatError": DatasetFormatError,
-    "FileNotFoundError": FileNotFoundError,
-    "IndexError": IndexError,
-    "RuntimeError": RuntimeError,
-    "StopIteration": StopIteration,
-    "TypeError": TypeError,
-    "ValueError": ValueError,
-}
+_SHARED_ERRORS = (
+    *(DatasetFormatError, FileNotFoundError, IndexError, RuntimeError),
+    *(StopIteration, TypeError, ValueError),
+)
 
 
 def _is_distributed() -> bool:
@@ -5668,9 +5611,10 @@ def _raise_error_of(source, error, group):
     told = [type(error).__name__, f"rank {_rank()}: {error}"]
     torch.distributed.broadcast_object_list(told, group=group, group_src=source)
     name, sentence = told  # those of the rank number `source`
-    if name not in _SHARED_ERRORS:
-        raise RuntimeError(f"{sentence} ({name})") from error
-    raise _SHARED_ERRORS[name](sentence) from error
+    for kind in _SHARED_ERRORS:
+        if kind.__name__ == name:
+            raise kind(sentence) from error
+    raise RuntimeError(f"{sentence} ({name})") from error
 
 
 def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
