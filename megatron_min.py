@@ -4126,6 +4126,7 @@ class DistributedDataParallel(torch.nn.Module):
                 f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
                 "but the last under no_sync()"
             )
+        _put_into_buffer(param)
         self._is_averaged = False
         if self._in_sync and self.overlap_grad_reduce:
             self._buckets[number].waiting.discard(param)
@@ -4140,13 +4141,7 @@ class DistributedDataParallel(torch.nn.Module):
         shard = self.grad_shards[self._num_sent]
         self._num_sent += 1
         for param in bucket.params:
-            # Somebody may have set grad to None, which means zero; then backward has made a tensor
-            # of its own.
-            if param.grad is None:
-                param.main_grad.zero_()
-            elif param.grad is not param.main_grad:
-                param.main_grad.copy_(param.grad)
-            param.grad = param.main_grad
+            _put_into_buffer(param)
             if self.check_for_nan_in_grad and param.main_grad.isnan().any():
                 self._nan_names.append(self._names[param])
         if self.size == 1:
@@ -4255,6 +4250,18 @@ class _GradientHook:
         wrapper = self.wrapper()
         if wrapper is not None:
             wrapper._on_gradient(param)
+
+
+def _put_into_buffer(param):
+    """Make param.grad the view of the buffer again, if somebody has set it to None.
+
+    None means zero.  If backward came after that, it has made a new tensor.
+    """
+    if param.grad is None:
+        param.main_grad.zero_()
+    elif param.grad is not param.main_grad:
+        param.main_grad.copy_(param.grad)
+    param.grad = param.main_grad
 
 
 def finalize_model_grads(

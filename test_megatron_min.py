@@ -3703,7 +3703,7 @@ OPTIONS = [dict(zip(CHOICES, row, strict=True)) for row in itertools.product(*CH
 def test_gradients_live_in_one_buffer_a_dtype(one):
     """In reverse order of the parameters; buckets of at least bucket_size elements."""
     net = Net()
-    ddp = one.DistributedDataParallel(net, bucket_size=40)
+    ddp = one.DistributedDataParallel(net, bucket_size=42)
     for buffer in ddp.grad_buffers:
         buffer.copy_(torch.arange(len(buffer)))
     places = {torch.float64: [], torch.float32: []}
@@ -3916,11 +3916,13 @@ def gradients_over_micro_batches(job, options):
     parts = [job.share(step_data(seed)) for seed in range(3)]
     ddp = wrapped(job, options)
     for step in (mean_step, sum_step):
+        ddp.module.zero_grad()
         with collectives() as sent:
             with ddp.no_sync():
                 backward(job, ddp)
             run_step(job.mm, step, parts, ddp, forward_only=True)
         assert not sent
+        assert ddp.module.inner.bias.grad is ddp.module.inner.bias.main_grad
         ddp.zero_grad_buffer()
         run_step(job.mm, step, parts, [ddp])
         check_gradients(ddp, gradients_of_one(range(3)))
