@@ -6205,8 +6205,6 @@ def caches_are_shared_or_of_ones_own(job):
 
 def a_failed_build_is_raised_on_all(job):
     """Upstream: the other ranks wait for ten minutes.  Afterwards the ranks can build again."""
-    with pytest.raises(FileNotFoundError, match=r"^rank 0: .*none\.idx"):
-        built_tokens(job, "none", prefixes=("a", "none"))
     for failing in range(job.world):
         prefixes = ("a", "b")
         if job.rank == failing:  # a file that this rank alone does not see
