@@ -6291,8 +6291,8 @@ def _find_inputs(inputs):
     for path in map(os.fspath, inputs):
         found = [path]
         if _is_remote(path):
+            file_system, name = _file_system(path)
             with _errors_that_name(path):
-                file_system, name = _file_system(path)
                 if not file_system.exists(name):
                     names = sorted(file_system.glob(name))
                     found = [file_system.unstrip_protocol(name) for name in names]
@@ -6320,8 +6320,8 @@ def _size_of(path):
     """The size of an input in bytes; None if it has none, such as standard input and a pipe."""
     if path == "-" or (not _is_remote(path) and not os.path.isfile(path)):
         return None
+    file_system, name = _file_system(path)
     with _errors_that_name(path):
-        file_system, name = _file_system(path)
         file_system.invalidate_cache()
         return file_system.size(name)
 
