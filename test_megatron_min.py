@@ -6948,28 +6948,25 @@ def hf(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(
-    "eod_text, start, eod",
-    [
+def test_hugging_face_tokenizer(one, tmp_path, hf):
+    """Its identifiers tell apart what makes other tokens."""
+    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
+    path = jsonl(tmp_path / "a.jsonl", ["ja nein ja", "nein was"])
+    for eod_text, start, eod in (
         (None, [], 3),
         ("</s>", [], 4),
         (None, [4], 3),  # with special tokens, as Llama's file has them, for those who ask
-    ],
-)
-def test_hugging_face_tokenizer(one, tmp_path, hf, eod_text, start, eod):
-    """Its identifiers tell apart what makes other tokens."""
-    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
-    tokenizer = one.build_tokenizer(hf, eod_text, bool(start))
-    assert (tokenizer.vocab_size, tokenizer.eod) == (5, eod)
-    assert tokenizer.tokenize("nein ja ja") == [*start, 2, 1, 1]
-    batch = tokenizer.tokenize_batch(["nein ja ja", "", "was"])
-    assert lists(batch) == [[*start, 2, 1, 1], start, [*start, 0]]
-    assert tokenizer.detokenize([1, 3]) == "ja <|endoftext|>"
-    is_same = json.dumps(tokenizer.unique_identifiers) == json.dumps(plain.unique_identifiers)
-    assert is_same == (eod_text is None and start == [])
-    path = jsonl(tmp_path / "a.jsonl", ["ja nein ja", "nein was"])
-    made = one.preprocess(path, tmp_path / "o", tokenizer, append_eod=True, workers=2)["text"]
-    assert texts_of(one, made) == [[*start, 1, 2, 1, eod], [*start, 2, 0, eod]]
+    ):
+        tokenizer = one.build_tokenizer(hf, eod_text, bool(start))
+        assert (tokenizer.vocab_size, tokenizer.eod) == (5, eod)
+        assert tokenizer.tokenize("nein ja ja") == [*start, 2, 1, 1]
+        batch = tokenizer.tokenize_batch(["nein ja ja", "", "was"])
+        assert lists(batch) == [[*start, 2, 1, 1], start, [*start, 0]]
+        assert tokenizer.detokenize([1, 3]) == "ja <|endoftext|>"
+        is_same = tokenizer.unique_identifiers == plain.unique_identifiers
+        assert is_same == (eod_text is None and start == [])
+        made = one.preprocess(path, tmp_path / "o", tokenizer, append_eod=True, workers=2)["text"]
+        assert texts_of(one, made) == [[*start, 1, 2, 1, eod], [*start, 2, 0, eod]]
 
 
 def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
@@ -7077,16 +7074,13 @@ def test_gigatoken_is_made_anew_after_much_text(one, bpe):
 
 def test_what_gigatoken_does_not_take(one, tmp_path, bpe, monkeypatch):
     """Its own error comes with the name of the file."""
-    gigatoken = pytest.importorskip("gigatoken")
+    pytest.importorskip("gigatoken")
     content = json.loads(pathlib.Path(bpe).read_text())
     content["pre_tokenizer"] = {"type": "Digits", "individual_digits": True}
     path = tmp_path / "digits.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(Exception) as refusal:
-        gigatoken.Tokenizer.from_json(path.read_text())
-    with pytest.raises(ValueError, match=r"digits\.json: gigatoken") as named:
+    with pytest.raises(ValueError, match=r"digits\.json: gigatoken refuses it: .*Digits"):
         one.build_tokenizer(f"gigatoken:{path}")
-    assert str(refusal.value).split()[0] in str(named.value)
     monkeypatch.setitem(sys.modules, "gigatoken", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"gigatoken.*megatron-min\[tools\]"):
         one.build_tokenizer(f"gigatoken:{bpe}")
@@ -7122,21 +7116,19 @@ def write_parquet(path, columns, **arguments):
 
 def test_what_verbose_shows(one, tmp_path, monkeypatch, capsys):
     """A line at the end, and in a terminal a bar besides, where tqdm is installed."""
+    has_tqdm = importlib.util.find_spec("tqdm") is not None
     path = jsonl(tmp_path / "a.jsonl", ["a", "b"])
     one.preprocess(path, tmp_path / "o")
     assert capsys.readouterr().err == ""
-    line = rf"2 documents, {os.path.getsize(path)} bytes, [\d.,]+ MB/s\n"
-    one.preprocess(path, tmp_path / "o", verbose=True)
-    assert re.fullmatch(line, capsys.readouterr().err)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for is_installed in (False, importlib.util.find_spec("tqdm") is not None):
-        with monkeypatch.context() as patched:
-            if not is_installed:
-                patched.setitem(sys.modules, "tqdm", None)
-            one.preprocess(path, tmp_path / "o", verbose=True)
+    for is_terminal, has_bar in ((False, False), (True, has_tqdm), (True, False)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda found=is_terminal: found)
+        if is_terminal and not has_bar:
+            monkeypatch.setitem(sys.modules, "tqdm", None)
+        one.preprocess(path, tmp_path / "o", verbose=True)
         shown = capsys.readouterr().err
-        assert ("100%" in shown) == is_installed
-        assert re.search(f"{line}$", shown)
+        line = rf"2 documents, {os.path.getsize(path)} bytes, [\d.,]+ MB/s\n"
+        assert re.search(f"{line}$" if has_bar else f"^{line}$", shown)
+        assert ("100%" in shown) == has_bar
 
 
 # -- Shards ------------------------------------------------------------------------------------
@@ -7239,16 +7231,20 @@ def record_of(prefix):
 
 
 def inputs_of(one, prefix):
-    """(name of the input, number in there) of each document of a pair, as its record says."""
-    record = one._read_record(prefix)
-    count = len(one.IndexedDataset(prefix).document_indices) - 1
-    return [one._input_of_document(record, document) for document in range(count)]
+    """[(name of the input, number in there)] of the documents of a pair that have tokens."""
+    found = {}
+    ds = gpt(one, prefix, sequence_length=1, tokenizer=one.ByteTokenizer())
+    for k in range(len(ds)):
+        for span in one.trace(ds, k):
+            found[span.document] = (span.input, span.input_document)
+    return [found[document] for document in sorted(found)]
 
 
 def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
     """Of one job, of merged shards, and of several such pairs that are merged."""
-    monkeypatch.chdir(tmp_path)
-    for rng in cases(4):
+    for case, rng in enumerate(cases(4)):
+        (tmp_path / str(case)).mkdir()
+        monkeypatch.chdir(tmp_path / str(case))
         names = [f"{name}.jsonl" for name in "abc"]
         for name in names:
             numbers = range(int(rng.integers(1, 9)))
@@ -7261,10 +7257,7 @@ def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
         assert len(record_of("all")["inputs"]) == 9
         for prefix in (whole, merged, "all"):
             texts = [bytes(ids).decode() for ids in texts_of(one, prefix)]
-            found = inputs_of(one, prefix)
-            assert texts == [f"{name} {number}" for name, number in found]
-            with pytest.raises(IndexError):
-                one._input_of_document(one._read_record(prefix), len(texts))
+            assert texts == [f"{name} {number}" for name, number in inputs_of(one, prefix)]
 
 
 def test_parts_of_an_input_are_joined_where_one_goes_on_with_the_other(one, tmp_path, monkeypatch):
@@ -7294,11 +7287,12 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
     inputs = ["memory://me:s3cret@b/a.jsonl?sig=s3cret", jsonl("b.jsonl", ["d"])]
     made = one.preprocess(inputs, "o", append_eod=True)["text"]
     size = os.path.getsize("b.jsonl")
-    assert record_of(made)["inputs"] == [
+    record = record_of(made)
+    assert record["inputs"] == [
         {"name": "memory://b/a.jsonl", "size": 14, "begin": 0, "end": 14, "documents": 1},
         {"name": "b.jsonl", "size": size, "begin": 0, "end": size, "documents": 1},
     ]
-    assert record_of(made)["tokenizer"] == one.ByteTokenizer.unique_identifiers
+    assert record["tokenizer"] == one.ByteTokenizer.unique_identifiers
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
     one.merge([made, "upstream", made], "all")
     known = [("memory://b/a.jsonl", 0), ("b.jsonl", 0)]
@@ -7306,10 +7300,9 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
     assert record_of("all")["tokenizer"] is None
     mk(one, tmp_path / "all", [[5]])
     assert not os.path.exists("all.record.json")
-    pathlib.Path(f"{made}.bin").write_bytes(b"")
-    pathlib.Path("damaged.record.json").write_text("[]")
-    for prefix in (made, "damaged", "nothing"):
-        assert one._read_record(prefix) is None
+    for content in (json.dumps(record | {"bin": 9}), json.dumps(record | {"idx": 9}), "[]", "{"):
+        pathlib.Path(f"{made}.record.json").write_text(content)
+        assert inputs_of(one, made) == [(None, None)] * 2
 
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
@@ -7363,21 +7356,15 @@ def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
 
 
-@pytest.mark.parametrize(
-    "package, path, arguments, extra",
-    [("s3fs", "s3://b/a.jsonl", {}, "storage"), ("nltk", "a", {"split_sentences": True}, "tools")],
-)
-def test_a_missing_package_is_named(one, tmp_path, monkeypatch, package, path, arguments, extra):
-    for name in list(sys.modules):
-        if name.partition(".")[0] == package:
-            monkeypatch.delitem(sys.modules, name)
+@pytest.mark.parametrize("package, path", [("s3fs", "s3://b/a.jsonl"), ("nltk", "a")])
+def test_a_missing_package_is_named(one, tmp_path, monkeypatch, package, path):
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    registry = importlib.import_module("fsspec.registry")
-    monkeypatch.delitem(registry._registry, "s3", raising=False)
+    monkeypatch.setitem(sys.modules, f"{package}.tokenize.punkt", None)
+    monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "s3", raising=False)
+    (tmp_path / "a").write_bytes(GOOD)
     monkeypatch.chdir(tmp_path)
-    pathlib.Path("a").write_bytes(GOOD)
-    with pytest.raises(ImportError, match=rf"(?i){package}.*megatron-min\[{extra}\]"):
-        one.preprocess(path, "o", **arguments)
+    with pytest.raises(ImportError, match=rf"(?i){package}.*megatron-min\["):
+        one.preprocess(path, "o", split_sentences=True)
     assert os.listdir() == ["a"]
 
 
@@ -8108,26 +8095,6 @@ def test_find_looks_at_a_few_samples_an_epoch(one, tmp_path):
         assert pieces.call_count <= 3 * num_epochs < len(part) / 10
 
 
-def test_a_span_names_the_input_by_the_record(one, tmp_path, monkeypatch):
-    """A pair without a record has no input."""
-    monkeypatch.chdir(tmp_path)
-    paths = [jsonl(name, ["x" * 9] * 10) for name in ("x.jsonl", "y.jsonl")]
-    a = one.preprocess(paths, "a")["text"]
-    b = mk(one, tmp_path / "b", [[1] * 9] * 20)
-    cfg = config(one, ([a, b], [1, 1]), tokenizer=one.ByteTokenizer())
-    blend = build(one, [30, 0, 0], cfg)[0]
-    found = set()
-    for k in range(30):
-        for span in one.trace(blend, k):
-            found.add((span.path_prefix, span.input))
-            if span.path_prefix == a:
-                number = "xy".index(span.input[0]) * 10 + span.input_document
-                assert number == span.document
-            else:
-                assert span.input_document is None
-    assert found == {(a, "x.jsonl"), (a, "y.jsonl"), (b, None)}
-
-
 def test_an_audit_reads_no_token(one, web, some_pair, tmp_path):
     """Nor does building: the .bin on the server is asked for its size, and for no bytes."""
     prefix = web.put(some_pair[0])
@@ -8390,21 +8357,17 @@ def test_what_is_printed_cannot_be_written(one, tmp_path, line, redirected, code
 BARE_PLATFORM = """
 import multiprocessing, os, sys
 import torch, torch.utils.data
-missing = ["fcntl", "resource", "gigatoken", "megatron", "nltk", "pyarrow", "s3fs"]
-for name in [*missing, "tokenizers", "tqdm"]:
+for name in ("fcntl", "resource", "gigatoken", "nltk", "pyarrow", "s3fs", "tokenizers", "tqdm"):
     sys.modules[name] = None
-for name in ("pread", "preadv", "pwrite", "fork", "forkpty", "sched_getaffinity", "mkfifo"):
-    if hasattr(os, name):
-        delattr(os, name)
+for name in {"pread", "fork", "forkpty", "sched_getaffinity", "mkfifo"} & set(dir(os)):
+    delattr(os, name)
 sys.platform = "darwin"
 multiprocessing.set_start_method("spawn", force=True)
 import megatron_min as mm
 
 if __name__ == "__main__":
-    texts = [{"text": "some text, number " + str(i)} for i in range(99)]
-    with open("in.jsonl", "w") as file:
-        file.writelines(mm.json.dumps(text) + "\\n" for text in texts)
-    prefix = mm.preprocess("in.jsonl", "out", append_eod=True, workers=2)["text"]
+    texts = ["some text, number " + str(i) for i in range(99)]
+    prefix = mm.preprocess(texts=texts, output_prefix="out", append_eod=True, workers=2)["text"]
     config = mm.GPTDatasetConfig(
         1, 8, blend=([prefix, prefix], [1, 2]), split="9,1,0", tokenizer=mm.ByteTokenizer(),
         path_to_cache="cache")
@@ -8426,8 +8389,7 @@ def test_platforms_without_fcntl_and_fork(tmp_path, kernels):
     Nor is there a package of an extra: what does not use it does not import it.
     """
     (tmp_path / "job.py").write_text(BARE_PLATFORM)
-    paths = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    env = os.environ | {"MEGATRON_MIN_C": "1" if kernels == "c" else "0", "PYTHONPATH": paths}
+    env = os.environ | {"MEGATRON_MIN_C": "1" if kernels == "c" else "0", "PYTHONPATH": str(HERE)}
     run = [sys.executable, "job.py"]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
