@@ -5934,8 +5934,6 @@ class HuggingFaceTokenizer:
                         alone, as in upstream's preprocessing
     """
 
-    _package = "tokenizers"
-
     def __init__(
         self,
         path: str | os.PathLike,
@@ -5963,7 +5961,7 @@ class HuggingFaceTokenizer:
         self.eod = self._tokenizer.token_to_id(known[0])
         self.unique_identifiers = {
             "class": "HuggingFaceTokenizer",
-            "package": self._package,
+            "package": "tokenizers",
             "tokenizer.json": _md5(self._tokenizer.to_str()),
             "eod": self.eod,
         }
@@ -5995,14 +5993,13 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
     For the usual files, as of GPT-2 and Llama 3, they are those of the package tokenizers.
     """
 
-    _package = "gigatoken"
-
     # gigatoken 0.10 keeps each word that it has seen, in about 11 bytes for each byte of it.  So it
     # is made anew after so much text: that costs 7 % of the time, and a worker stays below 1 GiB.
     _MOST_BYTES = 48 << 20
 
     def __init__(self, path: str | os.PathLike, eod_token: str | None = None) -> None:
         super().__init__(path, eod_token)
+        self.unique_identifiers["package"] = "gigatoken"
         self._start()
 
     def _start(self):
