@@ -7562,8 +7562,8 @@ def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, extension):
 
 
 def test_texts_in_the_place_of_files(one, tmp_path):
-    """The same workers, the same files, of several blocks."""
-    rows = [{"x": "a" * 300 * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
+    """The same workers, the same files, of several blocks for each worker."""
+    rows = [{"x": "a" * 300 * k, "n": k, "y": ["b", "c" * k]} for k in range(200)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"json_keys": ["y", "x"], "append_eod": True}
     wanted = one.preprocess(tmp_path / "a.jsonl", tmp_path / "file", **keys)
