@@ -8125,7 +8125,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         ("preprocess --input a.jsonl --output-prefix toy", [f"{prefix}: 3 sequences"]),
         (f"inspect {prefix}", ["13 tokens of uint16", "3 to 6 tokens, 4.3", "[97, 97, 97, 97]\n"]),
         (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
-        (f"merge --input {prefix} {prefix} --output-prefix two", ["26 tokens"]),
+        (f"merge --input {prefix} {prefix}.idx --output-prefix two", ["26 tokens"]),
         ("merge --input modes --output-prefix q --multimodal", ["2 sequences"]),
     ):
         code, out, err = command(one, capsys, *line.split())
