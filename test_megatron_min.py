@@ -7303,6 +7303,9 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
     for content in (json.dumps(record | {"bin": 9}), json.dumps(record | {"idx": 9}), "[]", "{"):
         pathlib.Path(f"{made}.record.json").write_text(content)
         assert inputs_of(one, made) == [(None, None)] * 2
+    pathlib.Path(f"{made}.record.json").write_text(json.dumps(record | {"inputs": []}))
+    with pytest.raises(IndexError, match="too few"):
+        inputs_of(one, made)
 
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
@@ -7471,14 +7474,12 @@ BAD_TEXTS = {  # a line, and a word of the reason
 }
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
     "tokenizer": (GOOD + b'{"text": "2 x"}\n', {"tokenizer": Tok()}, r"a\.jsonl: line 2: .*'x'"),
-    "batch": (GOOD + b'{"text": "2 x"}\n', BATCHED, r"a\.jsonl: line 2: .*'x'"),
     "lost texts": (GOOD * 2, FORGETFUL, "tokenize_batch"),
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
     "in a shard": (GOOD * 10 + b"oops\n", {"shard": (1, 2)}, "from byte 72 on: line 5: "),
     "no file of a pattern": (GOOD, {"input": ["a.jsonl", "*.none"]}, r"\*\.none"),
     "a folder": (GOOD, {"input": "."}, "directory"),
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
-    "no such storage": (GOOD, {"input": "unheard://a.jsonl"}, "unheard"),
     "nothing to read": (GOOD, {"input": None}, "one of input, which are paths, and texts"),
     "no input": (GOOD, {"input": []}, "input"),
     "one text": (GOOD, {"input": None, "texts": "abc"}, "an iterable of texts"),
