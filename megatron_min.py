@@ -5885,31 +5885,34 @@ class HuggingFaceTokenizer:
                         alone, as in upstream's preprocessing
     """
 
-    _package = "tokenizers"
-
     def __init__(
         self,
         path: str | os.PathLike,
         eod_token: str | None = None,
         add_special_tokens: bool = False,
     ) -> None:
-        path = os.fspath(path)
-        if os.path.isdir(path):
-            path = os.path.join(path, "tokenizer.json")
-        tokenizers = _import_extra("tokenizers", "tools", path)
+        self.path = os.fspath(path)
+        if os.path.isdir(self.path):
+            self.path = os.path.join(self.path, "tokenizer.json")
+        tokenizers = _import_extra("tokenizers", "tools", self.path)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(path)
+            self._tokenizer = tokenizers.Tokenizer.from_file(self.path)
         except Exception as error:  # the package raises nothing more special
             raise ValueError(
-                f"{path}: wanted a tokenizer.json of the package tokenizers: {error}"
+                f"{self.path}: wanted a tokenizer.json of the package tokenizers: {error}"
             ) from None
-        self.path = path
         self._add_special_tokens = add_special_tokens
         self.vocab_size = self._tokenizer.get_vocab_size()
-        self.eod = self._find_eod(eod_token)
+        names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
+        known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
+        if len(known) == 0:
+            raise ValueError(
+                f"{self.path}: no token {' or '.join(names)}: give eod_token another one"
+            )
+        self.eod = self._tokenizer.token_to_id(known[0])
         self.unique_identifiers = {
             "class": "HuggingFaceTokenizer",
-            "package": self._package,
+            "package": "tokenizers",
             "tokenizer.json": _md5(self._tokenizer.to_str()),
             "eod": self.eod,
         }
@@ -5918,15 +5921,6 @@ class HuggingFaceTokenizer:
         # A file may say that long texts are cut off, and short ones filled up: not in a corpus.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-
-    def _find_eod(self, eod_token):
-        """Return the id of eod_token, or of the first usual name that the vocabulary has."""
-        names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
-        for name in names:
-            token = self._tokenizer.token_to_id(name)
-            if token is not None:
-                return token
-        raise ValueError(f"{self.path}: no token {' or '.join(names)}: give eod_token another one")
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -5950,14 +5944,13 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
     For the usual files, as of GPT-2 and Llama 3, they are those of the package tokenizers.
     """
 
-    _package = "gigatoken"
-
     # gigatoken 0.10 keeps each word that it has seen, in about 11 bytes for each byte of it.  So it
     # is made anew after so much text: that costs 7 % of the time, and a worker stays below 1 GiB.
     _MOST_BYTES = 48 << 20
 
     def __init__(self, path: str | os.PathLike, eod_token: str | None = None) -> None:
         super().__init__(path, eod_token)
+        self.unique_identifiers["package"] = "gigatoken"
         self._start()
 
     def _start(self):
@@ -6075,7 +6068,16 @@ def build_tokenizer(
 # byte for byte.
 #
 #   books_text_document_00001_of_00003.bin, .idx       the pair of shard 1/3
-#   books_text_document_00001_of_00003.record.json     what it was made from
+#   books_text_document_00001_of_00003.record.json     its record: what it was made from
+#
+#   {"tokenizer": {...},
+#    "inputs": [{"name": "wiki-00.jsonl", "size": 600, "begin": 0, "end": 600, "documents": 3},
+#               {"name": "wiki-01.jsonl", "size": 500, "begin": 0, "end": 250, "documents": 2}],
+#    "bin": 1200, "idx": 142}                  the sizes of the pair, in bytes
+#
+# Here documents 0 to 2 of the pair are those of wiki-00.jsonl, and documents 3 and 4 are the first
+# two of wiki-01.jsonl: the documents that begin in its first 250 bytes.  Such a part of an input is
+# called a part in this section, and is a dict as in the record.
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
 # memory, and more time until the death of a worker is noticed: the workers before it come first.
@@ -6130,26 +6132,37 @@ def preprocess(
         raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
     if workers < 1:
         raise ValueError(f"workers must be >= 1, got {workers}")
-    if not 0 <= shard[0] < shard[1]:
-        raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {shard[0]}/{shard[1]}")
+    index, count = shard
+    if not 0 <= index < count:
+        raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {index}/{count}")
     if (input is None) == (texts is None):
         raise ValueError("preprocess wants one of input, which are paths, and texts")
     if tokenizer is None:
         tokenizer = ByteTokenizer()
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
-    prefixes = _output_prefixes(output_prefix, json_keys, split_sentences, shard)
-    encoder = _Encoder(tokenizer, list(prefixes), append_eod, split_sentences)
+    if isinstance(json_keys, str):
+        json_keys = [json_keys]
+    if len(json_keys) == 0:
+        raise ValueError("preprocess wants at least one JSON key")
+    suffix = "_sentence" if split_sentences else "_document"
+    if count > 1:
+        suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
+    prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
+
     if texts is None:
-        parts = _cut_inputs(_find_inputs(input), shard)
-        blocks = _read_inputs(parts)
-    elif shard[1] > 1 or isinstance(texts, str):
+        paths = _find_inputs(input)
+        parts = _cut_inputs(paths, shard)
+        sources = [(part, _lines_of_part(path, part)) for path, part in parts]
+    elif count > 1 or isinstance(texts, str):
         raise ValueError(
             "texts must be an iterable of texts, without a shard: give each job its own"
         )
     else:
-        parts = [_Part("texts", "texts", compression=None, size=None, begin=0, end=None)]
-        blocks = _cut_lines(parts[0], _lines_of_texts(texts, list(prefixes)))
+        part = {"name": "texts", "size": None, "begin": 0, "end": None, "documents": 0}
+        sources = [(part, _lines_of_texts(texts, json_keys))]
+    inputs = [part for part, _ in sources]
+    encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
     num_bytes = 0
     faults = []
     started = time.perf_counter()
@@ -6158,301 +6171,58 @@ def preprocess(
         for key, prefix in prefixes.items():
             builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
             builders[key] = stack.enter_context(builder)
-        bar = stack.enter_context(_progress_bar(parts, verbose))
+        bar = stack.enter_context(_progress_bar(inputs, verbose))
         # Closed even where an exception ends the loop, so that workers never outlive the job.
-        encoded_blocks = contextlib.closing(_encode_blocks(encoder, blocks, workers))
-        for block, encoded, block_faults in stack.enter_context(encoded_blocks):
-            if on_error == "stop" and len(block_faults) > 0:
-                raise ValueError(f"{block_faults[0]} (--on-error skip leaves such lines out)")
-            faults += block_faults
+        encoded_blocks = _encode_blocks(encoder, _cut_blocks(sources), workers)
+        stack.enter_context(contextlib.closing(encoded_blocks))
+        for (part, first, lines), encoded, block_faults in encoded_blocks:
+            for number, reason in block_faults:
+                place = _counted_from(part["name"], part["begin"])
+                faults.append(f"{place}: line {first + number}: {reason}")
+            if on_error == "stop" and len(faults) > 0:
+                raise ValueError(f"{faults[0]} (--on-error skip leaves such lines out)")
             for columns in encoded:
                 for key, (tokens, lengths, ends) in columns.items():
                     builders[key]._append_documents(tokens, lengths, ends)
-                block.part.documents += len(ends)  # equal for all keys
-            block_bytes = sum(map(len, block.lines))
+                part["documents"] += len(ends)  # equal for all keys
+            block_bytes = sum(map(len, lines))
             num_bytes += block_bytes
             if bar is not None:
                 bar.update(block_bytes)
         for builder in builders.values():
             builder._bin.sync()  # a disk too full for a .bin shows here, before a pair has its name
-    inputs = [part.describe() for part in parts]
     for prefix in prefixes.values():
         _write_record(prefix, _identity_of_tokenizer(tokenizer), inputs)
     if verbose:
-        documents = sum(part.documents for part in parts)
+        documents = sum(part["documents"] for part in inputs)
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
         done = f"{documents:,} documents, {num_bytes:,} bytes, {rate:,.1f} MB/s"
         print(done, file=sys.stderr)
-    _warn_of_left_out(parts, faults)
+    if len(faults) > 0:
+        warnings.warn(f"left out {len(faults):,} bad lines; the first: {faults[0]}", stacklevel=2)
+    empty = []
+    for part in inputs:
+        if part["documents"] == 0 and part["begin"] == 0 and part["end"] == part["size"]:
+            empty.append(part["name"])
+    if len(empty) > 0:
+        names = ", ".join(empty[:3])
+        warnings.warn(f"no document came from {len(empty):,} inputs: {names}", stacklevel=2)
     return prefixes
 
 
-def _output_prefixes(output_prefix, json_keys, split_sentences, shard):
-    """Return {key: path prefix of its pair}; the names of shards sort as the shards do."""
-    if isinstance(json_keys, str):
-        json_keys = [json_keys]
-    if len(json_keys) == 0:
-        raise ValueError("preprocess wants at least one JSON key")
-    level = "sentence" if split_sentences else "document"
-    index, count = shard
-    suffix = f"_{index:05}_of_{count:05}" if count > 1 else ""
-    return {key: f"{os.fspath(output_prefix)}_{key}_{level}{suffix}" for key in json_keys}
-
-
-def _progress_bar(parts, verbose):
+def _progress_bar(inputs, verbose):
     """Return a bar of tqdm, if it is asked for and installed; else a context that gives None."""
-    if not verbose:
-        return contextlib.nullcontext()
-    try:
-        import tqdm
-    except ModuleNotFoundError:
-        return contextlib.nullcontext()
-    total = 0  # or math.inf: not known
-    for part in parts:
-        is_known = part.size is not None and part.compression is None
-        total += part.end - part.begin if is_known else math.inf
-    return tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)  # for a terminal alone
+    if verbose:
+        with contextlib.suppress(ModuleNotFoundError):
+            import tqdm
 
-
-def _warn_of_left_out(parts, faults):
-    """Warn of bad lines, and of inputs that gave no document."""
-    if len(faults) > 0:
-        warnings.warn(f"left out {len(faults):,} bad lines; the first: {faults[0]}", stacklevel=3)
-    empty = []
-    for part in parts:
-        if part.documents == 0 and part.begin == 0 and part.end == part.size:
-            empty.append(part.name)
-    if len(empty) > 0:
-        names = ", ".join(empty[:3])
-        warnings.warn(f"no document came from {len(empty):,} inputs: {names}", stacklevel=3)
-
-
-# -- From lines to tokens ----------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Part:
-    """The part of an input from one byte up to another: what begins there is read by this job."""
-
-    path: str
-    name: str  # the path without credentials, for messages and records
-    compression: str | None  # as fsspec calls it
-    size: int | None  # of the whole input, in bytes; None: it has none, as a pipe
-    begin: int
-    end: int | None  # None: its end, wherever that is
-    documents: int = 0  # how many it has given
-
-    def describe(self):
-        """What the record of a pair says of the part."""
-        described = dataclasses.asdict(self)
-        del described["path"], described["compression"]
-        return described
-
-
-class _Block(typing.NamedTuple):
-    """Some lines of an input, which one worker encodes."""
-
-    part: _Part
-    first: int  # the number of the first line, counted from 1
-    lines: list[bytes]
-
-
-class _Encoder:
-    """What a worker does: it turns lines into what a builder appends.
-
-    lines                    tokens                 lengths   ends
-    {"text": "aaaa"}         a a a a $              5         1   one sequence so far
-    {"text": ""}             ($ is eod)                       1   no sequence more
-    {"text": ["b", "bb"]}    b b b $                1, 3      3   three sequences
-    """
-
-    def __init__(self, tokenizer, json_keys, append_eod, split_sentences):
-        self.tokenizer = tokenizer
-        self.json_keys = json_keys
-        self.splitter = _load_sentence_splitter() if split_sentences else None
-        self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
-        eod = [tokenizer.eod] if append_eod else []
-        self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), self.dtype)
-
-    def encode(self, lines):
-        """Return {key: (bytes of the tokens, lengths, ends)}: section 2's loop, for many lines."""
-        rows = [self._parse(line) for line in lines if not line.isspace()]
-        columns = {}
-        for key in self.json_keys:
-            documents = [row[key] for row in rows]
-            all_tokens = iter(self._tokenize(list(itertools.chain(*documents))))
-            pieces = [self.eod[:0]]  # so that there is something to concatenate
-            lengths = []
-            ends = []
-            for sentences in documents:
-                of_document = itertools.islice(all_tokens, len(sentences))
-                sequences = [tokens for tokens in of_document if len(tokens) > 0]
-                if len(sequences) > 0:
-                    lengths.extend(map(len, sequences))
-                    lengths[-1] += len(self.eod)
-                    pieces.extend(sequences)
-                    pieces.append(self.eod)
-                ends.append(len(lengths))  # a document may have no sequences
-            content = _encode_tokens(np.concatenate(pieces), self.dtype)
-            columns[key] = (content, lengths, ends)
-        return columns
-
-    def _parse(self, line):
-        """Return {key: sentences} of a line; ValueError unless each key has a text, or a list."""
-        row = json.loads(line)
-        texts = {}
-        for key in self.json_keys:
-            sentences = _sentences(row.get(key)) if isinstance(row, dict) else None
-            is_list = isinstance(sentences, list)
-            if not is_list or not all(isinstance(text, str) for text in sentences):
-                found = line[:60].decode(errors="replace")
-                raise ValueError(f"wanted a JSON object with text under {key!r}, got {found}")
-            if self.splitter is not None:
-                sentences = list(itertools.chain(*map(self.splitter.tokenize, sentences)))
-            texts[key] = sentences
-        return texts
-
-    def _tokenize(self, texts):
-        """Return the ids of each text as an array."""
-        if not hasattr(self.tokenizer, "tokenize_batch"):
-            return [np.asarray(self.tokenizer.tokenize(text)) for text in texts]
-        batch = self.tokenizer.tokenize_batch(texts)
-        if len(batch) != len(texts):
-            raise ValueError(f"tokenize_batch returned {len(batch)} lists for {len(texts)} texts")
-        return [np.asarray(ids) for ids in batch]
-
-    def encode_block(self, block):
-        """Return the columns of a _Block, in a list, and what is wrong with each bad line.
-
-        Where a line is bad, each good one has columns of its own.
-        """
-        with contextlib.suppress(Exception):
-            return [self.encode(block.lines)], []
-        # A tokenizer may raise anything, and says nothing about lines: look for the bad ones.
-        encoded = []
-        faults = []
-        for number, line in enumerate(block.lines, block.first):
-            try:
-                encoded.append(self.encode([line]))
-            except Exception as error:
-                place = _counted_from(block.part.name, block.part.begin)
-                faults.append(f"{place}: line {number}: {_one_line(error)}")
-        return encoded, faults
-
-
-def _counted_from(name, begin):
-    """The name of an input, and the byte from which its lines are counted, if not from the first.
-
-    >>> _counted_from("a.jsonl", 84)
-    'a.jsonl from byte 84 on'
-    """
-    return f"{name} from byte {begin:,} on" if begin > 0 else name
-
-
-def _one_line(error):
-    """Return the message of an error on one line; an unexpected kind of error is named."""
-    message = _hide_credentials(" ".join(str(error).split()))
-    if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
-        return message
-    return f"{type(error).__name__}: {message}".removesuffix(": ")
-
-
-def _load_sentence_splitter():
-    """Return nltk's Punkt for English; without its model, an untrained one, and a warning."""
-    punkt = _import_extra("nltk.tokenize.punkt", "tools", "--split-sentences")
-    try:
-        return punkt.PunktTokenizer("english")
-    except LookupError:
-        warnings.warn(
-            "nltk has no model of English sentences here, so those of its untrained Punkt are "
-            'taken, which end after "Dr." too: python -m nltk.downloader punkt_tab',
-            stacklevel=4,
-        )
-        return punkt.PunktSentenceTokenizer()
-
-
-# -- Workers -----------------------------------------------------------------------------------
-
-
-def _encode_blocks(encoder, blocks, workers):
-    """Yield each _Block, in order, and what _Encoder.encode_block() returns of it."""
-    if workers == 1:
-        for block in blocks:
-            yield block, *encoder.encode_block(block)
-        return
-    # A forked process has everything at once; the other ways to start one import torch again.
-    # Elsewhere than on Linux a library may not survive a fork, or the system has none.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    processes = []
-    pipes = []
-    busy = collections.deque()  # (block, pipe of the worker that has it), in order
-    try:
-        for _ in range(workers):
-            pipe, end_of_worker = context.Pipe()
-            arguments = (end_of_worker, pipe, encoder)
-            process = context.Process(target=_work, args=arguments, daemon=True)
-            with _signals_wait():
-                process.start()
-            processes.append(process)
-            pipes.append(pipe)
-            end_of_worker.close()  # so that the pipe ends when the worker does
-        for block, pipe in zip(blocks, itertools.cycle(pipes)):
-            encoded = None
-            if len(busy) == workers:
-                encoded = _receive(*busy.popleft())
-            with contextlib.suppress(OSError):  # of a worker that is dead: _receive() says so
-                pipe.send(block)
-            busy.append((block, pipe))
-            if encoded is not None:
-                yield encoded  # it is written while the worker has a block already
-        for block, pipe in busy:
-            yield _receive(block, pipe)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-@contextlib.contextmanager
-def _signals_wait():
-    """Let Ctrl-C and SIGTERM wait for the end of the block: Python loses one while it forks."""
-    if sys.platform != "linux":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _receive(block, pipe):
-    """Return a block, and what the worker that has it makes of it."""
-    try:
-        return block, *pipe.recv()
-    except (EOFError, OSError):
-        raise ChildProcessError(
-            "a worker process was killed, perhaps for lack of memory: use fewer workers"
-        ) from None
-
-
-def _work(pipe, end_of_parent, encoder):
-    """Encode the blocks that come through a pipe: this is all that a worker process does.
-
-    It ends when its parent does, as that ends the pipe; it closes its copy of the parent's end.
-    Workers started later hold copies of that end too: so they end in turn, the last one first.
-    """
-    end_of_parent.close()
-    # A terminal sends Ctrl-C to all processes.  The parent alone answers: it ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-    # The processes keep all cores busy already: threads of the tokenizers library would compete.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            pipe.send(encoder.encode_block(pipe.recv()))
+            total = 0  # or math.inf: not known
+            for part in inputs:
+                is_known = part["size"] is not None and _compression(part["name"]) is None
+                total += part["end"] - part["begin"] if is_known else math.inf
+            # disable=None: for a terminal alone
+            return tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
+    return contextlib.nullcontext()
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -6527,7 +6297,7 @@ def _compression(path):
 
 
 def _cut_inputs(paths, shard):
-    """Return the _Parts of the inputs that a shard reads: an equal share of all their bytes."""
+    """Return (path, part) of the inputs that a shard reads: an equal share of all their bytes."""
     index, count = shard
     sizes = [_size_of(path) for path in paths]
     if count > 1 and None in sizes:
@@ -6539,65 +6309,57 @@ def _cut_inputs(paths, shard):
     total = sum(filter(None, sizes))
     start = 0  # where the input begins, if all inputs are laid end to end
     for path, size in zip(paths, sizes, strict=True):
-        part = _Part(path, _hide_credentials(path), _compression(path), size, 0, size)
+        is_compressed = _compression(path) is not None
+        begin = 0
+        end = size
         if count > 1:
-            part.begin = max(total * index // count - start, 0)
-            part.end = min(total * (index + 1) // count - start, size)
+            begin = max(total * index // count - start, 0)
+            end = min(total * (index + 1) // count - start, size)
             start += size
-            if part.begin >= part.end:
+            if begin >= end or (is_compressed and begin > 0):
                 continue
-            if part.compression is not None:
-                if part.begin > 0:
-                    continue
-                part.end = size
-        parts.append(part)
+        part = {
+            "name": _hide_credentials(path),
+            "size": size,
+            "begin": begin,
+            "end": size if is_compressed else end,
+            "documents": 0,  # how many it has given so far
+        }
+        parts.append((path, part))
     return parts
 
 
-def _read_inputs(parts):
-    """Yield all lines that begin in the parts of the inputs, as _Blocks."""
-    for part in parts:
-        with _errors_that_name(part.path), _open_input(part) as file:
-            yield from _cut_lines(part, _lines_of_part(part, file))
-        size = _size_of(part.path)
-        if size != part.size:
-            raise OSError(
-                f"{part.name}: it had {part.size} bytes when this job began, and {size} after it "
-                "was read: it was written or cut off meanwhile"
-            )
-
-
-@contextlib.contextmanager
-def _open_input(part):
-    """Open an input, to read the bytes of its text."""
-    if part.path == "-":
-        yield sys.stdin.buffer
-        return
+def _lines_of_part(path, part):
+    """Yield the lines that begin in a part of an input."""
     import fsspec
 
-    if part.size is None:  # fsspec wants to seek in what it opens, which a pipe does not allow
-        opened = open(part.path, "rb")
-    else:
-        opened = fsspec.open(part.path, "rb", compression=part.compression)
-    with opened as file:
-        yield io.BufferedReader(file, 1 << 16)
-
-
-def _lines_of_part(part, file):
-    """Yield the lines that begin in a part of an open file."""
-    position = part.begin
-    if position > 0:
-        # The line in which the byte before lies belongs to the shard before this one.
-        file.seek(position - 1)
-        position += len(file.readline()) - 1
-    # the size of an input counts compressed bytes, or is None
-    limit = math.inf if part.end == part.size else part.end
-    while position < limit:
-        line = file.readline()
-        if len(line) == 0:
-            return
-        position += len(line)
-        yield line
+    with _errors_that_name(path), contextlib.ExitStack() as stack:
+        if path == "-":
+            file = sys.stdin.buffer
+        elif part["size"] is None:  # fsspec wants to seek, which a pipe does not allow
+            file = stack.enter_context(open(path, "rb"))
+        else:
+            opened = fsspec.open(path, "rb", compression=_compression(path))
+            file = io.BufferedReader(stack.enter_context(opened), 1 << 16)
+        position = part["begin"]
+        if position > 0:
+            # The line in which the byte before lies belongs to the shard before this one.
+            file.seek(position - 1)
+            position += len(file.readline()) - 1
+        # the size of an input counts compressed bytes, or is None
+        limit = math.inf if part["end"] == part["size"] else part["end"]
+        while position < limit:
+            line = file.readline()
+            if len(line) == 0:
+                break
+            position += len(line)
+            yield line
+    size = _size_of(path)
+    if size != part["size"]:
+        raise OSError(
+            f"{part['name']}: it had {part['size']} bytes when this job began, and {size} after "
+            "it was read: it was written or cut off meanwhile"
+        )
 
 
 def _lines_of_texts(texts, json_keys):
@@ -6607,32 +6369,216 @@ def _lines_of_texts(texts, json_keys):
         yield json.dumps({key: row.get(key) for key in json_keys}).encode()
 
 
-def _cut_lines(part, lines):
-    """Yield lines as _Blocks."""
-    first = 1
-    of_block = []
-    size = 0
-    for line in lines:
-        of_block.append(line)
-        size += len(line)
-        if size >= _BLOCK_BYTES:
-            yield _Block(part, first, of_block)
-            first += len(of_block)
-            of_block = []
-            size = 0
-    yield _Block(part, first, of_block)
+def _cut_blocks(sources):
+    """Yield blocks (part, number of the first line from 1 on, lines) of each (part, its lines)."""
+    for part, lines in sources:
+        first = 1
+        of_block = []
+        size = 0
+        for line in lines:
+            of_block.append(line)
+            size += len(line)
+            if size >= _BLOCK_BYTES:
+                yield part, first, of_block
+                first += len(of_block)
+                of_block = []
+                size = 0
+        yield part, first, of_block
+
+
+# -- Workers -----------------------------------------------------------------------------------
+
+
+class _Encoder:
+    """What a worker does: it turns lines into what a builder appends.
+
+    lines                    tokens                 lengths   ends
+    {"text": "aaaa"}         a a a a $              5         1   one sequence so far
+    {"text": ""}             ($ is eod)                       1   no sequence more
+    {"text": ["b", "bb"]}    b b b $                1, 3      3   three sequences
+    """
+
+    def __init__(self, tokenizer, json_keys, append_eod, split_sentences):
+        self.tokenizer = tokenizer
+        self.json_keys = json_keys
+        self.splitter = _load_sentence_splitter() if split_sentences else None
+        self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
+        eod = [tokenizer.eod] if append_eod else []
+        self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), self.dtype)
+
+    def encode_block(self, lines):
+        """Return what encode() makes of the lines, in a list, and (number, reason) of bad lines.
+
+        Numbers count from 0.  Where a line is bad, encode() gets each line by itself.
+        """
+        with contextlib.suppress(Exception):
+            return [self.encode(lines)], []
+        # A tokenizer may raise anything, and says nothing about lines: look for the bad ones.
+        encoded = []
+        faults = []
+        for number, line in enumerate(lines):
+            try:
+                encoded.append(self.encode([line]))
+            except Exception as error:
+                faults.append((number, _one_line(error)))
+        return encoded, faults
+
+    def encode(self, lines):
+        """Return {key: (bytes of the tokens, lengths, ends)}: section 2's loop, for many lines."""
+        rows = [self._parse(line) for line in lines if not line.isspace()]
+        columns = {}
+        for key in self.json_keys:
+            documents = [row[key] for row in rows]
+            all_tokens = iter(self._tokenize(list(itertools.chain(*documents))))
+            pieces = [self.eod[:0]]  # so that there is something to concatenate
+            lengths = []
+            ends = []
+            for sentences in documents:
+                of_document = itertools.islice(all_tokens, len(sentences))
+                sequences = [tokens for tokens in of_document if len(tokens) > 0]
+                if len(sequences) > 0:
+                    lengths.extend(map(len, sequences))
+                    lengths[-1] += len(self.eod)
+                    pieces.extend(sequences)
+                    pieces.append(self.eod)
+                ends.append(len(lengths))  # a document may have no sequences
+            content = _encode_tokens(np.concatenate(pieces), self.dtype)
+            columns[key] = (content, lengths, ends)
+        return columns
+
+    def _parse(self, line):
+        """Return {key: sentences} of a line; ValueError unless each key has a text, or a list."""
+        row = json.loads(line)
+        texts = {}
+        for key in self.json_keys:
+            sentences = _sentences(row.get(key)) if isinstance(row, dict) else None
+            is_list = isinstance(sentences, list)
+            if not is_list or not all(isinstance(text, str) for text in sentences):
+                found = line[:60].decode(errors="replace")
+                raise ValueError(f"wanted a JSON object with text under {key!r}, got {found}")
+            if self.splitter is not None:
+                sentences = list(itertools.chain(*map(self.splitter.tokenize, sentences)))
+            texts[key] = sentences
+        return texts
+
+    def _tokenize(self, texts):
+        """Return the ids of each text as an array."""
+        if hasattr(self.tokenizer, "tokenize_batch"):
+            found = self.tokenizer.tokenize_batch(texts)
+        else:
+            found = map(self.tokenizer.tokenize, texts)
+        arrays = [np.asarray(ids) for ids in found]
+        if len(arrays) != len(texts):
+            raise ValueError(f"tokenize_batch returned {len(arrays)} lists for {len(texts)} texts")
+        return arrays
+
+
+def _one_line(error):
+    """Return the message of an error on one line; an unexpected kind of error is named."""
+    message = _hide_credentials(" ".join(str(error).split()))
+    if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
+        return message
+    return f"{type(error).__name__}: {message}".removesuffix(": ")
+
+
+def _load_sentence_splitter():
+    """Return nltk's Punkt for English; without its model, an untrained one, and a warning."""
+    punkt = _import_extra("nltk.tokenize.punkt", "tools", "--split-sentences")
+    try:
+        return punkt.PunktTokenizer("english")
+    except LookupError:
+        warnings.warn(
+            "nltk has no model of English sentences here, so those of its untrained Punkt are "
+            'taken, which end after "Dr." too: python -m nltk.downloader punkt_tab',
+            stacklevel=4,
+        )
+        return punkt.PunktSentenceTokenizer()
+
+
+def _encode_blocks(encoder, blocks, workers):
+    """Yield each block, in order, and what encoder.encode_block() makes of its lines."""
+    if workers == 1:
+        for block in blocks:
+            _, _, lines = block
+            yield block, *encoder.encode_block(lines)
+        return
+    # A forked process has everything at once; the other ways to start one import torch again.
+    # Elsewhere than on Linux a library may not survive a fork, or the system has none.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    processes = []
+    pipes = []
+    busy = collections.deque()  # (block, pipe of the worker that has it), in order
+    try:
+        for _ in range(workers):
+            pipe, end_of_worker = context.Pipe()
+            arguments = (end_of_worker, pipe, encoder)
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            with _signals_wait():
+                process.start()
+            processes.append(process)
+            pipes.append(pipe)
+            end_of_worker.close()  # so that the pipe ends when the worker does
+        for block, pipe in zip(blocks, itertools.cycle(pipes)):
+            _, _, lines = block
+            encoded = None
+            if len(busy) == workers:
+                encoded = _receive(*busy.popleft())
+            with contextlib.suppress(OSError):  # of a worker that is dead: _receive() says so
+                pipe.send(lines)
+            busy.append((block, pipe))
+            if encoded is not None:
+                yield encoded  # it is written while the worker has a block already
+        for block, pipe in busy:
+            yield _receive(block, pipe)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@contextlib.contextmanager
+def _signals_wait():
+    """Let Ctrl-C and SIGTERM wait for the end of the block: Python loses one while it forks."""
+    if sys.platform != "linux":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _receive(block, pipe):
+    """Return a block, and what the worker that has it makes of it."""
+    try:
+        return block, *pipe.recv()
+    except (EOFError, OSError):
+        raise ChildProcessError(
+            "a worker process was killed, perhaps for lack of memory: use fewer workers"
+        ) from None
+
+
+def _work(pipe, end_of_parent, encoder):
+    """Encode the lines that come through a pipe: this is all that a worker process does.
+
+    It ends when its parent does, as that ends the pipe; it closes its copy of the parent's end.
+    Workers started later hold copies of that end too: so they end in turn, the last one first.
+    """
+    end_of_parent.close()
+    # A terminal sends Ctrl-C to all processes.  The parent alone answers: it ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    # The processes keep all cores busy already: threads of the tokenizers library would compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.send(encoder.encode_block(pipe.recv()))
 
 
 # -- Merge and records -------------------------------------------------------------------------
-#
-#   {"tokenizer": {...},
-#    "inputs": [{"name": "wiki-00.jsonl", "size": 600, "begin": 0, "end": 600, "documents": 3},
-#               {"name": "wiki-01.jsonl", "size": 500, "begin": 0, "end": 250, "documents": 2}],
-#    "bin": 1200, "idx": 142}                  the sizes of the pair, in bytes
-#
-# Here documents 0 to 2 of the pair are those of wiki-00.jsonl, and documents 3 and 4 are the first
-# two of wiki-01.jsonl: the documents that begin in its first 250 bytes.  Beside a pair of other
-# sizes the record is ignored.
 
 
 def merge(
@@ -6666,13 +6612,7 @@ def merge(
 
 
 def _check_all_shards(prefixes):
-    """Check that prefixes which are to be merged have all shards of a corpus, in order, or none.
-
-    >>> _check_all_shards(["a_text_document_00000_of_00002", "a_text_document_00001_of_00002"])
-    >>> _check_all_shards(["a_text_document_00001_of_00002"])
-    Traceback (most recent call last):
-    ValueError: wanted a_text_document_00000_of_00002 in the place of a_text_document_00001_of_00002
-    """
+    """Check that prefixes which are to be merged have all shards of a corpus, in order, or none."""
     wanted = []  # the shards of a corpus that must come next, in order
     for prefix in prefixes:
         name = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", prefix)
@@ -6686,16 +6626,27 @@ def _check_all_shards(prefixes):
         raise ValueError(f"wanted {wanted[0]} too, after {prefix}: merge all shards, or none")
 
 
-def _read_record(path_prefix):
-    """Return the record of a pair, a dict; None if it has none, or one of other sizes."""
-    try:
-        with open(f"{os.fspath(path_prefix)}.record.json", "rb") as file:
-            record = json.load(file)
-        if record == record | _sizes_of_pair(path_prefix):  # it has these sizes already
-            return record
-    except (OSError, ValueError, TypeError):  # it is missing, or damaged: no reason to stop
-        pass
-    return None
+def _join_records(prefixes):
+    """The tokenizer and the inputs of the pair that merge() makes of these pairs."""
+    inputs = []
+    tokenizers = []
+    end = None  # where the part before has ended, in which input
+    for prefix in prefixes:
+        record = _read_record(prefix)
+        if record is None:  # such as upstream's pair: an input of its own
+            documents = len(IndexedDataset(prefix).document_indices) - 1
+            part = {"name": _hide_credentials(prefix), "size": None, "begin": 0, "end": None}
+            record = {"tokenizer": None, "inputs": [part | {"documents": documents}]}
+        tokenizers.append(record["tokenizer"])
+        for part in record["inputs"]:
+            if end == (part["name"], part["size"], part["begin"]):
+                inputs[-1]["documents"] += part["documents"]
+                inputs[-1]["end"] = part["end"]
+            else:
+                inputs.append(part)
+            end = (part["name"], part["size"], part["end"])
+    is_one = tokenizers.count(tokenizers[0]) == len(tokenizers)
+    return tokenizers[0] if is_one else None, inputs
 
 
 def _sizes_of_pair(path_prefix):
@@ -6713,28 +6664,20 @@ def _write_record(path_prefix, tokenizer, inputs):
         file.write(json.dumps(record, indent=1).encode())
 
 
-def _join_records(prefixes):
-    """The tokenizer and the inputs of the pair that merge() makes of these pairs."""
-    inputs = []
-    tokenizers = []
-    end = None  # where the part of an input, of the shard before, has ended
-    for prefix in prefixes:
-        record = _read_record(prefix)
-        if record is None:  # such as upstream's pair: an input of its own
-            documents = len(IndexedDataset(prefix).document_indices) - 1
-            name = _hide_credentials(prefix)
-            part = _Part(prefix, name, None, None, 0, None, documents)
-            record = {"tokenizer": None, "inputs": [part.describe()]}
-        tokenizers.append(record["tokenizer"])
-        for part in record["inputs"]:
-            if end == (part["name"], part["size"], part["begin"]):
-                inputs[-1]["documents"] += part["documents"]
-                inputs[-1]["end"] = part["end"]
-            else:
-                inputs.append(part)
-            end = (part["name"], part["size"], part["end"])
-    is_one = tokenizers.count(tokenizers[0]) == len(tokenizers)
-    return tokenizers[0] if is_one else None, inputs
+def _read_record(path_prefix):
+    """Return the record of a pair, a dict; None if it has none, or one of other sizes."""
+    # It may be missing, or damaged: no reason to stop.
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        with open(f"{os.fspath(path_prefix)}.record.json", "rb") as file:
+            record = json.load(file)
+        if record == record | _sizes_of_pair(path_prefix):  # it has these sizes already
+            return record
+    return None
+
+
+def _counted_from(name, begin):
+    """The name of an input, and the byte from which its lines are counted, if not from 0."""
+    return f"{name} from byte {begin:,} on" if begin > 0 else name
 
 
 def _input_of_document(record, document):
@@ -6742,17 +6685,18 @@ def _input_of_document(record, document):
 
     A number counts documents: blank lines, and bad lines that were left out, are none.  Where a
     shard begins within an input, numbers count from there, and the name says from which byte on.
-
-    >>> record = {"inputs": [{"name": "a", "begin": 0, "documents": 3},
-    ...                      {"name": "b", "begin": 0, "documents": 2}]}
-    >>> _input_of_document(record, 4)
-    ('b', 1)
     """
     for part in record["inputs"]:
         if document < part["documents"]:
             return _counted_from(part["name"], part["begin"]), document
         document -= part["documents"]
     raise IndexError(f"the record of the pair has {document + 1} documents too few")
+
+
+def _identity_of_tokenizer(tokenizer):
+    """A tokenizer's unique_identifiers, as JSON has them; None if it has none."""
+    identity = _attribute(tokenizer, "unique_identifiers")
+    return json.loads(json.dumps(identity, default=str))
 
 
 def _warn_of_other_tokenizer(path_prefix, tokenizer):
@@ -6767,12 +6711,6 @@ def _warn_of_other_tokenizer(path_prefix, tokenizer):
             f"config has {identity}: the ids of one are other texts for the other",
             stacklevel=3,
         )
-
-
-def _identity_of_tokenizer(tokenizer):
-    """A tokenizer's unique_identifiers, as JSON has them; None if it has none."""
-    identity = _attribute(tokenizer, "unique_identifiers")
-    return json.loads(json.dumps(identity, default=str))
 
 
 # ==============================================================================
@@ -6954,12 +6892,7 @@ class SFTDataset(MegatronDataset):
 
 
 def _split_conversations(messages):
-    """Cut the messages of a row into conversations: each system message begins a new one.
-
-    >>> messages = [{"role": role, "content": "hi"} for role in ("user", "system", "user")]
-    >>> [len(conversation) for conversation in _split_conversations(messages)]
-    [1, 2]
-    """
+    """Cut the messages of a row into conversations: each system message begins a new one."""
     conversations = []
     for message in messages:
         if message["role"] == "system" or len(conversations) == 0:
@@ -6975,13 +6908,6 @@ def _encode_conversation(conversation, tokenizer):
 
     A message is the line "role: content".  Only the content of the assistant's messages and the eod
     that ends each of them are learned; eod stands in the place of the line's end there.
-
-    >>> messages = [{"role": "u", "content": "2"}, {"role": "assistant", "content": "4"}]
-    >>> tokens, targets = _encode_conversation(messages, ByteTokenizer())
-    >>> bytes(tokens[:-1]), tokens[-1]
-    (b'u: 2\\nassistant: 4', 256)
-    >>> targets[-3:]
-    [-100, 52, 256]
     """
     tokens = []
     targets = []
@@ -7296,14 +7222,13 @@ def _make_parser():
     parser = argparse.ArgumentParser(
         "megatron-min",
         description="Megatron-LM's GPT data path: text to files to indices to resumable batches.",
-        epilog="megatron-min COMMAND --help shows the options of a command, and an example.",
+        epilog="megatron-min COMMAND --help shows the options of a command.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    example = "--input 'books/*.gz' --output-prefix book --append-eod"
     text = "JSON lines, also compressed, to .bin/.idx pairs"
-    command = _add_command(commands, "preprocess", _run_preprocess, text, example)
-    command.usage = "megatron-min preprocess --input PATH ... --output-prefix PREFIX [options]"
+    command = commands.add_parser("preprocess", help=text, description=text)
+    command.set_defaults(run=_run_preprocess)
     text = "files, globs, URLs; .gz, .bz2, .xz, .zst; - is stdin"
     command.add_argument("--input", nargs="+", required=True, help=text, metavar="PATH")
     text = "the pairs are PREFIX_KEY_document"
@@ -7323,40 +7248,29 @@ def _make_parser():
     text = "no progress on stderr"
     command.add_argument("--no-verbose", dest="verbose", action="store_false", help=text)
 
-    example = "--input a_text_document b_text_document --output-prefix all"
     text = "append pairs of one dtype into a new pair"
-    command = _add_command(commands, "merge", _run_merge, text, example)
+    command = commands.add_parser("merge", help=text, description=text)
+    command.set_defaults(run=_run_merge)
     text = "path prefixes of pairs, or their .idx files, in order"
     command.add_argument("--input", nargs="+", required=True, help=text, metavar="PREFIX")
     command.add_argument("--output-prefix", required=True, help="of the new pair", metavar="PREFIX")
     command.add_argument("--multimodal", action="store_true", help="the pairs hold modes")
 
     place = "path or URL of a pair, without .bin and .idx"
-    example = "books_text_document --tokenizer tokenizer.json"
     text = "counts, lengths and first tokens of a pair"
-    command = _add_command(commands, "inspect", _run_inspect, text, example)
+    command = commands.add_parser("inspect", help=text, description=text)
+    command.set_defaults(run=_run_inspect)
     command.add_argument("prefix", help=place)
     _add_tokenizer(command)
 
     text = "check every entry of pairs"
-    command = _add_command(commands, "verify", _run_verify, text, "books_text_document")
+    command = commands.add_parser("verify", help=text, description=text)
+    command.set_defaults(run=_run_verify)
     command.add_argument("prefix", nargs="+", help=place)
 
     text = "real text to blended, resumable batches, in a few seconds"
-    _add_command(commands, "demo", _run_demo, text, "")
-    return parser
-
-
-def _add_command(commands, name, run, help, example):
-    """Add a command that is run by run(options); return its parser, which has no options yet."""
-    parser = commands.add_parser(
-        name,
-        help=help,
-        description=help,
-        epilog=f"example:\n  megatron-min {name} {example}".rstrip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+    command = commands.add_parser("demo", help=text, description=text)
+    command.set_defaults(run=_run_demo)
     return parser
 
 
@@ -7431,14 +7345,21 @@ def _run_verify(options):
 def _run_demo(options):
     with tempfile.TemporaryDirectory() as folder:
         _say("1. Text to pairs: Python's modules and docstrings; a token is a byte, or an end")
-        prefixes = _make_demo_pairs(folder)
-        for prefix in prefixes:
+        texts = []
+        for path in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]:
+            code = path.read_text("utf-8", errors="replace")
+            docs = "".join(re.findall('"""(.+?)"""', code, re.DOTALL))
+            texts.append({"code": code, "docs": docs})
+        keys = ["code", "docs"]
+        demo = os.path.join(folder, "demo")
+        pairs = preprocess(texts=texts, output_prefix=demo, append_eod=True, json_keys=keys)
+        for prefix in pairs.values():
             _say(_counts(prefix, IndexedDataset(prefix)))
 
         config = GPTDatasetConfig(
             random_seed=1234,
             sequence_length=256,
-            blend=(prefixes, [70, 30]),
+            blend=([pairs["code"], pairs["docs"]], [70, 30]),
             split="90,5,5",
             tokenizer=ByteTokenizer(),
             create_attention_mask=False,
@@ -7447,9 +7368,8 @@ def _run_demo(options):
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
         train, _, _ = builder.build()
         _say(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; 90 % of the pairs have")
-        taken = train.samples_taken()
-        for name, dataset, count in zip(["code", "docs"], train.datasets, taken, strict=True):
-            _say(f"   {name}: {len(dataset):,} samples, {count:,} of them in the blend")
+        for key, dataset, count in zip(keys, train.datasets, train.samples_taken(), strict=True):
+            _say(f"   {key}: {len(dataset):,} samples, {count:,} of them in the blend")
 
         loaders = _make_demo_loaders(train, num_ranks=2)
         steps = _global_batches(loaders)
@@ -7470,30 +7390,13 @@ def _run_demo(options):
     _say("megatron-min preprocess --input corpus.jsonl --output-prefix corpus --append-eod")
 
 
-def _make_demo_pairs(folder):
-    """Make pairs of the modules of the standard library, code and docstrings; return prefixes."""
-    texts = []
-    for path in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]:
-        code = path.read_text("utf-8", errors="replace")
-        docs = "".join(re.findall('"""(.+?)"""', code, re.DOTALL))
-        texts.append({"code": code, "docs": docs})
-    output_prefix = os.path.join(folder, "demo")
-    keys = ["code", "docs"]
-    prefixes = preprocess(texts=texts, output_prefix=output_prefix, append_eod=True, json_keys=keys)
-    return list(prefixes.values())
-
-
 def _make_demo_loaders(train, num_ranks):
     """Return the loader of each rank; a step is 8 samples, on however many ranks."""
     loaders = []
     for rank in range(num_ranks):
-        loader = build_pretraining_data_loader(
-            train,
-            0,
-            micro_batch_size=8 // num_ranks,
-            data_parallel_rank=rank,
-            data_parallel_size=num_ranks,
-        )
+        place = {"data_parallel_rank": rank, "data_parallel_size": num_ranks}
+        size = 8 // num_ranks
+        loader = build_pretraining_data_loader(train, 0, micro_batch_size=size, **place)
         loaders.append(loader)
     return loaders
 

@@ -6836,24 +6836,6 @@ def test_the_null_tokenizer_takes_numbers(one):
     assert one.NullTokenizer(7).unique_identifiers != tokenizer.unique_identifiers
 
 
-WRONG_TOKENIZERS = {  # a name, and a word of the error
-    "none": "unknown tokenizer 'none'",
-    "none.json": "none.json",
-    "gigatoken:none.json": "none.json",
-    "null:x": "'x'",
-    "no_such_module:x": "no_such_module",
-}
-
-
-@pytest.mark.parametrize("name", WRONG_TOKENIZERS)
-def test_a_wrong_tokenizer_is_refused(one, tmp_path, monkeypatch, name):
-    pytest.importorskip("tokenizers")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises((ValueError, ImportError), match=WRONG_TOKENIZERS[name]):
-        one.preprocess(texts=["a"], output_prefix="o", tokenizer=name)
-    assert os.listdir() == []
-
-
 MY_TOKENS = """
 class Odd:
     vocab_size, eod, unique_identifiers = 9, 8, {}
@@ -6864,15 +6846,14 @@ def make(): return odd
 """
 
 
-@pytest.mark.parametrize("attribute", ["Odd", "odd", "make"])
-def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch, attribute):
+def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
     """A class, an object or a function; the module lies in the current folder."""
     (tmp_path / "my_tokens.py").write_text(MY_TOKENS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_tokens", raising=False)
     before = list(sys.path)
-    tokenizer = one.build_tokenizer(f"my_tokens:{attribute}")
-    assert tokenizer.tokenize("abc") == [3]
+    for attribute in ("Odd", "odd", "make"):
+        assert one.build_tokenizer(f"my_tokens:{attribute}").tokenize("abc") == [3]
     assert sys.path == before
 
 
@@ -6897,39 +6878,43 @@ def hf(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(
-    "eod_text, start, eod",
-    [
+def test_hugging_face_tokenizer(one, tmp_path, hf):
+    """Its identifiers tell apart what makes other tokens."""
+    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
+    path = jsonl(tmp_path / "a.jsonl", ["ja nein ja", "nein was"])
+    for eod_text, start, eod in (
         (None, [], 3),
         ("</s>", [], 4),
         (None, [4], 3),  # with special tokens, as Llama's file has them, for those who ask
-    ],
-)
-def test_hugging_face_tokenizer(one, tmp_path, hf, eod_text, start, eod):
-    """Its identifiers tell apart what makes other tokens."""
-    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
-    tokenizer = one.build_tokenizer(hf, eod_text, bool(start))
-    assert (tokenizer.vocab_size, tokenizer.eod) == (5, eod)
-    assert tokenizer.tokenize("nein ja ja") == [*start, 2, 1, 1]
-    batch = tokenizer.tokenize_batch(["nein ja ja", "", "was"])
-    assert lists(batch) == [[*start, 2, 1, 1], start, [*start, 0]]
-    assert tokenizer.detokenize([1, 3]) == "ja <|endoftext|>"
-    is_same = json.dumps(tokenizer.unique_identifiers) == json.dumps(plain.unique_identifiers)
-    assert is_same == (eod_text is None and start == [])
-    path = jsonl(tmp_path / "a.jsonl", ["ja nein ja", "nein was"])
-    made = one.preprocess(path, tmp_path / "o", tokenizer, append_eod=True, workers=2)["text"]
-    assert texts_of(one, made) == [[*start, 1, 2, 1, eod], [*start, 2, 0, eod]]
+    ):
+        tokenizer = one.build_tokenizer(hf, eod_text, bool(start))
+        assert (tokenizer.vocab_size, tokenizer.eod) == (5, eod)
+        assert tokenizer.tokenize("nein ja ja") == [*start, 2, 1, 1]
+        batch = tokenizer.tokenize_batch(["nein ja ja", "", "was"])
+        assert lists(batch) == [[*start, 2, 1, 1], start, [*start, 0]]
+        assert tokenizer.detokenize([1, 3]) == "ja <|endoftext|>"
+        is_same = tokenizer.unique_identifiers == plain.unique_identifiers
+        assert is_same == (eod_text is None and start == [])
+        made = one.preprocess(path, tmp_path / "o", tokenizer, append_eod=True, workers=2)["text"]
+        assert texts_of(one, made) == [[*start, 1, 2, 1, eod], [*start, 2, 0, eod]]
 
 
-def test_a_tokenizer_json_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
-    with pytest.raises(ValueError, match="special tokens"):
-        one.build_tokenizer("bytes", add_special_tokens=True)
-    with pytest.raises(ValueError, match="<none>"):
-        one.build_tokenizer(hf, "<none>")
+def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
+    """The error has the name of what is wrong."""
     path = tmp_path / "no.json"
     path.write_text('{"a": 1}')
-    with pytest.raises(ValueError, match=r"no\.json: wanted a tokenizer\.json"):
-        one.build_tokenizer(str(path))
+    monkeypatch.chdir(tmp_path)
+    for name, eod_text, adds_special_tokens, words in (
+        ("none", None, False, "unknown tokenizer 'none'"),
+        ("no.json", None, False, r"no\.json: wanted a tokenizer\.json"),
+        ("gigatoken:none.json", None, False, r"none\.json"),
+        ("null:x", None, False, "'x'"),
+        ("no_such_module:x", None, False, "no_such_module"),
+        (hf, "<none>", False, "<none>"),
+        ("bytes", None, True, "special tokens"),
+    ):
+        with pytest.raises((ValueError, ImportError), match=words):
+            one.build_tokenizer(name, eod_text, adds_special_tokens)
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"tokenizers.*megatron-min\[tools\]"):
         one.build_tokenizer(hf)
@@ -6985,23 +6970,22 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, bpe):
     pytest.importorskip("gigatoken")
     tokenizer = one.build_tokenizer(bpe)
     fast = one.build_tokenizer(f"gigatoken:{bpe}")
-    texts = []
-    for rng in cases(3):
-        texts += odd_texts(rng, 300)
+    texts = odd_texts(np.random.default_rng(0), 900)
     ids = [tokenizer.tokenize(text) for text in texts]
     assert lists(fast.tokenize_batch(texts)) == ids
     assert [fast.tokenize(text) for text in texts[:50]] == ids[:50]
     assert lists(fast.tokenize_batch([])) == []
     assert lists(pickle.loads(pickle.dumps(fast)).tokenize_batch(texts[:9])) == ids[:9]
     pairs = []
-    for name, workers in ((bpe, 1), (f"gigatoken:{bpe}", 1), (f"gigatoken:{bpe}", 2)):
-        made = one.preprocess(
-            texts=texts, output_prefix=tmp_path / "o", tokenizer=name, workers=workers
-        )
-        pairs.append(bytes_of_pair(made["text"]))
-        is_gigatoken = name.startswith("gigatoken")
-        package = record_of(made["text"])["tokenizer"]["package"]
-        assert package == ("gigatoken" if is_gigatoken else "tokenizers")
+    for package, name, workers in (
+        ("tokenizers", bpe, 1),
+        ("gigatoken", f"gigatoken:{bpe}", 1),
+        ("gigatoken", f"gigatoken:{bpe}", 2),
+    ):
+        job = {"output_prefix": tmp_path / "o", "tokenizer": name, "workers": workers}
+        made = one.preprocess(texts=texts, **job)["text"]
+        pairs.append(bytes_of_pair(made))
+        assert record_of(made)["tokenizer"]["package"] == package
     assert pairs[0] == pairs[1] == pairs[2]
 
 
@@ -7020,16 +7004,13 @@ def test_gigatoken_is_made_anew_after_much_text(one, bpe):
 
 def test_what_gigatoken_does_not_take(one, tmp_path, bpe, monkeypatch):
     """Its own error comes with the name of the file."""
-    gigatoken = pytest.importorskip("gigatoken")
+    pytest.importorskip("gigatoken")
     content = json.loads(pathlib.Path(bpe).read_text())
     content["pre_tokenizer"] = {"type": "Digits", "individual_digits": True}
     path = tmp_path / "digits.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(Exception) as refusal:
-        gigatoken.Tokenizer.from_json(path.read_text())
-    with pytest.raises(ValueError, match=r"digits\.json: gigatoken") as named:
+    with pytest.raises(ValueError, match=r"digits\.json: gigatoken refuses it: .*Digits"):
         one.build_tokenizer(f"gigatoken:{path}")
-    assert str(refusal.value).split()[0] in str(named.value)
     monkeypatch.setitem(sys.modules, "gigatoken", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"gigatoken.*megatron-min\[tools\]"):
         one.build_tokenizer(f"gigatoken:{bpe}")
@@ -7065,21 +7046,19 @@ def write_parquet(path, columns, **arguments):
 
 def test_what_verbose_shows(one, tmp_path, monkeypatch, capsys):
     """A line at the end, and in a terminal a bar besides, where tqdm is installed."""
+    has_tqdm = importlib.util.find_spec("tqdm") is not None
     path = jsonl(tmp_path / "a.jsonl", ["a", "b"])
     one.preprocess(path, tmp_path / "o")
     assert capsys.readouterr().err == ""
-    line = rf"2 documents, {os.path.getsize(path)} bytes, [\d.,]+ MB/s\n"
-    one.preprocess(path, tmp_path / "o", verbose=True)
-    assert re.fullmatch(line, capsys.readouterr().err)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for is_installed in (False, importlib.util.find_spec("tqdm") is not None):
-        with monkeypatch.context() as patched:
-            if not is_installed:
-                patched.setitem(sys.modules, "tqdm", None)
-            one.preprocess(path, tmp_path / "o", verbose=True)
+    for is_terminal, has_bar in ((False, False), (True, has_tqdm), (True, False)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda found=is_terminal: found)
+        if is_terminal and not has_bar:
+            monkeypatch.setitem(sys.modules, "tqdm", None)
+        one.preprocess(path, tmp_path / "o", verbose=True)
         shown = capsys.readouterr().err
-        assert ("100%" in shown) == is_installed
-        assert re.search(f"{line}$", shown)
+        line = rf"2 documents, {os.path.getsize(path)} bytes, [\d.,]+ MB/s\n"
+        assert re.search(f"{line}$" if has_bar else f"^{line}$", shown)
+        assert ("100%" in shown) == has_bar
 
 
 # -- Shards ------------------------------------------------------------------------------------
@@ -7157,23 +7136,20 @@ def test_a_shard_reads_its_share_and_no_more(one, tmp_path):
         assert share <= bytes_read() - before < 1.2 * share
 
 
-@pytest.mark.parametrize(
-    "prefixes, missing",
-    [
-        ("a_00000_of_00002", "a_00001_of_00002"),
-        ("a_00001_of_00002 a_00000_of_00002", "a_00000_of_00002"),
-        ("a_00000_of_00002 b", "a_00001_of_00002"),
-        ("a_00000_of_00002 a_00001_of_00002 b c_00000_of_00001", r"b\.idx"),
-    ],
-)
-def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch, prefixes, missing):
+def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
     """In order; of several corpora, too."""
     monkeypatch.chdir(tmp_path)
     for name in ("a_00000_of_00002", "a_00001_of_00002"):
         mk(one, tmp_path / name, [[1]])
-    with pytest.raises((ValueError, OSError), match=missing):
-        one.merge(prefixes.split(), "o")
-    assert glob.glob("o*") == []
+    for prefixes, missing in (
+        ("a_00000_of_00002", "a_00001_of_00002"),
+        ("a_00001_of_00002 a_00000_of_00002", "a_00000_of_00002"),
+        ("a_00000_of_00002 b", "a_00001_of_00002"),
+        ("a_00000_of_00002 a_00001_of_00002 b c_00000_of_00001", r"b\.idx"),
+    ):
+        with pytest.raises((ValueError, OSError), match=missing):
+            one.merge(prefixes.split(), "o")
+        assert glob.glob("o*") == []
 
 
 # -- Records -----------------------------------------------------------------------------------
@@ -7185,16 +7161,20 @@ def record_of(prefix):
 
 
 def inputs_of(one, prefix):
-    """(name of the input, number in there) of each document of a pair, as its record says."""
-    record = one._read_record(prefix)
-    count = len(one.IndexedDataset(prefix).document_indices) - 1
-    return [one._input_of_document(record, document) for document in range(count)]
+    """[(name of the input, number in there)] of the documents of a pair that have tokens."""
+    found = {}
+    ds = gpt(one, prefix, sequence_length=1, tokenizer=one.ByteTokenizer())
+    for k in range(len(ds)):
+        for span in one.trace(ds, k):
+            found[span.document] = (span.input, span.input_document)
+    return [found[document] for document in sorted(found)]
 
 
 def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
     """Of one job, of merged shards, and of several such pairs that are merged."""
-    monkeypatch.chdir(tmp_path)
-    for rng in cases(4):
+    for case, rng in enumerate(cases(4)):
+        (tmp_path / str(case)).mkdir()
+        monkeypatch.chdir(tmp_path / str(case))
         names = [f"{name}.jsonl" for name in "abc"]
         for name in names:
             numbers = range(int(rng.integers(1, 9)))
@@ -7207,10 +7187,7 @@ def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
         assert len(record_of("all")["inputs"]) == 9
         for prefix in (whole, merged, "all"):
             texts = [bytes(ids).decode() for ids in texts_of(one, prefix)]
-            found = inputs_of(one, prefix)
-            assert texts == [f"{name} {number}" for name, number in found]
-            with pytest.raises(IndexError):
-                one._input_of_document(one._read_record(prefix), len(texts))
+            assert texts == [f"{name} {number}" for name, number in inputs_of(one, prefix)]
 
 
 def test_parts_of_an_input_are_joined_where_one_goes_on_with_the_other(one, tmp_path, monkeypatch):
@@ -7231,37 +7208,34 @@ def test_parts_of_an_input_are_joined_where_one_goes_on_with_the_other(one, tmp_
 
 
 def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
-    """It says what the pair was made from, without secrets; of another pair it says nothing."""
+    """It says what the pair was made from, without secrets; of another pair it says nothing.
+
+    A pair without one is an input of its own; a new pair takes the record of the old one away.
+    """
     monkeypatch.chdir(tmp_path)
     fsspec.filesystem("memory").pipe_file("/me:s3cret@b/a.jsonl?sig=s3cret", GOOD)
     inputs = ["memory://me:s3cret@b/a.jsonl?sig=s3cret", jsonl("b.jsonl", ["d"])]
-    prefix = one.preprocess(inputs, "o", append_eod=True)["text"]
-    record = record_of(prefix)
+    made = one.preprocess(inputs, "o", append_eod=True)["text"]
     size = os.path.getsize("b.jsonl")
+    record = record_of(made)
     assert record["inputs"] == [
         {"name": "memory://b/a.jsonl", "size": 14, "begin": 0, "end": 14, "documents": 1},
         {"name": "b.jsonl", "size": size, "begin": 0, "end": size, "documents": 1},
     ]
     assert record["tokenizer"] == one.ByteTokenizer.unique_identifiers
-    assert one._read_record(prefix) == record
-    os.truncate(f"{prefix}.bin", 2)
-    assert one._read_record(prefix) is None
-    pathlib.Path("none.record.json").write_text("[]")
-    for prefix in ("none", "nothing"):
-        assert one._read_record(prefix) is None
-
-
-def test_a_pair_without_a_record_is_an_input_of_its_own(one, tmp_path, monkeypatch):
-    """And a new pair takes the record of the old one away, whoever writes it."""
-    monkeypatch.chdir(tmp_path)
-    made = one.preprocess(texts=["ab", "c"], output_prefix="o")["text"]
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
     one.merge([made, "upstream", made], "all")
-    texts, upstream = [("texts", 0), ("texts", 1)], [("upstream", number) for number in range(3)]
-    assert inputs_of(one, "all") == texts + upstream + texts
+    known = [("memory://b/a.jsonl", 0), ("b.jsonl", 0)]
+    assert inputs_of(one, "all") == [*known, *[("upstream", k) for k in range(3)], *known]
     assert record_of("all")["tokenizer"] is None
     mk(one, tmp_path / "all", [[5]])
     assert not os.path.exists("all.record.json")
+    for content in (json.dumps(record | {"bin": 9}), json.dumps(record | {"idx": 9}), "[]", "{"):
+        pathlib.Path(f"{made}.record.json").write_text(content)
+        assert inputs_of(one, made) == [(None, None)] * 2
+    pathlib.Path(f"{made}.record.json").write_text(json.dumps(record | {"inputs": []}))
+    with pytest.raises(IndexError, match="too few"):
+        inputs_of(one, made)
 
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
@@ -7295,49 +7269,24 @@ def test_a_compressed_file_that_is_cut_or_changed_is_named(one, tmp_path, extens
 
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
-    """URLs with queries, patterns of URLs, and files, in any order; sharded, too."""
+    """URLs with queries, patterns of URLs, and files, in any order; sharded, too.
+
+    Arguments keep their order, and a pattern is sorted.  Upstream: as the file system has them.
+    """
     memory = fsspec.filesystem("memory")
     lines = b'{"text": "a"}\n\n{"text": "bcdefg"}\n \n{"text": ""}\r\n{"text": "h"}\n'
     for name, content in (("b2", GOOD * 3), ("b1", lines), ("b10", b'{"text": "x"}')):
         memory.pipe_file(f"{tmp_path}/{name}.jsonl", content)
+    for name in ("d2", "d1", "d10", "[de]*"):  # a name that exists is no pattern
+        jsonl(tmp_path / f"{name}.json", [name])
     compressed = tmp_path / "c.jsonl.gz"
     compressed.write_bytes(compress(GOOD * 9, ".gz"))
     memory.pipe_file(f"{compressed}?sig=1", compressed.read_bytes())
     inputs = [f"memory://{compressed}?sig=1", compressed, f"memory://{tmp_path}/b*.jsonl"]
+    inputs += [tmp_path / "d*.json", f"{tmp_path}/[de]*.json"]
     merged = make_shards(one, inputs, tmp_path, count)
-    texts = [*["1"] * 18, "a", "bcdefg", "", "h", "x", "1", "1", "1"]
+    texts = [*["1"] * 18, "a", "bcdefg", "", "h", "x", "1", "1", "1", "d1", "d10", "d2", "[de]*"]
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
-
-
-def test_files_and_globs_in_order(one, tmp_path):
-    """Arguments keep their order, and a glob is sorted.  Upstream: as the file system has them."""
-    for name in ("b2", "b1", "b10", "a", "[ab]*"):
-        jsonl(tmp_path / f"{name}.jsonl", [name])
-    inputs = [tmp_path / "b*.jsonl", tmp_path / "[ab]*.jsonl", f"{tmp_path}/a.jsonl"]
-    made = one.preprocess(inputs, tmp_path / "o")
-    found = [bytes(document).decode() for document in texts_of(one, made["text"])]
-    assert found == ["b1", "b10", "b2", "[ab]*", "a"], "a name that exists is no pattern"
-
-
-NEEDED = [  # the package that is missing, the input, arguments, and the extra that has it
-    ("s3fs", "s3://bucket/a.jsonl", {}, "storage"),
-    ("nltk", "a.jsonl", {"split_sentences": True}, "tools"),
-]
-
-
-@pytest.mark.parametrize("package, path, arguments, extra", NEEDED)
-def test_a_missing_package_is_named(one, tmp_path, monkeypatch, package, path, arguments, extra):
-    for name in list(sys.modules):
-        if name.partition(".")[0] == package:
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    registry = importlib.import_module("fsspec.registry")
-    monkeypatch.delitem(registry._registry, "s3", raising=False)
-    monkeypatch.chdir(tmp_path)
-    pathlib.Path("a.jsonl").write_bytes(GOOD)
-    with pytest.raises(ImportError, match=rf"(?i){package}.*megatron-min\[{extra}\]"):
-        one.preprocess(path, "o", **arguments)
-    assert os.listdir() == ["a.jsonl"]
 
 
 def test_zst_is_read_by_one_that_reads_all_of_it(one, tmp_path, monkeypatch):
@@ -7353,15 +7302,6 @@ def test_zst_is_read_by_one_that_reads_all_of_it(one, tmp_path, monkeypatch):
         one.preprocess(path, tmp_path / "o")
 
 
-SENTENCES = [  # a line, and the texts of its sequences; $ is eod
-    ("1 2. 3.", ["1 2.", " 3.$"]),
-    ("", []),
-    ("4", ["4$"]),
-    ("5..6", ["5.", "6$"]),
-    (["7. 8", "", "9."], ["7.", " 8", "9.$"]),  # a list of parts, each of which is split
-]
-
-
 @pytest.mark.parametrize("workers, append_eod", [(1, True), (2, False)])
 def test_sentences_are_sequences(one, tmp_path, monkeypatch, workers, append_eod):
     """They are found by nltk's model of English."""
@@ -7370,29 +7310,31 @@ def test_sentences_are_sequences(one, tmp_path, monkeypatch, workers, append_eod
     full_stops = types.SimpleNamespace(tokenize=re.compile(r"[^.]+\.?").findall)
     punkt.PunktTokenizer.return_value = full_stops
     monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", punkt)
-    path = jsonl(tmp_path / "a.jsonl", [text for text, _ in SENTENCES])
+    # the last one is a list of parts, each of which is split
+    path = jsonl(tmp_path / "a.jsonl", ["1 2. 3.", "", "4", ["7. 8", "", "9."]])
     flags = {"split_sentences": True, "append_eod": append_eod, "workers": workers}
     made = one.preprocess(path, tmp_path / "o", **flags)
     assert made == {"text": f"{tmp_path}/o_text_sentence"}
     punkt.PunktTokenizer.assert_called_with("english")
     pair = one.IndexedDataset(made["text"])
     found = [bytes((ids % 220).tolist()).decode() for ids in pair[:]]  # 256 % 220 is a $
-    wanted = []
-    for _, sentences in SENTENCES:
-        wanted += [text if append_eod else text.removesuffix("$") for text in sentences]
-    assert found == wanted
-    assert pair.document_indices.tolist() == [0, 2, 2, 3, 5, 8]
+    wanted = ["1 2.", " 3.$", "4$", "7.", " 8", "9.$"]
+    assert found == [text if append_eod else text.removesuffix("$") for text in wanted]
+    assert pair.document_indices.tolist() == [0, 2, 2, 3, 6]
 
 
 def test_sentences_without_a_model_of_english(one, tmp_path, monkeypatch):
+    """And without nltk."""
     punkt = pytest.importorskip("nltk.tokenize.punkt")
     path = jsonl(tmp_path / "a.jsonl", ["I see.  You do? Yes", "\n"])
     monkeypatch.setattr(punkt, "PunktTokenizer", mock.Mock(side_effect=LookupError))
     with pytest.warns(UserWarning, match="punkt_tab"):
-        made = one.preprocess(path, tmp_path / "o", split_sentences=True)
-    pair = one.IndexedDataset(made["text"])
-    assert [bytes(ids.tolist()) for ids in pair[:]] == [b"I see.", b"You do?", b"Yes"]
-    assert pair.document_indices.tolist() == [0, 3, 3]
+        made = one.preprocess(path, tmp_path / "o", split_sentences=True)["text"]
+    sentences = [bytes(ids.tolist()) for ids in one.IndexedDataset(made)[:]]
+    assert sentences == [b"I see.", b"You do?", b"Yes"]
+    monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", None)  # as if it were not installed
+    with pytest.raises(ImportError, match=r"nltk.*megatron-min\[tools\]"):
+        one.preprocess(path, tmp_path / "o", split_sentences=True)
 
 
 # -- Documents ---------------------------------------------------------------------------------
@@ -7409,14 +7351,13 @@ def forget_the_last(texts):
 
 
 XY = {"json_keys": ["y", "x"]}
+SKIP = {"on_error": "skip"}
 BATCHED = {"tokenizer": Tok(tokenize_batch=numbers_of)}
 FORGETFUL = {"tokenizer": Tok(tokenize_batch=forget_the_last)}
-SKIP = {"on_error": "skip"} | BATCHED
 LARGE = {"tokenizer": Tok(vocab_size=70001)}
 ENCODED = [  # the file, arguments, and the documents of the pair of each key
     (b'{"x": "a", "y": "b", "z": 3}\n{"y": "", "x": "c"}\n', XY, [[[98], []], [[97], [99]]]),
-    (b'{"x": "1", "y": "2"}\n{"x": "3", "y": "n"}\n', XY | SKIP, [[[2]], [[1]]]),
-    (b'{"text": "1"}\n{"text": 5}\n{"text": "x"}\n{"text": "3"}', SKIP, [[[1], [3]]]),
+    (b'{"x": "1", "y": "2"}\n{"x": "3", "y": "n"}\n', XY | BATCHED | SKIP, [[[2]], [[1]]]),
     (b'{"text": "1 70000"}\n', LARGE, [[[1, 70000]]]),
 ]
 
@@ -7455,8 +7396,6 @@ def test_standard_input_and_pipes(one, tmp_path, monkeypatch, workers):
 BAD_TEXTS = {  # a line, and a word of the reason
     b'{"text": "a"': "delimiter",
     b'{"other": "a"}': "'text'",
-    b'{"text": null}': "'text'",
-    b'{"text": {"a": 5}}': "'text'",
     b'{"text": ["a", 5]}': "'text'",
     b'["text"]': "'text'",
     b'{"text": "\xff"}': "utf-8",
@@ -7465,24 +7404,19 @@ BAD_TEXTS = {  # a line, and a word of the reason
 }
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
     "tokenizer": (GOOD + b'{"text": "2 x"}\n', {"tokenizer": Tok()}, r"a\.jsonl: line 2: .*'x'"),
-    "batch": (GOOD + b'{"text": "2 x"}\n', BATCHED, r"a\.jsonl: line 2: .*'x'"),
     "lost texts": (GOOD * 2, FORGETFUL, "tokenize_batch"),
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
     "in a shard": (GOOD * 10 + b"oops\n", {"shard": (1, 2)}, "from byte 72 on: line 5: "),
-    "no file": (GOOD, {"input": "none.jsonl"}, "none.jsonl"),
     "no file of a pattern": (GOOD, {"input": ["a.jsonl", "*.none"]}, r"\*\.none"),
     "a folder": (GOOD, {"input": "."}, "directory"),
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
-    "no such storage": (GOOD, {"input": "unheard://a.jsonl"}, "unheard"),
     "nothing to read": (GOOD, {"input": None}, "one of input, which are paths, and texts"),
+    "no input": (GOOD, {"input": []}, "input"),
     "one text": (GOOD, {"input": None, "texts": "abc"}, "an iterable of texts"),
     "a shard of texts": (GOOD, {"input": None, "texts": ["a"], "shard": (0, 2)}, "without a shard"),
     "no text": (GOOD, {"input": None, "texts": ["a", 5]}, "texts: line 2: wanted .* got .*5"),
-    "a row without text": (GOOD, {"input": None, "texts": [{"a": "b"}]}, "texts: line 1: wanted"),
-    "no input": (GOOD, {"input": []}, "input"),
     "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
     "shard": (GOOD, {"shard": (2, 2)}, "wanted a shard i/n .* got 2/2"),
-    "a shard behind the last": (GOOD, {"shard": (3, 2)}, "wanted a shard"),
     "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
     "on_error": (GOOD, {"on_error": "maybe"}, "stop or skip"),
 }
@@ -7526,21 +7460,21 @@ def test_bad_lines_are_skipped_and_counted(one, tmp_path, workers):
             tmp_path / "*.jsonl", tmp_path / "o", on_error="skip", workers=workers
         )
     left_out, empty = [str(warning.message) for warning in told]
-    assert re.search(r"left out 9 bad lines; the first: .*a\.jsonl: line 2: ", left_out)
+    assert re.search(r"left out 7 bad lines; the first: .*a\.jsonl: line 2: ", left_out)
     assert re.search(r"no document came from 1 inputs: .*b\.jsonl$", empty)
     assert texts_of(one, made["text"]) == [[49], [49]]
 
 
-class Truncating(Tok):
-    """Cuts off the file that is read, at its first text, at the end of a line."""
+class Acting(Tok):
+    """Does something at each text, before it tokenizes it."""
 
-    def __init__(self, path, size):
+    def __init__(self, act):
         super().__init__()
-        self.path, self.size = path, size
+        self.act = act
 
     def tokenize(self, text):
-        os.truncate(self.path, self.size)
-        return [1]
+        self.act(text)
+        return super().tokenize(text)
 
 
 @pytest.mark.parametrize("extension", ["", *COMPRESSED])
@@ -7549,46 +7483,30 @@ def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, extension):
     path = tmp_path / f"a.jsonl{extension}"
     parts = []
     for seed in range(6):
-        line = b'{"text": "%s"}\n' % np.random.default_rng(seed).bytes(1 << 18).hex().encode()
-        parts.append(compress(line, extension))
+        numbers = " ".join(map(str, np.random.default_rng(seed).integers(0, 1000, 1 << 17)))
+        parts.append(compress(json.dumps({"text": numbers}).encode() + b"\n", extension))
     path.write_bytes(b"".join(parts))
-    tokenizer = Truncating(path, sum(len(part) for part in parts[:5]))
+    size = sum(len(part) for part in parts[:5])
     with pytest.raises(OSError, match=r"a\.jsonl\S*: it had .* cut off meanwhile"):
-        one.preprocess(path, tmp_path / "o", tokenizer)
+        one.preprocess(path, tmp_path / "o", Acting(lambda text: os.truncate(path, size)))
     assert os.listdir(tmp_path) == [path.name]
 
 
 def test_texts_in_the_place_of_files(one, tmp_path):
-    """The same workers, the same files, of several blocks."""
-    rows = [{"x": "a" * 300 * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
+    """The same workers, the same files, of several blocks for each worker."""
+    rows = [{"x": "a" * 300 * k, "n": k, "y": ["b", "c" * k]} for k in range(200)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"json_keys": ["y", "x"], "append_eod": True}
     wanted = one.preprocess(tmp_path / "a.jsonl", tmp_path / "file", **keys)
-    for name, workers, texts in (("a", 1, rows), ("b", 3, iter(rows))):
-        made = one.preprocess(
-            texts=texts, output_prefix=tmp_path / name, workers=workers, tokenizer="bytes", **keys
-        )
-        for key in made:
-            assert bytes_of_pair(made[key]) == bytes_of_pair(wanted[key])
+    made = one.preprocess(texts=iter(rows), output_prefix=tmp_path / "o", workers=3, **keys)
+    for key in made:
+        assert bytes_of_pair(made[key]) == bytes_of_pair(wanted[key])
     texts = (row["x"] for row in rows)
-    made = one.preprocess(texts=texts, output_prefix=tmp_path / "c", append_eod=True)
+    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", append_eod=True)
     assert bytes_of_pair(made["text"]) == bytes_of_pair(wanted["x"])
     with pytest.raises(ZeroDivisionError):
         one.preprocess(texts=(1 / k for k in [0]), output_prefix=tmp_path / "d")
     assert not list(tmp_path.glob("d*"))
-
-
-class Killer(Tok):
-    """Its process gets a signal at the text 13."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.number = number
-
-    def tokenize(self, text):
-        if text == "13":
-            os.kill(os.getpid(), self.number)
-        return super().tokenize(text)
 
 
 @linux
@@ -7597,11 +7515,16 @@ class Killer(Tok):
 )
 def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path, first, second, number):
     """And the other one ends."""
+
+    def kill_at_13(text):
+        if text == "13":
+            os.kill(os.getpid(), number)
+
     long = "5 " * 300_000  # it ends the block of a worker
     path = jsonl(tmp_path / "a.jsonl", [first, long, second, long])
     before = set(multiprocessing.active_children())
     with pytest.raises(ChildProcessError, match="use fewer workers"):
-        one.preprocess(path, tmp_path / "o", Killer(number), workers=2)
+        one.preprocess(path, tmp_path / "o", Acting(kill_at_13), workers=2)
     assert os.listdir(tmp_path) == ["a.jsonl"]
     assert set(multiprocessing.active_children()) <= before
 
@@ -7618,7 +7541,7 @@ megatron_min.preprocess(texts=texts(), output_prefix=sys.argv[1], workers=3)
 """
 
 
-def children_of(process):
+def workers_of(process):
     """The numbers of the processes that a process has started, on Linux."""
     path = f"/proc/{process}/task/{process}/children"
     return [int(number) for number in pathlib.Path(path).read_text().split()]
@@ -7632,35 +7555,29 @@ def is_running(process):
         return False
 
 
-def in_a_minute(happened):
-    """Wait until a function says True, for a minute at most."""
+def in_a_minute(happened, *arguments):
+    """Wait until happened(*arguments) is true, for a minute at most."""
     end = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < end
+    while not happened(*arguments):
+        assert time.monotonic() < end, "it never happened"
         time.sleep(0.01)
 
 
 @linux
-@pytest.mark.parametrize("victim", ["parent", pytest.param("worker", marks=pytest.mark.slow)])
-def test_a_job_that_is_killed_at_any_moment(one, tmp_path, victim):
-    """Its workers end even if no parent ends them; the death of a worker is an error at once."""
+def test_workers_end_with_a_job_that_is_killed(tmp_path):
+    """At any moment, and though no parent ends them."""
     arguments = [sys.executable, "-c", ENDLESS, str(tmp_path / "o")]
     variables = os.environ | {"PYTHONPATH": str(HERE)}
-    parent = subprocess.Popen(arguments, env=variables, stderr=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(arguments, env=variables, stderr=subprocess.DEVNULL)
     try:
-        in_a_minute(lambda: len(children_of(parent.pid)) == 3)
-        workers = children_of(parent.pid)
-        rng = np.random.default_rng()
-        time.sleep(rng.random())
-        os.kill(parent.pid if victim == "parent" else int(rng.choice(workers)), signal.SIGKILL)
-        _, err = parent.communicate(timeout=60)
+        in_a_minute(lambda: len(workers_of(parent.pid)) == 3)
+        workers = workers_of(parent.pid)
+        time.sleep(np.random.default_rng().random())
     finally:
         parent.kill()
+        parent.wait()
     in_a_minute(lambda: not any(map(is_running, workers)))
     assert not os.path.exists(tmp_path / "o_text_document.bin")
-    if victim == "worker":
-        assert "ChildProcessError: a worker process was killed" in err
-        assert os.listdir(tmp_path) == []
 
 
 @linux
@@ -7686,22 +7603,6 @@ def test_a_disk_that_is_full_at_any_moment(one, tmp_path):
         signal.signal(signal.SIGXFSZ, before)
 
 
-@pytest.mark.slow
-def test_lines_of_100_megabytes(one, tmp_path):
-    """In one job by two workers, and as shards that begin in the middle of such a line."""
-    size = 100_000_000
-    path = tmp_path / "a.jsonl"
-    with open(path, "wb") as file:
-        for letter in b"abc":
-            file.write(b'{"text": "%s"}\n' % (bytes([letter]) * size))
-    made = one.preprocess(path, tmp_path / "o", workers=2)["text"]
-    pair = one.IndexedDataset(made)
-    assert pair.sequence_lengths.tolist() == [size] * 3
-    for number, letter in enumerate(b"abc"):
-        assert (pair[number] == letter).all()
-    assert bytes_of_pair(make_shards(one, path, tmp_path, 5)) == bytes_of_pair(made)
-
-
 def test_memory_of_a_long_line(one, tmp_path):
     """A text of one line takes few times its size; as a list of ids it would be 26 times."""
     size = 4_000_000
@@ -7713,23 +7614,20 @@ def test_memory_of_a_long_line(one, tmp_path):
     assert peak < 10 * size
 
 
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
+def test_what_is_said_of_an_input_shows_no_credential(one, tmp_path):
+    for name, content, words in (
         ("a.jsonl.gz", b"nothing", "cannot be read"),
         ("a.jsonl", b"oops", "line 1"),
         ("a.jsonl.ZIP", b"", "zip archive"),
         ("none.jsonl", None, "no such file"),
-    ],
-)
-def test_what_is_said_of_an_input_shows_no_credential(one, tmp_path, name, content, words):
-    path = f"/me:s3cret@b/{name}?sig=s3cret"
-    if content is not None:
-        fsspec.filesystem("memory").pipe_file(path, content)
-    with pytest.raises((ValueError, OSError), match=words) as refusal:
-        one.preprocess(f"memory:/{path}", tmp_path / "o")
-    assert f"memory://b/{name}" in str(refusal.value)
-    assert "s3cret" not in str(refusal.value)
+    ):
+        path = f"/me:s3cret@b/{name}?sig=s3cret"
+        if content is not None:
+            fsspec.filesystem("memory").pipe_file(path, content)
+        with pytest.raises((ValueError, OSError), match=words) as refusal:
+            one.preprocess(f"memory:/{path}", tmp_path / "o")
+        assert f"memory://b/{name}" in str(refusal.value)
+        assert "s3cret" not in str(refusal.value)
 
 
 # ==============================================================================
@@ -7886,57 +7784,50 @@ BAD_ROWS = {  # a line, and a word of the error
     "{oops": "Expecting",
     '{"text": "a"}': "KeyError: 'messages'",
     '{"messages": []}': "empty",
-    '{"messages": ["hello"]}': "TypeError",
-    '{"messages": [{"content": "1"}]}': "KeyError: 'role'",
-    '{"messages": [{"role": null, "content": "1"}]}': "wanted texts",
     '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
     '{"messages": [{"role": "user", "content": "one"}]}': "invalid literal",
 }
 
 
-@pytest.mark.parametrize("line", BAD_ROWS)
-def test_a_row_that_cannot_be_used_is_named(one, tmp_path, line):
+def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     good = json.dumps({"messages": ROW})
     path = tmp_path / "chat.jsonl"
-    path.write_text(f"{good}\n\n{line}\n{good}\n")
+    path.write_text("\n\n".join([good, *BAD_ROWS, good]))  # with blank lines
     ds = chat(one, path, tokenizer=Tok())
-    assert len(ds) == 3
-    with pytest.raises(ValueError, match=rf"chat\.jsonl, line 3: .*{BAD_ROWS[line]}"):
-        ds[1]
-
-
-def test_as_many_targets_as_tokens(one, tmp_path):
-    """One target would be spread over all tokens without a word."""
-    path = write_rows(tmp_path / "chat.jsonl", [ROW])
-    tokenizer = ChatTokenizer(pad=999)
-    tokenizer.tokenize_conversation = lambda *_, **__: ([1, 2, 3], [5])
-    with pytest.raises(ValueError, match=r"chat\.jsonl, line 1: .*3 tokens have 1 targets"):
-        chat(one, path, tokenizer=tokenizer)[0]
+    assert len(ds) == len(BAD_ROWS) + 2
+    for number, words in enumerate(BAD_ROWS.values(), 1):
+        with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
+            ds[number]
 
 
 def test_rows_of_any_object(one):
-    """A list of dicts will do; its rows count from 1 in errors."""
+    """A list of dicts will do; its rows count from 1 in errors.
+
+    One target for three tokens would be spread over all of them without a word.
+    """
     rows = [{"messages": ROW}, {"text": "a"}]
-    cfg = config(one, tokenizer=ChatTokenizer(pad=999))
+    tokenizer = ChatTokenizer(pad=999)
+    cfg = config(one, tokenizer=tokenizer)
     ds = one.SFTDataset(rows, "rows", np.arange(2, dtype=np.int32), 3, one.Split.train, cfg)
     same_samples(ds[2], brute_chat_sample(ROW, 8, 999, 0, 1))
     with pytest.raises(ValueError, match="rows, row 2: "):
         ds[1]
+    tokenizer.tokenize_conversation = lambda *_, **__: ([1, 2, 3], [5])
+    ds = one.SFTDataset(rows, "rows", np.arange(2, dtype=np.int32), 3, one.Split.train, cfg)
+    with pytest.raises(ValueError, match=r"rows, row 1: .*3 tokens have 1 targets"):
+        ds[0]
 
 
-@pytest.mark.parametrize(
-    "fields, words",
-    [
+def test_what_fine_tuning_refuses(one, tmp_path):
+    path = write_rows(tmp_path / "chat.jsonl", [ROW])
+    for fields, words in (
         ({"create_attention_mask": True}, "create_attention_mask must be False"),
         ({"reset_position_ids": True}, "reset_position_ids must be False"),
         ({"n": 3, "rows": []}, "holds no rows for 3 samples"),
         ({"tokenizer": Tok(unique_identifiers=ADDS_BOS)}, "without add_special_tokens"),
-    ],
-)
-def test_what_fine_tuning_refuses(one, tmp_path, fields, words):
-    path = write_rows(tmp_path / "chat.jsonl", [ROW])
-    with pytest.raises(ValueError, match=words):
-        chat(one, path, **fields)
+    ):
+        with pytest.raises(ValueError, match=words):
+            chat(one, path, **fields)
 
 
 def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path):
@@ -8116,26 +8007,6 @@ def test_find_looks_at_a_few_samples_an_epoch(one, tmp_path):
         assert pieces.call_count <= 3 * num_epochs < len(part) / 10
 
 
-def test_a_span_names_the_input_by_the_record(one, tmp_path, monkeypatch):
-    """A pair without a record has no input."""
-    monkeypatch.chdir(tmp_path)
-    paths = [jsonl(name, ["x" * 9] * 10) for name in ("x.jsonl", "y.jsonl")]
-    a = one.preprocess(paths, "a")["text"]
-    b = mk(one, tmp_path / "b", [[1] * 9] * 20)
-    cfg = config(one, ([a, b], [1, 1]), tokenizer=one.ByteTokenizer())
-    blend = build(one, [30, 0, 0], cfg)[0]
-    found = set()
-    for k in range(30):
-        for span in one.trace(blend, k):
-            found.add((span.path_prefix, span.input))
-            if span.path_prefix == a:
-                number = "xy".index(span.input[0]) * 10 + span.input_document
-                assert number == span.document
-            else:
-                assert span.input_document is None
-    assert found == {(a, "x.jsonl"), (a, "y.jsonl"), (b, None)}
-
-
 def test_an_audit_reads_no_token(one, web, some_pair, tmp_path):
     """Nor does building: the .bin on the server is asked for its size, and for no bytes."""
     prefix = web.put(some_pair[0])
@@ -8185,7 +8056,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         ("preprocess --input a.jsonl --output-prefix toy", [f"{prefix}: 3 sequences"]),
         (f"inspect {prefix}", ["13 tokens of uint16", "3 to 6 tokens, 4.3", "[97, 97, 97, 97]\n"]),
         (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
-        (f"merge --input {prefix} {prefix} --output-prefix two", ["26 tokens"]),
+        (f"merge --input {prefix} {prefix}.idx --output-prefix two", ["26 tokens"]),
         ("merge --input modes --output-prefix q --multimodal", ["2 sequences"]),
     ):
         code, out, err = command(one, capsys, *line.split())
@@ -8214,55 +8085,28 @@ def test_options_of_preprocess_reach_the_function(one, capsys, monkeypatch):
     assert found == {name: defaults[name].default for name in found}
 
 
-INSPECTED = {  # documents, and what inspect says of them
-    "no sequences": ([], "0 sequences, 0 documents, 0 tokens"),
-    "empty first sequence": ([[], [98, 99]], r"sequence 0: \[\]\ndecoded: ''"),
-    "cut within a character": ([[97, 195]], "decoded: 'a\ufffd'"),
-    "ids of a larger vocabulary": ([[97, 50_000]], "not decoded: .*--tokenizer"),
-    "sixteen tokens": ([[97] * 20], f"decoded: '{'a' * 16}'"),
-}
+def test_inspect_tells_counts_and_the_first_tokens(one, tmp_path, capsys):
+    for docs, words in (
+        ([], "0 sequences, 0 documents, 0 tokens"),
+        ([[], [98, 99]], r"sequence 0: \[\]\ndecoded: ''"),
+        ([[97, 195]], "decoded: 'a\ufffd'"),  # cut within a character
+        ([[97, 50_000]], "not decoded: .*--tokenizer"),
+        ([[97] * 20], f"decoded: '{'a' * 16}'"),
+    ):
+        code, out, _ = command(one, capsys, "inspect", mk(one, tmp_path / "p", docs))
+        assert code == 0 and re.search(words, out), out
 
 
-@pytest.mark.parametrize("case", INSPECTED)
-def test_inspect_tells_counts_and_the_first_tokens(one, tmp_path, capsys, case):
-    docs, words = INSPECTED[case]
-    code, out, _ = command(one, capsys, "inspect", mk(one, tmp_path / "p", docs))
-    assert code == 0 and re.search(words, out), out
-
-
-def test_help_lists_the_commands_and_fits_a_screen(one, capsys, monkeypatch):
-    """Of each command with an example, whose flags it has."""
-    monkeypatch.setenv("COLUMNS", "80")
+def test_help_lists_the_commands(one, capsys):
     code, out, _ = command(one, capsys, "--help")
     names = re.findall(r"^    (\w+)", out, re.MULTILINE)
     assert code == 0 and names == ["preprocess", "merge", "inspect", "verify", "demo"]
     for name in names:
         code, out, _ = command(one, capsys, name, "--help")
-        options, _, example = out.partition("example:\n")
-        assert code == 0 and example.startswith(f"  megatron-min {name}")
-        assert all(f"  {flag}" in options for flag in re.findall(r"--[\w-]+", example))
-        lines = out.splitlines()
-        assert len(lines) < 24 and max(map(len, lines)) <= 80
+        assert code == 0 and f"megatron-min {name}" in out
 
 
-WRONG = {  # arguments, in a folder with pairs and files: an exit code, and a word of the sentence
-    "": (2, "COMMAND"),
-    "preprocess --input a.jsonl --output-prefix o --no-verbose --json-keys x": (
-        1,
-        "a.jsonl: line 1: ",
-    ),
-    "preprocess --input a.jsonl --output-prefix o --shard 1": (2, "--shard"),
-    "preprocess --input none.jsonl --output-prefix o": (1, "none.jsonl"),
-    "merge --input good none --output-prefix o": (1, "none.idx"),
-    "inspect memory://none": (1, "none.idx"),
-    "inspect good --tokenizer none.json": (1, "none.json"),
-    "verify good damaged": (1, "damaged.idx: sequence_pointers[1]"),
-    "demo --keep d": (2, "unrecognized arguments"),
-}
-
-
-@pytest.mark.parametrize("arguments", WRONG)
-def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys, arguments):
+def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
     """And it leaves no file."""
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["a"])
@@ -8270,31 +8114,39 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys, arguments
         mk(one, tmp_path / name, [[1] * 18, [2] * 2])
     patch("damaged.idx", 34, b"\x13")  # the first length
     before = files_of(".")
-    code, word = WRONG[arguments]
-    found, _, err = command(one, capsys, *arguments.split())
-    assert found == code and one_sentence(err) and word in err.split("\n")[-2]
-    assert files_of(".") == before
+    preprocess = "preprocess --output-prefix o --no-verbose --input"
+    for arguments, code, word in (
+        ("", 2, "COMMAND"),
+        (f"{preprocess} a.jsonl --json-keys x", 1, "a.jsonl: line 1: "),
+        (f"{preprocess} a.jsonl --shard 1", 2, "--shard"),
+        (f"{preprocess} none.jsonl", 1, "none.jsonl"),
+        ("merge --input good none --output-prefix o", 1, "none.idx"),
+        ("inspect memory://none", 1, "none.idx"),
+        ("inspect good --tokenizer none.json", 1, "none.json"),
+        ("verify good damaged", 1, "damaged.idx: sequence_pointers[1]"),
+        ("demo --keep d", 2, "unrecognized arguments"),
+    ):
+        found, _, err = command(one, capsys, *arguments.split())
+        assert found == code and one_sentence(err) and word in err.split("\n")[-2]
+        assert files_of(".") == before
 
 
-ERRORS = [
-    (ValueError("a  bad\nvalue of s3://me:secret@b/c"), "a bad value of s3://b/c\n"),
-    (ValueError(), "ValueError\n"),
-    (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero\n"),
-]
-
-
-@pytest.mark.parametrize("error, sentence", ERRORS)
-def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch, error, sentence):
+def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
     shown = warnings.showwarning
+    for error, sentence in (
+        (ValueError("a  bad\nvalue of s3://me:secret@b/c"), "a bad value of s3://b/c\n"),
+        (ValueError(), "ValueError\n"),
+        (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero\n"),
+    ):
 
-    def merge(*arguments):
-        warnings.warn("https://h/p?key=secret  is odd", stacklevel=1)
-        raise error
+        def merge(*arguments, error=error):
+            warnings.warn("https://h/p?key=secret  is odd", stacklevel=1)
+            raise error
 
-    monkeypatch.setattr(one, "merge", merge)
-    found, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
-    assert (found, err) == (1, f"warning: https://h/p is odd\nmegatron-min: {sentence}")
-    assert warnings.showwarning is shown
+        monkeypatch.setattr(one, "merge", merge)
+        found, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
+        assert (found, err) == (1, f"warning: https://h/p is odd\nmegatron-min: {sentence}")
+        assert warnings.showwarning is shown
 
 
 SIGNALLED = """
@@ -8373,21 +8225,11 @@ def test_a_copy_of_the_module_alone_is_a_program(tmp_path):
 RUN = [sys.executable, str(HERE / "megatron_min.py")]
 
 
-@pytest.mark.slow
-def test_doctests_leave_nothing_in_the_temporary_folder(tmp_path):
-    env = os.environ | {"TMPDIR": str(tmp_path)}
-    run = [sys.executable, "-m", "doctest", str(HERE / "megatron_min.py")]
-    assert subprocess.run(run, env=env).returncode == 0
-    assert os.listdir(tmp_path) == []
-
-
 PREPROCESS = "preprocess --input a.jsonl --output-prefix o --no-verbose"
 REDIRECTED = [  # a command, where its output goes, its exit code, a word on stderr
     (PREPROCESS, ">&-", 0, ""),
     (PREPROCESS, ">/dev/full", 1, "[Errno 28] No space left"),
-    ("inspect p", ">/dev/full", 1, "[Errno 28] No space left"),
     (PREPROCESS, "| :", 0, ""),
-    ("verify p p", "| :", 0, ""),
     ("demo", "| :", 0, ""),
     (PREPROCESS.replace("a.jsonl", "-"), "<&-", 1, "-: cannot be read"),
 ]
@@ -8399,7 +8241,6 @@ REDIRECTED = [  # a command, where its output goes, its exit code, a word on std
 def test_what_is_printed_cannot_be_written(one, tmp_path, line, redirected, code, word):
     """A reader that has seen enough is no error; no room is one, with the pair that is made."""
     jsonl(tmp_path / "a.jsonl", ["abc"])
-    mk(one, tmp_path / "p", [[97]])
     run = ["bash", "-c", f'"$@" {redirected}; exit ${{PIPESTATUS[0]}}', "bash", *RUN, *line.split()]
     ran = subprocess.run(run, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert ran.returncode == code and word in ran.stderr
@@ -8414,21 +8255,17 @@ def test_what_is_printed_cannot_be_written(one, tmp_path, line, redirected, code
 BARE_PLATFORM = """
 import multiprocessing, os, sys
 import torch, torch.utils.data
-missing = ["fcntl", "resource", "gigatoken", "megatron", "nltk", "pyarrow", "s3fs"]
-for name in [*missing, "tokenizers", "tqdm"]:
+for name in ("fcntl", "resource", "gigatoken", "nltk", "pyarrow", "s3fs", "tokenizers", "tqdm"):
     sys.modules[name] = None
-for name in ("pread", "preadv", "pwrite", "fork", "forkpty", "sched_getaffinity", "mkfifo"):
-    if hasattr(os, name):
-        delattr(os, name)
+for name in {"pread", "fork", "forkpty", "sched_getaffinity", "mkfifo"} & set(dir(os)):
+    delattr(os, name)
 sys.platform = "darwin"
 multiprocessing.set_start_method("spawn", force=True)
 import megatron_min as mm
 
 if __name__ == "__main__":
-    texts = [{"text": "some text, number " + str(i)} for i in range(99)]
-    with open("in.jsonl", "w") as file:
-        file.writelines(mm.json.dumps(text) + "\\n" for text in texts)
-    prefix = mm.preprocess("in.jsonl", "out", append_eod=True, workers=2)["text"]
+    texts = ["some text, number " + str(i) for i in range(99)]
+    prefix = mm.preprocess(texts=texts, output_prefix="out", append_eod=True, workers=2)["text"]
     config = mm.GPTDatasetConfig(
         1, 8, blend=([prefix, prefix], [1, 2]), split="9,1,0", tokenizer=mm.ByteTokenizer(),
         path_to_cache="cache")
@@ -8450,20 +8287,11 @@ def test_platforms_without_fcntl_and_fork(tmp_path, kernels):
     Nor is there a package of an extra: what does not use it does not import it.
     """
     (tmp_path / "job.py").write_text(BARE_PLATFORM)
-    paths = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    env = os.environ | {"MEGATRON_MIN_C": "1" if kernels == "c" else "0", "PYTHONPATH": paths}
+    env = os.environ | {"MEGATRON_MIN_C": "1" if kernels == "c" else "0", "PYTHONPATH": str(HERE)}
     run = [sys.executable, "job.py"]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     assert f"read by {kernels}\n" in done.stdout
-
-
-def wait_until(condition, *arguments):
-    """Wait until condition(*arguments) holds, for a minute at most."""
-    until = time.monotonic() + 60
-    while not condition(*arguments):
-        assert time.monotonic() < until, "it never happened"
-        time.sleep(0.05)
 
 
 def is_gone(group):
@@ -8521,13 +8349,13 @@ def test_a_stopped_writer_leaves_whole_files_and_no_process(
         os.mkdir("out")
         process = FORK.Process(target=write_until_stopped, args=[one])
         quiet(process.start)
-        wait_until(os.listdir, "out")
+        in_a_minute(os.listdir, "out")
         time.sleep(moment.random())
         for _ in range(20):  # a Ctrl-C that arrives while Python forks is lost
             if process.is_alive():
                 send(process.pid, number)
                 process.join(5)
-        wait_until(is_gone, process.pid)
+        in_a_minute(is_gone, process.pid)
         found = files_of("out")
         for name in found:
             if name.endswith(".tmp"):
