@@ -4122,82 +4122,42 @@ def test_gradients_of_batches_that_are_cut_and_shared(one, run_on_ranks, world):
 # ==============================================================================
 
 
-def test_a_file_appears_whole_at_the_end(one, tmp_path, monkeypatch):
-    """A name without a folder is of the current one; a missing folder is named at once."""
-    monkeypatch.chdir(tmp_path)
-    for path in (tmp_path / "a", "a"):
-        (tmp_path / "a").write_bytes(b"old")
-        with one._NewFile(path) as file:
-            file.write(b"ne")
-            file.flush()
-            assert (tmp_path / "a").read_bytes() == b"old"
-            file.write(b"w")
-        assert files_of(tmp_path) == {"a": b"new"}
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/none: .*folder"):
-        one._NewFile(tmp_path / "none" / "a")
-
-
-def test_what_can_be_made_again_is_not_synced(one, tmp_path, monkeypatch):
-    """Then a start need not wait for the disk."""
-    sync = mock.Mock()
-    monkeypatch.setattr(os, "fsync", sync)
-    for synced in (False, True):
-        with one._NewFile(tmp_path / "a", synced=synced) as file:
-            file.write(b"a")
-        assert sync.call_count == synced
-
-
-def write_file(one, folder, size, error):
-    with one._NewFile(folder / "a") as file:
-        file.write(bytes(size))
-        if error is not None:
-            raise error
-
-
-def write_pair(one, folder, size, error):
+def write_pair(one, folder, size, error=None):
     with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8) as builder:
         builder.add_document(np.ones(size, np.uint8), [size])
         if error is not None:
             raise error
 
 
-FAILURES = {  # where it fails, after how many bytes, and the error
-    "in the block": ("block", 1, ValueError()),
-    "in the block, behind the buffer": ("block", 2 << 20, KeyboardInterrupt()),
-    "disk full while it is written": ("disk", 1 << 22, OSError(errno.EFBIG, "full")),
-    "disk full at the commit": ("disk", 1 << 17, OSError(errno.EFBIG, "full")),
-    "disk full at the sync": ("sync", 1, OSError(errno.ENOSPC, "full")),
+FAILURES = {  # after how many bytes it fails, and the error; None: the disk is full
+    "in the block": (1, ValueError()),
+    "in the block, behind the buffer": (2 << 20, KeyboardInterrupt()),
+    "disk full while it is written": (1 << 22, None),
+    "disk full at the commit": (1 << 17, None),
 }
 
 
 @linux
-@pytest.mark.parametrize("write", [write_file, write_pair])
 @pytest.mark.parametrize("case", FAILURES)
-def test_nothing_appears_on_an_error(one, tmp_path, monkeypatch, write, case):
+def test_nothing_appears_on_an_error(one, tmp_path, case):
     """Nor changes what was there."""
-    failing, size, error = FAILURES[case]
+    size, error = FAILURES[case]
     for before in ("nothing", "old files"):
         if before == "old files":
-            write(one, tmp_path, 3, None)
+            write_pair(one, tmp_path, 3)
         files = files_of(tmp_path)
         with contextlib.ExitStack() as stack:
-            caught = stack.enter_context(pytest.raises(type(error)))
-            if failing == "sync":
-                stack.enter_context(mock.patch.object(os, "fsync", side_effect=error))
-            if failing == "disk":
+            caught = stack.enter_context(pytest.raises(type(error) if error else OSError))
+            if error is None:
                 stack.enter_context(files_of_64_kib())
-            write(one, tmp_path, size, error if failing == "block" else None)
-        assert caught.value.args[:1] == error.args[:1]
+            write_pair(one, tmp_path, size, error)
+        assert error is not None or caught.value.errno == errno.EFBIG
         assert files_of(tmp_path) == files, before
 
 
-# -- The two files of a pair -------------------------------------------------------------------
-
-
 def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkeypatch):
-    """A pair is whole whenever its .idx is there; an old .idx never stands beside a new .bin."""
+    """A pair is whole whenever its .idx is there; a cache can be made again, and is not synced."""
     mk(one, tmp_path / "p", [[1]])
-    (tmp_path / "p.record.json").write_text("{}")
     replace = os.replace
     synced = set()
     events = []
@@ -4211,12 +4171,12 @@ def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkey
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "replace", note_rename)
-    mk(one, tmp_path / "p", [[2, 3]])
+    mk(one, tmp_path / "p", [[2, 3, 4]])
     moved, *named = events
     assert moved[0].endswith(".old.tmp")
     assert named == [("p.bin", 2, False), ("p.idx", 2, False)]  # both files are on the disk
-    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
-    assert one.IndexedDataset(tmp_path / "p")[0].tolist() == [2, 3]
+    gpt(one, tmp_path / "p", sequence_length=2)
+    assert len(events) > 3 and len(synced) == 2
 
 
 def test_where_the_bin_cannot_be_renamed_the_old_idx_comes_back(one, tmp_path):
@@ -4226,89 +4186,117 @@ def test_where_the_bin_cannot_be_renamed_the_old_idx_comes_back(one, tmp_path):
     os.mkdir(tmp_path / "p.bin")
     before = files_of(tmp_path)
     with pytest.raises(OSError, match=r"p\.bin"):
-        write_pair(one, tmp_path, 2, None)
+        write_pair(one, tmp_path, 2)
     assert files_of(tmp_path) == before
     assert list(before) == ["p.idx"]
 
 
-class FailingCalls:
-    """Stands in for os.replace, os.unlink and os.fsync: one of the calls fails.
+# In each of two generations these jobs make pairs whose files, and whose records' inputs, have the
+# same sizes: only their bytes tell which generation a file is of.
+
+
+def make_pair(one, inputs, folder, generation):
+    with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8, multimodal=True) as builder:
+        lengths = [1, 3] if generation == 1 else [3, 1]
+        builder.add_document([generation] * 4, lengths, [generation, generation])
+
+
+def merge_pairs(one, inputs, folder, generation):
+    one.merge([inputs / f"{generation}" / "p"] * 2, folder / "p", True)
+
+
+def preprocess_two_keys(one, inputs, folder, generation):
+    path = inputs / f"{generation}.jsonl"
+    one.preprocess(path, folder / "p", json_keys=("a", "b"))
+
+
+def files_of_pairs(folder):
+    """{prefix: the bytes of .bin, .idx and record, None where one is missing}, by its .idx."""
+    files = files_of(folder)
+    pairs = {}
+    for name in files:
+        if name.endswith(".idx"):
+            prefix = name.removesuffix(".idx")
+            pairs[prefix] = [files.get(prefix + end) for end in (".bin", ".idx", ".record.json")]
+    return pairs
+
+
+def dies_at_a_call(job, number, error, works):
+    """Run a job in which a call of os.replace, os.unlink or os.fsync fails -> was there one?
 
     number    of the call that fails, of all three functions together
-    error     what it raises
+    error     what it raises; None: the process is dead at once, as after a kill -9
     works     does it work before it fails, as a rename over a network may?
-    is_crash  the process dies there: no later call has an effect
     """
+    numbers = itertools.count(1)
 
-    def __init__(self, monkeypatch, number, error, works, is_crash):
-        self.number = number
-        self.error = error
-        self.works = works
-        self.is_crash = is_crash
-        self.count = 0
+    def call(function, *arguments, **options):
+        fails = next(numbers) == number
+        if fails and not works:
+            fail()
+        result = function(*arguments, **options)
+        if fails:
+            fail()
+        return result
+
+    def fail():
+        if error is None:
+            os._exit(9)
+        raise error
+
+    with pytest.MonkeyPatch.context() as patches:
         for name in ("replace", "unlink", "fsync"):
-            monkeypatch.setattr(os, name, functools.partial(self.call, getattr(os, name)))
-
-    def call(self, function, *arguments, **options):
-        self.count += 1
-        fails = self.count == self.number
-        if not fails and not (self.is_crash and self.count > self.number):
-            return function(*arguments, **options)
-        if fails and self.works:
-            function(*arguments, **options)
-        raise self.error
+            patches.setattr(os, name, functools.partial(call, getattr(os, name)))
+        if error is None:
+            return in_children(job) == [9]
+        try:
+            job()
+        except type(error):
+            return True
+    return False
 
 
-def write_generation(one, prefix, token):
-    """A pair whose files have the same sizes whatever the token is."""
-    with one.IndexedDatasetBuilder(f"{prefix}.bin", np.uint8, multimodal=True) as builder:
-        lengths = [1, 3] if token == 1 else [3, 1]
-        builder.add_document([token] * 4, lengths, [token, token])
+@linux
+def test_no_crash_leaves_a_mixed_pair(one, tmp_path):
+    """At each call that gives, takes or syncs a file: the old pair, the new one, or no .idx.
 
-
-CRASHES = [  # how a call fails: the error, does it work all the same, does the process die there?
-    (SystemExit("dead"), False, True),
-    (SystemExit("dead"), True, True),
-    (OSError(errno.EIO, "broken"), False, False),
-    (OSError(errno.EIO, "broken"), True, False),
-    (KeyboardInterrupt(), False, False),
-    (KeyboardInterrupt(), True, False),
-]
-
-
-@pytest.mark.parametrize("old", [None, 1])
-def test_no_crash_leaves_a_mixed_pair(one, tmp_path, monkeypatch, old):
-    """At each call that gives, takes or syncs a file: the old pair, the new one, or no .idx."""
+    And no record of another pair than the one that it stands beside.
+    """
+    for g in (1, 2):
+        (tmp_path / f"{g}").mkdir()
+        make_pair(one, tmp_path, tmp_path / f"{g}", g)
+        lines = [{"a": f"{g}", "b": f"{g}{g}"}, {"a": f"{g}{g}{g}", "b": ""}]
+        (tmp_path / f"{g}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    errors = [OSError(errno.EIO, "broken"), KeyboardInterrupt(), SystemExit(143), None]
     crashes = 0
-    wanted = {None: None}  # the pair that is there -> its bytes
-    for token in (1, 2):
-        (tmp_path / str(token)).mkdir()
-        write_generation(one, tmp_path / str(token) / "p", token)
-        wanted[token] = bytes_of_pair(tmp_path / str(token) / "p")
-    for error, works, is_crash in CRASHES:
-        for number in itertools.count(1):
-            folder = tmp_path / f"{crashes} {works} {is_crash} {number}"
-            folder.mkdir()
-            if old is not None:
-                write_generation(one, folder / "p", old)
-            with monkeypatch.context() as patches:
-                calls = FailingCalls(patches, number, error, works, is_crash)
-                try:
-                    write_generation(one, folder / "p", 2)
-                except type(error):
-                    crashes += 1
-            found = None
-            if (folder / "p.idx").exists():
-                found = bytes_of_pair(folder / "p")
-                one.IndexedDataset(folder / "p", multimodal=True, check=True)
-            assert found in (None, wanted[old], wanted[2]), (error, works, number)
-            if not is_crash:
-                left = [name for name in os.listdir(folder) if name.endswith(".tmp")]
-                assert len(left) <= 1, "what an unlink has failed to take"
-            if calls.count < number:  # all calls have worked
-                assert found == wanted[2]
-                break
-    assert crashes >= len(CRASHES) * 4
+    for make in (make_pair, merge_pairs, preprocess_two_keys):
+        for g in (1, 2):
+            (tmp_path / make.__name__ / f"{g}").mkdir(parents=True)
+            make(one, tmp_path, tmp_path / make.__name__ / f"{g}", g)
+        old, new = [files_of_pairs(tmp_path / make.__name__ / f"{g}") for g in (1, 2)]
+        for has_old, error, works in itertools.product([False, True], errors, [False, True]):
+            for number in itertools.count(1):
+                folder = tmp_path / f"{crashes} {make.__name__} {has_old} {works} {number}"
+                folder.mkdir()
+                if has_old:
+                    old_folder = tmp_path / make.__name__ / "1"
+                    shutil.copytree(old_folder, folder, dirs_exist_ok=True)
+                job = functools.partial(make, one, tmp_path, folder, 2)
+                crashed = dies_at_a_call(job, number, error, works)
+                note = (make.__name__, has_old, error, works, number)
+                for prefix, (tokens, index, record) in files_of_pairs(folder).items():
+                    possible = [old[prefix], new[prefix]] if has_old else [new[prefix]]
+                    found = [pair for pair in possible if pair[:2] == [tokens, index]]
+                    assert len(found) == 1, note
+                    assert record in (None, found[0][2]), note
+                if not crashed:  # there is no such call
+                    assert files_of_pairs(folder) == new, note
+                    break
+                crashes += 1
+                if error is not None:
+                    left = [name for name in os.listdir(folder) if name.endswith(".tmp")]
+                    assert len(left) <= 1, ("what an unlink has failed to take", note)
+    assert crashes >= 300
 
 
 # ==============================================================================
