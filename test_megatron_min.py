@@ -3,8 +3,7 @@
 
     pytest                              C too if _megatron_min is built, upstream too if installed
     MEGATRON_MIN_C=1 pytest             a missing build is a failure; =0: the Python kernels alone
-    MEGATRON_MIN_CASES=20 pytest        twenty times the random cases
-    MEGATRON_MIN_FUZZ=20 pytest -m slow twenty times the damaged files
+    MEGATRON_MIN_CASES=20 pytest        twenty times the random cases, and the damaged files
     MEGATRON_MIN_PARITY=1 pytest        a missing megatron-core is a failure, not a skip
     MEGATRON_MIN_FORK=0 pytest          tests that fork this process are skipped
 
@@ -68,7 +67,6 @@ import torch
 
 HERE = pathlib.Path(__file__).resolve().parent
 CASES = float(os.environ.get("MEGATRON_MIN_CASES", 1))
-FUZZ = float(os.environ.get("MEGATRON_MIN_FUZZ", 1))
 IMPLEMENTATIONS = ["python"] if os.environ.get("MEGATRON_MIN_C") == "0" else ["python", "c"]
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and limits that hold")
@@ -468,24 +466,15 @@ def source():
     return (HERE / "megatron_min.py").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="session")
-def tree(source):
-    """The module as a syntax tree."""
-    return ast.parse(source)
-
-
 def test_contents_match_banners(source, one):
     """The docstring lists the parts and the sections; each section opens with its question."""
     promised = re.findall(r"^ *(Part I+, .+|\d+\. .+?)(?:  +.+)?$", one.__doc__, re.M)
     banners = re.findall(r"^# =+\n# (PART I+: .+|\d+\. .+)\n# =+\n(.*)$", source, re.M)
-    sections = 0
     for entry, (title, question) in zip(promised, banners, strict=True):
         assert re.findall(r"\w+", entry.upper()) == re.findall(r"\w+", title.upper())
         if not title.startswith("PART"):
-            sections += 1
-            assert title.startswith(f"{sections}. ")
             assert re.fullmatch(r"# Question answered here: .+\?", question), title
-    assert len(banners) - sections == 3
+    assert len(banners) == 3 + 21
 
 
 def test_the_switch_reaches_every_loop(one, c, tmp_path, monkeypatch):
@@ -527,13 +516,13 @@ def test_doctests_of_the_readme(one, monkeypatch, tmp_path):
     assert result.attempted > 0
 
 
-def test_all_names_what_is_public(tree, one):
+def test_all_names_what_is_public(one):
     """Every name of __all__ is there, and a public function or class says what it is."""
     assert all(hasattr(one, name) for name in one.__all__)
     assert len(set(one.__all__)) == len(one.__all__)
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), node.name
+    for name, value in vars(one).items():
+        if getattr(value, "__module__", None) == one.__name__ and not name.startswith("_"):
+            assert value.__doc__, name
 
 
 # ==============================================================================
@@ -739,35 +728,30 @@ def test_opening_reads_a_few_pages_of_an_index(one, tmp_path):
 
 # -- Is a pair what its format says? -----------------------------------------------------------
 #
-# Damages at random are tried in "Hostile files"; here is one of each kind.
+# Damages at random are tried in "Hostile files"; here is one of each check of an open.
 
 # The pair has 4 sequences and 5 document_indices.
-# name: (offset in the .idx, its format and new value, the word in the message, does every open see
-#        it, or only a check of the whole .idx?)
+# name: (offset in the .idx, its format and new value, the word in the message)
 CORRUPT = {
-    "magic": (0, "c", b"X", "magic", True),
-    "version": (9, "B", 2, "version", True),
-    "dtype-code": (17, "B", 9, "dtype", True),
-    "dtype-of-another-size": (17, "B", 5, "multiple of 8", True),  # upstream: other tokens
-    "n-huge": (18, "<Q", 2**63, "size", True),
-    "last-pointer": (74, "<q", 24, r"\.bin: file size", True),
-    "document-last": (-8, "<q", 3, "document_indices", True),
-    "length-wrong": (34, "<i", 4, r"sequence_pointers\[1\]", False),
-    "document-falls": (98, "<q", 0, r"document_indices\[2\]", False),
+    "magic": (0, "c", b"X", "magic"),
+    "version": (9, "B", 2, "version"),
+    "dtype-code": (17, "B", 9, "dtype"),
+    "dtype-of-another-size": (17, "B", 5, "multiple of 8"),  # upstream: other tokens
+    "n-huge": (18, "<Q", 2**63, "size"),
+    "last-pointer": (74, "<q", 24, r"\.bin: file size"),
+    "document-first": (82, "<q", 1, "document_indices"),
+    "document-last": (-8, "<q", 3, "document_indices"),
 }
 
 
 @pytest.mark.parametrize("case", CORRUPT)
 def test_a_corrupt_field_is_refused(one, pair, case):
     """The error says four things: the file, the field, what was wanted, and what is there."""
-    offset, code, value, word, is_always_seen = CORRUPT[case]
+    offset, code, value, word = CORRUPT[case]
     patch(pair + ".idx", offset, struct.pack(code, value))
-    for check in (True, False):
-        with pytest.raises(one.DatasetFormatError, match=rf"pair.*{word}") as caught:
-            ds = one.IndexedDataset(pair, check=check)
-            assert not check and not is_always_seen
-            ds.verify()
-        assert re.search(": wanted .+, got .+", str(caught.value))
+    with pytest.raises(one.DatasetFormatError, match=rf"pair.*{word}") as caught:
+        one.IndexedDataset(pair)
+    assert re.search(": wanted .+, got .+", str(caught.value))
 
 
 def test_a_file_of_another_size_is_refused(one, pair):
@@ -915,7 +899,6 @@ REFUSED_BY_BUILDER = {
     # upstream: such ids are wrapped, and written as others
     "too-large": (np.uint16, "add_item", (torch.tensor([1, 70000, -1]),), ValueError, "70000"),
     "text-too-large": (np.uint16, "add_item", (["1", "70000"],), ValueError, "70000"),
-    "no-number": (np.uint16, "add_item", (["1", "two"],), ValueError, "two"),
     "negative": (np.uint16, "add_item", (np.array([-1]),), ValueError, "-1"),
     "uint64": (np.int64, "add_item", (np.array([2**63], np.uint64),), ValueError, str(2**63)),
     "beyond-64-bits": (np.int64, "add_item", ([2**70],), ValueError, "object"),
@@ -941,20 +924,6 @@ def test_a_builder_refuses_before_it_writes(mm, tmp_path, case):
     assert [(tokens.tolist(), mode) for tokens, mode in ds] == [([1, 2], 7), ([3], 0)]
 
 
-def test_a_builder_keeps_few_bytes_for_each_sequence_and_document(one, tmp_path):
-    """4 for a length, 1 for a mode and 8 for the end of a document, not an object for each."""
-    many = 20_000
-    tokens = np.zeros(300, np.uint8)
-    with one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint8, multimodal=True) as builder:
-        tracemalloc.start()
-        for _ in range(many):
-            builder.add_item(tokens)
-            builder.end_document()
-        left, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert left < 16 * many
-
-
 def test_finalize_gives_both_files_their_names_once(one, tmp_path):
     """Nothing can be added after it, and nothing is finalized whose last document has no end."""
     builder = one.IndexedDatasetBuilder(tmp_path / "p.bin")
@@ -974,29 +943,15 @@ def test_finalize_gives_both_files_their_names_once(one, tmp_path):
 @linux
 @pytest.mark.parametrize("size", [1, 1 << 22])
 def test_a_builder_whose_write_failed_stays_failed(one, tmp_path, size):
-    """Also where there is room again: a part of the tokens may be in the file."""
+    """Also where there is room again, and where a with block caught the error: there is no pair."""
     builder = one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint8)
-    builder.add_document(np.ones(size, np.uint8), [size])
-    with pytest.raises(OSError) as caught, files_of_64_kib():
-        builder.add_document(np.ones(3 << 20, np.uint8), [3 << 20])
-    assert caught.value.errno == errno.EFBIG
-    for method, *arguments in (("add_item", [2]), ("finalize", tmp_path / "p.idx")):
+    with pytest.raises(ValueError, match="closed"), builder:
+        builder.add_document(np.ones(size, np.uint8), [size])
+        with pytest.raises(OSError) as caught, files_of_64_kib():
+            builder.add_document(np.ones(3 << 20, np.uint8), [3 << 20])
+        assert caught.value.errno == errno.EFBIG
         with pytest.raises(ValueError, match="closed"):
-            getattr(builder, method)(*arguments)
-    assert os.listdir(tmp_path) == []
-
-
-@linux
-def test_a_with_block_in_which_a_write_failed_never_ends_without_an_error(one, tmp_path):
-    """Also where the block caught the error: there is no pair."""
-    builder = one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint8)
-    with (
-        pytest.raises(ValueError, match="closed"),
-        builder,
-        contextlib.suppress(OSError),
-        files_of_64_kib(),
-    ):
-        builder.add_document(np.ones(3 << 20, np.uint8), [3 << 20])
+            builder.add_item([2])
     assert os.listdir(tmp_path) == []
 
 
@@ -9155,7 +9110,7 @@ def test_states_of_a_rerun_data_iterator_have_upstreams_keys(one, up):
 # Hostile files
 # ==============================================================================
 
-FEW_AND_MANY = [60, pytest.param(round(1500 * FUZZ), marks=pytest.mark.slow)]
+FEW_AND_MANY = [60, pytest.param(round(1500 * CASES), marks=pytest.mark.slow)]
 
 # -- Damaged pairs and caches: the right data or a sentence, never a signal or all the memory --
 
@@ -9351,52 +9306,6 @@ def test_data_regenerated_under_a_reader(mm, tmp_path, mmap):
     prefix = str(tmp_path / "pair")
     write_generations(mm, prefix, 0, 1)
     assert in_children(functools.partial(read_while_rewritten, mm, prefix, mmap)) == [0]
-
-
-# -- What a job may touch ----------------------------------------------------------------------
-
-
-def do_a_job():
-    """Import the module, preprocess, merge, build, load and verify, in the current folder."""
-    mm = types.SimpleNamespace(**runpy.run_path(str(HERE / "megatron_min.py")))
-    pair = mm.preprocess("in.jsonl", "pair", append_eod=True)["text"]
-    mm.merge([pair, pair], "both")
-    fields = {"path_to_cache": "cache", "split": "1,1,0", "tokenizer": mm.ByteTokenizer()}
-    train = build(mm, [20, 4, 0], config(mm, (["both", pair], [1, 2]), **fields))[0]
-    assert len(list(mm.build_pretraining_data_loader(train, 0, micro_batch_size=4))) == 5
-    mm.IndexedDataset("both").verify()
-
-
-def audited_job():
-    """Do a job under an audit hook, which no process can take away: so this one is forked."""
-    refused = ("socket.", "subprocess.", "ctypes.dlopen", "pickle.find", "urllib.")
-    seen = []  # what was connected to, started or unpickled
-    written = set()  # what was opened for writing, renamed, removed or made
-
-    def note(event, arguments):
-        if event.startswith(refused):
-            seen.append((event, str(arguments)))
-        elif event == "open" and isinstance(arguments[0], str):
-            if arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                written.add(os.path.relpath(arguments[0]))
-        elif event in ("os.rename", "os.remove", "os.mkdir"):
-            written.add(os.path.relpath(arguments[0]))
-
-    sys.dont_write_bytecode = True
-    sys.addaudithook(note)
-    do_a_job()
-    assert seen == []
-    names = {re.sub(r"\.[0-9a-f]{16}(\.old)?\.tmp$", "", name) for name in written}
-    assert names == files_of(".").keys() - {"in.jsonl"} | {"cache"}
-    assert all(name.startswith(("pair_text_document.", "both.", "cache")) for name in names)
-
-
-@linux
-def test_a_job_touches_nothing_but_what_was_named(tmp_path, monkeypatch):
-    """Nothing is connected to, started or unpickled; what is written lies where it is asked for."""
-    monkeypatch.chdir(tmp_path)
-    jsonl("in.jsonl", ["some text", "and more of it"] * 9)
-    assert in_children(audited_job) == [0]
 
 
 # ==============================================================================
