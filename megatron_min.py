@@ -282,8 +282,8 @@ class _MappedTokens:
         return [self.read(first, count) for first, count in spans]
 
 
-class _FileTokens:
-    """The tokens of a .bin file that stays open; a read is a new array."""
+class _FileTokens(_MappedTokens):
+    """The same of a .bin file that stays open; a read is a new array."""
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.path = os.fspath(path)
@@ -304,19 +304,9 @@ class _FileTokens:
             content += part
         return np.frombuffer(content, self.dtype)
 
-    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the tokens of several (first, count)."""
-        return [self.read(first, count) for first, count in spans]
-
 
 def _map_file(path: str | os.PathLike) -> np.ndarray:
-    """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive.
-
-    Cost: O(1), whatever the size: a page is read when one of its bytes is used for the first time.
-
-    >>> _map_file(get_bin_path(toy_corpus()))[:5].tobytes()
-    b'aaaab'
-    """
+    """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive."""
     if os.path.getsize(path) == 0:
         return np.empty(0, np.uint8)  # an empty file cannot be mapped
     return np.asarray(np.memmap(path, np.uint8, "r"))
@@ -345,9 +335,9 @@ class IndexedDataset(torch.utils.data.Dataset):
     object_storage_config  ObjectStorageConfig; None: its defaults
     check                  True: check the whole .idx when it is opened, as verify() does
 
-    ds[i] is sequence i, a 1-D array of ds.dtype, and ds[a:b] a list of such arrays.  Opening costs
-    O(1), whatever the size, or O(n) with the whole check.  A file that is not what its format says
-    is a DatasetFormatError (a ValueError); a place outside of the dataset is an IndexError.
+    ds[i] is sequence i, a 1-D array of ds.dtype, and ds[a:b] a list of such arrays.  A file that is
+    not what its format says is a DatasetFormatError (a ValueError); a place outside of the dataset
+    is an IndexError.
 
     >>> ds = IndexedDataset(toy_corpus())
     >>> len(ds), ds.sequence_lengths.tolist(), ds.sequence_pointers.tolist()
@@ -370,8 +360,14 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.object_storage_config = object_storage_config
         self.check = check
         self._verified = False
-        self._idx_stamp = _file_stamp(get_idx_path(self.path_prefix))  # its size and its time
-        self._content = self._map_index()
+        self._idx_path = get_idx_path(self.path_prefix)
+        self._bin_path = get_bin_path(self.path_prefix)
+        self._idx_stamp = _file_stamp(self._idx_path)  # its size and its time
+        if _is_remote(self._idx_path):
+            copied = _fetch_index(self._idx_path, self._idx_stamp, object_storage_config)
+            self._content = _map_file(copied)
+        else:
+            self._content = _map_file(self._idx_path)
         content = self._content
         code, n, m = self._read_header()
         self.dtype = DType.dtype_from_code(code)
@@ -381,7 +377,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.sequence_modes = None
         if multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
-        self._bin_stamp = _file_stamp(get_bin_path(self.path_prefix))
+        self._bin_stamp = _file_stamp(self._bin_path)
         self._token_bytes = DType.size(self.dtype)
         self.num_tokens = self._bin_stamp["size"] // self._token_bytes
         self._check_ends()
@@ -389,16 +385,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         if check:
             self.verify()
 
-    def _map_index(self):
-        """The bytes of the .idx; those of a local copy, if it is on object storage."""
-        path = get_idx_path(self.path_prefix)
-        if _is_remote(path):
-            path = _fetch_index(path, self._idx_stamp, self.object_storage_config)
-        return _map_file(path)
-
     def _read_header(self):
         """(dtype code, n, m) of an .idx that has the size that they ask for."""
-        path = get_idx_path(self.path_prefix)
+        path = self._idx_path
         found = len(self._content)
         if found < _HEADER.size:
             raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
@@ -416,11 +405,10 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def _check_ends(self):
         """The documents run from 0 to n, and the last sequence ends where the .bin ends."""
-        path = get_idx_path(self.path_prefix)
         n = len(self)
         documents = self.document_indices[:1].tolist() + self.document_indices[-1:].tolist()
         if documents != [0, n]:
-            raise _format_error(path, "document_indices", f"from 0 to {n}", documents)
+            raise _format_error(self._idx_path, "document_indices", f"from 0 to {n}", documents)
         end = 0
         if n:
             last_size = int(self.sequence_lengths[-1]) * self._token_bytes
@@ -428,27 +416,26 @@ class IndexedDataset(torch.utils.data.Dataset):
         bin_size = self._bin_stamp["size"]
         if bin_size != end or end % self._token_bytes:
             raise _format_error(
-                get_bin_path(self.path_prefix),
+                self._bin_path,
                 f"file size ({self.dtype.__name__} tokens)",
-                f"{end} bytes, as {path} says, a multiple of {self._token_bytes}",
+                f"{end} bytes, as {self._idx_path} says, a multiple of {self._token_bytes}",
                 f"{bin_size}: the file is truncated, or belongs to another .idx",
             )
 
     def _open_bin(self):
         """Where the tokens come from."""
-        path = get_bin_path(self.path_prefix)
-        if _is_remote(path):
-            tokens = _RemoteFile(path, self.dtype)
+        if _is_remote(self._bin_path):
+            tokens = _RemoteFile(self._bin_path, self.dtype)
         elif self.mmap:
-            tokens = _MappedTokens(path, self.dtype)
+            tokens = _MappedTokens(self._bin_path, self.dtype)
         else:
-            tokens = _FileTokens(path, self.dtype)
+            tokens = _FileTokens(self._bin_path, self.dtype)
         # Another process may replace the pair meanwhile.  It does so in this order: the old .idx
         # goes, the new .bin comes, the new .idx comes (section 11).  So if the .idx is the same
         # before and after the .bin was opened, they belong together.
-        idx_path = get_idx_path(self.path_prefix)
-        if _file_stamp(idx_path) != self._idx_stamp:
-            raise _format_error(idx_path, "file", "one that stays while it is opened", "another")
+        if _file_stamp(self._idx_path) != self._idx_stamp:
+            wanted = "one that stays while it is opened"
+            raise _format_error(self._idx_path, "file", wanted, "another")
         return tokens
 
     def __len__(self) -> int:
@@ -496,9 +483,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         start, rest = divmod(pointer, self._token_bytes)
         if rest != 0 or start < 0 or size < 0 or start + size > self.num_tokens:
             # only an .idx that was not checked as a whole can be wrong in this way
-            path = get_idx_path(self.path_prefix)
             found = f"byte {pointer}, {size} tokens"
-            raise _format_error(path, f"sequence {i}", "a place in .bin", found)
+            raise _format_error(self._idx_path, f"sequence {i}", "a place in .bin", found)
         offset = operator.index(offset)
         length = size - offset if length is None else operator.index(length)
         if offset < 0 or length < 0 or offset + length > size:
@@ -508,11 +494,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         return start + offset, length
 
     def verify(self) -> None:
-        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one.
-
-        Lengths are >= 0, each pointer is the bytes of the sequences before it, and documents never
-        go back.
-        """
+        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one."""
         if self._verified:
             return
         size = 1 << 14  # entries of a chunk: its arrays stay in the CPU's cache
@@ -523,21 +505,19 @@ class IndexedDataset(torch.utils.data.Dataset):
             documents = self.document_indices[low : low + size + 1]  # and the next chunk's first
             ends = np.concatenate([[end], pointers + lengths * np.int64(self._token_bytes)])
             end = ends[-1]
-            self._refuse_first("sequence_lengths", low, lengths < 0, ">= 0")
-            is_elsewhere = pointers != ends[:-1]
-            wanted = "the end of the sequence before it"
-            self._refuse_first("sequence_pointers", low, is_elsewhere, wanted)
             is_lower = documents[1:] < documents[:-1]
-            self._refuse_first("document_indices", low + 1, is_lower, "at least the one before it")
+            # of each array: the first entry that is looked at, which are wrong, and what was wanted
+            for name, first, is_wrong, wanted in (
+                ("sequence_lengths", low, lengths < 0, ">= 0"),
+                ("sequence_pointers", low, pointers != ends[:-1], "the end of the one before it"),
+                ("document_indices", low + 1, is_lower, "at least the one before it"),
+            ):
+                places = np.flatnonzero(is_wrong)
+                if len(places):
+                    at = first + places[0]
+                    found = getattr(self, name)[at]
+                    raise _format_error(self._idx_path, f"{name}[{at}]", wanted, found)
         self._verified = True
-
-    def _refuse_first(self, name, low, is_wrong, wanted):
-        """DatasetFormatError for the first wrong entry, if any, from entry low of an array on."""
-        places = np.flatnonzero(is_wrong)
-        if len(places):
-            at = low + places[0]
-            found = getattr(self, name)[at]
-            raise _format_error(get_idx_path(self.path_prefix), f"{name}[{at}]", wanted, found)
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
@@ -561,10 +541,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     # ---- The rest of the class is for caches (section 12) and pickles.  Skip it.
 
     def identity(self) -> dict:
-        """Return what tells this .idx from one that is written later.
-
-        These are its size, the time of its last change, and a digest of its first and last page.
-        """
+        """Return what tells this .idx from a later one: its size, its time, and both its ends."""
         ends = self._content[:4096].tobytes() + self._content[-4096:].tobytes()
         return {
             "idx_size": self._idx_stamp["size"],
@@ -648,9 +625,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
         Sequences that add_item() added since the last end belong to the document too.
         """
-        content = _encode_tokens(tensor, self._token_dtype)
-        self._append(content, lengths, modes)
-        self.document_indices.append(len(self.sequence_lengths))
+        self._append(_encode_tokens(tensor, self._token_dtype), lengths, modes)
+        self.end_document()
 
     def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
         """Append one sequence of token ids (tensor, array or list; it is flattened).
@@ -668,8 +644,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def add_index(self, path_prefix: str | os.PathLike) -> None:
         """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
 
-        ValueError if the pair has another dtype, or modes that would be lost, or is the one that is
-        being written.
+        ValueError for modes that would be lost, too, and for the pair that is being written.
         """
         source = get_bin_path(path_prefix)
         target = self._bin.path
@@ -735,22 +710,16 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     # ---- The rest is what these methods share, and what section 18 calls.
 
-    def _append_documents(self, content, lengths, ends):
+    def _append(self, content, lengths, modes=None, ends=()):
         """Append sequences, and end documents.
 
         content  the bytes of the sequences, laid end to end, as _encode_tokens() makes them
         lengths  of the sequences
+        modes    of the sequences; None: 0
         ends     one number for each document that ends here: how many sequences of this call come
                  before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no
                  sequence ends first, then one of two sequences, then one of one.
         """
-        first = len(self.sequence_lengths)
-        self._append(content, lengths)
-        for end in ends:
-            self.document_indices.append(first + int(end))
-
-    def _append(self, content, lengths, modes=None):
-        """Append sequences: their bytes, as the .bin file has them, their lengths and modes."""
         path = self._bin.path
         try:
             lengths = array.array("i", lengths)
@@ -771,9 +740,12 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 f"got {len(modes)} modes"
             )
         self._write(content)
+        first = len(self.sequence_lengths)
         self.sequence_lengths.extend(lengths)
         if self.multimodal:
             self.sequence_modes.extend(modes)
+        for end in ends:
+            self.document_indices.append(first + int(end))
 
     def _write(self, content):
         """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
@@ -4429,16 +4401,6 @@ class _NewFile:
 
     In a with block the file is committed at the end, or removed if an exception ends the block.
     OSError if the folder is missing, or the disk is full.
-
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> path = os.path.join(folder.name, "notes")
-    >>> with _NewFile(path) as file:
-    ...     _ = file.write(b"aaaa")
-    ...     os.path.exists(path)
-    False
-    >>> os.path.getsize(path)
-    4
-    >>> folder.cleanup()
     """
 
     def __init__(self, path: str | os.PathLike, synced: bool = True) -> None:
@@ -6183,7 +6145,7 @@ def preprocess(
                 raise ValueError(f"{faults[0]} (--on-error skip leaves such lines out)")
             for columns in encoded:
                 for key, (tokens, lengths, ends) in columns.items():
-                    builders[key]._append_documents(tokens, lengths, ends)
+                    builders[key]._append(tokens, lengths, ends=ends)
                 part["documents"] += len(ends)  # equal for all keys
             block_bytes = sum(map(len, lines))
             num_bytes += block_bytes
