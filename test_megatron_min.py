@@ -5253,6 +5253,13 @@ def test_only_what_failed_is_asked_for_again(one, web, numbers, fault):
     assert found in (["bytes=0-1"] * 2 + ["bytes=10-13"], ["bytes=0-1"] + ["bytes=10-13"] * 2)
 
 
+def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
+    """Whose requests fsspec calls "not found", whatever happens to them."""
+    web.server.faults = itertools.repeat(503, 3)
+    assert lists(one.IndexedDataset(numbers.path_prefix)) == [list(range(100, 120))]
+    assert len(no_pauses) > 0
+
+
 @pytest.mark.parametrize(
     "status, error, tries",
     [
