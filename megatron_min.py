@@ -5116,6 +5116,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """Batches of our own datasets, in the order of the sampler; by threads if there are any.
 
         They are made a few ahead, so memory stays small.  An error comes at the place of its batch.
+        The threads end once this iterator is gone, and its pool with it; nobody waits for them.
         """
         if not self.num_threads:
             for indices in self.batch_sampler:
@@ -5123,16 +5124,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             return
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         pending = collections.deque()
-        try:
-            for indices in self.batch_sampler:
-                pending.append(pool.submit(self._make_batch, indices))
-                if len(pending) > self.num_threads + 1:
-                    yield pending.popleft().result()
-            while pending:
+        for indices in self.batch_sampler:
+            pending.append(pool.submit(self._make_batch, indices))
+            if len(pending) > self.num_threads + 1:
                 yield pending.popleft().result()
-        finally:
-            # no waiting: the garbage collector may close this iterator in any thread at any time
-            pool.shutdown(wait=False, cancel_futures=True)
+        while pending:
+            yield pending.popleft().result()
 
     def _make_batch(self, indices):
         """One batch; where there is a GPU, in pinned memory, from which it copies faster."""

@@ -5425,23 +5425,23 @@ def test_batches_are_pinned_where_there_is_a_gpu(mm, tmp_path, monkeypatch):
         assert set(next(iter(loader)).values()) == {5}
 
 
-def test_which_loader(one, tmp_path):
+def test_which_loader(mm, tmp_path):
     """None where there is no sample: a sampler would refuse total_samples."""
-    prefixes = [mk(one, tmp_path / name, [[1] * 9] * 20) for name in "ab"]
-    built = build(one, [8, 0, 0], config(one, (prefixes, [1, 1]), split="8,1,1"))
+    prefixes = [mk(mm, tmp_path / name, [[1] * 9] * 20) for name in "ab"]
+    built = build(mm, [8, 0, 0], config(mm, (prefixes, [1, 1]), split="8,1,1"))
     for kind in ("single", "cyclic"):
-        assert loader_of(one, built[0], dataloader_type=kind) is not None
+        assert loader_of(mm, built[0], dataloader_type=kind) is not None
         for nothing in (*built[1:], None):
-            assert loader_of(one, nothing, dataloader_type=kind) is None
+            assert loader_of(mm, nothing, dataloader_type=kind) is None
     data = [1, 2]
-    assert loader_of(one, data, dataloader_type="external") is data
-    shuffled = loader_of(one, range(8), dataloader_type="cyclic", micro_batch_size=8)
+    assert loader_of(mm, data, dataloader_type="external") is data
+    shuffled = loader_of(mm, range(8), dataloader_type="cyclic", micro_batch_size=8)
     assert next(iter(shuffled)).tolist() == [4, 0, 7, 3, 2, 5, 1, 6]  # that of seed 0
     for field, value in (("dataloader_type", "odd"), ("num_workers", -1)):
         with pytest.raises(ValueError, match=field):
-            loader_of(one, data, **{field: value})
-    sampler = one.MegatronPretrainingSampler(8, 0, 4, 0, 1)
-    loader = one.PretrainingDataLoader(built[0], sampler, collate_fn=len)
+            loader_of(mm, data, **{field: value})
+    sampler = mm.MegatronPretrainingSampler(8, 0, 4, 0, 1)
+    loader = mm.PretrainingDataLoader(built[0], sampler, collate_fn=len)
     assert isinstance(loader, torch.utils.data.DataLoader)
     assert list(loader) == [4, 4], "torch makes the batches"
 
@@ -5857,6 +5857,8 @@ OTHER_RUNS = {  # {case: (what differs in both runs, what differs in the next on
     "another order": ({}, {"methods": ReversedOrder}, "sample 0 of .* at sequence .* in"),
     "a subclass's own samples": ({}, {"methods": Swapped}, r"class of corpus 0 \(a\)"),
     "a corpus less": ({}, {"corpora": "a"}, "corpus 0 gave 8 samples in the state, 24 here"),
+    "another seed of the sampler": ({"kind": "sharded"}, {"sampler_seed": 1}, "'seed': 1"),
+    "other ranks, sharded": ({"kind": "sharded"}, {"layout": (2, 2)}, "'data_parallel_size': 2"),
     "other phases, shuffled": (
         TWO_PHASES | {"kind": "unsharded"},
         {"phases": ((24, 1), (24, 0))},
