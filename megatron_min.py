@@ -5033,6 +5033,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """Batches of our own datasets, in the order of the sampler; by threads if there are any.
 
         They are made a few ahead, so memory stays small.  An error comes at the place of its batch.
+        The threads end once this iterator is gone, and its pool with it; nobody waits for them.
         """
         if not self.num_threads:
             for indices in self.batch_sampler:
@@ -5040,26 +5041,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             return
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         pending = collections.deque()
-        try:
-            for indices in self.batch_sampler:
-                pending.append(self._begin_batch(pool, indices))
-                if len(pending) > self.num_threads + 1:
-                    yield pending.popleft().result()
-            while pending:
+        for indices in self.batch_sampler:
+            pending.append(pool.submit(self._make_batch, indices))
+            if len(pending) > self.num_threads + 1:
                 yield pending.popleft().result()
-        finally:
-            # no waiting: the garbage collector may close this iterator in any thread at any time
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _begin_batch(self, pool, indices):
-        """The future of a batch."""
-        try:
-            return pool.submit(self._make_batch, indices)
-        except RuntimeError as error:
-            if "shutdown" not in str(error):
-                raise
-            # The main thread has ended, and this one reads on: SystemExit ends it silently.
-            raise SystemExit from None
+        while pending:
+            yield pending.popleft().result()
 
     def _make_batch(self, indices):
         """One batch; where there is a GPU, in pinned memory, from which it copies faster."""
@@ -5081,7 +5068,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         return {
             "version": _STATE_VERSION,
             "consumed_samples": self.consumed_samples,
-            "past": json.dumps(self._look_at_past(self.consumed_samples)),
+            "past": self._look_at_past(self.consumed_samples),
         }
 
     def load_state_dict(self, state: dict, strict: bool = True) -> None:
@@ -5101,14 +5088,15 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         consumed = state["consumed_samples"]
         self.batch_sampler._check_start(consumed)
         if strict:
-            self._check_past(consumed, json.loads(state["past"]))
+            self._check_past(consumed, state["past"])
         self._newest = None
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
     def _check_past(self, consumed_samples, saved):
         """ValueError unless the past in a state is what is found here."""
-        here = json.loads(json.dumps(self._look_at_past(consumed_samples)))
+        saved = json.loads(saved)
+        here = json.loads(self._look_at_past(consumed_samples))
         if saved == here:
             return
         raise ValueError(
@@ -5120,9 +5108,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         )
 
     def _look_at_past(self, consumed_samples):
-        """What the consumed samples are, as the first table above has it; {} if there is none."""
+        """What the consumed samples are, as the first table above has it; "{}" if there is none."""
         if consumed_samples == 0:
-            return {}
+            return "{}"
         settings = self._settings_of_order(consumed_samples)
         # what is shuffled is counted as a whole: each of its samples may have been consumed
         num_samples = settings.get("samples that are shuffled", consumed_samples)
@@ -5134,7 +5122,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         for d in givers:
             for key, value in _look_at_corpus(self._corpora[d], taken[d], num_probes).items():
                 past[f"{key} of corpus {d}"] = value
-        return past
+        return json.dumps(past)
 
     def _settings_of_order(self, consumed_samples):
         """What the order of the samples depends on; only "cyclic" has another than 0, 1, 2, ..."""
@@ -5189,15 +5177,15 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 if before != after:
                     return f"corpus {d} gave {before:,} samples in the state, {after:,} here"
         what, _, d = key.partition(" of corpus ")
-        if d == "":
-            return f"the {what} is {was} in the state, {now} here"
-        corpus = f"corpus {d} ({os.path.basename(_name(self._corpora[int(d)]))})"
+        if d:
+            key = f"{key} ({os.path.basename(_name(self._corpora[int(d)]))})"
         if what != "probes":
-            return f"the {what} of {corpus} is {was} in the state, {now} here"
+            return f"the {key} is {was} in the state, {now} here"
         for probe, found in zip(was, now, strict=True):
             if probe != found:
                 break
         k, sequence, offset, _ = probe
+        corpus = key.removeprefix("probes of ")
         begin = f"sample {k:,} of {corpus} begins at sequence {sequence:,}, token {offset:,}"
         if probe[:3] == found[:3]:
             return f"{begin}, and its tokens are others here"
@@ -5221,7 +5209,7 @@ def _look_at_corpus(dataset, count, num_probes):
     identifiers = dict(getattr(dataset, "unique_identifiers", {}))
     identifiers.pop("dataset_path", None)
     identifiers.pop("num_samples", None)
-    found |= json.loads(json.dumps(identifiers, default=_as_json))
+    found |= json.loads(json.dumps(identifiers, default=_as_json))  # a tokenizer is in it
     made_from = {}
     if hasattr(dataset, "made_from"):
         made_from = dataset.made_from()
@@ -5342,49 +5330,41 @@ class RerunDataIterator(collections.abc.Iterator):
     """
 
     def __init__(self, iterable: typing.Iterable) -> None:
-        self.iterable = iterable
         self._source = iter(iterable)
-        # the names of these three are upstream's
+        # the names of these two are upstream's
         self.saved_microbatches = []  # since the last advance()
-        self.replaying = False  # are some of them to be had again before the source goes on?
-        self.replay_pos = 0  # the next of them
+        self.replay_pos = 0  # the next of them; behind the last one the source goes on
 
     def __next__(self) -> typing.Any:
-        if self.replaying and self.replay_pos < len(self.saved_microbatches):
-            item = self.saved_microbatches[self.replay_pos]
-            self.replay_pos += 1
-            return item
-        self.replaying = False
-        item = next(self._source)
-        self.saved_microbatches.append(item)
+        if self.replay_pos == len(self.saved_microbatches):
+            self.saved_microbatches.append(next(self._source))
+        item = self.saved_microbatches[self.replay_pos]
+        self.replay_pos += 1
         return item
 
     def rewind(self) -> None:
         """Yield again all that came since the last advance()."""
-        self.replaying = True
         self.replay_pos = 0
 
     def advance(self) -> None:
         """The step is done: what was read is not needed any more."""
-        left = []
-        if self.replaying:
-            left = self.saved_microbatches[self.replay_pos :]
-        self.saved_microbatches = left
+        del self.saved_microbatches[: self.replay_pos]
         self.replay_pos = 0
 
     def state_dict(self) -> dict:
         """Return what was read since the last advance(), and how much of it is read again."""
         return {
             "saved_microbatches": list(self.saved_microbatches),
-            "replaying": self.replaying,
+            "replaying": self.replay_pos < len(self.saved_microbatches),
             "replay_pos": self.replay_pos,
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where the state was taken; the iterable must go on there by itself."""
         self.saved_microbatches = list(state["saved_microbatches"])
-        self.replaying = state["replaying"]
-        self.replay_pos = state["replay_pos"]
+        self.replay_pos = len(self.saved_microbatches)
+        if state["replaying"]:
+            self.replay_pos = state["replay_pos"]
 
 
 def get_train_valid_test_num_samples(
