@@ -5042,7 +5042,13 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         pending = collections.deque()
         for indices in self.batch_sampler:
-            pending.append(pool.submit(self._make_batch, indices))
+            try:
+                pending.append(pool.submit(self._make_batch, indices))
+            except RuntimeError as error:
+                if "shutdown" not in str(error):
+                    raise
+                # The main thread has ended, and this one reads on: SystemExit ends it silently.
+                raise SystemExit from None
             if len(pending) > self.num_threads + 1:
                 yield pending.popleft().result()
         while pending:
@@ -5330,6 +5336,7 @@ class RerunDataIterator(collections.abc.Iterator):
     """
 
     def __init__(self, iterable: typing.Iterable) -> None:
+        self.iterable = iterable
         self._source = iter(iterable)
         # the names of these two are upstream's
         self.saved_microbatches = []  # since the last advance()
