@@ -4384,9 +4384,9 @@ def forward_backward_no_pipelining(
 #   rename  corpus.bin                           in one step: a reader finds the old or the new one
 #
 # After an error, or Ctrl-C, or SIGTERM in our commands, the temporary file is removed.  A process
-# that is killed (kill -9, no power, a second signal meanwhile) leaves it behind; it can be deleted
-# by hand, but where a .bin has no .idx: its .idx is corpus.idx.*.old.tmp if corpus.bin.*.tmp is
-# still there, else corpus.idx.*.tmp.
+# that is killed (kill -9, no power, a second signal meanwhile) leaves it behind.  It can be deleted
+# by hand, except where a .bin has no .idx.  There one of them is the .idx, to be renamed: the
+# corpus.idx.*.old.tmp if corpus.bin.*.tmp is still there, else the corpus.idx.*.tmp without .old.
 
 
 _unfinished = set()  # temporary names without commit() yet; main(), section 21, removes them
@@ -4844,7 +4844,7 @@ class _RemoteFile:
             time.sleep(pause)
 
     def _describe(self, error):
-        """The error to raise for one of fsspec's; an OSError, and no subclass, may pass."""
+        """The error to raise for one of fsspec's; a plain OSError, no subclass, is worth a new try."""
         if self.url.startswith("http") and error.__cause__ is not None:
             error = error.__cause__  # fsspec calls whatever happens to an HTTP request "not found"
         status = getattr(error, "status", None)  # of HTTP
@@ -6020,13 +6020,14 @@ def build_tokenizer(
 #   books_text_document_00001_of_00003.record.json     its record: what it was made from
 #
 #   {"tokenizer": {...},
-#    "inputs": [{"name": "wiki-00.jsonl", "size": 600, "begin": 0, "end": 600, "documents": 3},
-#               {"name": "wiki-01.jsonl", "size": 500, "begin": 0, "end": 250, "documents": 2}],
+#    "inputs": [{"name": "books-01.jsonl", "size": 600, "begin": 0, "end": 600, "documents": 3},
+#               {"name": "books-02.jsonl", "size": 500, "begin": 0, "end": 250, "documents": 2}],
 #    "bin": 1200, "idx": 142}                  the sizes of the pair, in bytes
 #
-# Here documents 0 to 2 of the pair are those of wiki-00.jsonl, and documents 3 and 4 are the first
-# two of wiki-01.jsonl: the documents that begin in its first 250 bytes.  Such a part of an input is
-# called a part in this section, and is a dict as in the record.
+# Here documents 0 to 2 of the pair are those of books-01.jsonl, and documents 3 and 4 are the first
+# two of books-02.jsonl: the documents that begin in its first 250 bytes.  (Shard 0/3 has read all of
+# books-00.jsonl.)  Such a part of an input is called a part in this section, and is a dict as in the
+# record.
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
 # memory, and more time until the death of a worker is noticed: the workers before it come first.
@@ -6757,7 +6758,7 @@ class SFTDataset(MegatronDataset):
                 "SFTDataset wants a tokenizer that was made without add_special_tokens: this one "
                 "would put its special tokens around each piece of a conversation"
             )
-        # Unlike the base class: None where there is no pad; and a pad that is also eod counts.
+        # Unlike the base class: None where there is no pad; and a pad that is also eod stays the pad.
         self._pad_token_id = _attribute(tokenizer, "pad")
         self._fill_token_id = tokenizer.eod if self._pad_token_id is None else self._pad_token_id
         self._granularity = 1
@@ -6989,8 +6990,9 @@ class Span(typing.NamedTuple):
     length: int  # how many tokens it has
     byte_offset: int | None  # where it begins in the .bin file, in bytes; None without a file
     sample_offset: int  # where it begins in the sample
-    input: str | None  # the file that the document was made from; None without a record
-    input_document: int | None  # the number of the document in that file, counted from 0
+    input: str | None  # the file that the document was made from, and in a shard by itself the
+    # byte from which it counts, as in "a.jsonl from byte 84 on"; None without a record
+    input_document: int | None  # the number of the document in there, counted from 0
 
 
 def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
