@@ -858,8 +858,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 #   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
 #   eod                  the id that ends a document
-#   pad                  the id that fills a sample which is too short while it is made; it may be
-#                        missing, then -1 does.  What was filled has no loss, and in the end token 0
+#   pad                  samples have one length; where the last tokens of a corpus are too few
+#                        for one, this id fills it up, and has no loss.  It may be missing
 #   tokenize(text)       str -> list of ids
 #   detokenize(ids)      ids -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
@@ -1083,9 +1083,9 @@ class BlendedMegatronDatasetConfig:
     blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
                                 of its corpora, where it has several
-    full_validation             for upstream's trainer.  Here it does one thing: the size of valid
-                                that the builder gets must be None, which means all of it, if
-                                multiple_validation_sets is set too
+    full_validation             asks a trainer to read all of valid each time.  The trainer does it;
+                                here it is only checked that, together with
+                                multiple_validation_sets, no number of samples is asked of valid
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1095,16 +1095,18 @@ class BlendedMegatronDatasetConfig:
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
     mock                        made from the blends: True if there is none; then split is 1,1,1
     tokenizer                   an object as in section 2: its eod and its pad are used
-    mid_level_dataset_surplus   by how much more samples are prepared of each corpus of a blend with
-                                weights than its share is: 0.005 is half a percent
+    mid_level_dataset_surplus   a blend with weights may take a few samples more of a corpus than
+                                its weight says, because of rounding.  So more are prepared: 0.005
+                                is half a percent more
     allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
                                 token has the same id; if False, padding is -1 in this case.  A
                                 label that equals the pad id has no loss.  So if eod were the pad
                                 id, no model would learn to end a text
-    blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
-                                blend that follow each other, instead of its weights (section 6).
-                                Use stable_order with it: a phase that is added takes more samples
-                                of each corpus, and those before must stay as they were
+    blend_phases                not of upstream: [(samples, weights), ...], to change the mix while
+                                training: so many samples with these weights, then so many with the
+                                next, instead of the weights of blend.  Use stable_order with it
+                                (see GPTDatasetConfig): a phase that is added takes more samples of
+                                each corpus, and those before must stay as they were
     Accepted, without effect    fast_cache_load, defer_npy_index_mmap: a cached array is always
                                 opened at its first access, and not before
 
@@ -1137,7 +1139,10 @@ class BlendedMegatronDatasetConfig:
     def __post_init__(self) -> None:
         self._check_numbers()
         if self.blend_per_split is not None and any(self.blend_per_split):
-            self._check_blend_per_split()
+            if self.blend is not None or self.split is not None:
+                raise ValueError("blend_per_split wants blend and split to be None")
+            if len(self.blend_per_split) != len(Split):
+                raise ValueError(f"blend_per_split wants {len(Split)} entries, one for each split")
             self.blend_per_split = [_read_blend(blend) for blend in self.blend_per_split]
         else:
             self.blend_per_split = None
@@ -1167,18 +1172,6 @@ class BlendedMegatronDatasetConfig:
         surplus = self.mid_level_dataset_surplus
         if not 0 <= surplus < math.inf:
             raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-
-    def _check_blend_per_split(self):
-        """There is an entry for each split, and nothing else to be cut."""
-        if self.blend is not None or self.split is not None:
-            raise ValueError(
-                "blend_per_split wants blend and split to be None, "
-                f"got {self.blend} and {self.split}"
-            )
-        if len(self.blend_per_split) != len(Split):
-            raise ValueError(
-                f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
-            )
 
     def _check_phases(self):
         """The phases mix the corpora of the training blend."""
@@ -1233,8 +1226,10 @@ def _drop_zero_weights(items, weights):
 def _as_phases(phases, names):
     """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none.
 
-    Only weights that are not 0 are normalized: np.sum() adds in groups, and zeros in between would
-    put the others into other groups, and so change the rounding of the sum.
+    Only weights that are not 0 are normalized, because BlendedDataset drops corpora of weight 0
+    before it normalizes, and the same mix must give the same bits: a blend compares nearly equal
+    numbers, and the last bit can decide which corpus is next.  np.sum() adds in groups, so zeros in
+    between would change the rounding of the sum.
     """
     if not isinstance(phases, (list, tuple)) or len(phases) == 0:
         raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
@@ -1570,7 +1565,13 @@ def build_sample_idx(
     x = int(add_extra_token_to_sequence)
     tokens = int(num_epochs) * int(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
-    _check_stream(sizes, document_index, S, tokens)
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(document_index, "document_indices", np.int32)
+    _check_length_of_stream(len(document_index), S, tokens)
+    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
+    if len(wrong):
+        d = wrong[0]  # numpy would take a -1
+        raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
 
     # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
@@ -1597,17 +1598,6 @@ def build_sample_idx(
         # token before the end, which is never in an empty document: the row above is right.)
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
-
-
-def _check_stream(sizes, documents, S, tokens):
-    """Check the arguments of build_sample_idx(): the documents exist, and may hold the tokens."""
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(documents, "document_indices", np.int32)
-    _check_length_of_stream(len(documents), S, tokens)
-    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
-    if len(wrong):
-        d = wrong[0]  # numpy would take a -1
-        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
 
 
 def _check_array(values, name, dtype):
