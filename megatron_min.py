@@ -1906,16 +1906,14 @@ def _find_pad_token_id(config):
     It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
     config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
     have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
-    tokenizer may have besides what section 2 lists; if it has none, they are eos and eod.
+    tokenizer may have as well; if it has none, they are eos and eod.
     """
     tokenizer = config.tokenizer
     pad = _attribute(tokenizer, "pad")
     if pad is None:
         return -1
-    special = _attribute(tokenizer, "special_tokens_dict")
-    if special is None:
-        special = {}
-    special = {name: token for name, token in special.items() if name != "pad_token"}
+    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
+    special.pop("pad_token", None)
     if not special:
         special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
     same = [name for name, token in special.items() if token == pad]
