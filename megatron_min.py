@@ -830,8 +830,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 #   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
 #   eod                  the id that ends a document
-#   pad                  the id that fills a sample which is too short while it is made; it may be
-#                        missing, then -1 does.  What was filled has no loss, and in the end token 0
+#   pad                  samples have one length; where the last tokens of a corpus are too few
+#                        for one, this id fills it up, and has no loss.  It may be missing
 #   tokenize(text)       str -> list of ids
 #   detokenize(ids)      ids -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
@@ -1055,9 +1055,9 @@ class BlendedMegatronDatasetConfig:
     blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
                                 of its corpora, where it has several
-    full_validation             for upstream's trainer.  Here it does one thing: the size of valid
-                                that the builder gets must be None, which means all of it, if
-                                multiple_validation_sets is set too
+    full_validation             asks a trainer to read all of valid each time.  The trainer does it;
+                                here it is only checked that, together with
+                                multiple_validation_sets, no number of samples is asked of valid
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1067,16 +1067,18 @@ class BlendedMegatronDatasetConfig:
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
     mock                        made from the blends: True if there is none; then split is 1,1,1
     tokenizer                   an object as in section 2: its eod and its pad are used
-    mid_level_dataset_surplus   by how much more samples are prepared of each corpus of a blend with
-                                weights than its share is: 0.005 is half a percent
+    mid_level_dataset_surplus   a blend with weights may take a few samples more of a corpus than
+                                its weight says, because of rounding.  So more are prepared: 0.005
+                                is half a percent more
     allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
                                 token has the same id; if False, padding is -1 in this case.  A
                                 label that equals the pad id has no loss.  So if eod were the pad
                                 id, no model would learn to end a text
-    blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
-                                blend that follow each other, instead of its weights (section 6).
-                                Use stable_order with it: a phase that is added takes more samples
-                                of each corpus, and those before must stay as they were
+    blend_phases                not of upstream: [(samples, weights), ...], to change the mix while
+                                training: so many samples with these weights, then so many with the
+                                next, instead of the weights of blend.  Use stable_order with it
+                                (see GPTDatasetConfig): a phase that is added takes more samples of
+                                each corpus, and those before must stay as they were
     Accepted, without effect    fast_cache_load, defer_npy_index_mmap: a cached array is always
                                 opened at its first access, and not before
 
@@ -1109,7 +1111,10 @@ class BlendedMegatronDatasetConfig:
     def __post_init__(self) -> None:
         self._check_numbers()
         if self.blend_per_split is not None and any(self.blend_per_split):
-            self._check_blend_per_split()
+            if self.blend is not None or self.split is not None:
+                raise ValueError("blend_per_split wants blend and split to be None")
+            if len(self.blend_per_split) != len(Split):
+                raise ValueError(f"blend_per_split wants {len(Split)} entries, one for each split")
             self.blend_per_split = [_read_blend(blend) for blend in self.blend_per_split]
         else:
             self.blend_per_split = None
@@ -1139,18 +1144,6 @@ class BlendedMegatronDatasetConfig:
         surplus = self.mid_level_dataset_surplus
         if not 0 <= surplus < math.inf:
             raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-
-    def _check_blend_per_split(self):
-        """There is an entry for each split, and nothing else to be cut."""
-        if self.blend is not None or self.split is not None:
-            raise ValueError(
-                "blend_per_split wants blend and split to be None, "
-                f"got {self.blend} and {self.split}"
-            )
-        if len(self.blend_per_split) != len(Split):
-            raise ValueError(
-                f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
-            )
 
     def _check_phases(self):
         """The phases mix the corpora of the training blend."""
@@ -1205,8 +1198,10 @@ def _drop_zero_weights(items, weights):
 def _as_phases(phases, names):
     """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none.
 
-    Only weights that are not 0 are normalized: np.sum() adds in groups, and zeros in between would
-    put the others into other groups, and so change the rounding of the sum.
+    Only weights that are not 0 are normalized, because BlendedDataset drops corpora of weight 0
+    before it normalizes, and the same mix must give the same bits: a blend compares nearly equal
+    numbers, and the last bit can decide which corpus is next.  np.sum() adds in groups, so zeros in
+    between would change the rounding of the sum.
     """
     if not isinstance(phases, (list, tuple)) or len(phases) == 0:
         raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
@@ -1542,7 +1537,13 @@ def build_sample_idx(
     x = int(add_extra_token_to_sequence)
     tokens = int(num_epochs) * int(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
-    _check_stream(sizes, document_index, S, tokens)
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(document_index, "document_indices", np.int32)
+    _check_length_of_stream(len(document_index), S, tokens)
+    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
+    if len(wrong):
+        d = wrong[0]  # numpy would take a -1
+        raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
 
     # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
@@ -1569,17 +1570,6 @@ def build_sample_idx(
         # token before the end, which is never in an empty document: the row above is right.)
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
-
-
-def _check_stream(sizes, documents, S, tokens):
-    """Check the arguments of build_sample_idx(): the documents exist, and may hold the tokens."""
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(documents, "document_indices", np.int32)
-    _check_length_of_stream(len(documents), S, tokens)
-    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
-    if len(wrong):
-        d = wrong[0]  # numpy would take a -1
-        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
 
 
 def _check_array(values, name, dtype):
@@ -1888,16 +1878,14 @@ def _find_pad_token_id(config):
     It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
     config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
     have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
-    tokenizer may have besides what section 2 lists; if it has none, they are eos and eod.
+    tokenizer may have as well; if it has none, they are eos and eod.
     """
     tokenizer = config.tokenizer
     pad = _attribute(tokenizer, "pad")
     if pad is None:
         return -1
-    special = _attribute(tokenizer, "special_tokens_dict")
-    if special is None:
-        special = {}
-    special = {name: token for name, token in special.items() if name != "pad_token"}
+    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
+    special.pop("pad_token", None)
     if not special:
         special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
     same = [name for name, token in special.items() if token == pad]
@@ -4844,7 +4832,7 @@ class _RemoteFile:
             time.sleep(pause)
 
     def _describe(self, error):
-        """The error to raise for one of fsspec's; a plain OSError, no subclass, is worth a new try."""
+        """The error to raise for one of fsspec's; only a plain OSError is worth another try."""
         if self.url.startswith("http") and error.__cause__ is not None:
             error = error.__cause__  # fsspec calls whatever happens to an HTTP request "not found"
         status = getattr(error, "status", None)  # of HTTP
@@ -6025,9 +6013,9 @@ def build_tokenizer(
 #    "bin": 1200, "idx": 142}                  the sizes of the pair, in bytes
 #
 # Here documents 0 to 2 of the pair are those of books-01.jsonl, and documents 3 and 4 are the first
-# two of books-02.jsonl: the documents that begin in its first 250 bytes.  (Shard 0/3 has read all of
-# books-00.jsonl.)  Such a part of an input is called a part in this section, and is a dict as in the
-# record.
+# two of books-02.jsonl: the documents that begin in its first 250 bytes.  (Shard 0/3 has read
+# books-00.jsonl, as a whole.)  Such a part of an input is called a part in this section, and is a
+# dict as in the record.
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
 # memory, and more time until the death of a worker is noticed: the workers before it come first.
@@ -6758,7 +6746,7 @@ class SFTDataset(MegatronDataset):
                 "SFTDataset wants a tokenizer that was made without add_special_tokens: this one "
                 "would put its special tokens around each piece of a conversation"
             )
-        # Unlike the base class: None where there is no pad; and a pad that is also eod stays the pad.
+        # Unlike the base class: None where there is no pad; a pad that is also eod stays the pad.
         self._pad_token_id = _attribute(tokenizer, "pad")
         self._fill_token_id = tokenizer.eod if self._pad_token_id is None else self._pad_token_id
         self._granularity = 1
