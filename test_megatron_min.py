@@ -6405,11 +6405,10 @@ def test_c_encodes_what_the_definition_encodes(c, one, monkeypatch):
     for at in (0, 600):
         ids = np.zeros(1200, np.int32)
         ids[at] = 2**16
-        for values in (ids, ids.tolist()):
-            with pytest.raises(ValueError, match=f"65536 at {at} does not fit uint16"):
-                c._encode_tokens(values, np.dtype(np.uint16))
+        with pytest.raises(ValueError, match=f"65536 at {at} does not fit uint16"):
+            c._encode_tokens(ids, np.dtype(np.uint16))
     monkeypatch.setattr(c._encode_tokens, "__wrapped__", None)
-    for values in ([1, 2], int32(1, 2), torch.tensor([1, 2])):
+    for values in (int32(1, 2), torch.tensor([1, 2])):
         assert c._encode_tokens(values, np.dtype(np.uint16)) == b"\1\0\2\0"
 
 
@@ -6637,7 +6636,7 @@ def toy_arguments(name):
 
 OUT_OF_RANGE = {  # {function: {argument: values that it refuses in the toy call}}
     "encode_tokens": {
-        "values": [int32(-1), int32(2**16), [0, 2**16], [2**70], [True], ["a"], [1.5], (1, 2)],
+        "values": [int32(-1), int32(2**16), None],
         "kind": ["f", "u2", "", "\0", "\u0175", None, 117],
         "itemsize": [0, -1, 3, 9, 2**31],
     },
@@ -6702,8 +6701,7 @@ def refused_calls(name):
     for key, value in usual.items():
         wrong = list(OUT_OF_RANGE[name].get(key, []))
         if isinstance(value, np.ndarray):
-            as_list, *others = wrong_forms(value, key in filled)
-            wrong += others if key == "values" else [as_list, *others]
+            wrong += wrong_forms(value, key in filled)
         elif type(value) is int:
             wrong += [None, "4", [4], 1.5]
         if key in filled and key != "array":  # any array may be shuffled
