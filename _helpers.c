@@ -15,11 +15,13 @@
  *
  * Rules of this file
  *   - Python allocates every array.  C borrows it through the buffer protocol, without numpy's
- *     headers.  Only encode_tokens returns something new: bytes.
+ *     headers.
  *   - A function of the module is a loop and a wrapper around it.  The wrapper works in this order:
  *     parse, borrow, check, compute, report, release.  The loop touches no Python object and runs
  *     without the GIL.  It trusts what the wrapper has checked, and returns a status, never an
  *     exception.  Functions that check something return 1, or 0 with an exception set.
+ *   - One exception: encode_tokens (section 2) reads lists of Python's ints too, with the GIL, and
+ *     returns new bytes.
  *   - Arrays may lie at any address (the sizes in an .idx file start at byte 34).  So items are
  *     moved by memcpy, which compiles to one plain load or store.
  *   - A blend is computed in IEEE doubles, and each operation is rounded.  Build with
@@ -158,11 +160,13 @@ INLINE int64_t load(const char *base, int64_t i, Py_ssize_t size)
  *
  * Definition: _encode_tokens in megatron_min.py.  Upstream: np.array(values, dtype).tobytes().
  *
- *     values   an array               97 98 513
+ *     values   an array or a list     97 98 513
  *     bytes    of the file's dtype    61 00 62 00 01 02
  *
- * An id fits if it is the same number in both dtypes.  The result is bytes: to borrow one more array
- * takes about as long as to convert some hundred ids, and most documents are short.
+ * An id fits if it is the same number in both dtypes.
+ *
+ * The result is bytes, and no array that Python has allocated: most documents are short, and to
+ * borrow one more array takes about as long as to convert some hundred ids.
  */
 #define PUT(type, base, i, value) do { \
         const type put_ = (type)(value); \
@@ -198,13 +202,40 @@ static int convert(char *to, const char to_code[3], const char *from, const char
     return changed == 0;
 }
 
+enum { BLOCK = 512 };   /* ids of a list that are converted together: they stay in the cache */
+
+/* The same for a list.  An item that is not a plain int does not fit: to convert it could run code
+ * that changes the list. */
+static int convert_list(char *to, const char to_code[3], PyObject *list, int64_t n)
+{
+    const int64_t width = to_code[1] - '0';
+    int64_t block[BLOCK];
+    int fits = 1;
+
+    for (int64_t i = 0; fits && i < n; i += BLOCK) {
+        const int64_t count = n - i < BLOCK ? n - i : BLOCK;
+
+        for (int64_t j = 0; fits && j < count; j++) {
+            PyObject *item = PyList_GetItem(list, (Py_ssize_t)(i + j));
+            int too_large = 0;
+
+            fits = PyLong_CheckExact(item);
+            block[j] = fits ? PyLong_AsLongLongAndOverflow(item, &too_large) : 0;
+            fits &= !too_large;
+        }
+        fits = fits && convert(to + i * width, to_code, (const char *)block, "i8", count);
+    }
+    return fits;
+}
+
 static PyObject *encode_tokens(PyObject *Py_UNUSED(module), PyObject *args)
 {
     static const Array ids = {"values", "u1 i1 u2 i2 u4 i4 i8", 1, READ};
     PyObject *values, *result = NULL;
     Py_buffer view = {0};
     char code[3] = "??", from_code[3], *to;
-    int kind, width, fits;
+    int kind, width, is_list, fits;
+    Py_ssize_t n;
 
     if (!PyArg_ParseTuple(args, "OCi:encode_tokens", &values, &kind, &width))
         return NULL;
@@ -216,21 +247,28 @@ static PyObject *encode_tokens(PyObject *Py_UNUSED(module), PyObject *args)
         PyErr_Format(PyExc_ValueError, "dtype: wanted u1, i1, u2, i2, i4 or i8, found %s", code);
         return NULL;
     }
-    if (!borrow(values, &ids, &view))
+    is_list = PyList_CheckExact(values);
+    if (!is_list && !borrow(values, &ids, &view))
         return NULL;
-    if (!in_range("items of values", view.shape[0], 0, PY_SSIZE_T_MAX / 8))
+    n = is_list ? PyList_Size(values) : view.shape[0];
+    if (!in_range("items of values", n, 0, PY_SSIZE_T_MAX / 8))
         goto exit;
-    result = PyBytes_FromStringAndSize(NULL, view.shape[0] * width);
+    result = PyBytes_FromStringAndSize(NULL, n * width);
     if (!result)
         goto exit;
     to = PyBytes_AsString(result);
-    dtype_of(&view, from_code);
-    Py_BEGIN_ALLOW_THREADS
-    fits = convert(to, code, view.buf, from_code, view.shape[0]);
-    Py_END_ALLOW_THREADS
+    if (is_list)
+        fits = convert_list(to, code, values, n);
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        dtype_of(&view, from_code);
+        fits = convert(to, code, view.buf, from_code, n);
+        Py_END_ALLOW_THREADS
+    }
     if (!fits) {
         PyErr_Format(PyExc_ValueError, "values: wanted integers that fit %s", code);
-        Py_CLEAR(result);
+        Py_DECREF(result);
+        result = NULL;
     }
 exit:
     PyBuffer_Release(&view);
@@ -935,7 +973,7 @@ exit:
 
 static PyMethodDef methods[] = {
     {"encode_tokens", encode_tokens, METH_VARARGS,
-     "(values, kind, itemsize) -> bytes; kind and itemsize are those of their dtype"},
+     "(values, kind, itemsize) -> bytes; values is an array or a list, the rest of its dtype"},
     {"build_sample_idx", build_sample_idx, METH_VARARGS,
      "(sample_index, sizes, document_index, sequence_length, add_extra_token, last_token)"},
     {"shuffle", shuffle, METH_VARARGS, "(array, key, pos) -> pos"},

@@ -6371,12 +6371,14 @@ def test_without_a_build(monkeypatch, tmp_path, setting, error, wanted):
 
 
 def random_ids(rng, dtype):
-    """Ids of which most fit a dtype, or all, as an array of another dtype, or a tensor."""
+    """Ids of which most fit a dtype, or all, as an array of another dtype, a list, or a tensor."""
     limits = np.iinfo(dtype)
     edges = [limits.min, limits.max, 0]
     if rng.random() < 0.3:
         edges += [limits.min - 1, limits.max + 1]
     ids = [int(edge) for edge in rng.choice(np.array(edges, object), rng.integers(1200))]
+    if rng.random() < 0.3:
+        return ids
     source = np.dtype(rng.choice(["b1", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f8"]))
     if source.kind in "iu":
         ids = [min(max(i, np.iinfo(source).min), np.iinfo(source).max) for i in ids]
@@ -6403,10 +6405,11 @@ def test_c_encodes_what_the_definition_encodes(c, one, monkeypatch):
     for at in (0, 600):
         ids = np.zeros(1200, np.int32)
         ids[at] = 2**16
-        with pytest.raises(ValueError, match=f"65536 at {at} does not fit uint16"):
-            c._encode_tokens(ids, np.dtype(np.uint16))
+        for values in (ids, ids.tolist()):
+            with pytest.raises(ValueError, match=f"65536 at {at} does not fit uint16"):
+                c._encode_tokens(values, np.dtype(np.uint16))
     monkeypatch.setattr(c._encode_tokens, "__wrapped__", None)
-    for values in (int32(1, 2), torch.tensor([1, 2])):
+    for values in ([1, 2], int32(1, 2), torch.tensor([1, 2])):
         assert c._encode_tokens(values, np.dtype(np.uint16)) == b"\1\0\2\0"
 
 
@@ -6635,7 +6638,7 @@ def toy_arguments(name):
 
 OUT_OF_RANGE = {  # {function: {argument: values that it refuses in the toy call}}
     "encode_tokens": {
-        "values": [int32(-1), int32(2**16), None],
+        "values": [int32(-1), int32(2**16), [0, 2**16], [2**70], [True], ["a"], [1.5], (1, 2)],
         "kind": ["f", "u2", "", "\0", "\u0175", None, 117],
         "itemsize": [0, -1, 3, 9, 2**31],
     },
@@ -6700,7 +6703,8 @@ def refused_calls(name):
     for key, value in usual.items():
         wrong = list(OUT_OF_RANGE[name].get(key, []))
         if isinstance(value, np.ndarray):
-            wrong += wrong_forms(value, key in filled)
+            as_list, *others = wrong_forms(value, key in filled)
+            wrong += others if key == "values" else [as_list, *others]
         elif type(value) is int:
             wrong += [None, "4", [4], 1.5]
         if key in filled and key != "array":  # any array may be shuffled
