@@ -494,30 +494,36 @@ class IndexedDataset(torch.utils.data.Dataset):
         return start + offset, length
 
     def verify(self) -> None:
-        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one."""
+        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one.
+
+        Lengths are >= 0, each pointer is the bytes of the sequences before it, and documents never
+        go back.
+        """
         if self._verified:
             return
-        size = 1 << 14  # entries of a chunk: its arrays stay in the CPU's cache
-        end = 0
+        wanted = "the end of the sequence before it"
+        self._refuse_first("sequence_pointers", 0, self.sequence_pointers[:1] != 0, wanted)
+        size = 1 << 15  # entries of a chunk: its arrays stay in the CPU's cache
         for low in range(0, max(len(self), len(self.document_indices)), size):
-            lengths = self.sequence_lengths[low : low + size]
-            pointers = self.sequence_pointers[low : low + size]
-            documents = self.document_indices[low : low + size + 1]  # and the next chunk's first
-            ends = np.concatenate([[end], pointers + lengths * np.int64(self._token_bytes)])
-            end = ends[-1]
+            # Copies, for the file has these arrays at odd addresses, which numpy reads slowly.
+            num_bytes = self.sequence_lengths[low : low + size].astype(np.int64)
+            pointers = self.sequence_pointers[low : low + size + 1].copy()  # one of the next chunk
+            documents = self.document_indices[low : low + size + 1].copy()
+            num_bytes *= self._token_bytes
+            self._refuse_first("sequence_lengths", low, num_bytes < 0, ">= 0")
+            steps = np.diff(pointers)
+            is_elsewhere = steps != num_bytes[: len(steps)]
+            self._refuse_first("sequence_pointers", low + 1, is_elsewhere, wanted)
             is_lower = documents[1:] < documents[:-1]
-            # of each array: the first entry that is looked at, which are wrong, and what was wanted
-            for name, first, is_wrong, wanted in (
-                ("sequence_lengths", low, lengths < 0, ">= 0"),
-                ("sequence_pointers", low, pointers != ends[:-1], "the end of the one before it"),
-                ("document_indices", low + 1, is_lower, "at least the one before it"),
-            ):
-                places = np.flatnonzero(is_wrong)
-                if len(places):
-                    at = first + places[0]
-                    found = getattr(self, name)[at]
-                    raise _format_error(self._idx_path, f"{name}[{at}]", wanted, found)
+            self._refuse_first("document_indices", low + 1, is_lower, "at least the one before it")
         self._verified = True
+
+    def _refuse_first(self, name, low, is_wrong, wanted):
+        """DatasetFormatError for the first wrong entry, if any, from entry low of an array on."""
+        if is_wrong.any():
+            at = low + is_wrong.argmax()
+            found = getattr(self, name)[at]
+            raise _format_error(self._idx_path, f"{name}[{at}]", wanted, found)
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:

@@ -6388,15 +6388,16 @@ FILLED = {  # {function: how many arrays it fills, its first arguments}
 }
 
 
+def grouped(call):
+    """The arguments of read_samples, in the tuples that it takes."""
+    values = tuple(call.values())
+    return [values[:7], *values[7:9], values[9:12], values[12:15], values[15:]]
+
+
 def call_c(c, name, call):
-    """Call a function of C, which takes no keywords; read_samples wants its arguments in groups."""
-    kernel = getattr(c._megatron_min, name)
-    values = list(call.values())
-    if name == "read_samples":
-        outputs = tuple(values[:7])
-        groups = tuple(values[9:12]), tuple(values[12:15]), tuple(values[15:])
-        return kernel(outputs, *values[7:9], *groups)
-    return kernel(*values)
+    """Call a function of C, which takes no keywords."""
+    values = grouped(call) if name == "read_samples" else call.values()
+    return getattr(c._megatron_min, name)(*values)
 
 
 def toy_call(name):
@@ -6491,10 +6492,10 @@ def wrong_forms(values, is_filled):
 
 
 def overlapping(values, others):
-    """Copies of two arrays of which the last byte of one is the first of the other."""
+    """Two arrays like these, of which the last byte of one is the first of the other."""
     memory = np.zeros(values.nbytes + others.nbytes - 1, np.uint8)
-    first = memory[: values.nbytes].view(values.dtype).reshape(values.shape)
-    return first, memory[-others.nbytes :].view(others.dtype).reshape(others.shape)
+    first = np.ndarray(values.shape, values.dtype, memory)
+    return first, np.ndarray(others.shape, others.dtype, memory, values.nbytes - 1)
 
 
 def refused_calls(name):
@@ -6523,7 +6524,7 @@ def is_refused(c, name, call):
     """Does a function of C raise an error?"""
     try:
         call_c(c, name, call)
-    except (TypeError, ValueError, IndexError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         return True
     return False
 
@@ -6584,20 +6585,12 @@ def test_c_reads_nothing_outside_of_an_array(c):
 
 
 class Fresh(tuple):
-    """A tuple whose items, as a sequence, are made when they are asked for; nobody keeps them."""
-
-    __slots__ = ()
-
-    def __getitem__(self, place):
-        item = super().__getitem__(place)
-        return item.copy() if isinstance(item, np.ndarray) else item
+    """A subclass may make its items when they are asked for; then nobody keeps them."""
 
 
 def test_c_takes_plain_tuples_alone(c):
     """It borrows their items, and only a plain tuple keeps them alive."""
-    values = list(toy_call("read_samples").values())
-    groups = [tuple(values[:7]), *values[7:9]]
-    groups += [tuple(values[9:12]), tuple(values[12:15]), tuple(values[15:])]
+    groups = grouped(toy_call("read_samples"))
     for place in (0, 3, 4, 5):
         call = list(groups)
         call[place] = Fresh(call[place])
@@ -6669,8 +6662,8 @@ def test_a_wheel_without_c_is_pure(sources, case):
     run_setup(sources, "bdist_wheel", **variables)
     [wheel] = (sources / "dist").iterdir()
     assert tag in wheel.name
-    modules = {name.partition(".")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert ("_megatron_min" in modules) == (case == "C")
+    names = "".join(zipfile.ZipFile(wheel).namelist())
+    assert ("_megatron_min." in names) == (case == "C")
 
 
 @pytest.mark.slow
@@ -6681,15 +6674,8 @@ def test_an_sdist_builds_and_passes_its_tests(sources, tmp_path):
     [folder] = tmp_path.glob("megatron_min-*")
     switch = "1" if "c" in IMPLEMENTATIONS else "0"
     run_setup(folder, "build_ext", "--inplace", MEGATRON_MIN_C=switch)
-    tests = []
-    for test in (
-        test_the_toy_example_by_hand,
-        test_the_switch_reaches_every_loop,
-        test_doctests_of_the_module,
-        test_blend_by_hand,
-    ):
-        tests.append(f"test_megatron_min.py::{test.__name__}")
-    run = [sys.executable, "-m", "pytest", "-q", *tests]
+    tests = "toy_example_by_hand or the_switch_reaches_every_loop or doctests_of_the_module"
+    run = [sys.executable, "-m", "pytest", "-q", "-k", tests]
     environment = os.environ | {"MEGATRON_MIN_C": switch}
     ran = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout
