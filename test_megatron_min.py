@@ -2408,7 +2408,7 @@ def test_bad_phases(one, word):
             config(one, (["p", "bare"], None), blend_phases=phases)
 
 
-@pytest.mark.parametrize("weights, size", [([1, 1], None), (None, 4), ([1, 1], 4)])
+@pytest.mark.parametrize("weights, size", [([1, 1], None), (None, 4)])
 def test_phases_stand_for_weights_and_size(one, weights, size):
     with pytest.raises(ValueError, match="None"):
         one.BlendedDataset(bare(one, 9, 9), weights, size, config(one), phases=[(4, [1, 1])])
@@ -2617,13 +2617,8 @@ def test_each_corpus_of_a_blend_is_cut_by_the_split(mm, corpora):
     rounded_up = build(mm, [7, 0, 0], config(mm, ([A, B], [1, 1])))[0]
     assert (len(train), len(valid), len(rounded_up)) == (50, 20, 8)
     same(train.samples_taken(), np.array([30, 20]))
-
-
-def test_one_corpus_with_a_weight_is_a_blend(one, corpora):
-    """As in upstream, where the blend is cut by the split."""
-    train = build(one, [50, 0, 0], config(one, ([A], [7])))[0]
-    assert outline(train) == [("train", 0, 40, 51)]
-    assert len(train) == 50
+    alone = build(mm, [50, 0, 0], config(mm, ([A], [7])))[0]  # its weight makes it a blend
+    assert (outline(alone), len(alone)) == ([("train", 0, 40, 51)], 50)
 
 
 def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora):
@@ -4467,17 +4462,12 @@ def test_other_samples_have_another_key(one, pair, cache):
         {"random_seed": 1},
         {"tokenizer": Tok(1)},
     ]
-    built = []
     for number, fields in enumerate(kinds):
-        found, messages = cached(one, pair, cache, **fields)
-        assert messages == []
-        assert len(os.listdir(cache)) == 5 * (number + 1), fields
-        built.append(found)
-    for fields, found in zip(kinds, built, strict=True):
-        again, messages = cached(one, pair, cache, **fields)
+        found, of_first = cached(one, pair, cache, **fields)
+        again, of_second = cached(one, pair, cache, **fields)
         same_arrays(again, found)
-        assert messages == []
-    assert len(os.listdir(cache)) == 5 * len(kinds)
+        assert of_first + of_second == []
+        assert len(os.listdir(cache)) == 5 * (number + 1), fields
     flag = "drop_last_partial_validation_sequence"
     assert flag not in gpt(one, pair, 9).unique_identifiers
     assert gpt(one, pair, 9, "valid", **{flag: False}).unique_identifiers[flag] is False
