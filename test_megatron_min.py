@@ -4513,12 +4513,12 @@ def test_what_a_subclass_is_made_from(one, pair, cache):
 
 
 def wrong_manifests(content):
-    """Other bytes of a manifest: no JSON, other JSON, and of other data."""
+    """Other bytes of a manifest: no JSON, other JSON, damaged, and of other data."""
     manifest = json.loads(content)
-    without_files = {key: value for key, value in manifest.items() if key != "files"}
+    other_facts = manifest | {"facts": [1] * len(manifest["facts"])}
     other_data = manifest | {"made_from": manifest["made_from"] | {"documents": "0 to 8998"}}
     contents = [b"null", b"\xff", content[:-1]]
-    return contents + [json.dumps(value).encode() for value in (without_files, other_data)]
+    return contents + [json.dumps(value).encode() for value in (other_facts, other_data)]
 
 
 def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, builds):
