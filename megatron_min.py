@@ -2498,7 +2498,7 @@ def build_blending_indices(
 
     Sample i comes from the dataset with the largest lag, weights[d] * max(i, 1) - taken[d], in IEEE
     doubles; taken[d] is how many of the samples 0 .. i-1 come from dataset d.  Of equals the lowest
-    d is taken.  max(i, 1) lets sample 0 come from the dataset of the largest weight.
+    d is taken.
 
     dataset_index         int16 (size,)             filled in: which dataset
     dataset_sample_index  int64 (size,)             filled in: which of its samples
@@ -2904,8 +2904,7 @@ def _entries_of_config(
 ) -> list[_Entry]:
     """Return what a config means: an entry for each dataset, in the order of the splits.
 
-    With multiple_validation_sets valid has an entry for each of its corpora.  ValueError for sizes
-    that no build can have.  No file is opened.
+    ValueError for sizes that no build can have.  No file is opened.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=(["a", "b"], [1, 3]), split="9,1,0",
     ...                           tokenizer=ByteTokenizer())
@@ -3004,8 +3003,8 @@ class BlendedMegatronDatasetBuilder:
     def build(self) -> list:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
 
-        With torch.distributed every rank calls this method.  Rank 0 builds first, so that the
-        others find its cache; a failure on any rank is raised on every rank.
+        Rank 0 builds first, so that the others find its cache; a failure on any rank is raised on
+        every rank.
         """
         if not _is_distributed():
             return self._build_splits()
@@ -3034,20 +3033,17 @@ class BlendedMegatronDatasetBuilder:
             found[entry.split].append(dataset)
         datasets = []
         for of_split in found.values():
-            if len(of_split) == 0:
-                datasets.append(None)
-            elif len(of_split) == 1:
-                datasets.append(of_split[0])
-            else:  # several validation sets
+            if len(of_split) > 1:  # several validation sets
                 datasets.append(of_split)
+            else:
+                datasets.append(of_split[0] if of_split else None)
         return datasets
 
     def _open_all(self):
         """Open each corpus once, though several splits use it: {prefix: opened corpus}."""
-        prefixes = []
+        prefixes = {}  # as keys, so each once
         for entry in self._entries:
-            prefixes += entry.prefixes
-        prefixes = list(dict.fromkeys(prefixes))  # each once
+            prefixes |= dict.fromkeys(entry.prefixes)
         _allow_open_files(self._entries, prefixes)  # a process may open few by default
         corpora = self._for_each(self._open, prefixes)
         return dict(zip(prefixes, corpora, strict=True))
@@ -4515,8 +4511,6 @@ class _IndexCache:
                  JSON has it, and the arrays in the order of names; its errors pass through
 
     facts        an attribute: the facts that build() returned, here or where the files were made
-
-    Cost where the cache is there: the manifest is read; no array is opened.
     """
 
     def __init__(
