@@ -8947,24 +8947,6 @@ def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
     assert bytes_of_pair("corpus_text_document") == bytes_of_pair(whole)
 
 
-def test_readmes_comparison_of_two_tokenizers(one, readme, tmp_path, monkeypatch):
-    """It passes where gigatoken makes the same ids, and fails where it does not."""
-    tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("gigatoken")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "megatron_min", one)
-    tokenizer = tokenizers.ByteLevelBPETokenizer()
-    text = (HERE / "megatron_min.py").read_text(encoding="utf-8")
-    special = ["<|endoftext|>"]
-    tokenizer.train_from_iterator([text], 2000, special_tokens=special, show_progress=False)
-    tokenizer.save("tokenizer.json")
-    jsonl("corpus.jsonl", text.split("\n\n")[:500])
-    comparison = readme_block(readme, "python", "gigatoken:")
-    exec(comparison, {})
-    with pytest.raises(AssertionError):
-        exec(comparison.replace("fast.tokenize(text)", "fast.tokenize(text[1:])"), {})
-
-
 # What pretrain_gpt.py does for its data, written anew.
 PRETRAIN_GPT = """
 def core_gpt_dataset_config_from_args(args):
