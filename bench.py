@@ -17,7 +17,7 @@ To add a row, write a function in section 3 and a line in section 4.
 """
 
 import argparse
-import dataclasses
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -46,6 +46,9 @@ import torch.utils.data
 SEED = 1234
 EOD = 50256
 MEAN_LENGTH = 500  # tokens in a document
+CORES = os.cpu_count()
+if hasattr(os, "sched_getaffinity"):
+    CORES = len(os.sched_getaffinity(0))  # those that this process may use
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # torchrun does so too; the threads of a busy machine wait long
@@ -54,38 +57,35 @@ warnings.simplefilter("ignore")  # upstream warns when imported, our Python abou
 # -- 1. The competitors ----------------------------------------------------------------------------
 # Each is a module with upstream's public names, so that a case runs the same lines on all three.
 
-NAMES = ("upstream", "Python", "C")
-
 
 @functools.cache
-def load(name):
-    """The module of a competitor, ours as a private copy; None where it is missing."""
-    if name == "upstream":
-        return load_upstream()
+def competitors():
+    """{name: module} of those that are there; the first is what the others are compared with."""
+    found = {}
+    with contextlib.suppress(ImportError):
+        found["upstream"] = load_upstream()
+    found["Python"] = load_ours("Python", "0")
+    with contextlib.suppress(ImportError):
+        found["C"] = load_ours("C", "1")
+    return found
+
+
+def load_ours(name, value):
+    """A private copy of the module beside this file, with that value of MEGATRON_MIN_C."""
     path = pathlib.Path(__file__).resolve().parent / "megatron_min.py"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    os.environ["MEGATRON_MIN_C"] = "1" if name == "C" else "0"
-    try:
-        spec.loader.exec_module(module)
-    except ImportError:
-        return None
+    sys.modules[name] = module
+    os.environ["MEGATRON_MIN_C"] = value
+    spec.loader.exec_module(module)
     return module
-
-
-def competitors():
-    """The names of those that are there."""
-    return [name for name in NAMES if load(name) is not None]
 
 
 def load_upstream():
     """The data path of megatron-core in one module, and re-creations of what it lacks."""
-    try:
-        from megatron.core.datasets import blended_megatron_dataset_builder as builder
-        from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
-    except ImportError:
-        return None
+    from megatron.core.datasets import blended_megatron_dataset_builder as builder
+    from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
+
     logging.getLogger("megatron").setLevel(logging.ERROR)
     upstream = types.ModuleType("upstream")
     for part in (utils, helpers, indexed_dataset, gpt_dataset, builder):
@@ -118,7 +118,7 @@ def recreated_tokenizer(name):
 def recreated_preprocess(path, prefix, tokenizer, workers):
     """The package tokenizers on all cores, and upstream's builder."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"  # nor a warning when our workers are forked
-    builder = load("upstream").IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    builder = competitors()["upstream"].IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     with open(path, "rb") as file:
         texts = [json.loads(line)["text"] for line in file]
     for encoding in tokenizer.encode_batch_fast(texts):
@@ -149,13 +149,6 @@ class Clock:
 clock = Clock()
 folder = tempfile.TemporaryDirectory(prefix="megatron-min-bench-")
 HOME = folder.name
-
-
-def cores():
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 @functools.lru_cache(maxsize=2)
@@ -317,9 +310,7 @@ def mixture(mm, n, documents, is_new):
 
 def add_documents(mm, n):
     """Documents that are added one by one, as int32 arrays, to a pair of uint16."""
-    documents = []
-    for length in random_documents(1000)[0]:
-        documents.append(np.arange(length, dtype=np.int32))
+    documents = [np.arange(length, dtype=np.int32) for length in random_documents(1000)[0]]
     paths = [f"{HOME}/pair.bin", f"{HOME}/pair.idx"]
     builder = mm.IndexedDatasetBuilder(paths[0], dtype=np.uint16)
     with clock:
@@ -338,44 +329,44 @@ def text_and_tokenizer(n):
     modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
     code = "".join(path.read_text("utf-8", "replace") for path in modules)
     pages = [code[2000 * k : 2000 * (k + 1)] for k in range(len(code) // 2000)]
-    text_path = f"{HOME}/text.jsonl"
-    with open(text_path, "w") as file:
+    with open(f"{HOME}/text.jsonl", "w") as file:
         for k in range(n):
             file.write(json.dumps({"text": pages[k % len(pages)]}) + "\n")
-    tokenizer_path = f"{HOME}/tokenizer.json"
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     special = ["<|endoftext|>"]
     tokenizer.train_from_iterator(pages, 16_000, special_tokens=special, show_progress=False)
-    tokenizer.save(tokenizer_path)
-    return text_path, tokenizer_path
+    tokenizer.save(f"{HOME}/tokenizer.json")
+    return file.name, f"{HOME}/tokenizer.json"
 
 
-def preprocess(mm, n, engine, workers):
+def preprocess(mm, n, engine="", workers=1):
     """preprocess, with the package that engine names -> the tokens of the pair."""
-    text_path, tokenizer_path = text_and_tokenizer(n)
-    tokenizer = mm.build_tokenizer(engine + tokenizer_path)
+    text, tokenizer = text_and_tokenizer(n)
+    tokenizer = mm.build_tokenizer(engine + tokenizer)
     with clock:
-        made = mm.preprocess(text_path, f"{HOME}/text", tokenizer, workers=workers)
+        made = mm.preprocess(text, f"{HOME}/text", tokenizer, workers=workers)
     return np.fromfile(f"{made['text']}.bin", np.uint16)
 
 
 # -- 4. The rows -----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
 class Case:
-    """A row of the table."""
+    """A row of the table: a function of section 3, how many items it is given, and its options.
 
-    title: str  # ends in "*" where upstream's side is not in its package
-    function: types.FunctionType  # of section 3
-    n: int  # how many items the function is given
-    unit: str  # what these are
-    options: dict = dataclasses.field(default_factory=dict)  # more arguments of the function
+    The title ends in "*" where upstream's side is not in its package.
+    """
+
+    def __init__(self, title, function, n, unit, **options):
+        self.title = title
+        self.size = f"{n:,} {unit}"
+        self.function = function
+        self.arguments = {"n": n, **options}
 
     def run(self, name):
         """Run a competitor -> the seconds, and its result."""
         before = clock.read()
-        result = self.function(load(name), self.n, **self.options)
+        result = self.function(competitors()[name], **self.arguments)
         return clock.read() - before, result
 
 
@@ -392,68 +383,66 @@ def is_same(a, b):
 
 RESETS = {"reset_position_ids": True, "eod_mask_loss": True}
 DENSE = {"reset_attention_mask": True, "create_attention_mask": True, **RESETS}
-NEW = {"documents": 5000, "is_new": True}
-FOUND = {"documents": 5000, "is_new": False}
-LARGE_NEW = {"documents": 200_000, "is_new": True}
-LARGE_FOUND = {"documents": 200_000, "is_new": False}
-TOKENIZERS = {"engine": "", "workers": cores()}
-GIGATOKEN = {"engine": "gigatoken:", "workers": 1}
 
 SCREEN = [  # the rows that tell most
-    Case("dataset[i], S=2048", samples, 4000, "samples", {"S": 2048}),
+    Case("dataset[i], S=2048", samples, 4000, "samples", S=2048),
     Case("loader, S=2048 *", loader, 4000, "samples"),
-    Case("loader, num_workers=2 *", loader, 2000, "samples", {"num_workers": 2}),
-    Case("loader, resets *", loader, 2000, "samples", RESETS),
+    Case("loader, num_workers=2 *", loader, 2000, "samples", num_workers=2),
+    Case("loader, resets *", loader, 2000, "samples", **RESETS),
     Case("sample index, S=2048", sample_index, 3 * 10**6, "documents"),
     Case("shuffle", shuffle, 3 * 10**6, "int32"),
-    Case("blend, 64 datasets", blend, 100_000, "samples", {"datasets": 64}),
-    Case("blend, 1,024 datasets", blend, 100_000, "samples", {"datasets": 1024}),
+    Case("blend, 64 datasets", blend, 100_000, "samples", datasets=64),
+    Case("blend, 1,024 datasets", blend, 100_000, "samples", datasets=1024),
     Case("build, new cache, S=2048", build, 3 * 10**6, "documents"),
-    Case("mixture, new cache", mixture, 200, "small corpora", NEW),
-    Case("mixture, cache hit", mixture, 200, "small corpora", FOUND),
+    Case("mixture, new cache", mixture, 200, "small corpora", documents=5000, is_new=True),
+    Case("mixture, cache hit", mixture, 200, "small corpora", documents=5000, is_new=False),
     Case("add_document, arrays", add_documents, 20_000, "documents"),
 ]
 
 MORE = [  # with --full
-    Case("dataset[i], S=512", samples, 4000, "samples", {"S": 512}),
-    Case("loader, resets, dense mask *", loader, 32, "samples", DENSE),
-    Case("build, 4 epochs", build, 10**6, "documents", {"epochs": 4}),
-    Case("mixture, new cache", mixture, 20, "large corpora", LARGE_NEW),
-    Case("mixture, cache hit", mixture, 20, "large corpora", LARGE_FOUND),
-    Case("text to pair, tokenizers *", preprocess, 4000, "pages of 2 kB", TOKENIZERS),
-    Case("text to pair, gigatoken *", preprocess, 4000, "pages of 2 kB", GIGATOKEN),
+    Case("dataset[i], S=512", samples, 4000, "samples", S=512),
+    Case("loader, resets, dense mask *", loader, 32, "samples", **DENSE),
+    Case("build, 4 epochs", build, 10**6, "documents", epochs=4),
+    Case("mixture, new cache", mixture, 20, "large corpora", documents=200_000, is_new=True),
+    Case("mixture, cache hit", mixture, 20, "large corpora", documents=200_000, is_new=False),
+    Case("text to pair, tokenizers *", preprocess, 4000, "pages of 2 kB", workers=CORES),
+    Case("text to pair, gigatoken *", preprocess, 4000, "pages of 2 kB", engine="gigatoken:"),
 ]
 
 # -- 5. Measuring, and the table -------------------------------------------------------------------
 
-LINE = "| {:28} | {:19} | {:5} |" + " {:>8} |" * 5
-
 
 def measure(case, rounds):
-    """[whether all results are equal, time of each competitor, ratio of each of ours], as text.
-
-    It takes at least so many rounds, and a second of them.
-    """
+    """The cells of a row, by at least so many rounds, and a second of them."""
     times = {name: [] for name in competitors()}
+    cells = [case.title, case.size]
     try:
         first, *others = [case.run(name)[1] for name in times]
     except ImportError as error:  # of tokenizers or gigatoken
-        return [str(error), "-", "-", "-", "-", "-"]
-    if not all(is_same(first, other) for other in others):
-        return ["NO", "-", "-", "-", "-", "-"]
+        return [*cells, str(error)]
+    if not others:
+        cells.append("alone")
+    elif all(is_same(first, other) for other in others):
+        cells.append("yes")
+    else:
+        return [*cells, "NO"]
     end = time.perf_counter() + 1
     while len(times["Python"]) < rounds or time.perf_counter() < end:
         for name in times:
             seconds, _ = case.run(name)
             times[name].append(1e3 * seconds)
-    medians = {name: statistics.median(times[name]) for name in times}
-    cells = ["yes" if others else "alone"]
-    for name in NAMES:
-        cells.append(f"{medians[name]:,.1f}" if name in medians else "-")
-    for name in NAMES[1:]:
-        is_compared = "upstream" in medians and name in medians
-        cells.append(f"{medians['upstream'] / medians[name]:.2f}x" if is_compared else "-")
+    medians = [statistics.median(times[name]) for name in times]
+    cells += [f"{median:,.1f}" for median in medians]
+    cells += [f"{medians[0] / median:.2f}x" for median in medians[1:]]
     return cells
+
+
+def print_row(cells):
+    """Print a line of a Markdown table: title, size and equality, and then numbers."""
+    line = f"| {cells[0]:28} | {cells[1]:19} | {cells[2]:5} |"
+    for cell in cells[3:]:
+        line += f" {cell:>8} |"
+    print(line, flush=True)
 
 
 def machine():
@@ -466,20 +455,17 @@ def machine():
             name = found[1]
     versions = [f"Python {platform.python_version()}"]
     for package in ("numpy", "torch", "megatron-core", "tokenizers", "gigatoken"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"no {package}")
-    built = "built" if load("C") else "missing"
-    ours = f"megatron-min {load('Python').__version__}, C {built}"
-    return f"{name}, {cores()} cores, {ours}\n{', '.join(versions)}\n"
+    ours = f"megatron-min {competitors()['Python'].__version__}"
+    return f"{name}, {CORES} cores, {ours}\n{', '.join(versions)}\n"
 
 
 def main():
     """Print the table that was asked for -> 0, or 1 if a result differs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--full", action="store_true", help="all rows, in a few minutes")
-    parser.add_argument("--only", metavar="REGEX", help="those of all rows whose case matches")
+    parser.add_argument("--only", metavar="REGEX", default="", help="all rows whose case matches")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs, at least (%(default)s)")
     parser.add_argument("--billion", action="store_true", help="time and memory against size")
     options = parser.parse_args()
@@ -489,16 +475,17 @@ def main():
         return 0
     cases = SCREEN
     if options.full or options.only:
-        cases = [case for case in SCREEN + MORE if re.search(options.only or "", case.title)]
-    print(LINE.format("case", "size", "equal", *NAMES, "Python x", "C x"))
-    print(f"|---|---|---|{'--:|' * 5}")
+        cases = [case for case in SCREEN + MORE if re.search(options.only, case.title)]
+    first, *others = competitors()
+    print_row(["case", "size", "equal", first, *others, *[f"{name} x" for name in others]])
+    print(f"|---|---|---|{'--:|' * (2 * len(others) + 1)}")
     all_equal = True
     for case in cases:
-        equal, *cells = measure(case, options.rounds)
-        print(LINE.format(case.title, f"{case.n:,} {case.unit}", equal, *cells), flush=True)
-        if equal == "NO":
+        cells = measure(case, options.rounds)
+        print_row(cells)
+        if cells[2] == "NO":
             all_equal = False
-    print("\nmilliseconds; x: times faster than upstream; -: not there, or not measured")
+    print(f"\nmilliseconds; x: times faster than {first}")
     print("*: upstream's is not in its package: its script re-created; of text to pair the package")
     print("   tokenizers on all cores, with upstream's builder")
     return 0 if all_equal else 1
@@ -511,12 +498,12 @@ def main():
 
 def print_sizes():
     """Print a line for each number of documents and of epochs."""
-    mm = load(competitors()[-1])
+    mm = list(competitors().values())[-1]
     physical = 2**34  # where nothing says how much memory there is
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    print("| million documents | epochs | build s | ns per document and epoch | hit s | peak GiB |")
-    print(f"|{'--:|' * 6}")
+    print("| million documents | epochs | build s | hit s | peak GiB |")
+    print(f"|{'--:|' * 5}")
     for documents, epochs in itertools.product((10**6, 10**7, 10**8, 10**9), (1, 3, 10)):
         if 8 * documents * (epochs + 1) > 0.9 * physical:
             continue
@@ -528,13 +515,11 @@ def print_sizes():
         build_dataset(mm, prefix, num_samples)
         built = time.perf_counter()
         build_dataset(mm, prefix, num_samples)
-        hit = time.perf_counter() - built
+        found = time.perf_counter()
         _, peak = tracemalloc.get_traced_memory()  # without the pages of mapped files
         tracemalloc.stop()
-        seconds = built - started
-        each = 1e9 * seconds / documents / epochs
-        line = f"| {documents // 10**6:17,} | {epochs:6} | {seconds:7.2f} | {each:25.1f} |"
-        print(f"{line} {hit:5.2f} | {peak / 2**30:8.2f} |", flush=True)
+        line = f"| {documents // 10**6:17,} | {epochs:6} | {built - started:7.2f} |"
+        print(f"{line} {found - built:5.2f} | {peak / 2**30:8.2f} |", flush=True)
 
 
 # -- 7. The same under pytest-benchmark ------------------------------------------------------------
@@ -546,17 +531,17 @@ def pytest_generate_tests(metafunc):
 
     tests = []
     for case, name in itertools.product(SCREEN, competitors()):
-        mark = pytest.mark.benchmark(group=case.title, timer=clock.read)
+        group = f"{case.title}, {case.size}"
+        mark = pytest.mark.benchmark(group=group, timer=clock.read)
         tests.append(pytest.param(case, name, id=f"{case.title}, {name}", marks=mark))
     metafunc.parametrize("case, name", tests)
 
 
 def test_case(case, name, benchmark):
     """Equal to the first competitor that is there; then timed, by the clock of the cases."""
-    _, expected = case.run(competitors()[0])
+    _, expected = case.run(next(iter(competitors())))
     _, result = case.run(name)
     assert is_same(expected, result)
-    benchmark.extra_info["size"] = f"{case.n:,} {case.unit}"
     benchmark.pedantic(case.run, args=(name,), rounds=3)
 
 
