@@ -12,11 +12,10 @@ Inputs come from fixed seeds, and lie in a temporary folder (TMPDIR).  For each 
 run once without a clock, which warms up files and memory, and their results are compared; a row in
 which one differs gets no times.  Then they take turns, A B C A B C ..., so that a slow moment of
 the machine hits all alike.  Shown are the medians, in milliseconds.
-
-To add a row, write a function in section 3 and a line in section 4.
 """
 
 import argparse
+import atexit
 import contextlib
 import functools
 import importlib.metadata
@@ -147,8 +146,8 @@ class Clock:
 
 
 clock = Clock()
-folder = tempfile.TemporaryDirectory(prefix="megatron-min-bench-")
-HOME = folder.name
+HOME = tempfile.mkdtemp(prefix="megatron-min-bench-")
+atexit.register(shutil.rmtree, HOME, ignore_errors=True)
 
 
 @functools.lru_cache(maxsize=2)
@@ -214,7 +213,7 @@ def dataset_to_read(mm, S, **options):
 
 
 # -- 3. The cases ----------------------------------------------------------------------------------
-# A case is a function of a competitor, a number of items, and options:
+# A case is a function of a competitor, a number of items, and options, with a line in section 4:
 #
 #     def case(mm, n, S):
 #         ...              untimed: inputs, an empty folder, an open file
@@ -329,22 +328,24 @@ def text_and_tokenizer(n):
     modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
     code = "".join(path.read_text("utf-8", "replace") for path in modules)
     pages = [code[2000 * k : 2000 * (k + 1)] for k in range(len(code) // 2000)]
-    with open(f"{HOME}/text.jsonl", "w") as file:
+    text_path = f"{HOME}/text.jsonl"
+    with open(text_path, "w") as file:
         for k in range(n):
             file.write(json.dumps({"text": pages[k % len(pages)]}) + "\n")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     special = ["<|endoftext|>"]
     tokenizer.train_from_iterator(pages, 16_000, special_tokens=special, show_progress=False)
-    tokenizer.save(f"{HOME}/tokenizer.json")
-    return file.name, f"{HOME}/tokenizer.json"
+    tokenizer_path = f"{HOME}/tokenizer.json"
+    tokenizer.save(tokenizer_path)
+    return text_path, tokenizer_path
 
 
 def preprocess(mm, n, engine="", workers=1):
     """preprocess, with the package that engine names -> the tokens of the pair."""
-    text, tokenizer = text_and_tokenizer(n)
-    tokenizer = mm.build_tokenizer(engine + tokenizer)
+    text_path, tokenizer_path = text_and_tokenizer(n)
+    tokenizer = mm.build_tokenizer(engine + tokenizer_path)
     with clock:
-        made = mm.preprocess(text, f"{HOME}/text", tokenizer, workers=workers)
+        made = mm.preprocess(text_path, f"{HOME}/text", tokenizer, workers=workers)
     return np.fromfile(f"{made['text']}.bin", np.uint16)
 
 
