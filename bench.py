@@ -9,17 +9,14 @@
     pytest bench.py                 the rows of the screen in pytest-benchmark, to compare and keep
 
 Inputs come from fixed seeds, and lie in a temporary folder (TMPDIR).  For each row the competitors
-run once without a clock, which warms up files and memory, and their results are compared; one that
-differs gets no time.  Then they take turns, A B C A B C ..., so that a slow moment of the machine
-hits all alike.  Shown are the medians, in milliseconds.
-
-To add a row, write a function in section 3 and a line in section 4.
+run once without a clock, which warms up files and memory, and their results are compared; a row in
+which one differs gets no times.  Then they take turns, A B C A B C ..., so that a slow moment of
+the machine hits all alike.  Shown are the medians, in milliseconds.
 """
 
 import argparse
 import atexit
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -35,7 +32,6 @@ import statistics
 import struct
 import sys
 import tempfile
-import textwrap
 import time
 import tracemalloc
 import types
@@ -49,6 +45,9 @@ import torch.utils.data
 SEED = 1234
 EOD = 50256
 MEAN_LENGTH = 500  # tokens in a document
+CORES = os.cpu_count()
+if hasattr(os, "sched_getaffinity"):
+    CORES = len(os.sched_getaffinity(0))  # those that this process may use
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # torchrun does so too; the threads of a busy machine wait long
@@ -57,39 +56,39 @@ warnings.simplefilter("ignore")  # upstream warns when imported, our Python abou
 # -- 1. The competitors ----------------------------------------------------------------------------
 # Each is a module with upstream's public names, so that a case runs the same lines on all three.
 
-NAMES = ("upstream", "Python", "C")
-NO_C = ("upstream", "Python")  # for rows in which no C kernel runs
-
 
 @functools.cache
-def load(name):
-    """The module of a competitor, ours as a private copy; None where it is missing."""
-    if name == "upstream":
-        return load_upstream()
+def competitors():
+    """{name: module} of those that are there; the first is what the others are compared with."""
+    found = {}
+    with contextlib.suppress(ImportError):
+        found["upstream"] = load_upstream()
+    found["Python"] = load_ours("Python", "0")
+    with contextlib.suppress(ImportError):
+        found["C"] = load_ours("C", "1")
+    return found
+
+
+def load_ours(name, value):
+    """A private copy of the module beside this file, with that value of MEGATRON_MIN_C."""
     path = pathlib.Path(__file__).resolve().parent / "megatron_min.py"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    os.environ["MEGATRON_MIN_C"] = "1" if name == "C" else "0"
-    try:
-        spec.loader.exec_module(module)
-    except ImportError:
-        return None
+    sys.modules[name] = module
+    os.environ["MEGATRON_MIN_C"] = value
+    spec.loader.exec_module(module)
     return module
 
 
 def load_upstream():
     """The data path of megatron-core in one module, and re-creations of what it lacks."""
-    try:
-        from megatron.core.datasets import blended_megatron_dataset_builder as builder
-        from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
-    except ImportError:
-        return None
+    from megatron.core.datasets import blended_megatron_dataset_builder as builder
+    from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
+
     logging.getLogger("megatron").setLevel(logging.ERROR)
     upstream = types.ModuleType("upstream")
     for part in (utils, helpers, indexed_dataset, gpt_dataset, builder):
         upstream.__dict__.update(part.__dict__)
-    upstream.__name__ = "upstream"
     upstream.shuffle = shuffle_with_numpy
     upstream.build_pretraining_data_loader = recreated_data_loader
     upstream.build_tokenizer = recreated_tokenizer
@@ -117,15 +116,13 @@ def recreated_tokenizer(name):
 
 def recreated_preprocess(path, prefix, tokenizer, workers):
     """The package tokenizers on all cores, and upstream's builder."""
-    mm = load("upstream")
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    builder = mm.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # nor a warning when our workers are forked
+    builder = competitors()["upstream"].IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     with open(path, "rb") as file:
         texts = [json.loads(line)["text"] for line in file]
     for encoding in tokenizer.encode_batch_fast(texts):
         builder.add_document(np.array(encoding.ids, np.uint16), [len(encoding.ids)])
     builder.finalize(f"{prefix}.idx")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return {"text": prefix}
 
 
@@ -136,7 +133,6 @@ class Clock:
     """A stopwatch that runs only inside its with block."""
 
     seconds = 0.0
-    started = 0.0
 
     def __enter__(self):
         self.started = time.perf_counter()
@@ -145,26 +141,13 @@ class Clock:
         self.seconds += time.perf_counter() - self.started
 
     def read(self):
-        """The seconds so far.  For pytest-benchmark this is the time of day."""
+        """The seconds so far."""
         return self.seconds
 
 
-clock = Clock()  # of this process
-
-
-def cores():
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
-@functools.cache
-def home():
-    """The temporary folder of this process."""
-    folder = tempfile.mkdtemp(prefix="megatron-min-bench-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+clock = Clock()
+HOME = tempfile.mkdtemp(prefix="megatron-min-bench-")
+atexit.register(shutil.rmtree, HOME, ignore_errors=True)
 
 
 @functools.lru_cache(maxsize=2)
@@ -178,7 +161,7 @@ def random_documents(n):
 @functools.cache
 def corpus(documents, with_tokens=False):
     """Write a pair of random uint16 tokens, or a .bin that is a hole -> the prefix."""
-    prefix = f"{home()}/corpus-{documents}-{with_tokens}"
+    prefix = f"{HOME}/corpus-{documents}-{with_tokens}"
     lengths, _ = random_documents(min(documents, 10**6))
     lengths = np.resize(lengths, documents)  # the same ones again after a million
     pointers = np.cumsum(lengths, dtype=np.int64)
@@ -209,28 +192,13 @@ def build_splits(mm, sizes, S=2048, **options):
     """[train, valid, test] as the builder makes them."""
     options = dict.fromkeys(FLAGS, False) | options
     config = mm.GPTDatasetConfig(SEED, S, tokenizer=TOKENIZER, **options)
-    builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, is_built_here, config)
-    return builder.build()
+    return mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()
 
 
 def build_dataset(mm, prefix, num_samples=None, **options):
     """The training dataset of a whole corpus; its cache lies in a folder named like the corpus."""
     blends = [([prefix], None), None, None]
     return build_splits(mm, [num_samples, None, None], blend_per_split=blends, **options)[0]
-
-
-@contextlib.contextmanager
-def group_of_one():
-    """A process group of this process alone: upstream keeps no blend in a cache without one."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def is_built_here():
-    """For the builder: this process builds the datasets."""
-    return True
 
 
 def samples_in(documents, epochs):
@@ -245,7 +213,7 @@ def dataset_to_read(mm, S, **options):
 
 
 # -- 3. The cases ----------------------------------------------------------------------------------
-# A case is a function of a competitor, a number of items, and options:
+# A case is a function of a competitor, a number of items, and options, with a line in section 4:
 #
 #     def case(mm, n, S):
 #         ...              untimed: inputs, an empty folder, an open file
@@ -316,18 +284,22 @@ def build(mm, n, epochs=1):
 
 def mixture(mm, n, documents, is_new):
     """The builder, with a blend of n corpora in three splits: without a cache, or one is there."""
-    cache = f"{home()}/mixture-{n}-{documents}"
+    cache = f"{HOME}/mixture-{n}-{documents}"
     if is_new:
         # In a folder of its own: where thousands of files were deleted just now, ext4 takes up to
         # 0.3 ms to make a new one, as it does not use their inodes again before some seconds.
-        cache = tempfile.mkdtemp(dir=home())
+        cache = tempfile.mkdtemp(dir=HOME)
     prefixes = [corpus(documents + k) for k in range(n)]
     weights = np.random.default_rng(SEED).integers(1, 100, n).tolist()
     num_samples = samples_in(n * documents, 1)
     sizes = [num_samples, num_samples // 100, num_samples // 100]
     options = {"blend": (prefixes, weights), "split": "98,1,1", "path_to_cache": cache}
-    with group_of_one(), clock:
+    # Upstream keeps no blend in a cache without a process group: here one of this process alone.
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with clock:
         splits = build_splits(mm, sizes, **options)
+    torch.distributed.destroy_process_group()
     found = []
     for split in splits:
         found += [split.dataset_index[:], split.dataset_sample_index[:]]
@@ -337,10 +309,8 @@ def mixture(mm, n, documents, is_new):
 
 def add_documents(mm, n):
     """Documents that are added one by one, as int32 arrays, to a pair of uint16."""
-    documents = []
-    for length in random_documents(1000)[0]:
-        documents.append(np.arange(length, dtype=np.int32))
-    paths = [f"{home()}/pair.bin", f"{home()}/pair.idx"]
+    documents = [np.arange(length, dtype=np.int32) for length in random_documents(1000)[0]]
+    paths = [f"{HOME}/pair.bin", f"{HOME}/pair.idx"]
     builder = mm.IndexedDatasetBuilder(paths[0], dtype=np.uint16)
     with clock:
         for i in range(n):
@@ -358,49 +328,46 @@ def text_and_tokenizer(n):
     modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
     code = "".join(path.read_text("utf-8", "replace") for path in modules)
     pages = [code[2000 * k : 2000 * (k + 1)] for k in range(len(code) // 2000)]
-    text_path = f"{home()}/text.jsonl"
+    text_path = f"{HOME}/text.jsonl"
     with open(text_path, "w") as file:
         for k in range(n):
             file.write(json.dumps({"text": pages[k % len(pages)]}) + "\n")
-    tokenizer_path = f"{home()}/tokenizer.json"
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     special = ["<|endoftext|>"]
     tokenizer.train_from_iterator(pages, 16_000, special_tokens=special, show_progress=False)
+    tokenizer_path = f"{HOME}/tokenizer.json"
     tokenizer.save(tokenizer_path)
     return text_path, tokenizer_path
 
 
-def preprocess(mm, n, engine, workers):
+def preprocess(mm, n, engine="", workers=1):
     """preprocess, with the package that engine names -> the tokens of the pair."""
     text_path, tokenizer_path = text_and_tokenizer(n)
     tokenizer = mm.build_tokenizer(engine + tokenizer_path)
     with clock:
-        made = mm.preprocess(text_path, f"{home()}/text", tokenizer, workers=workers)
+        made = mm.preprocess(text_path, f"{HOME}/text", tokenizer, workers=workers)
     return np.fromfile(f"{made['text']}.bin", np.uint16)
 
 
 # -- 4. The rows -----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
 class Case:
-    """A row of the table."""
+    """A row of the table: a function of section 3, how many items it is given, and its options.
 
-    title: str  # ends in "*" where upstream's side is not in its package
-    function: types.FunctionType  # of section 3
-    n: int  # how many items the function is given
-    unit: str  # what these are
-    options: dict = dataclasses.field(default_factory=dict)  # more arguments of the function
-    names: tuple = NAMES  # the competitors
+    The title ends in "*" where upstream's side is not in its package.
+    """
 
-    def competitors(self):
-        """The names of those that are there."""
-        return [name for name in self.names if load(name) is not None]
+    def __init__(self, title, function, n, unit, **options):
+        self.title = title
+        self.size = f"{n:,} {unit}"
+        self.function = function
+        self.arguments = {"n": n, **options}
 
     def run(self, name):
         """Run a competitor -> the seconds, and its result."""
         before = clock.read()
-        result = self.function(load(name), self.n, **self.options)
+        result = self.function(competitors()[name], **self.arguments)
         return clock.read() - before, result
 
 
@@ -417,147 +384,111 @@ def is_same(a, b):
 
 RESETS = {"reset_position_ids": True, "eod_mask_loss": True}
 DENSE = {"reset_attention_mask": True, "create_attention_mask": True, **RESETS}
-NEW = {"documents": 5000, "is_new": True}
-FOUND = {"documents": 5000, "is_new": False}
-LARGE_NEW = {"documents": 200_000, "is_new": True}
-LARGE_FOUND = {"documents": 200_000, "is_new": False}
-TOKENIZERS = {"engine": "", "workers": cores()}
-GIGATOKEN = {"engine": "gigatoken:", "workers": 1}
 
 SCREEN = [  # the rows that tell most
-    Case("dataset[i], S=2048", samples, 4000, "samples", {"S": 2048}),
+    Case("dataset[i], S=2048", samples, 4000, "samples", S=2048),
     Case("loader, S=2048 *", loader, 4000, "samples"),
-    Case("loader, num_workers=2 *", loader, 2000, "samples", {"num_workers": 2}),
-    Case("loader, resets *", loader, 2000, "samples", RESETS),
+    Case("loader, num_workers=2 *", loader, 2000, "samples", num_workers=2),
+    Case("loader, resets *", loader, 2000, "samples", **RESETS),
     Case("sample index, S=2048", sample_index, 3 * 10**6, "documents"),
     Case("shuffle", shuffle, 3 * 10**6, "int32"),
-    Case("blend, 64 datasets", blend, 100_000, "samples", {"datasets": 64}),
-    Case("blend, 1,024 datasets", blend, 100_000, "samples", {"datasets": 1024}),
+    Case("blend, 64 datasets", blend, 100_000, "samples", datasets=64),
+    Case("blend, 1,024 datasets", blend, 100_000, "samples", datasets=1024),
     Case("build, new cache, S=2048", build, 3 * 10**6, "documents"),
-    Case("mixture, new cache", mixture, 40, "small corpora", NEW),
-    Case("mixture, cache hit", mixture, 40, "small corpora", FOUND, NO_C),
-    Case("add_document", add_documents, 20_000, "documents"),
+    Case("mixture, new cache", mixture, 200, "small corpora", documents=5000, is_new=True),
+    Case("mixture, cache hit", mixture, 200, "small corpora", documents=5000, is_new=False),
+    Case("add_document, arrays", add_documents, 20_000, "documents"),
 ]
 
 MORE = [  # with --full
-    Case("dataset[i], S=512", samples, 4000, "samples", {"S": 512}),
-    Case("loader, resets, dense mask *", loader, 32, "samples", DENSE),
-    Case("build, 4 epochs", build, 10**6, "documents", {"epochs": 4}),
-    Case("mixture, new cache", mixture, 200, "small corpora", NEW),
-    Case("mixture, cache hit", mixture, 200, "small corpora", FOUND, NO_C),
-    Case("mixture, new cache", mixture, 20, "large corpora", LARGE_NEW),
-    Case("mixture, cache hit", mixture, 20, "large corpora", LARGE_FOUND, NO_C),
-    Case("text to pair, tokenizers *", preprocess, 4000, "pages of 2 kB", TOKENIZERS, NO_C),
-    Case("text to pair, gigatoken *", preprocess, 4000, "pages of 2 kB", GIGATOKEN, NO_C),
+    Case("dataset[i], S=512", samples, 4000, "samples", S=512),
+    Case("loader, resets, dense mask *", loader, 32, "samples", **DENSE),
+    Case("build, 4 epochs", build, 10**6, "documents", epochs=4),
+    Case("mixture, new cache", mixture, 20, "large corpora", documents=200_000, is_new=True),
+    Case("mixture, cache hit", mixture, 20, "large corpora", documents=200_000, is_new=False),
+    Case("text to pair, tokenizers *", preprocess, 4000, "pages of 2 kB", workers=CORES),
+    Case("text to pair, gigatoken *", preprocess, 4000, "pages of 2 kB", engine="gigatoken:"),
 ]
 
 # -- 5. Measuring, and the table -------------------------------------------------------------------
-# {title: alignment and width}
-COLUMNS = {"case": "<28", "size": "<20", "equal": "<6"}
-COLUMNS |= dict.fromkeys([*NAMES, "Python x", "C x"], ">8")
 
 
 def measure(case, rounds):
-    """{title of a column: value} of a case, by at least so many rounds, and a second of them."""
-    row = {"case": case.title, "size": f"{case.n:,} {case.unit}"}
-    first, *others = case.competitors()
-    times = {first: []}
+    """The cells of a row, by at least so many rounds, and a second of them."""
+    times = {name: [] for name in competitors()}
+    cells = [case.title, case.size]
     try:
-        _, expected = case.run(first)
-        for name in others:
-            _, result = case.run(name)
-            if is_same(expected, result):
-                times[name] = []
+        first, *others = [case.run(name)[1] for name in times]
     except ImportError as error:  # of tokenizers or gigatoken
-        return row | {"equal": str(error)}
-    row["equal"] = "yes" if len(times) == len(others) + 1 else "NO"
+        return [*cells, str(error)]
     if not others:
-        row["equal"] = "alone"
+        cells.append("alone")
+    elif all(is_same(first, other) for other in others):
+        cells.append("yes")
+    else:
+        return [*cells, "NO"]
     end = time.perf_counter() + 1
-    while len(times[first]) < rounds or time.perf_counter() < end:
+    while len(times["Python"]) < rounds or time.perf_counter() < end:
         for name in times:
             seconds, _ = case.run(name)
             times[name].append(1e3 * seconds)
-    for name in times:
-        row[name] = statistics.median(times[name])
-        if name != "upstream" and "upstream" in times:
-            row[f"{name} x"] = format_cell(row["upstream"] / row[name]) + "x"
-    return row
+    medians = [statistics.median(times[name]) for name in times]
+    cells += [f"{median:,.1f}" for median in medians]
+    cells += [f"{medians[0] / median:.2f}x" for median in medians[1:]]
+    return cells
 
 
-def print_table(columns, rows):
-    """Print rows as a Markdown table, each as soon as it is measured -> are all results equal?"""
-    rules = {}
-    for title, alignment in columns.items():
-        end = ":" if alignment.startswith(">") else "-"
-        rules[title] = format(end, f"-{alignment}")
-    all_equal = True
-    for row in itertools.chain([dict(zip(columns, columns, strict=True)), rules], rows):
-        cells = [format(format_cell(row.get(title)), columns[title]) for title in columns]
-        print(f"| {' | '.join(cells)} |", flush=True)
-        if row.get("equal") == "NO":
-            all_equal = False
-    return all_equal
-
-
-def format_cell(value):
-    """Text as it is; a number with two digits after the point, one, or none; None: a dash."""
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int) or value >= 1000:
-        return f"{value:,.0f}"
-    if value < 10:
-        return f"{value:.2f}"
-    return f"{value:.1f}"
+def print_row(cells):
+    """Print a line of a Markdown table: title, size and equality, and then numbers."""
+    line = f"| {cells[0]:28} | {cells[1]:19} | {cells[2]:5} |"
+    for cell in cells[3:]:
+        line += f" {cell:>8} |"
+    print(line, flush=True)
 
 
 def machine():
-    """What the numbers depend on, in one sentence."""
+    """What the numbers depend on."""
     name = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         cpuinfo = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
         found = re.search(r"model name\s*: (.*)", cpuinfo)
         if found:
             name = found[1]
-    facts = [f"{name}, {cores()} cores, Python {platform.python_version()}"]
+    versions = [f"Python {platform.python_version()}"]
     for package in ("numpy", "torch", "megatron-core", "tokenizers", "gigatoken"):
-        try:
-            facts.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            facts.append(f"no {package}")
-    built = "built" if load("C") else "missing"
-    facts.append(f"megatron-min {load('Python').__version__}, C {built}")
-    return ", ".join(facts)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    ours = f"megatron-min {competitors()['Python'].__version__}"
+    return f"{name}, {CORES} cores, {ours}\n{', '.join(versions)}\n"
 
 
 def main():
     """Print the table that was asked for -> 0, or 1 if a result differs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--full", action="store_true", help="all rows, in a few minutes")
-    parser.add_argument(
-        "--only", metavar="REGEX", default="", help="those of all rows whose case matches"
-    )
+    parser.add_argument("--only", metavar="REGEX", default="", help="all rows whose case matches")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs, at least (%(default)s)")
     parser.add_argument("--billion", action="store_true", help="time and memory against size")
     options = parser.parse_args()
-    print(textwrap.fill(machine(), 110), end="\n\n")
+    print(machine())
     if options.billion:
-        print_table(SCALE, measure_sizes())
+        print_sizes()
         return 0
     cases = SCREEN
     if options.full or options.only:
         cases = [case for case in SCREEN + MORE if re.search(options.only, case.title)]
-    all_equal = print_table(COLUMNS, (measure(case, options.rounds) for case in cases))
-    print("\nmilliseconds; x: times faster than upstream; -: no such part, or no C in it")
+    first, *others = competitors()
+    print_row(["case", "size", "equal", first, *others, *[f"{name} x" for name in others]])
+    print(f"|---|---|---|{'--:|' * (2 * len(others) + 1)}")
+    all_equal = True
+    for case in cases:
+        cells = measure(case, options.rounds)
+        print_row(cells)
+        if cells[2] == "NO":
+            all_equal = False
+    print(f"\nmilliseconds; x: times faster than {first}")
     print("*: upstream's is not in its package: its script re-created; of text to pair the package")
     print("   tokenizers on all cores, with upstream's builder")
-    if None in (load("upstream"), load("C")):
-        print(
-            "To fill empty columns: python -m pip install megatron-core==0.16.1, a C compiler, and"
-        )
-        print("   python setup.py build_ext --inplace")
     return 0 if all_equal else 1
 
 
@@ -565,16 +496,15 @@ def main():
 # Time and memory against size, of ours alone: upstream holds several int64 for each document, and
 # runs out of memory.  Sizes that would need more memory than there is are left out.
 
-SCALE = {"million documents": ">17", "epochs": ">6", "build s": ">7"}
-SCALE |= {"ns per document and epoch": ">25", "cache hit s": ">11", "peak GiB": ">8"}
 
-
-def measure_sizes():
-    """Yield a row for each number of documents and of epochs."""
-    mm = load("Python") if load("C") is None else load("C")
+def print_sizes():
+    """Print a line for each number of documents and of epochs."""
+    mm = list(competitors().values())[-1]
     physical = 2**34  # where nothing says how much memory there is
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    print("| million documents | epochs | build s | hit s | peak GiB |")
+    print(f"|{'--:|' * 5}")
     for documents, epochs in itertools.product((10**6, 10**7, 10**8, 10**9), (1, 3, 10)):
         if 8 * documents * (epochs + 1) > 0.9 * physical:
             continue
@@ -586,17 +516,11 @@ def measure_sizes():
         build_dataset(mm, prefix, num_samples)
         built = time.perf_counter()
         build_dataset(mm, prefix, num_samples)
-        opened = time.perf_counter()
+        found = time.perf_counter()
         _, peak = tracemalloc.get_traced_memory()  # without the pages of mapped files
         tracemalloc.stop()
-        yield {
-            "million documents": documents // 10**6,
-            "epochs": epochs,
-            "build s": built - started,
-            "ns per document and epoch": 1e9 * (built - started) / documents / epochs,
-            "cache hit s": opened - built,
-            "peak GiB": peak / 2**30,
-        }
+        line = f"| {documents // 10**6:17,} | {epochs:6} | {built - started:7.2f} |"
+        print(f"{line} {found - built:5.2f} | {peak / 2**30:8.2f} |", flush=True)
 
 
 # -- 7. The same under pytest-benchmark ------------------------------------------------------------
@@ -607,19 +531,18 @@ def pytest_generate_tests(metafunc):
     import pytest
 
     tests = []
-    for case in SCREEN:
-        mark = pytest.mark.benchmark(group=case.title, timer=clock.read)
-        for name in case.competitors():
-            tests.append(pytest.param(case, name, id=f"{case.title}, {name}", marks=mark))
+    for case, name in itertools.product(SCREEN, competitors()):
+        group = f"{case.title}, {case.size}"
+        mark = pytest.mark.benchmark(group=group, timer=clock.read)
+        tests.append(pytest.param(case, name, id=f"{case.title}, {name}", marks=mark))
     metafunc.parametrize("case, name", tests)
 
 
 def test_case(case, name, benchmark):
     """Equal to the first competitor that is there; then timed, by the clock of the cases."""
-    _, expected = case.run(case.competitors()[0])
+    _, expected = case.run(next(iter(competitors())))
     _, result = case.run(name)
     assert is_same(expected, result)
-    benchmark.extra_info["size"] = f"{case.n:,} {case.unit}"
     benchmark.pedantic(case.run, args=(name,), rounds=3)
 
 
