@@ -1108,6 +1108,7 @@ def test_a_text_is_a_sequence_and_so_is_each_of_a_list_of_sentences(one, tmp_pat
         assert one.encode_document(text, Tok(), append_eod=append_eod) == sequences
         all_sequences += sequences
         ends.append(len(all_sequences))
+    assert one.encode_document("7", Tok()) == [[7]], "no eod by default"
     path = jsonl(tmp_path / "a.jsonl", [text for text, _, _ in TEXTS])
     one.encode_jsonl(path, tmp_path / "plain", Tok(), append_eod=append_eod)
     made = one.preprocess(path, tmp_path / "fast", Tok(), append_eod=append_eod)
@@ -3120,6 +3121,7 @@ def test_the_ranks_of_each_kind_by_hand(one):
         "pp-tp": [[0, 1, 4, 5], [2, 3, 6, 7]],
     }.items():
         assert one.ParallelGroups.rank_lists(kind, tensor=2, data=2, pipeline=2) == wanted
+    assert one.ParallelGroups.rank_lists("tp-cp-dp-pp") == [[0]], "every size is 1 by default"
 
 
 def test_one_process_is_the_only_rank_of_every_group(one, monkeypatch):
