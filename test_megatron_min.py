@@ -3799,6 +3799,13 @@ def run_step(mm, step, data, model, **options):
     )
 
 
+def test_all_parts_of_a_model_are_finished(one):
+    parts = [mock.Mock(), mock.Mock()]
+    one.finalize_model_grads(parts)
+    for part in parts:
+        part.finish_grad_sync.assert_called_once_with()
+
+
 @pytest.mark.parametrize("step", [mean_step, sum_step])
 def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, step):
     """Of a plain model too.  forward_only leaves them as they are."""
