@@ -830,8 +830,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 #   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
 #   eod                  the id that ends a document
-#   pad                  the id that fills a sample which is too short while it is made; it may be
-#                        missing, then -1 does.  What was filled has no loss, and in the end token 0
+#   pad                  the id that fills a sample where the corpus ends too early for it (section
+#                        5: no loss counts there); it may be missing
 #   tokenize(text)       str -> list of ids
 #   detokenize(ids)      ids -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
@@ -1053,11 +1053,12 @@ class BlendedMegatronDatasetConfig:
     sequence_length             S, in tokens
     blend                       ([prefix, ...], [weight, ...] or None)
     blend_per_split             a list of three: for each split such a blend, or None
-    multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
-                                of its corpora, where it has several
-    full_validation             for upstream's trainer.  Here it does one thing: the size of valid
-                                that the builder gets must be None, which means all of it, if
-                                multiple_validation_sets is set too
+    multiple_validation_sets    for a loss of each corpus: with blend_per_split, valid is not mixed
+                                but becomes a list of datasets, one for each of its corpora, where
+                                it has several
+    full_validation             for upstream's trainer, which then validates on all samples.  Here
+                                it does one thing: with multiple_validation_sets the number of
+                                samples of valid must be given as None, which means all of them
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1067,16 +1068,18 @@ class BlendedMegatronDatasetConfig:
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
     mock                        made from the blends: True if there is none; then split is 1,1,1
     tokenizer                   an object as in section 2: its eod and its pad are used
-    mid_level_dataset_surplus   by how much more samples are prepared of each corpus of a blend with
-                                weights than its share is: 0.005 is half a percent
+    mid_level_dataset_surplus   a spare for rounding: by how much more samples are prepared of each
+                                corpus of a blend with weights than its share is, so that none runs
+                                out; 0.005 is half a percent
     allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
                                 token has the same id; if False, padding is -1 in this case.  A
                                 label that equals the pad id has no loss.  So if eod were the pad
                                 id, no model would learn to end a text
-    blend_phases                not of upstream: [(samples, weights), ...], mixes of the training
-                                blend that follow each other, instead of its weights (section 6).
-                                Use stable_order with it: a phase that is added takes more samples
-                                of each corpus, and those before must stay as they were
+    blend_phases                not of upstream: for a mix that changes during training, such as
+                                more code at its end.  [(samples, weights), ...] follow each other,
+                                instead of the weights of the training blend (section 6).  Use
+                                stable_order with it: a phase that is added takes more samples of
+                                each corpus, and those before must stay as they were
     Accepted, without effect    fast_cache_load, defer_npy_index_mmap: a cached array is always
                                 opened at its first access, and not before
 
@@ -1109,7 +1112,12 @@ class BlendedMegatronDatasetConfig:
     def __post_init__(self) -> None:
         self._check_numbers()
         if self.blend_per_split is not None and any(self.blend_per_split):
-            self._check_blend_per_split()
+            if self.blend is not None or self.split is not None:
+                raise ValueError("blend_per_split wants blend and split to be None")
+            if len(self.blend_per_split) != len(Split):
+                raise ValueError(
+                    f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
+                )
             self.blend_per_split = [_read_blend(blend) for blend in self.blend_per_split]
         else:
             self.blend_per_split = None
@@ -1139,18 +1147,6 @@ class BlendedMegatronDatasetConfig:
         surplus = self.mid_level_dataset_surplus
         if not 0 <= surplus < math.inf:
             raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-
-    def _check_blend_per_split(self):
-        """There is an entry for each split, and nothing else to be cut."""
-        if self.blend is not None or self.split is not None:
-            raise ValueError(
-                "blend_per_split wants blend and split to be None, "
-                f"got {self.blend} and {self.split}"
-            )
-        if len(self.blend_per_split) != len(Split):
-            raise ValueError(
-                f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
-            )
 
     def _check_phases(self):
         """The phases mix the corpora of the training blend."""
@@ -1206,7 +1202,8 @@ def _as_phases(phases, names):
     """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none.
 
     Only weights that are not 0 are normalized: np.sum() adds in groups, and zeros in between would
-    put the others into other groups, and so change the rounding of the sum.
+    put the others into other groups, and so change the last bit of the sum.  Then a near tie of the
+    blend would go to another corpus than without these zeros, and the order would be another.
     """
     if not isinstance(phases, (list, tuple)) or len(phases) == 0:
         raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
@@ -2082,9 +2079,7 @@ class GPTDataset(MegatronDataset):
     # ---- from k to the tokens and labels of sample k
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        columns = self.columns(1)
-        self.fill(columns, [0], [idx])
-        return _row_of(columns, 0)
+        return _row_of(self._filled([idx]), 0)
 
     @functools.cached_property
     def fills_rows(self) -> bool:
@@ -2250,7 +2245,7 @@ class GPTDataset(MegatronDataset):
         lengths = self.dataset.sequence_lengths
         documents = _as_documents(self._documents)
         self._check_corpus(documents)
-        tokens_per_epoch = _count_tokens(lengths, self._documents)
+        tokens_per_epoch = int(lengths[documents].sum(dtype=np.int64))
         if self.num_samples and not tokens_per_epoch:
             raise ValueError(
                 f"{_name(self)}: {self.index_split.name} of split {config.split!r} holds no tokens "
@@ -2332,13 +2327,6 @@ class GPTDataset(MegatronDataset):
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
         """Return the number of sequences of the file."""
         return len(low_level_dataset)
-
-
-def _count_tokens(lengths, documents):
-    """T: how many tokens these documents have."""
-    if isinstance(documents, range):
-        documents = slice(documents.start, documents.stop)
-    return int(lengths[documents].sum(dtype=np.int64))
 
 
 def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list[np.ndarray]]:
