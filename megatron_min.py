@@ -1523,9 +1523,8 @@ def build_sample_idx(
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
                       starts at token offset of the d-th document.  Row N is the end of the last
                       sample, less x tokens: sample N would start there if the last is whole.
-    Raises            TypeError for an array of another dtype; ValueError for S < 1, or where the
-                      documents hold fewer tokens than the samples need; IndexError for a document
-                      that is no sequence
+    Raises            TypeError for another dtype; ValueError for S < 1, or too few tokens in the
+                      documents; IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  Two things differ, both where a last, short sample
                       is kept: upstream computes N in float32; and with x = 1, where the last
@@ -1539,7 +1538,13 @@ def build_sample_idx(
     x = int(add_extra_token_to_sequence)
     tokens = int(num_epochs) * int(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
-    _check_stream(sizes, document_index, S, tokens)
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(document_index, "document_indices", np.int32)
+    _check_length_of_stream(len(document_index), S, tokens)
+    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
+    if len(wrong):
+        d = wrong[0]  # numpy would take a -1
+        raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
 
     # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
@@ -1566,17 +1571,6 @@ def build_sample_idx(
         # token before the end, which is never in an empty document: the row above is right.)
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
-
-
-def _check_stream(sizes, documents, S, tokens):
-    """Check the arguments of build_sample_idx(): the documents exist, and may hold the tokens."""
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(documents, "document_indices", np.int32)
-    _check_length_of_stream(len(documents), S, tokens)
-    wrong = np.flatnonzero((documents < 0) | (documents >= len(sizes)))
-    if len(wrong):
-        d = wrong[0]  # numpy would take a -1
-        raise IndexError(f"document_indices[{d}] is {documents[d]} of {len(sizes)} sequences")
 
 
 def _check_array(values, name, dtype):
@@ -1748,9 +1742,12 @@ class _SampleTable(torch.utils.data.Dataset):
         return {key: torch.from_numpy(values) for key, values in self._filled(indices).items()}
 
     def _filled(self, indices):
-        """A table of these samples."""
+        """A table of these samples; the row of a None fills up a batch and has no loss."""
         columns = self.columns(len(indices))
         self.fill(columns, range(len(indices)), indices)
+        for row, k in enumerate(indices):
+            if k is None:
+                columns["loss_mask"][row] = 0
         return columns
 
     # ---- what the files of a cache are named after: see unique_identifiers of the classes below
@@ -2226,7 +2223,7 @@ class GPTDataset(MegatronDataset):
         rows: typing.Sequence[int],
         indices: typing.Sequence[int | None],
     ) -> None:
-        """Write the samples of these indices (None: padding, without loss) into these rows."""
+        """Write the samples of these indices (None: sample 0) into these rows."""
         samples = [0 if k is None else k for k in indices]
         if self.fills_rows:
             texts = self._read_texts(samples)
@@ -2234,7 +2231,6 @@ class GPTDataset(MegatronDataset):
             texts = [self._query_document_sample_shuffle_indices(k)[0] for k in samples]
         for row, k, text in zip(rows, samples, texts, strict=True):
             self._write_sample(columns, row, k, self._pad(k, text))
-        _take_loss_of_padding(columns, rows, indices)
 
     # ---- how the three arrays are built
 
@@ -2355,13 +2351,6 @@ def _random_state(seed: int) -> np.random.RandomState:
         _generators.random_state = np.random.RandomState()
     _generators.random_state.seed(seed)
     return _generators.random_state
-
-
-def _take_loss_of_padding(columns, rows, indices):
-    """Where the index is None, the row fills up a batch and has no loss."""
-    for row, k in zip(rows, indices, strict=True):
-        if k is None:
-            columns["loss_mask"][row] = 0
 
 
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -5725,10 +5714,8 @@ _NO_EOD = -(2**63)  # an id that no token has
 def _c_fill(self, columns, rows, indices):
     corpus = self.dataset
     is_mapped = type(corpus) is IndexedDataset and type(corpus._tokens) is _MappedTokens
-    if is_mapped and self.fills_rows and _c_read_samples(self, columns, rows, indices):
-        if None in tuple(indices):  # to ask costs less than the call
-            _take_loss_of_padding(columns, rows, indices)
-    else:
+    is_plain = is_mapped and self.fills_rows
+    if not (is_plain and _c_read_samples(self, columns, rows, indices)):
         _c_fill.__wrapped__(self, columns, rows, indices)
 
 
