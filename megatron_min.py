@@ -1059,11 +1059,12 @@ class BlendedMegatronDatasetConfig:
     sequence_length             S, in tokens
     blend                       ([prefix, ...], [weight, ...] or None)
     blend_per_split             a list of three: for each split such a blend, or None
-    multiple_validation_sets    with blend_per_split: valid becomes a list of datasets, one for each
-                                of its corpora, where it has several
-    full_validation             asks a trainer to read all of valid each time.  The trainer does it;
-                                here it is only checked that, together with
-                                multiple_validation_sets, no number of samples is asked of valid
+    multiple_validation_sets    for a loss of each corpus: with blend_per_split, valid is not mixed
+                                but becomes a list of datasets, one for each of its corpora, where
+                                it has several
+    full_validation             for upstream's trainer, which then validates on all samples.  Here
+                                it does one thing: with multiple_validation_sets the number of
+                                samples of valid must be given as None, which means all of them
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1073,17 +1074,17 @@ class BlendedMegatronDatasetConfig:
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
     mock                        made from the blends: True if there is none; then split is 1,1,1
     tokenizer                   an object as in section 2: its eod and its pad are used
-    mid_level_dataset_surplus   a blend with weights may take a few samples more of a corpus than
-                                its weight says, because of rounding.  So more are prepared: 0.005
-                                is half a percent more
+    mid_level_dataset_surplus   a spare for rounding: by how much more samples are prepared of each
+                                corpus of a blend with weights than its share is, so that none runs
+                                out; 0.005 is half a percent
     allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
                                 token has the same id; if False, padding is -1 in this case.  A
                                 label that equals the pad id has no loss.  So if eod were the pad
                                 id, no model would learn to end a text
-    blend_phases                not of upstream: [(samples, weights), ...], to change the mix while
-                                training: so many samples with these weights, then so many with the
-                                next, instead of the weights of blend.  Use stable_order with it
-                                (see GPTDatasetConfig): a phase that is added takes more samples of
+    blend_phases                not of upstream: for a mix that changes during training, such as
+                                more code at its end.  [(samples, weights), ...] follow each other,
+                                instead of the weights of the training blend (section 6).  Use
+                                stable_order with it: a phase that is added takes more samples of
                                 each corpus, and those before must stay as they were
     Accepted, without effect    fast_cache_load, defer_npy_index_mmap: a cached array is always
                                 opened at its first access, and not before
@@ -1120,7 +1121,9 @@ class BlendedMegatronDatasetConfig:
             if self.blend is not None or self.split is not None:
                 raise ValueError("blend_per_split wants blend and split to be None")
             if len(self.blend_per_split) != len(Split):
-                raise ValueError(f"blend_per_split wants {len(Split)} entries, one for each split")
+                raise ValueError(
+                    f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
+                )
             self.blend_per_split = [_read_blend(blend) for blend in self.blend_per_split]
         else:
             self.blend_per_split = None
@@ -1204,10 +1207,9 @@ def _drop_zero_weights(items, weights):
 def _as_phases(phases, names):
     """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none.
 
-    Only weights that are not 0 are normalized, because BlendedDataset drops corpora of weight 0
-    before it normalizes, and the same mix must give the same bits: a blend compares nearly equal
-    numbers, and the last bit can decide which corpus is next.  np.sum() adds in groups, so zeros in
-    between would change the rounding of the sum.
+    Only weights that are not 0 are normalized: np.sum() adds in groups, and zeros in between would
+    put the others into other groups, and so change the last bit of the sum.  Then a near tie of the
+    blend would go to another corpus than without these zeros, and the order would be another.
     """
     if not isinstance(phases, (list, tuple)) or len(phases) == 0:
         raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
@@ -1527,9 +1529,8 @@ def build_sample_idx(
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
                       starts at token offset of the d-th document.  Row N is the end of the last
                       sample, less x tokens: sample N would start there if the last is whole.
-    Raises            TypeError for an array of another dtype; ValueError for S < 1, or where the
-                      documents hold fewer tokens than the samples need; IndexError for a document
-                      that is no sequence
+    Raises            TypeError for another dtype; ValueError for S < 1, or too few tokens in the
+                      documents; IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  Two things differ, both where a last, short sample
                       is kept: upstream computes N in float32; and with x = 1, where the last
@@ -1747,9 +1748,12 @@ class _SampleTable(torch.utils.data.Dataset):
         return {key: torch.from_numpy(values) for key, values in self._filled(indices).items()}
 
     def _filled(self, indices):
-        """A table of these samples."""
+        """A table of these samples; the row of a None fills up a batch and has no loss."""
         columns = self.columns(len(indices))
         self.fill(columns, range(len(indices)), indices)
+        for row, k in enumerate(indices):
+            if k is None:
+                columns["loss_mask"][row] = 0
         return columns
 
     # ---- what the files of a cache are named after: see unique_identifiers of the classes below
@@ -2076,9 +2080,7 @@ class GPTDataset(MegatronDataset):
     # ---- from k to the tokens and labels of sample k
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        columns = self.columns(1)
-        self.fill(columns, [0], [idx])
-        return _row_of(columns, 0)
+        return _row_of(self._filled([idx]), 0)
 
     @functools.cached_property
     def fills_rows(self) -> bool:
@@ -2225,7 +2227,7 @@ class GPTDataset(MegatronDataset):
         rows: typing.Sequence[int],
         indices: typing.Sequence[int | None],
     ) -> None:
-        """Write the samples of these indices (None: padding, without loss) into these rows."""
+        """Write the samples of these indices (None: sample 0) into these rows."""
         samples = [0 if k is None else k for k in indices]
         if self.fills_rows:
             texts = self._read_texts(samples)
@@ -2233,7 +2235,6 @@ class GPTDataset(MegatronDataset):
             texts = [self._query_document_sample_shuffle_indices(k)[0] for k in samples]
         for row, k, text in zip(rows, samples, texts, strict=True):
             self._write_sample(columns, row, k, self._pad(k, text))
-        _take_loss_of_padding(columns, rows, indices)
 
     # ---- how the three arrays are built
 
@@ -2244,7 +2245,7 @@ class GPTDataset(MegatronDataset):
         lengths = self.dataset.sequence_lengths
         documents = _as_documents(self._documents)
         self._check_corpus(documents)
-        tokens_per_epoch = _count_tokens(lengths, self._documents)
+        tokens_per_epoch = int(lengths[documents].sum(dtype=np.int64))
         if self.num_samples and not tokens_per_epoch:
             raise ValueError(
                 f"{_name(self)}: {self.index_split.name} of split {config.split!r} holds no tokens "
@@ -2328,13 +2329,6 @@ class GPTDataset(MegatronDataset):
         return len(low_level_dataset)
 
 
-def _count_tokens(lengths, documents):
-    """T: how many tokens these documents have."""
-    if isinstance(documents, range):
-        documents = slice(documents.start, documents.stop)
-    return int(lengths[documents].sum(dtype=np.int64))
-
-
 def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list[np.ndarray]]:
     """Return the tokens of the pieces of several samples; on object storage they are read at once.
 
@@ -2361,13 +2355,6 @@ def _random_state(seed: int) -> np.random.RandomState:
         _generators.random_state = np.random.RandomState()
     _generators.random_state.seed(seed)
     return _generators.random_state
-
-
-def _take_loss_of_padding(columns, rows, indices):
-    """Where the index is None, the row fills up a batch and has no loss."""
-    for row, k in zip(rows, indices, strict=True):
-        if k is None:
-            columns["loss_mask"][row] = 0
 
 
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -5712,10 +5699,8 @@ _NO_EOD = -(2**63)  # an id that no token has
 def _c_fill(self, columns, rows, indices):
     corpus = self.dataset
     is_mapped = type(corpus) is IndexedDataset and type(corpus._tokens) is _MappedTokens
-    if is_mapped and self.fills_rows and _c_read_samples(self, columns, rows, indices):
-        if None in tuple(indices):  # to ask costs less than the call
-            _take_loss_of_padding(columns, rows, indices)
-    else:
+    is_plain = is_mapped and self.fills_rows
+    if not (is_plain and _c_read_samples(self, columns, rows, indices)):
         _c_fill.__wrapped__(self, columns, rows, indices)
 
 
