@@ -520,7 +520,7 @@ def print_sizes():
         _, peak = tracemalloc.get_traced_memory()  # without the pages of mapped files
         tracemalloc.stop()
         line = f"| {documents // 10**6:17,} | {epochs:6} | {built - started:7.2f} |"
-        print(f"{line} {found - built:5.2f} | {peak / 2**30:8.2f} |", flush=True)
+        print(f"{line} {found - built:5.3f} | {peak / 2**30:8.2f} |", flush=True)
 
 
 # -- 7. The same under pytest-benchmark ------------------------------------------------------------
