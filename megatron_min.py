@@ -3157,8 +3157,8 @@ def _allow_open_files(entries, prefixes):
 #
 # One number, consumed_samples, says how many samples all ranks together have used: with "single"
 # in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader of section
-# 14 counts it.  A checkpoint keeps the number, and a record of the samples so far.  A job that goes
-# on may have other ranks, micro-batches or workers, wherever the order does not depend on them:
+# 14 counts it.  A checkpoint keeps the number, and a look at a few of these samples.  A job that
+# goes on may have other ranks, micro-batches or workers, wherever the order does not depend on them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
@@ -3769,8 +3769,8 @@ def get_batch_on_this_cp_rank(
                With cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
                cu_seqlens, max_seqlen) is passed on: the last two stay those of the whole row.
     use_per_sequence_balancing
-               with cu_seqlens too, cut the whole row and not every document (the name is
-               upstream's, which means the row by a sequence)
+               with cu_seqlens too, cut the whole row and not every document (in this name of
+               upstream's a sequence is the row)
     Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
                where cu_seqlens falls, or leaves 0 .. S.  SFTDataset fills its documents up to
@@ -3937,7 +3937,7 @@ class _Bucket:
 
     params   the parameters
     data     their gradients: a slice of the buffer, in the order of params
-    waiting  the parameters whose gradient of this step has not come yet
+    waiting  with overlap: the parameters whose last gradient of this step has not come yet
     handle   the collective that is on its way, or None
     """
 
