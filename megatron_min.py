@@ -3158,7 +3158,8 @@ def _allow_open_files(entries, prefixes):
 # One number, consumed_samples, says how many samples all ranks together have used: with "single"
 # in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader of section
 # 14 counts it.  A checkpoint keeps the number, and a look at a few of these samples.  A job that
-# goes on may have other ranks, micro-batches or workers, wherever the order does not depend on them:
+# goes on may have other ranks, micro-batches or workers, wherever the order does not depend on
+# them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
