@@ -817,6 +817,18 @@ def test_the_whole_check_sees_each_entry_of_a_long_index(one, tmp_path):
                 one.IndexedDataset(tmp_path / "p", check=True)
 
 
+def test_the_whole_check_sees_the_first_pointer_and_more_documents_than_sequences(one, tmp_path):
+    """A token before sequence 0; and a wrong document that is behind all sequences."""
+    whole = idx_bytes([1, 1], [0, 2])
+    pointers = whole[:42] + struct.pack("<2q", 4, 8) + whole[58:]
+    documents = idx_bytes([3], [0] * 32770 + [5, 1])
+    for content, entry in ((pointers, "pointers[0]"), (documents, "indices[32771]")):
+        (tmp_path / "p.idx").write_bytes(content)
+        (tmp_path / "p.bin").write_bytes(bytes(12))
+        with pytest.raises(one.DatasetFormatError, match=re.escape(entry)):
+            one.IndexedDataset(tmp_path / "p").verify()
+
+
 # -- Is a pair the one that it was? ------------------------------------------------------------
 
 
@@ -2260,13 +2272,6 @@ def test_blends_by_a_loop(mm):
     check_blends(mm)
 
 
-def test_sample_1_of_an_exhaustive_blend_is_of_the_dataset_that_is_behind(mm):
-    """It lags by 1/10, and the other one is 1/10 ahead."""
-    which, sample = np.zeros(10, np.int16), np.zeros(10, np.int64)
-    mm.build_exhaustive_blending_indices(which, sample, [9, 1], 2)
-    assert which.tolist() == [0, 1] + [0] * 8
-
-
 def test_blend_of_as_many_datasets_as_int16_can_number(mm):
     """Upstream has arrays of so many doubles on its stack."""
     which, sample = np.zeros(50, np.int16), np.zeros(50, np.int64)
@@ -2280,15 +2285,11 @@ def test_blend_of_as_many_datasets_as_int16_can_number(mm):
 # -- phases ----------------------------------------------------------------------------------------
 
 
-def bare(mm, *sizes):
-    """Datasets of so many samples, which need no kernel."""
-    return [Bare(n, mm.Split.train) for n in sizes]
-
-
 def blended(mm, sizes, weights, size, phases=None, **fields):
-    """A blend of datasets of so many samples."""
+    """A blend of datasets of so many samples, which need no kernel."""
     cfg = config(mm, (["x"], None), **fields)
-    return mm.BlendedDataset(bare(mm, *sizes), weights, size, cfg, phases)
+    datasets = [Bare(n, mm.Split.train) for n in sizes]
+    return mm.BlendedDataset(datasets, weights, size, cfg, phases)
 
 
 def in_phases(mm, sizes, phases, **fields):
@@ -2375,26 +2376,23 @@ def test_phases_are_in_the_key(one, tmp_path):
 
 BAD_PHASES = {  # a word of the sentence: phases of two datasets
     "wanted": [[], 5],
-    "phase 0": [[5], [(4, [1, 1], 2)], [(4.0, [1, 1])], [(4, [1])], [(4, [0, 0])], [(4, 5)]],
-    "phase 1": [[(4, [1, 1]), (0, [1, 1])]],
+    "phase 0": [[5], [(4.0, [1, 1])], [(4, [1])], [(4, [0, 0])]],
+    "phase 1: wanted 1 sample": [[(4, [1, 1]), (0, [1, 1])]],
     "phase 1: weight of bare": [[(4, [1, 1]), (4, [1, -1])]],
 }
 
 
-@pytest.mark.parametrize("word", BAD_PHASES)
-def test_bad_phases(one, word):
-    """In a config too."""
-    for phases in BAD_PHASES[word]:
-        with pytest.raises(ValueError, match=word):
-            in_phases(one, [9, 9], phases)
-        with pytest.raises(ValueError, match=word):
-            config(one, (["p", "bare"], None), blend_phases=phases)
-
-
-@pytest.mark.parametrize("weights, size", [([1, 1], None), (None, 4)])
-def test_phases_stand_for_weights_and_size(one, weights, size):
-    with pytest.raises(ValueError, match="None"):
-        one.BlendedDataset(bare(one, 9, 9), weights, size, config(one), phases=[(4, [1, 1])])
+def test_bad_phases(one):
+    """In a config too.  They stand for weights and size."""
+    for word, rows in BAD_PHASES.items():
+        for phases in rows:
+            with pytest.raises(ValueError, match=word):
+                in_phases(one, [9, 9], phases)
+            with pytest.raises(ValueError, match=word):
+                config(one, (["p", "bare"], None), blend_phases=phases)
+    for weights, size in (([1, 1], None), (None, 4)):
+        with pytest.raises(ValueError, match="None"):
+            blended(one, [9, 9], weights, size, phases=[(4, [1, 1])])
 
 
 # -- weights and sizes -----------------------------------------------------------------------------
@@ -2431,18 +2429,22 @@ def test_the_samples_of_a_long_blend_are_counted(mm):
     same(ds.samples_taken(), np.array([10_000, 20_000]))
 
 
-BAD_BLENDS = {  # a word of the sentence: weights of two datasets, and sizes
-    "weight of bare": [([w, 1], 4) for w in (-1, math.nan, math.inf, 10**400, "x", None)],
-    "finite sum": [([0, 0], 4), ([1e308, 1.7e308], 4)],
-    "1 weights for 2": [([1], 4)],
-    "numbers of samples": [([1.5, 2.5], None)],
-    "size": [([1, 1], -1), ([1, 1], 4.7)],
-}
+BAD_BLENDS = [  # weights of two datasets, size, a word of the sentence
+    ([-1, 1], 4, "weight of bare"),
+    ([1, math.nan], 4, "weight of bare"),
+    ([10**400, 1], 4, "weight of bare"),
+    (["x", 1], 4, "weight of bare"),
+    ([0, 0], 4, "finite sum"),
+    ([1e308, 1.7e308], 4, "finite sum"),
+    ([1], 4, "1 weights for 2"),
+    ([1.5, 2.5], None, "numbers of samples"),
+    ([1, 1], -1, "size"),
+    ([1, 1], 4.7, "size"),
+]
 
 
-@pytest.mark.parametrize("word", BAD_BLENDS)
-def test_refused_weights_and_sizes(one, word):
-    for weights, size in BAD_BLENDS[word]:
+def test_refused_weights_and_sizes(one):
+    for weights, size, word in BAD_BLENDS:
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], weights, size)
 
@@ -2459,10 +2461,8 @@ def test_weight_0_drops_the_dataset(one, caplog):
 
 
 DEMANDS = [  # sizes of datasets, weights, size, (samples taken, samples there are) of which
-    ([4, 9], [1, 1], 10, [(5, 4)]),
     ([9, 4], [1, 1], 10, [(5, 4)]),
     ([2, 3], [1, 1], 10, [(5, 2), (5, 3)]),
-    ([9, 2], [9, 3], None, [(3, 2)]),
     ([0, 2], [9, 3], None, [(9, 0), (3, 2)]),
 ]
 
@@ -2725,15 +2725,13 @@ def test_phases_are_for_train(mm, corpora, weights):
         assert pairs_of(found) == pairs_of(wanted)
 
 
-def test_phases_of_one_corpus(mm, corpora):
+def test_phases_of_one_corpus_and_of_a_blend_of_trains_own(mm, corpora):
+    """The latter have 15 samples: more than are asked for, but never less."""
     cfg = config(mm, (corpora[:1], None), split="8,1,1", blend_phases=[(9, [1]), (6, [1])])
     train, valid, test = build(mm, [15, 5, None], cfg)
     assert train.dataset_sample_index.tolist() == list(range(15))
     assert (outline(valid), outline(test)) == (("valid", 32, 36, 5), ("test", 36, 40, None))
 
-
-def test_phases_of_a_blend_of_trains_own(mm, corpora):
-    """They have 15 samples: more than are asked for, but never less."""
     blends = [(corpora, [1, 1, 1]), (corpora[:2], [1, 1]), None]
     cfg = config(mm, blend_per_split=blends, blend_phases=[(9, [1, 1, 0]), (6, [0, 1, 2])])
     train, valid, _ = build(mm, [12, 5, 0], cfg)
@@ -2758,16 +2756,12 @@ BAD_SIZES = [  # sizes, fields of the config, words
 ]
 
 
-@pytest.mark.parametrize("sizes, fields, words", BAD_SIZES)
-def test_sizes_are_refused_before_the_build(one, corpora, sizes, fields, words):
-    """As upstream refuses them."""
-    cfg = config(one, **fields)
-    with pytest.raises(ValueError, match=words):
-        one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, yes, cfg)
-
-
-def test_no_more_sizes_are_needed(one, corpora):
-    """None of a split without documents, nor of a single corpus."""
+def test_sizes_are_refused_before_the_build(one, corpora):
+    """As upstream refuses them.  A split without documents, or a single corpus, needs none."""
+    for sizes, fields, words in BAD_SIZES:
+        cfg = config(one, **fields)
+        with pytest.raises(ValueError, match=words):
+            one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, yes, cfg)
     for fields in ({"blend": TWO}, {"blend_per_split": [TWO, None, ([A], [1])]}):
         assert len(build(one, [9, None, None], config(one, **fields))[0]) >= 9
 
@@ -2791,35 +2785,33 @@ def test_more_sequences_than_int32_numbers(one, corpora, monkeypatch):
 # -- several corpora at a time ---------------------------------------------------------------------
 
 
-def test_threads_build_what_a_loop_builds(mm, corpora):
-    """The same datasets in the same order, and the same bytes in the cache."""
+def test_corpora_are_built_side_by_side(one, corpora):
+    """As many as there are threads, which wait for each other when they open and make datasets.
+
+    The same datasets come out in the same order, and the same bytes in the cache.
+    """
+
+    class Together(one.GPTDataset):
+        all_threads = None
+
+        @staticmethod
+        def build_low_level_dataset(path, cfg):
+            Together.all_threads.wait()
+            return one.GPTDataset.build_low_level_dataset(path, cfg)
+
+        def __init__(self, *arguments):
+            self.all_threads.wait()
+            super().__init__(*arguments)
+
     found = []
     for threads in (1, 3):
+        Together.all_threads = threading.Barrier(threads, timeout=20)
         fields = {"num_dataset_builder_threads": threads, "path_to_cache": f"cache{threads}"}
-        train, valid, _ = build(mm, [60, 9, 0], config(mm, (corpora, [3, 1, 2]), **fields))
+        train = build(one, [60, 0, 0], config(one, (corpora, [3, 1, 2]), **fields), Together)[0]
         assert [part.dataset_path for part in train.datasets] == corpora
         names = files_of(fields["path_to_cache"])
         found.append({k: names[k] for k in names if not k.endswith("manifest.json")})
     assert found[0] == found[1] != {}
-
-
-def test_corpora_are_built_side_by_side(one, corpora):
-    """Each waits for the other two where it is opened, and again where its dataset is made."""
-    all_three = threading.Barrier(3, timeout=20)
-
-    class Together(one.GPTDataset):
-        @staticmethod
-        def build_low_level_dataset(path, cfg):
-            all_three.wait()
-            return one.GPTDataset.build_low_level_dataset(path, cfg)
-
-        def __init__(self, *arguments):
-            all_three.wait()
-            super().__init__(*arguments)
-
-    cfg = config(one, (corpora, None), num_dataset_builder_threads=3)
-    train = build(one, [None, 0, 0], cfg, Together)[0]
-    assert [part.dataset_path for part in train.datasets] == corpora
 
 
 def build_and_read(one, prefixes):
