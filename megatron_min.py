@@ -2676,7 +2676,6 @@ class BlendedDataset(_SampleTable):
             made_from={},  # the identifiers say all
             build=self._build_arrays,
         )
-        self._taken = self._cache.facts  # what _build_arrays() returns first
         self._check_taken()
 
     def _set_shares(self, weights, size, phases):
@@ -2742,7 +2741,7 @@ class BlendedDataset(_SampleTable):
         """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
         needed = {}
         sentences = []
-        for count, dataset in zip(self._taken, self.datasets, strict=True):
+        for count, dataset in zip(self.samples_taken().tolist(), self.datasets, strict=True):
             if count > len(dataset):
                 needed[dataset] = count
                 sentences.append(
@@ -2756,7 +2755,7 @@ class BlendedDataset(_SampleTable):
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
-        return np.array(self._taken, np.int64)
+        return np.array(self._cache.facts, np.int64)  # what _build_arrays() returns first
 
     def __getstate__(self):
         """Leave out of a pickle the arrays that another process can map, or make."""
@@ -2782,10 +2781,7 @@ class BlendedDataset(_SampleTable):
 
     @functools.cached_property
     def fills_rows(self) -> bool:
-        """Can a batch be filled as a whole, because all datasets fill rows of the same table?
-
-        It is the table that the config of the blend asks for.
-        """
+        """Do all datasets fill rows of the same table, which the config of the blend asks for?"""
         for dataset in self.datasets:
             fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
             if not fills_rows or dataset.config is not self.config:
@@ -3016,7 +3012,7 @@ class BlendedMegatronDatasetBuilder:
             sizes = entry.sizes(self.config.mid_level_dataset_surplus)
             build_part = functools.partial(self._build_part, entry, opened)
             parts = self._for_each(build_part, entry.prefixes, sizes)
-            dataset = parts[0] if entry.is_one_corpus else self._mix(entry, parts)
+            dataset = parts[0] if entry.is_one_corpus else self._mix(entry, opened, parts)
             found[entry.split].append(dataset)
         datasets = []
         for of_split in found.values():
@@ -3059,7 +3055,7 @@ class BlendedMegatronDatasetBuilder:
             documents = np.arange(first, end, dtype=np.int32)
         return self.cls(corpus, prefix, documents, size, entry.split, self.config)
 
-    def _mix(self, entry, parts):
+    def _mix(self, entry, opened, parts):
         """The blend of these datasets; None if nothing is wanted, and nothing is there."""
         weights = entry.weights
         size = entry.size
@@ -3091,8 +3087,7 @@ class BlendedMegatronDatasetBuilder:
         # can come in another order, and the others must keep upstream's order.
         for i, part in enumerate(parts):
             if part in needed:
-                opened = part.dataset, part.dataset_path, part.indices
-                parts[i] = self.cls(*opened, needed[part], part.index_split, self.config)
+                parts[i] = self._build_part(entry, opened, entry.prefixes[i], needed[part])
         return BlendedDataset(parts, weights, size, self.config, entry.phases)
 
 
