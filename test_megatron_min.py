@@ -2659,19 +2659,19 @@ def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
 
     With a document of S tokens, a corpus has exactly as many samples as were asked for.
     """
-    prefix = mk(mm, tmp_path / "p", [[1] * 8])
+    prefixes = [mk(mm, tmp_path / str(d), [[1] * 8]) for d in range(12)]
     larger = 0
     for rng in cases(10):
         weights = (rng.dirichlet(np.ones(int(rng.integers(2, 12)))) + 1e-3).tolist()
         size = int(rng.integers(50, 300))
         fields = {"mid_level_dataset_surplus": 0.0, "path_to_cache": str(tmp_path / "cache")}
-        fields["fast_cache_load"] = bool(rng.integers(2))
-        cfg = config(mm, ([prefix] * len(weights), weights), **fields)
+        cfg = config(mm, (prefixes[: len(weights)], weights), **fields)
         for _ in range(2):  # the second time from the cache
             train = build(mm, [size, 0, 0], cfg)[0]
             taken = np.bincount(train.dataset_index, minlength=len(weights)).tolist()
             for d, part in enumerate(train.datasets):
                 asked = math.ceil(size * train.weights[d])
+                assert part.dataset_path == prefixes[d]
                 assert part.num_samples == len(part) == max(asked, taken[d])
                 larger += taken[d] > asked
             assert train.batch(range(len(train)))["tokens"].shape == (len(train), 8)
