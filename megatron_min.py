@@ -2484,8 +2484,8 @@ def build_blending_indices(
     """Fill in, for each sample of a blend, its dataset and its number in that dataset.
 
     Sample i comes from the dataset with the largest lag, weights[d] * max(i, 1) - taken[d], in IEEE
-    doubles; taken[d] is how many of the samples 0 .. i-1 come from dataset d.  Of equals the lowest
-    d is taken.
+    doubles, where taken[d] of the samples before i are of dataset d.  Of equals the lowest d is
+    taken.
 
     dataset_index         int16 (size,)             filled in: which dataset
     dataset_sample_index  int64 (size,)             filled in: which of its samples
@@ -2613,16 +2613,14 @@ class BlendedDataset(_SampleTable):
                later may use it.  A single phase without a weight of 0 is the same as weights and
                size.
 
-    So there are three kinds of blend.  They have these attributes:
-
       made with           .size     .weights     .phases                   built by
       weights and size    size      normalized   None                      build_blending_indices
       weights alone       None      counts       None                      build_exhaustive_...
       phases              the sum   None         their weights normalized  build_phase_indices
 
     ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.
-    ValueError for weights, a size or phases that cannot be; also where a dataset has fewer samples
-    than the blend takes of it, which in upstream is an IndexError in the middle of a run.
+    ValueError where a dataset has fewer samples than the blend takes of it, which in upstream is an
+    IndexError in the middle of a run.
 
     >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())
     >>> corpus = IndexedDataset(toy_corpus())
@@ -2665,35 +2663,33 @@ class BlendedDataset(_SampleTable):
             made_from={},  # the identifiers say all
             build=self._build_arrays,
         )
-        self._taken = self._cache.facts  # what _build_arrays() returns first
         self._check_taken()
 
     def _set_shares(self, weights, size, phases):
         """Set weights, size and phases as in the table above; datasets of weight 0 are dropped."""
         names = [_name(dataset) for dataset in self.datasets]
-        self.weights = None
-        self.size = None
-        self.phases = None
         if phases is not None:
             if weights is not None or size is not None:
                 raise ValueError("phases stand for weights and size: these must be None")
-            checked = _as_phases(phases, names)
-            _, first_weights = checked[0]
-            if len(checked) > 1 or not all(first_weights):
-                self.size = sum(samples for samples, _ in checked)
-                self.phases = checked
+            self.phases = _as_phases(phases, names)
+            _, first_weights = self.phases[0]
+            if len(self.phases) > 1 or not all(first_weights):
+                self.weights = None
+                self.size = sum(samples for samples, _ in self.phases)
                 return
             [(size, weights)] = phases  # a plain blend, so that it shares the cache of that blend
 
+        self.phases = None
         weights = _read_weights(weights, names)
         dropped = [name for name, weight in zip(names, weights, strict=True) if not weight]
         if dropped:
             log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
         self.datasets, weights = _drop_zero_weights(self.datasets, weights)
         if size is None:
-            if any(weight != int(weight) for weight in weights):
-                raise ValueError(f"without a size, weights are numbers of samples, got {weights}")
+            self.size = None
             self.weights = [int(count) for count in weights]
+            if self.weights != weights:
+                raise ValueError(f"without a size, weights are numbers of samples, got {weights}")
         else:
             if size < 0 or size % 1:
                 raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
@@ -2732,7 +2728,7 @@ class BlendedDataset(_SampleTable):
         """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
         needed = {}
         sentences = []
-        for count, dataset in zip(self._taken, self.datasets, strict=True):
+        for count, dataset in zip(self.samples_taken().tolist(), self.datasets, strict=True):
             if count > len(dataset):
                 needed[dataset] = count
                 sentences.append(
@@ -2746,7 +2742,7 @@ class BlendedDataset(_SampleTable):
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
-        return np.array(self._taken, np.int64)
+        return np.array(self._cache.facts, np.int64)  # what _build_arrays() returns first
 
     def __getstate__(self):
         """Leave out of a pickle the arrays that another process can map, or make."""
@@ -2772,10 +2768,7 @@ class BlendedDataset(_SampleTable):
 
     @functools.cached_property
     def fills_rows(self) -> bool:
-        """Can a batch be filled as a whole, because all datasets fill rows of the same table?
-
-        It is the table that the config of the blend asks for.
-        """
+        """Do all datasets fill rows of the same table, which the config of the blend asks for?"""
         for dataset in self.datasets:
             fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
             if not fills_rows or dataset.config is not self.config:
@@ -2874,11 +2867,11 @@ class _Entry(typing.NamedTuple):
         """Return how many samples each corpus is built for; None: one epoch."""
         if self.is_one_corpus:
             return [self.size]
-        if self.weights is None and self.phases is None:
-            return [None] * len(self.prefixes)
         phases = self.phases
-        if phases is None:
+        if self.weights is not None:
             phases = [(self.size, self.weights)]  # the whole blend is one phase
+        if phases is None:
+            return [None] * len(self.prefixes)
         sizes = []
         for i in range(len(self.prefixes)):
             target = sum(math.ceil(samples * weights[i]) for samples, weights in phases)
@@ -2892,13 +2885,6 @@ def _entries_of_config(
     """Return what a config means: an entry for each dataset, in the order of the splits.
 
     ValueError for sizes that no build can have.  No file is opened.
-
-    >>> config = GPTDatasetConfig(1234, 4, blend=(["a", "b"], [1, 3]), split="9,1,0",
-    ...                           tokenizer=ByteTokenizer())
-    >>> for entry in _entries_of_config(config, [8, 4, 0]):
-    ...     print(entry.split.name, entry.prefixes, entry.weights, entry.bounds, entry.size)
-    train ['a', 'b'] [0.25, 0.75] (0, 0.9) 8
-    valid ['a', 'b'] [0.25, 0.75] (0.9, 1.0) 4
     """
     if len(sizes) != len(Split):
         raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
@@ -2939,13 +2925,12 @@ def _entries_of_config(
             if size is None:
                 raise ValueError(f"{split.name} is a blend with weights, which needs a size")
             used, weights = _drop_zero_weights(prefixes, weights)
-            dropped |= set(prefixes).difference(used)
+            dropped.update(str(prefix) for prefix in set(prefixes).difference(used))
             prefixes = used
             weights = normalize(weights)
         entries.append(_Entry(split, list(prefixes), weights, bounds, size, phases))
     if dropped:
-        names = [str(prefix) for prefix in dropped]
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(sorted(names)))
+        log.warning("dropped from the blend, weight 0: %s", ", ".join(sorted(dropped)))
     return entries
 
 
@@ -3012,11 +2997,9 @@ class BlendedMegatronDatasetBuilder:
         found = {split: [] for split in Split}
         for entry in self._entries:
             sizes = entry.sizes(self.config.mid_level_dataset_surplus)
-            corpora = []
-            for prefix, size in zip(entry.prefixes, sizes, strict=True):
-                corpora.append((entry, prefix, opened[prefix], size))
-            parts = self._for_each(self._build_part, corpora)
-            dataset = parts[0] if entry.is_one_corpus else self._mix(entry, parts)
+            build_part = functools.partial(self._build_part, entry, opened)
+            parts = self._for_each(build_part, entry.prefixes, sizes)
+            dataset = parts[0] if entry.is_one_corpus else self._mix(entry, opened, parts)
             found[entry.split].append(dataset)
         datasets = []
         for of_split in found.values():
@@ -3042,24 +3025,24 @@ class BlendedMegatronDatasetBuilder:
             raise ValueError(f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}")
         return opened
 
-    def _for_each(self, function, items):
-        """[function(item) for each item], so many at a time as the config says."""
+    def _for_each(self, function, *items):
+        """list(map(function, *items)), so many at a time as the config says."""
         threads = self.config.num_dataset_builder_threads
         if threads == 1:
-            return [function(item) for item in items]
+            return list(map(function, *items))
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(function, items))  # an error cancels those that have not begun
+            return list(pool.map(function, *items))  # an error cancels those that have not begun
 
-    def _build_part(self, corpus):
+    def _build_part(self, entry, opened, prefix, size):
         """The dataset of a corpus, of the part of it that belongs to the split."""
-        entry, prefix, opened, size = corpus
-        first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(opened))
+        corpus = opened[prefix]
+        first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(corpus))
         documents = range(first, end)
         if self.cls is not GPTDataset:  # another class gets what upstream gives, an array
             documents = np.arange(first, end, dtype=np.int32)
-        return self.cls(opened, prefix, documents, size, entry.split, self.config)
+        return self.cls(corpus, prefix, documents, size, entry.split, self.config)
 
-    def _mix(self, entry, parts):
+    def _mix(self, entry, opened, parts):
         """The blend of these datasets; None if nothing is wanted, and nothing is there."""
         weights = entry.weights
         size = entry.size
@@ -3070,9 +3053,9 @@ class BlendedMegatronDatasetBuilder:
         else:  # one epoch of each corpus, or as many samples of these as are wanted
             weights = [len(part) for part in parts]
             total = sum(weights)
-            if total == 0 and size == 0:
-                return None
             if total == 0:
+                if size == 0:
+                    return None
                 raise ValueError(
                     f"{entry.split.name}: samples are wanted, but no corpus has one in it"
                 )
@@ -3091,8 +3074,7 @@ class BlendedMegatronDatasetBuilder:
         # can come in another order, and the others must keep upstream's order.
         for i, part in enumerate(parts):
             if part in needed:
-                opened = part.dataset, part.dataset_path, part.indices
-                parts[i] = self.cls(*opened, needed[part], part.index_split, self.config)
+                parts[i] = self._build_part(entry, opened, entry.prefixes[i], needed[part])
         return BlendedDataset(parts, weights, size, self.config, entry.phases)
 
 
@@ -4490,15 +4472,14 @@ class _IndexCache:
     """Index arrays in .npy files: found if they are there and right, else built and saved.
 
     folder       where the files are; None: the arrays stay in memory
-    stem         what all file names begin with
-    names        names of the arrays: <folder>/<stem>-<name>.npy
+    stem         what all file names begin with: <folder>/<stem>-<name>.npy
+    names        names of the arrays
     description  text of the description file
-    made_from    flat dict, as JSON has it, of what the arrays are made from; a cache of other data
-                 is stale
-    build        method of the dataset that returns (facts, arrays): what a start needs to know, as
-                 JSON has it, and the arrays in the order of names; its errors pass through
+    made_from    flat dict, as JSON has it
+    build        method of the dataset that returns (facts, arrays), the arrays in the order of
+                 names; its errors pass through
 
-    facts        an attribute: the facts that build() returned, here or where the files were made
+    facts        an attribute: what build() returned, here or where the files were made
     """
 
     def __init__(
@@ -4544,11 +4525,11 @@ class _IndexCache:
                 manifest = json.load(file)
             if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
                 raise DatasetFormatError("manifest.json is damaged")
-            noted = manifest["made_from"]
-            for key in {**self._made_from, **noted}:
-                if noted.get(key) != self._made_from.get(key):
-                    found = f"{key} was {noted.get(key)!r}, is {self._made_from.get(key)!r}"
-                    raise DatasetFormatError(found)
+            for key in {**self._made_from, **manifest["made_from"]}:
+                was = manifest["made_from"].get(key)
+                now = self._made_from.get(key)
+                if was != now:
+                    raise DatasetFormatError(f"{key} was {was!r}, is {now!r}")
             for name in self._names:
                 wanted = manifest["files"][name]["size"]
                 size = os.path.getsize(self._path(f"{name}.npy"))

@@ -817,6 +817,18 @@ def test_the_whole_check_sees_each_entry_of_a_long_index(one, tmp_path):
                 one.IndexedDataset(tmp_path / "p", check=True)
 
 
+def test_the_whole_check_sees_the_first_pointer_and_more_documents_than_sequences(one, tmp_path):
+    """A token before sequence 0; and a wrong document that is behind all sequences."""
+    whole = idx_bytes([1, 1], [0, 2])
+    pointers = whole[:42] + struct.pack("<2q", 4, 8) + whole[58:]
+    documents = idx_bytes([3], [0] * 32770 + [5, 1])
+    for content, entry in ((pointers, "pointers[0]"), (documents, "indices[32771]")):
+        (tmp_path / "p.idx").write_bytes(content)
+        (tmp_path / "p.bin").write_bytes(bytes(12))
+        with pytest.raises(one.DatasetFormatError, match=re.escape(entry)):
+            one.IndexedDataset(tmp_path / "p").verify()
+
+
 # -- Is a pair the one that it was? ------------------------------------------------------------
 
 
@@ -2259,13 +2271,6 @@ def test_blends_by_a_loop(mm):
     check_blends(mm)
 
 
-def test_sample_1_of_an_exhaustive_blend_is_of_the_dataset_that_is_behind(mm):
-    """It lags by 1/10, and the other one is 1/10 ahead."""
-    which, sample = np.zeros(10, np.int16), np.zeros(10, np.int64)
-    mm.build_exhaustive_blending_indices(which, sample, [9, 1], 2)
-    assert which.tolist() == [0, 1] + [0] * 8
-
-
 def test_blend_of_as_many_datasets_as_int16_can_number(mm):
     """Upstream has arrays of so many doubles on its stack."""
     which, sample = np.zeros(50, np.int16), np.zeros(50, np.int64)
@@ -2279,15 +2284,11 @@ def test_blend_of_as_many_datasets_as_int16_can_number(mm):
 # -- phases ----------------------------------------------------------------------------------------
 
 
-def bare(mm, *sizes):
-    """Datasets of so many samples, which need no kernel."""
-    return [Bare(n, mm.Split.train) for n in sizes]
-
-
 def blended(mm, sizes, weights, size, phases=None, **fields):
-    """A blend of datasets of so many samples."""
+    """A blend of datasets of so many samples, which need no kernel."""
     cfg = config(mm, (["x"], None), **fields)
-    return mm.BlendedDataset(bare(mm, *sizes), weights, size, cfg, phases)
+    datasets = [Bare(n, mm.Split.train) for n in sizes]
+    return mm.BlendedDataset(datasets, weights, size, cfg, phases)
 
 
 def in_phases(mm, sizes, phases, **fields):
@@ -2340,24 +2341,22 @@ def test_phases_by_hand(mm):
 
 
 def test_phases_by_a_loop(mm):
-    """A dataset without weight gives nothing, though its lag, 0, would often be the largest."""
+    """A dataset without weight gives nothing, though its lag, 0, would often be the largest.
+
+    One phase of all datasets is the plain blend.
+    """
     for rng in cases(100):
         phases = random_phases(rng, int(rng.integers(1, 6)))
-        ds = in_phases(mm, [999] * len(phases[0][1]), phases)
+        sizes = [999] * len(phases[0][1])
+        ds = in_phases(mm, sizes, phases)
         assert pairs_of(ds) == phases_by_hand(ds), phases
-
-
-def test_one_phase_is_the_plain_blend(mm, tmp_path):
-    fields = {"path_to_cache": str(tmp_path)}
-    for rng in cases(30):
-        weights = (rng.random(rng.integers(1, 12)) + 0.01).tolist()
-        size = int(rng.integers(1, 200))
-        sizes = [size] * len(weights)
-        plain = blended(mm, sizes, weights, size, **fields)
-        one_phase = in_phases(mm, sizes, [(size, weights)], **fields)
-        assert one_phase.unique_description == plain.unique_description
-        assert one_phase.phases is None
-        assert pairs_of(one_phase) == pairs_of(plain) == phases_by_hand(plain)
+        samples, weights = phases[0]
+        if all(weights):
+            plain = blended(mm, sizes, weights, samples)
+            one_phase = in_phases(mm, sizes, phases[:1])
+            assert one_phase.unique_description == plain.unique_description
+            assert one_phase.phases is None
+            assert pairs_of(one_phase) == pairs_of(plain) == phases_by_hand(plain)
 
 
 def test_phases_are_in_the_key(one, tmp_path):
@@ -2374,26 +2373,23 @@ def test_phases_are_in_the_key(one, tmp_path):
 
 BAD_PHASES = {  # a word of the sentence: phases of two datasets
     "wanted": [[], 5],
-    "phase 0": [[5], [(4, [1, 1], 2)], [(4.0, [1, 1])], [(4, [1])], [(4, [0, 0])], [(4, 5)]],
-    "phase 1": [[(4, [1, 1]), (0, [1, 1])]],
+    "phase 0": [[5], [(4.0, [1, 1])], [(4, [1])], [(4, [0, 0])]],
+    "phase 1: wanted 1 sample": [[(4, [1, 1]), (0, [1, 1])]],
     "phase 1: weight of bare": [[(4, [1, 1]), (4, [1, -1])]],
 }
 
 
-@pytest.mark.parametrize("word", BAD_PHASES)
-def test_bad_phases(one, word):
-    """In a config too."""
-    for phases in BAD_PHASES[word]:
-        with pytest.raises(ValueError, match=word):
-            in_phases(one, [9, 9], phases)
-        with pytest.raises(ValueError, match=word):
-            config(one, (["p", "bare"], None), blend_phases=phases)
-
-
-@pytest.mark.parametrize("weights, size", [([1, 1], None), (None, 4)])
-def test_phases_stand_for_weights_and_size(one, weights, size):
-    with pytest.raises(ValueError, match="None"):
-        one.BlendedDataset(bare(one, 9, 9), weights, size, config(one), phases=[(4, [1, 1])])
+def test_bad_phases(one):
+    """In a config too.  They stand for weights and size."""
+    for word, rows in BAD_PHASES.items():
+        for phases in rows:
+            with pytest.raises(ValueError, match=word):
+                in_phases(one, [9, 9], phases)
+            with pytest.raises(ValueError, match=word):
+                config(one, (["p", "bare"], None), blend_phases=phases)
+    for weights, size in (([1, 1], None), (None, 4)):
+        with pytest.raises(ValueError, match="None"):
+            blended(one, [9, 9], weights, size, phases=[(4, [1, 1])])
 
 
 # -- weights and sizes -----------------------------------------------------------------------------
@@ -2430,18 +2426,22 @@ def test_the_samples_of_a_long_blend_are_counted(mm):
     same(ds.samples_taken(), np.array([10_000, 20_000]))
 
 
-BAD_BLENDS = {  # a word of the sentence: weights of two datasets, and sizes
-    "weight of bare": [([w, 1], 4) for w in (-1, math.nan, math.inf, 10**400, "x", None)],
-    "finite sum": [([0, 0], 4), ([1e308, 1.7e308], 4)],
-    "1 weights for 2": [([1], 4)],
-    "numbers of samples": [([1.5, 2.5], None)],
-    "size": [([1, 1], -1), ([1, 1], 4.7)],
-}
+BAD_BLENDS = [  # weights of two datasets, size, a word of the sentence
+    ([-1, 1], 4, "weight of bare"),
+    ([1, math.nan], 4, "weight of bare"),
+    ([10**400, 1], 4, "weight of bare"),
+    (["x", 1], 4, "weight of bare"),
+    ([0, 0], 4, "finite sum"),
+    ([1e308, 1.7e308], 4, "finite sum"),
+    ([1], 4, "1 weights for 2"),
+    ([1.5, 2.5], None, "numbers of samples"),
+    ([1, 1], -1, "size"),
+    ([1, 1], 4.7, "size"),
+]
 
 
-@pytest.mark.parametrize("word", BAD_BLENDS)
-def test_refused_weights_and_sizes(one, word):
-    for weights, size in BAD_BLENDS[word]:
+def test_refused_weights_and_sizes(one):
+    for weights, size, word in BAD_BLENDS:
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], weights, size)
 
@@ -2458,10 +2458,8 @@ def test_weight_0_drops_the_dataset(one, caplog):
 
 
 DEMANDS = [  # sizes of datasets, weights, size, (samples taken, samples there are) of which
-    ([4, 9], [1, 1], 10, [(5, 4)]),
     ([9, 4], [1, 1], 10, [(5, 4)]),
     ([2, 3], [1, 1], 10, [(5, 2), (5, 3)]),
-    ([9, 2], [9, 3], None, [(3, 2)]),
     ([0, 2], [9, 3], None, [(9, 0), (3, 2)]),
 ]
 
@@ -2660,19 +2658,19 @@ def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
 
     With a document of S tokens, a corpus has exactly as many samples as were asked for.
     """
-    prefix = mk(mm, tmp_path / "p", [[1] * 8])
+    prefixes = [mk(mm, tmp_path / str(d), [[1] * 8]) for d in range(12)]
     larger = 0
     for rng in cases(10):
         weights = (rng.dirichlet(np.ones(int(rng.integers(2, 12)))) + 1e-3).tolist()
         size = int(rng.integers(50, 300))
         fields = {"mid_level_dataset_surplus": 0.0, "path_to_cache": str(tmp_path / "cache")}
-        fields["fast_cache_load"] = bool(rng.integers(2))
-        cfg = config(mm, ([prefix] * len(weights), weights), **fields)
+        cfg = config(mm, (prefixes[: len(weights)], weights), **fields)
         for _ in range(2):  # the second time from the cache
             train = build(mm, [size, 0, 0], cfg)[0]
             taken = np.bincount(train.dataset_index, minlength=len(weights)).tolist()
             for d, part in enumerate(train.datasets):
                 asked = math.ceil(size * train.weights[d])
+                assert part.dataset_path == prefixes[d]
                 assert part.num_samples == len(part) == max(asked, taken[d])
                 larger += taken[d] > asked
             assert train.batch(range(len(train)))["tokens"].shape == (len(train), 8)
@@ -2724,15 +2722,13 @@ def test_phases_are_for_train(mm, corpora, weights):
         assert pairs_of(found) == pairs_of(wanted)
 
 
-def test_phases_of_one_corpus(mm, corpora):
+def test_phases_of_one_corpus_and_of_a_blend_of_trains_own(mm, corpora):
+    """The latter have 15 samples: more than are asked for, but never less."""
     cfg = config(mm, (corpora[:1], None), split="8,1,1", blend_phases=[(9, [1]), (6, [1])])
     train, valid, test = build(mm, [15, 5, None], cfg)
     assert train.dataset_sample_index.tolist() == list(range(15))
     assert (outline(valid), outline(test)) == (("valid", 32, 36, 5), ("test", 36, 40, None))
 
-
-def test_phases_of_a_blend_of_trains_own(mm, corpora):
-    """They have 15 samples: more than are asked for, but never less."""
     blends = [(corpora, [1, 1, 1]), (corpora[:2], [1, 1]), None]
     cfg = config(mm, blend_per_split=blends, blend_phases=[(9, [1, 1, 0]), (6, [0, 1, 2])])
     train, valid, _ = build(mm, [12, 5, 0], cfg)
@@ -2757,16 +2753,12 @@ BAD_SIZES = [  # sizes, fields of the config, words
 ]
 
 
-@pytest.mark.parametrize("sizes, fields, words", BAD_SIZES)
-def test_sizes_are_refused_before_the_build(one, corpora, sizes, fields, words):
-    """As upstream refuses them."""
-    cfg = config(one, **fields)
-    with pytest.raises(ValueError, match=words):
-        one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, yes, cfg)
-
-
-def test_no_more_sizes_are_needed(one, corpora):
-    """None of a split without documents, nor of a single corpus."""
+def test_sizes_are_refused_before_the_build(one, corpora):
+    """As upstream refuses them.  A split without documents, or a single corpus, needs none."""
+    for sizes, fields, words in BAD_SIZES:
+        cfg = config(one, **fields)
+        with pytest.raises(ValueError, match=words):
+            one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, yes, cfg)
     for fields in ({"blend": TWO}, {"blend_per_split": [TWO, None, ([A], [1])]}):
         assert len(build(one, [9, None, None], config(one, **fields))[0]) >= 9
 
@@ -2790,35 +2782,33 @@ def test_more_sequences_than_int32_numbers(one, corpora, monkeypatch):
 # -- several corpora at a time ---------------------------------------------------------------------
 
 
-def test_threads_build_what_a_loop_builds(mm, corpora):
-    """The same datasets in the same order, and the same bytes in the cache."""
+def test_corpora_are_built_side_by_side(one, corpora):
+    """As many as there are threads, which wait for each other when they open and make datasets.
+
+    The same datasets come out in the same order, and the same bytes in the cache.
+    """
+
+    class Together(one.GPTDataset):
+        all_threads = None
+
+        @staticmethod
+        def build_low_level_dataset(path, cfg):
+            Together.all_threads.wait()
+            return one.GPTDataset.build_low_level_dataset(path, cfg)
+
+        def __init__(self, *arguments):
+            self.all_threads.wait()
+            super().__init__(*arguments)
+
     found = []
     for threads in (1, 3):
+        Together.all_threads = threading.Barrier(threads, timeout=20)
         fields = {"num_dataset_builder_threads": threads, "path_to_cache": f"cache{threads}"}
-        train, valid, _ = build(mm, [60, 9, 0], config(mm, (corpora, [3, 1, 2]), **fields))
+        train = build(one, [60, 0, 0], config(one, (corpora, [3, 1, 2]), **fields), Together)[0]
         assert [part.dataset_path for part in train.datasets] == corpora
         names = files_of(fields["path_to_cache"])
         found.append({k: names[k] for k in names if not k.endswith("manifest.json")})
     assert found[0] == found[1] != {}
-
-
-def test_corpora_are_built_side_by_side(one, corpora):
-    """Each waits for the other two where it is opened, and again where its dataset is made."""
-    all_three = threading.Barrier(3, timeout=20)
-
-    class Together(one.GPTDataset):
-        @staticmethod
-        def build_low_level_dataset(path, cfg):
-            all_three.wait()
-            return one.GPTDataset.build_low_level_dataset(path, cfg)
-
-        def __init__(self, *arguments):
-            all_three.wait()
-            super().__init__(*arguments)
-
-    cfg = config(one, (corpora, None), num_dataset_builder_threads=3)
-    train = build(one, [None, 0, 0], cfg, Together)[0]
-    assert [part.dataset_path for part in train.datasets] == corpora
 
 
 def build_and_read(one, prefixes):
@@ -4405,18 +4395,24 @@ def test_other_samples_have_another_key(one, pair, cache):
 
 def test_other_documents_make_a_cache_stale(one, pair, cache):
     """They are not in the key, as in upstream, where they share arrays; a range is as a list."""
-    lists = [range(4), [0, 1], [2, 3], [0, 2], [0, 1, 3], [0, 2, 3], [0, 2, 1, 3], []]
-    for documents in lists:
+    for documents in (
+        range(4),
+        [0, 1],
+        [0, 2],
+        [0, 2, 3],
+        [0, 2, 1, 3],
+        range(1, 4),
+        range(3, 0, -1),
+    ):
         as_array = {"documents": np.array(documents, np.int32)}
-        n = 9 if len(documents) else None
-        found, messages = cached(one, pair, cache, n, **as_array)
+        found, messages = cached(one, pair, cache, 9, **as_array)
+        assert len(messages) == (documents != range(4))
         assert all("documents was" in message for message in messages)
-        assert len(messages) == (0 if list(documents) in ([0, 1, 2, 3], []) else 1)
-        same_arrays(found, cached(one, pair, f"{cache} {documents}", n, **as_array)[0])
-        assert cached(one, pair, cache, n, **as_array)[1] == []
-    for documents in (range(1, 4), range(0, 4, 2), range(3, 0, -1)):
-        cached(one, pair, cache, 9, documents=np.array(documents, np.int32))
+        same_arrays(found, cached(one, pair, f"{cache} {documents}", 9, **as_array)[0])
         assert cached(one, pair, cache, 9, documents=documents)[1] == []
+    nothing = {"n": None, "documents": np.array([], np.int32)}
+    for _ in range(2):
+        assert cached(one, pair, cache, **nothing)[1] == []
 
 
 def test_what_a_subclass_is_made_from(one, pair, cache):
@@ -4442,15 +4438,6 @@ def test_what_a_subclass_is_made_from(one, pair, cache):
 # -- what a start finds ----------------------------------------------------------------------------
 
 
-def wrong_manifests(content):
-    """Other bytes of a manifest: no JSON, other JSON, damaged, and of other data."""
-    manifest = json.loads(content)
-    other_facts = manifest | {"facts": [1] * len(manifest["facts"])}
-    other_data = manifest | {"made_from": manifest["made_from"] | {"documents": "0 to 8998"}}
-    contents = [b"null", b"\xff", content[:-1]]
-    return contents + [json.dumps(value).encode() for value in (other_facts, other_data)]
-
-
 def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, builds):
     """To the same bytes, with one warning, which says why; the next job finds the cache whole.
 
@@ -4458,26 +4445,30 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, builds):
     """
     start(one, pair, cache)
     before = files_of(cache)
-    wrong = [("manifest.json", None)]
-    for content in wrong_manifests(file_of(cache, "-manifest.json").read_bytes()):
-        wrong.append(("manifest.json", content))
+    text = file_of(cache, "-manifest.json").read_bytes()
+    manifest = json.loads(text)
+    other_facts = manifest | {"facts": [1] * len(manifest["facts"])}
     array = file_of(cache, "sample_index.npy").read_bytes()
-    wrong.append(("sample_index.npy", array[:-5]))
-    wrong.append(("document_index.npy", None))
-    for case, (file, content) in enumerate(wrong):
+    wrong = [  # file, its content, a word of the warning
+        ("manifest.json", None, None),
+        ("manifest.json", text[:-1], "JSON"),
+        ("manifest.json", b"null", "NoneType"),
+        ("manifest.json", json.dumps(other_facts).encode(), "damaged"),
+        ("sample_index.npy", array[:-5], "sample_index.npy"),
+        ("document_index.npy", None, "document_index.npy"),
+    ]
+    for file, content, word in wrong:
         replace_file(file_of(cache, file), content)
         builds.reset_mock()
         _, messages = start(one, pair, cache)
-        assert len(messages) == (case > 0), case
+        assert len(messages) == (word is not None), file
         for message in messages:
-            assert re.search("is rebuilt: .+", message), case
-            assert file in message or file == "manifest.json", case
-        assert builds.call_count == 1, case
-        assert files_of(cache) == before, case
+            assert re.search(f"is rebuilt: .*{word}", message), message
+        assert files_of(cache) == before, file
         found, messages = cached(one, pair, cache)
-        assert messages == [], case
+        assert messages == [], file
         same_arrays(found, wanted)
-        assert builds.call_count == 1, case
+        assert builds.call_count == 1, file
 
 
 DOCS = random_docs(np.random.default_rng(5), most=40) * 3
@@ -4603,7 +4594,7 @@ def flipped(content, at):
 def wrong_arrays(content):
     """Other bytes of an array, of the same size where there are any; None: there is no file."""
     wrong = [None, content[:-5], npy(np.array([RunsCode()], object)).ljust(len(content))]
-    for rng in cases(10):  # a bit somewhere, another one in the header
+    for rng in cases(5):  # a bit somewhere, another one in the header
         wrong.append(flipped(content, int(rng.integers(len(content)))))
         wrong.append(flipped(content, int(rng.integers(128))))
     return wrong
@@ -4698,8 +4689,8 @@ def test_a_blend_without_a_folder_stays_in_memory(one, pair, tmp_path, folder):
     assert stamps(tmp_path) == before
 
 
-@pytest.mark.parametrize("num_renames", range(5))
-def test_a_disk_that_is_full_in_the_middle(one, pair, cache, builds, monkeypatch, num_renames):
+@pytest.mark.parametrize("num_renames", [0, 3, 4])
+def test_a_disk_that_is_full_in_the_middle(one, pair, cache, monkeypatch, num_renames):
     """The arrays stay in memory, are pickled whole, and the next job builds right ones."""
     cached(one, pair, cache)
     mk(one, pair, [[1] * 20] * 7)
@@ -4710,13 +4701,11 @@ def test_a_disk_that_is_full_in_the_middle(one, pair, cache, builds, monkeypatch
         patch.setattr(os, "replace", mock.Mock(wraps=os.replace, side_effect=results))
         ds, [*_, message] = start(one, pair, cache, 50)
     assert "No space left" in message
-    same_arrays(arrays(ds), wanted)
-    same_arrays(arrays(pickle.loads(pickle.dumps(ds))), wanted)
-    assert builds.call_count == 3
+    for dataset in (ds, pickle.loads(pickle.dumps(ds))):
+        same_arrays(arrays(dataset), wanted)
     names = os.listdir(cache)
     assert all(name.endswith((".npy", "description.txt")) for name in names), "nothing temporary"
     same_arrays(cached(one, pair, cache)[0], wanted)
-    assert builds.call_count == 4
     assert len(os.listdir(cache)) == 5
 
 
@@ -4756,17 +4745,16 @@ def test_a_job_that_is_killed_leaves_nothing_that_is_believed(one, pair, cache):
 
 
 @linux
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_too_many_open_files_are_no_fault_of_the_cache(one, pair, cache, monkeypatch, number):
+def test_too_many_open_files_are_no_fault_of_the_cache(one, pair, cache, monkeypatch):
     """Nothing is built again, at an access or at a start."""
     ds, _ = start(one, pair, cache, 50)
-    opened = one.IndexedDataset(pair)
-    documents = np.arange(4, dtype=np.int32)
-    monkeypatch.setattr("builtins.open", mock.Mock(side_effect=OSError(number, "Too many")))
-    with pytest.raises(OSError, match="Too many"):
-        arrays(ds)
-    with pytest.raises(OSError, match="Too many"):
-        one.GPTDataset(opened, pair, documents, 50, one.Split.train, ds.config)
+    arguments = one.IndexedDataset(pair), pair, np.arange(4, dtype=np.int32), 50, one.Split.train
+    for number in (errno.EMFILE, errno.ENFILE):
+        monkeypatch.setattr("builtins.open", mock.Mock(side_effect=OSError(number, "Too many")))
+        with pytest.raises(OSError, match="Too many"):
+            arrays(ds)
+        with pytest.raises(OSError, match="Too many"):
+            one.GPTDataset(*arguments, ds.config)
 
 
 # -- several jobs at once --------------------------------------------------------------------------
