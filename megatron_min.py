@@ -1208,8 +1208,9 @@ def _as_phases(phases, names):
     """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none.
 
     Only weights that are not 0 are normalized: np.sum() adds in groups, and zeros in between would
-    put the others into other groups, and so change the last bit of the sum.  Then a near tie of the
-    blend would go to another corpus than without these zeros, and the order would be another.
+    put the others into other groups, and so change the last bit of the sum.  Where two corpora are
+    almost equally far behind their shares, another one would then come next than without these
+    zeros, and the order would change.
     """
     if not isinstance(phases, (list, tuple)) or len(phases) == 0:
         raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
@@ -1479,7 +1480,7 @@ def build_document_index(
 ) -> np.ndarray:
     """Repeat the documents for each epoch and shuffle them, the last epoch by itself if asked.
 
-    documents   int32 (D,)   numbers of the split's documents; ValueError if one is 2**31 or more
+    documents   ints (D,)    numbers of the split's documents; ValueError if one is 2**31 or more
     Returns     int32 (E*D,)
     Upstream    _build_document_index.  Epochs that are shuffled together are one pile: a document
                 may come twice before another one comes once.
@@ -1857,7 +1858,7 @@ class MegatronDataset(abc.ABC, _SampleTable):
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        """Return the fields of the config that change the samples; a subclass may add some."""
+        """Return upstream's list of fields that name a cache; a subclass may add some."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
     def made_from(self) -> dict:
