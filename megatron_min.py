@@ -4876,7 +4876,7 @@ def _hide_credentials(text: str | os.PathLike) -> str:
 # Question answered here: how is a batch ready early, and what does a checkpoint keep?
 #
 #   sampler       0 1 2 3 4 ...        indices of each batch
-#   threads             2 3            num_workers of them make batches ahead
+#   threads           2 3              num_workers of them make batches ahead
 #   training loop   1                  uses the batch that is ready
 #
 # Threads serve our own datasets where C is there: it fills batches of mapped pairs without Python's
@@ -4902,7 +4902,8 @@ def _hide_credentials(text: str | os.PathLike) -> str:
 # The job that loads a state looks at the same places of its own data, and goes on where it finds
 # the same.  So what changes many samples is noticed: another seed, S, split, order, weight or file.
 # A change of a few tokens that no look meets is not noticed.  What does not change the samples that
-# were consumed is not asked about: a longer run, a phase that comes later, a copy at another path.
+# were consumed is not asked about: with stable_order a longer run, or a phase that comes later; a
+# copy at another path.
 # With u, v and w for the weights of phases, of datasets with stable_order:
 #
 #   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
@@ -5345,8 +5346,9 @@ def get_train_valid_test_num_samples(
     """Return how many samples a run needs of train, valid (None with full_validation) and test.
 
     The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
-    of valid every eval_interval steps and at the end, and of test once.  With skip_train it does
-    not train, and evaluates valid once.  Upstream: get_train_valid_test_num_samples.
+    of valid every eval_interval steps and at the end, and of test once.  With skip_train it
+    evaluates valid once; the samples of train are counted all the same.  Upstream:
+    get_train_valid_test_num_samples.
 
     >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
     ...                                  eval_iters=2)
