@@ -570,7 +570,7 @@ typedef struct {
 
 typedef struct {
     Datasets all, candidates;
-    double *limit;                  /* samples that a dataset has; infinity if it never runs out */
+    double *limit;                  /* samples that a dataset has; infinity if it has no end */
     int16_t *number;                /* which dataset a candidate is */
     char *dataset_index;            /* (size,) int16, which dataset sample i comes from */
     char *dataset_sample_index;     /* (size,) int64, which sample of that dataset it is */
@@ -578,8 +578,8 @@ typedef struct {
 } Blend;
 
 /* Sets *top to the largest lag, and returns the first place that has it.  One running maximum would
- * wait for each comparison in turn, so there are LANES of them side by side, which compilers put
- * into vectors. */
+ * wait for each comparison in turn, so there are LANES of them side by side: none waits for another.
+ */
 INLINE Py_ssize_t find_top(const Datasets *some, double step, double *top)
 {
     const double *weight = some->weight, *taken = some->taken;
@@ -661,53 +661,49 @@ static void blend(Blend *b)
     }
 }
 
-/* Reads the weights and checks them.  If exhaustive, the input holds sizes: the weights are made of
- * them, and their sum is the size of the blend. */
-static int read_datasets(Blend *b, const Py_buffer *input, int exhaustive)
+/* Checks the datasets: no lag is NaN, and they have samples enough, so that the blend has an end. */
+static int check_datasets(Blend *b)
 {
-    int64_t items, sum = 0;
+    double room = 0.0;
 
     for (Py_ssize_t d = 0; d < b->all.count; d++) {
-        memcpy(&items, (const char *)input->buf + 8 * d, sizeof items);
-        memcpy(&b->all.weight[d], &items, sizeof items);
-        b->limit[d] = exhaustive ? (double)items : INFINITY;
-        if (exhaustive) {
-            if (!in_range("an item of sizes", items, 0, PY_SSIZE_T_MAX - sum))
-                return 0;
-            sum += items;
-            b->all.taken[d] = items ? 0.0 : INFINITY;
-        } else if (!(b->all.weight[d] >= 0.0 && b->all.weight[d] <= DBL_MAX)) {
+        const double weight = b->all.weight[d];
+
+        if (!(weight >= 0.0 && weight <= 1e288)) {      /* times a step it stays finite */
             PyErr_Format(PyExc_ValueError, "weights[%zd]: wanted a finite number, at least 0", d);
             return 0;
         }
+        b->all.taken[d] = b->limit[d] > 0.0 ? 0.0 : INFINITY;
+        room += b->limit[d];
     }
-    if (!exhaustive)
+    if (room >= (double)b->size)
         return 1;
-    for (Py_ssize_t d = 0; d < b->all.count; d++)
-        b->all.weight[d] = sum ? b->limit[d] / (double)sum : 0.0;
-    b->size = (Py_ssize_t)sum;
-    return 1;
+    PyErr_SetString(PyExc_ValueError, "limits: wanted a sum of at least size");
+    return 0;
 }
 
-/* Both functions of the module.  With module = NULL the blend is exhaustive: the third argument
- * holds sizes instead of weights, and there is no argument size. */
-static PyObject *build_blending_indices(PyObject *module, PyObject *args)
+static PyObject *build_blend(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    const int exhaustive = !module;
-    const Array arrays[] = {
+    static const Array arrays[] = {
         {"dataset_index", "i2", 1, WRITE}, {"dataset_sample_index", "i8", 1, WRITE},
-        {exhaustive ? "sizes" : "weights", exhaustive ? "i8" : "f8", 1, READ},
+        {"weights", "f8", 1, READ}, {"limits", "f8", 1, READ},
     };
-    PyObject *o[3], *result = NULL;
-    Py_buffer view[3] = {{0}};
-    Py_ssize_t count, size = 0, places;
+    PyObject *o[4], *result = NULL;
+    Py_buffer view[4] = {{0}}, *weights = view + 2, *limits = view + 3;
+    Py_ssize_t count, size, places;
     double *memory = NULL;
     Blend b;
 
-    if (!PyArg_ParseTuple(args, exhaustive ? "OOOn" : "OOOnn", o, o + 1, o + 2, &count, &size))
+    if (!PyArg_ParseTuple(args, "OOOOn:build_blend", o, o + 1, o + 2, o + 3, &size))
         return NULL;
-    if (!borrow_all(o, arrays, view, 3) || !in_range("num_datasets", count, 1, INT16_MAX - 1) ||
-        !in_range(arrays[2].name, view[2].shape[0], count, count))
+    if (!borrow_all(o, arrays, view, 4))
+        goto exit;
+    count = weights->shape[0];
+    if (!in_range("items of weights", count, 1, INT16_MAX - 1) ||
+        !in_range("items of limits", limits->shape[0], count, count) ||
+        !in_range("size", size, 0, LLONG_MAX) ||
+        !in_range("items of dataset_index", view[0].shape[0], size, LLONG_MAX) ||
+        !in_range("items of dataset_sample_index", view[1].shape[0], size, LLONG_MAX))
         goto exit;
     places = count + LANES;
     memory = PyMem_Calloc((size_t)places, 5 * sizeof(double) + sizeof(int16_t));
@@ -716,9 +712,9 @@ static PyObject *build_blending_indices(PyObject *module, PyObject *args)
     b = (Blend){{count, memory, memory + places}, {0, memory + 2 * places, memory + 3 * places},
                 memory + 4 * places, (int16_t *)(memory + 5 * places), view[0].buf, view[1].buf,
                 size};
-    if (!read_datasets(&b, &view[2], exhaustive) || !in_range("size", b.size, 0, LLONG_MAX) ||
-        !in_range("items of dataset_index", view[0].shape[0], b.size, LLONG_MAX) ||
-        !in_range("items of dataset_sample_index", view[1].shape[0], b.size, LLONG_MAX))
+    memcpy(b.all.weight, weights->buf, (size_t)weights->len);
+    memcpy(b.limit, limits->buf, (size_t)limits->len);
+    if (!check_datasets(&b))
         goto exit;
     Py_BEGIN_ALLOW_THREADS
     blend(&b);
@@ -726,13 +722,8 @@ static PyObject *build_blending_indices(PyObject *module, PyObject *args)
     result = Py_NewRef(Py_None);
 exit:
     PyMem_Free(memory);
-    release_all(view, 3);
+    release_all(view, 4);
     return result;
-}
-
-static PyObject *build_exhaustive_blending_indices(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    return build_blending_indices(NULL, args);
 }
 
 /* ================================= 6. Samples =================================
@@ -924,29 +915,15 @@ static int check_batch(const Batch *b)
            in_range("columns of sample_index", array[ROWS].shape[1], 2, 2);
 }
 
-/* For PyArg_ParseTuple: only a plain tuple is sure to keep its items alive.  One of a subclass may
- * give items of its own making, which nobody else holds. */
-static int plain_tuple(PyObject *obj, void *to)
-{
-    if (!PyTuple_CheckExact(obj)) {
-        PyErr_Format(PyExc_TypeError, "wanted a plain tuple, found %R", (PyObject *)Py_TYPE(obj));
-        return 0;
-    }
-    *(PyObject **)to = obj;
-    return 1;
-}
-
 static PyObject *read_samples(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *o[ARRAYS], *result = NULL;
     Batch b = {0};
     int found;
 
-    if (!PyArg_ParseTuple(args, "O&OOO&O&O&:read_samples", plain_tuple, o, o, o, plain_tuple, o,
-                          plain_tuple, o, plain_tuple, o) ||
-        !PyArg_ParseTuple(args, "(OOOOOOO)OO(OOO)(OOO)(LLLppp):read_samples", o, o + 1, o + 2,
-                          o + 3, o + 4, o + 5, o + 6, o + 7, o + 8, o + 9, o + 10, o + 11, o + 12,
-                          o + 13, o + 14, &b.extra, &b.pad, &b.eod, &b.by_eod, &b.mask_loss,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOLLLppp:read_samples", o, o + 1, o + 2, o + 3, o + 4,
+                          o + 5, o + 6, o + 7, o + 8, o + 9, o + 10, o + 11, o + 12, o + 13,
+                          o + 14, &b.extra, &b.pad, &b.eod, &b.by_eod, &b.mask_loss,
                           &b.reset_mask))
         return NULL;
     if (!borrow_all(o, batch_arrays, b.array, ARRAYS))
@@ -977,14 +954,12 @@ static PyMethodDef methods[] = {
     {"build_sample_idx", build_sample_idx, METH_VARARGS,
      "(sample_index, sizes, document_index, sequence_length, add_extra_token, last_token)"},
     {"shuffle", shuffle, METH_VARARGS, "(array, key, pos) -> pos"},
-    {"build_blending_indices", build_blending_indices, METH_VARARGS,
-     "(dataset_index, dataset_sample_index, weights, num_datasets, size)"},
-    {"build_exhaustive_blending_indices", build_exhaustive_blending_indices, METH_VARARGS,
-     "(dataset_index, dataset_sample_index, sizes, num_datasets)"},
+    {"build_blend", build_blend, METH_VARARGS,
+     "(dataset_index, dataset_sample_index, weights, limits, size)"},
     {"read_samples", read_samples, METH_VARARGS,
-     "((tokens, labels, loss_mask, position_ids, cu_seqlens, max_seqlen, attention_mask), places, "
-     "wanted, (items, pointers, lengths), (document_index, sample_index, shuffle_index), (extra, "
-     "pad, eod, by_eod, mask_loss, reset_mask)) -> whether all places are there"},
+     "(tokens, labels, loss_mask, position_ids, cu_seqlens, max_seqlen, attention_mask, places, "
+     "wanted, items, pointers, lengths, document_index, sample_index, shuffle_index, extra, pad, "
+     "eod, by_eod, mask_loss, reset_mask) -> whether all places are there"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -5562,8 +5562,8 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #   _encode_tokens                      _c_encode_tokens               encode_tokens
 #   build_sample_idx                    _c_build_sample_idx            build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
-#   build_blending_indices              _c_build_blending_indices      build_blending_indices
-#   build_exhaustive_blending_indices   _c_build_exhaustive_...        build_exhaustive_...
+#   build_blending_indices              _c_build_blending_indices      build_blend
+#   build_exhaustive_blending_indices   _c_build_exhaustive_...        build_blend
 #   GPTDataset.fill                     _c_fill                        read_samples
 #
 # An adapter takes the arguments of its definition and gives the same result.  functools.wraps()
@@ -5658,9 +5658,8 @@ def _c_build_blending_indices(
     arguments = dataset_index, dataset_sample_index, weights, num_datasets, size
     try:
         shares = np.array(weights[:num_datasets], np.float64)
-        _megatron_min.build_blending_indices(
-            dataset_index, dataset_sample_index, shares, num_datasets, size
-        )
+        limits = np.full(num_datasets, np.inf)
+        _megatron_min.build_blend(dataset_index, dataset_sample_index, shares, limits, size)
     except (TypeError, ValueError, OverflowError):
         _c_build_blending_indices.__wrapped__(*arguments)
 
@@ -5670,9 +5669,10 @@ def _c_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, si
     arguments = dataset_index, dataset_sample_index, sizes, num_datasets
     try:
         counts = _as_counts(sizes, num_datasets)
-        _megatron_min.build_exhaustive_blending_indices(
-            dataset_index, dataset_sample_index, counts, num_datasets
-        )
+        size = sum(counts.tolist())
+        shares = counts / np.float64(max(size, 1))
+        limits = np.full(num_datasets, counts, np.float64)
+        _megatron_min.build_blend(dataset_index, dataset_sample_index, shares, limits, size)
     except (TypeError, ValueError, OverflowError):
         _c_build_exhaustive_blending_indices.__wrapped__(*arguments)
 
@@ -5701,27 +5701,27 @@ def _c_read_samples(dataset, columns, rows, indices):
         shuffle_index = shuffle_index[: len(dataset)]
     try:
         return _megatron_min.read_samples(
-            (
-                columns["tokens"],
-                columns["labels"],
-                columns["loss_mask"],
-                columns["position_ids"],
-                columns.get("cu_seqlens"),
-                columns.get("max_seqlen"),
-                columns.get("attention_mask"),
-            ),
+            columns["tokens"],
+            columns["labels"],
+            columns["loss_mask"],
+            columns["position_ids"],
+            columns.get("cu_seqlens"),
+            columns.get("max_seqlen"),
+            columns.get("attention_mask"),
             array.array("q", rows),
             array.array("q", [0 if k is None else k for k in indices]),
-            (corpus._tokens.tokens, corpus.sequence_pointers, corpus.sequence_lengths),
-            (dataset.document_index, dataset.sample_index, shuffle_index),
-            (
-                dataset._extra,
-                dataset._pad_token_id,
-                _NO_EOD if dataset._eod_token_id is None else dataset._eod_token_id,
-                config.reset_position_ids,
-                config.eod_mask_loss,
-                config.reset_attention_mask,
-            ),
+            corpus._tokens.tokens,
+            corpus.sequence_pointers,
+            corpus.sequence_lengths,
+            dataset.document_index,
+            dataset.sample_index,
+            shuffle_index,
+            dataset._extra,
+            dataset._pad_token_id,
+            _NO_EOD if dataset._eod_token_id is None else dataset._eod_token_id,
+            config.reset_position_ids,
+            config.eod_mask_loss,
+            config.reset_attention_mask,
         )
     except (OverflowError, TypeError, ValueError):
         return False
