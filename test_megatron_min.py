@@ -2267,6 +2267,12 @@ def check_blends(mm):
             assert found == wanted + [(77, 77)] * (len(found) - len(wanted)), inputs
 
 
+def test_an_empty_dataset_gives_nothing_to_an_exhaustive_blend(mm):
+    which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
+    mm.build_exhaustive_blending_indices(which, sample, [0, 4], 2)
+    assert (which.tolist(), sample.tolist()) == ([1] * 4, [0, 1, 2, 3])
+
+
 def test_blends_by_a_loop(mm):
     check_blends(mm)
 
