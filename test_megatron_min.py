@@ -2605,6 +2605,7 @@ def test_each_corpus_of_a_blend_is_cut_by_the_split(mm, corpora):
     same(train.samples_taken(), np.array([30, 20]))
     alone = build(mm, [50, 0, 0], config(mm, ([A], [7])))[0]  # its weight makes it a blend
     assert (outline(alone), len(alone)) == ([("train", 0, 40, 51)], 50)
+    assert alone.batch([0, 1])["dataset_id"].tolist() == [0, 0]
 
 
 def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora):
@@ -2648,6 +2649,8 @@ def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
     lengths = [len(gpt(mm, prefix)) for prefix in (A, B, C)]
     assert np.bincount(whole.dataset_index).tolist() == lengths
     assert len(build(mm, [10, 0, 0], cfg)[0]) == 10
+    _, messages = heard(build, mm, [sum(lengths), 0, 0], cfg)
+    assert messages == []
     with pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1,000,000"):
         large = build(mm, [1_000_000, 0, 0], cfg)[0]
     assert len(large) == sum(lengths)
