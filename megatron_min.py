@@ -5789,7 +5789,7 @@ class HuggingFaceTokenizer:
     eod_token           the text of the end-of-document token; default <|endoftext|>, or else </s>
     add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
                         of a text (BOS), around each text; with False a text is its own tokens
-                        alone, as in upstream's preprocessing
+                        alone
     """
 
     def __init__(
