@@ -3140,9 +3140,9 @@ def _allow_open_files(entries, prefixes):
 #
 # One number, consumed_samples, says how many samples all ranks together have used: with "single"
 # in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader of section
-# 14 counts it.  A checkpoint keeps the number, and a look at a few of these samples.  A job that
-# goes on may have other ranks, micro-batches or workers, wherever the order does not depend on
-# them:
+# 14 counts it.  A checkpoint keeps the number, and where a few of these samples begin and a digest
+# of their tokens, so that other data are noticed.  A job that goes on may have other ranks,
+# micro-batches or workers, wherever the order does not depend on them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
@@ -3154,8 +3154,8 @@ def _allow_open_files(entries, prefixes):
 #
 #   (a) consumed_samples is a whole number of the new rounds
 #   (b) as many samples are shuffled with the new ranks and micro-batch size as with the old ones.
-#       Of all samples a rest is left out: sharded, what fills no whole round; unsharded, what fills
-#       no whole micro-batch
+#       A rest is left out before the shuffle: sharded, what fills no whole round; unsharded, what
+#       fills no whole micro-batch (what then fills no whole round is left out after the shuffle)
 #   (c) consumed_samples divided by the samples of a turn (active_total_samples) gives the same
 #       turn, and the same rest, as with the old ones
 
@@ -3856,8 +3856,8 @@ def _take_chunks(tensor, dim, chunks):
 # batches, and then takes the average over all ranks as its own gradient.  So all take the same
 # step, and stay equal.  If the loss of a rank is a mean, and all ranks count equally many tokens,
 # the average is the gradient of the global batch, which is the samples of all ranks in one step.
-# If not, each rank gives the sum of its losses, and finalize_model_grads() divides by the tokens
-# of all.
+# If not, each rank gives the sum of its losses, and finalize_model_grads() makes the sum over all
+# ranks, divided by the tokens of all.
 #
 # The average is made by a collective, which is a call that all ranks of a group make together:
 #
@@ -3905,7 +3905,7 @@ def _take_chunks(tensor, dim, chunks):
 #       loss = (losses * batch["loss_mask"]).sum()                     the labels that count
 #       tokens = batch["loss_mask"].sum()                              how many these are
 #       loss.backward()                                                adds to the gradients
-#     and then finalize_model_grads()      averages them, and divides by the tokens of all ranks
+#     and then finalize_model_grads()      adds them over all ranks, and divides by all tokens
 #   optimizer.step()                       on each rank, with the same gradients (or its shard)
 #   loader.state_dict()                    for a checkpoint: which samples were used (section 14)
 #
