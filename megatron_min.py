@@ -836,8 +836,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 #   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
 #   eod                  the id that ends a document
-#   pad                  samples have one length; where the last tokens of a corpus are too few
-#                        for one, this id fills it up, and has no loss.  It may be missing
+#   pad                  samples have one length; where the config keeps a last sample of too few
+#                        tokens (section 3), this id fills it up, and has no loss.  It may be missing
 #   tokenize(text)       str -> list of ids
 #   detokenize(ids)      ids -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
@@ -1208,9 +1208,9 @@ def _as_phases(phases, names):
     """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none.
 
     Only weights that are not 0 are normalized: np.sum() adds in groups, and zeros in between would
-    put the others into other groups, and so change the last bit of the sum.  Where two corpora are
-    almost equally far behind their shares, another one would then come next than without these
-    zeros, and the order would change.
+    put the others into other groups, and so change the last bit of the sum.  A blend takes its
+    next sample from the corpus that is furthest behind its share; where two are nearly equal, that
+    bit would decide which, and the order would change.
     """
     if not isinstance(phases, (list, tuple)) or len(phases) == 0:
         raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
@@ -3140,9 +3140,10 @@ def _allow_open_files(entries, prefixes):
 #
 # One number, consumed_samples, says how many samples all ranks together have used: with "single"
 # in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader of section
-# 14 counts it.  A checkpoint keeps the number, and where a few of these samples begin and a digest
-# of their tokens, so that other data are noticed.  A job that goes on may have other ranks,
-# micro-batches or workers, wherever the order does not depend on them:
+# 14 counts it.  A checkpoint keeps the number and, for a few of these samples, the place in the
+# corpus where each begins and a digest of its tokens, so that other data are noticed.  A job that
+# goes on may have other ranks, micro-batches or workers, wherever the order does not depend on
+# them:
 #
 #   sampler             order                              what may change on resume
 #   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
