@@ -836,8 +836,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 #   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
 #   eod                  the id that ends a document
-#   pad                  samples have one length; where the config keeps a last sample of too few
-#                        tokens (section 3), this id fills it up, and has no loss.  It may be missing
+#   pad                  may be missing.  Samples have one length; where the config keeps a last one
+#                        of too few tokens (section 3), this id fills it up, and has no loss
 #   tokenize(text)       str -> list of ids
 #   detokenize(ids)      ids -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
@@ -4880,11 +4880,11 @@ def _hide_credentials(text: str | os.PathLike) -> str:
 #   threads           2 3              num_workers of them make batches ahead
 #   training loop   1                  uses the batch that is ready
 #
-# Threads serve our own datasets where C is there: it fills batches of mapped pairs without Python's
-# lock, so the loop is not held up.  (Of other pairs Python fills them, in these threads.)  Any
-# other dataset is read by torch's DataLoader, with num_workers processes.  With num_workers=0 a
-# batch is made when the loop asks for it.  (A thread for that case would be slower: to hand over a
-# batch of 8 samples of 2,048 tokens takes as long as to make it.)
+# Threads serve GPTDataset, and blends of it, where C is there: it fills batches of mapped pairs
+# without Python's lock, so the loop is not held up.  (Of other pairs Python fills them, in these
+# threads.)  Any other dataset is read by torch's DataLoader, with num_workers processes.  With
+# num_workers=0 a batch is made when the loop asks for it.  (A thread for that case would be slower:
+# to hand over a batch of 8 samples of 2,048 tokens takes as long as to make it.)
 #
 # The sampler runs ahead of the training loop.  A saved position counts the batches that the loop
 # was given, so what was made ahead and not used is made again after a resume.
@@ -4927,7 +4927,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     batch_sampler  a sampler of section 8
     num_workers    how many threads, or processes, make batches ahead; 0: none
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
-                   one of these the batches of our own datasets, too, are made by DataLoader and
+                   one of these the batches of such datasets, too, are made by DataLoader and
                    its processes; pin_memory alone does not change who makes them.
 
     len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
@@ -6949,8 +6949,8 @@ class Span(typing.NamedTuple):
     length: int  # how many tokens it has
     byte_offset: int | None  # where it begins in the .bin file, in bytes; None without a file
     sample_offset: int  # where it begins in the sample
-    input: str | None  # the file that the document was made from, and in a shard by itself the
-    # byte from which it counts, as in "a.jsonl from byte 84 on"; None without a record
+    input: str | None  # the file that the document was made from; of a shard that is not merged,
+    # also the byte from which input_document counts, "a.jsonl from byte 84 on"; None: no record
     input_document: int | None  # the number of the document in there, counted from 0
 
 
