@@ -2246,7 +2246,10 @@ class GPTDataset(MegatronDataset):
         lengths = self.dataset.sequence_lengths
         documents = _as_documents(self._documents)
         self._check_corpus(documents)
-        tokens_per_epoch = int(lengths[documents].sum(dtype=np.int64))
+        part = documents
+        if isinstance(self._documents, range):  # as a slice, which copies no lengths
+            part = slice(self._documents.start, self._documents.stop)
+        tokens_per_epoch = int(lengths[part].sum(dtype=np.int64))
         if self.num_samples and not tokens_per_epoch:
             raise ValueError(
                 f"{_name(self)}: {self.index_split.name} of split {config.split!r} holds no tokens "
