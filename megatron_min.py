@@ -5464,8 +5464,13 @@ class NumMicroBatches:
 # The classes that reach other ranks as themselves.  An error of any other class becomes a
 # RuntimeError, with the name of that class behind the sentence.
 _SHARED_ERRORS = (
-    *(DatasetFormatError, FileNotFoundError, IndexError, RuntimeError),
-    *(StopIteration, TypeError, ValueError),
+    DatasetFormatError,
+    FileNotFoundError,
+    IndexError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
 )
 
 
@@ -5662,7 +5667,9 @@ def _c_build_blending_indices(
     arguments = dataset_index, dataset_sample_index, weights, num_datasets, size
     try:
         shares = np.array(weights[:num_datasets], np.float64)
-        limits = np.full(num_datasets, np.inf)
+        if len(shares) != num_datasets:
+            raise ValueError("the definition says it in a sentence")
+        limits = np.full(len(shares), np.inf)
         _megatron_min.build_blend(dataset_index, dataset_sample_index, shares, limits, size)
     except (TypeError, ValueError, OverflowError):
         _c_build_blending_indices.__wrapped__(*arguments)
@@ -5673,9 +5680,11 @@ def _c_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, si
     arguments = dataset_index, dataset_sample_index, sizes, num_datasets
     try:
         counts = _as_counts(sizes, num_datasets)
+        if len(counts) != num_datasets:
+            raise ValueError("the definition says it in a sentence")
         size = sum(counts.tolist())
         shares = counts / np.float64(max(size, 1))
-        limits = np.full(num_datasets, counts, np.float64)
+        limits = counts.astype(np.float64)
         _megatron_min.build_blend(dataset_index, dataset_sample_index, shares, limits, size)
     except (TypeError, ValueError, OverflowError):
         _c_build_exhaustive_blending_indices.__wrapped__(*arguments)
