@@ -100,29 +100,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_fsync():
-    """Waiting for the disk would be most of the run time; one test looks at the calls."""
-    gc.freeze()  # upstream calls gc.collect() for every file; pytest's own objects need no look
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", do_not_wait)
-        yield
-
-
-def do_not_wait(descriptor):
-    """In place of os.fsync()."""
-
-
-@pytest.fixture(scope="session", autouse=True)
-def forks():
-    """With MEGATRON_MIN_FORK=0 a test that forks this process is skipped.
+def this_process():
+    """Nothing waits for the disk; with MEGATRON_MIN_FORK=0 a test that forks is skipped.
 
     The allocator of gcc 12's address sanitizer, unlike glibc's, does not see to its locks at a
     fork: where another thread holds one at that moment, the new process waits for it for ever.
     """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", do_not_wait)
         if os.environ.get("MEGATRON_MIN_FORK") == "0":
             patch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(do_not_fork))
         yield
+
+
+def do_not_wait(descriptor):
+    """In place of os.fsync()."""
 
 
 def do_not_fork(process):
@@ -162,7 +154,7 @@ def up():
             vars(names).update({k: v for k, v in vars(found).items() if not k.startswith("__")})
         names.calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
         names.rerun = importlib.import_module("megatron.core.rerun_state_machine")
-    gc.freeze()  # see no_fsync
+    gc.freeze()  # upstream calls gc.collect() for every file
     return names
 
 
@@ -531,7 +523,7 @@ DTYPES = [np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float3
 
 @pytest.mark.parametrize("code, dtype", list(enumerate(DTYPES, 1)))
 def test_a_pair_of_every_dtype(one, tmp_path, code, dtype):
-    """The bytes on disk, and what is read back, mapped or not."""
+    """The bytes on disk, and what is read back."""
     size = np.dtype(dtype).itemsize
     assert (one.DType.code_from_dtype(dtype), one.DType.dtype_from_code(code)) == (code, dtype)
     assert one.DType.size(code) == one.DType.size(dtype) == size
@@ -539,28 +531,16 @@ def test_a_pair_of_every_dtype(one, tmp_path, code, dtype):
     prefix = mk(one, tmp_path / "p", docs, dtype)
     assert (tmp_path / "p.bin").read_bytes() == np.array([1, 2, 100, 7], dtype).tobytes()
     assert (tmp_path / "p.idx").read_bytes() == idx_bytes([3, 0, 1], range(4), code, size)
-    for mmap in (True, False):
-        ds = one.IndexedDataset(prefix, mmap=mmap)
-        assert ds.dtype is dtype
-        assert ds.index is ds  # upstream: the arrays are attributes of ds.index
-        for found, wanted in zip(ds[:], docs, strict=True):
-            same(found, wanted)
+    ds = one.IndexedDataset(prefix)
+    assert ds.dtype is dtype
+    assert ds.index is ds  # upstream: the arrays are attributes of ds.index
+    for found, wanted in zip(ds[:], docs, strict=True):
+        same(found, wanted)
 
 
 def test_a_vocabulary_below_65500_is_stored_in_two_bytes(one):
     assert one.DType.optimal_dtype(65499) is np.uint16
     assert one.DType.optimal_dtype(65500) is one.DType.optimal_dtype(None) is np.int32
-
-
-def test_a_pair_exists_if_both_files_do(one, pair):
-    """The error names the one that does not, at once.  Upstream: 70 seconds of retries."""
-    for path in (one.get_bin_path(pair), one.get_idx_path(pair)):
-        assert one.IndexedDataset.exists(pathlib.Path(pair))
-        os.rename(path, f"{path}.away")
-        assert not one.IndexedDataset.exists(pair)
-        with pytest.raises(FileNotFoundError, match=re.escape(path)):
-            one.IndexedDataset(pair)
-        os.rename(f"{path}.away", path)
 
 
 # -- Reading -----------------------------------------------------------------------------------
@@ -681,10 +661,7 @@ def damages_of(content):
 
 @pytest.mark.parametrize("modes", [(), (1, -2, 0, 7)], ids=["mapped", "moded"])
 def test_a_damaged_index_is_refused_or_read_in_bounds(one, tmp_path, modes):
-    """Wherever it is damaged.  What opens gives what is in the .bin at this place, or an error.
-
-    And what verify() lets pass is what the format's table asks for.
-    """
+    """What opens gives what is in the .bin at the place that it names, or an error."""
     tokens = bytes(range(36))
     (tmp_path / "p.bin").write_bytes(tokens)
     whole = idx_bytes([3, 2, 0, 4], [0, 1, 3, 3, 4], modes=modes)
@@ -699,24 +676,18 @@ def test_a_damaged_index_is_refused_or_read_in_bounds(one, tmp_path, modes):
             assert damaged != whole
             continue
         opened += 1
+        documents = ds.document_indices.tolist()
+        assert [documents[0], documents[-1]] == [0, len(ds)]
         size = one.DType.size(ds.dtype)
-        lengths, documents = lists([ds.sequence_lengths, ds.document_indices])
-        for i, pointer in enumerate(ds.sequence_pointers.tolist()):
-            end = pointer + size * lengths[i]
-            if 0 <= pointer <= end <= 36 and pointer % size == 0:
-                [found] = ds.get_many([(i, 0, lengths[i])])
-                assert found.tobytes() == tokens[pointer:end]
+        for i, begin in enumerate(ds.sequence_pointers.tolist()):
+            count = int(ds.sequence_lengths[i])
+            end = begin + size * count
+            if 0 <= begin <= end <= 36 and begin % size == 0:
+                [found] = ds.get_many([(i, 0, count)])
+                assert found.tobytes() == tokens[begin:end]
             else:
                 with pytest.raises(one.DatasetFormatError, match=rf"p\.idx: sequence {i}:"):
                     ds[i]
-        of_modes = np.frombuffer(damaged, np.int8)[34 + 12 * len(lengths) + 8 * len(documents) :]
-        code = one.DType.code_from_dtype(ds.dtype)
-        is_right = damaged == idx_bytes(lengths, documents, code, size, of_modes)
-        if is_right and min(lengths) >= 0 and documents == sorted(documents):
-            ds.verify()
-        else:
-            with pytest.raises(one.DatasetFormatError, match=r"p\.idx: \w+\[\d\]: wanted"):
-                ds.verify()
     assert opened > 100
 
 
@@ -830,7 +801,6 @@ def test_sequences_are_added_in_many_ways(mm, tmp_path):
 REFUSED_BY_BUILDER = {
     # upstream: such ids are wrapped, and written as others
     "too-large": (np.uint16, "add_item", [torch.tensor([1, 70000, -1])], "70000"),
-    "text-too-large": (np.uint16, "add_item", [["1", "70000"]], "70000"),
     "uint64": (np.int64, "add_item", [np.array([2**63], np.uint64)], str(2**63)),
     "float": (np.int32, "add_item", [np.array([1.5])], "float64"),
     "lengths-short": (np.int32, "add_document", [[1, 2, 3], [2]], "3 tokens"),
@@ -864,8 +834,11 @@ def test_finalize_gives_both_files_their_names_once(one, tmp_path):
         builder.finalize(tmp_path / "p.idx")
         with pytest.raises(ValueError, match="closed"):
             builder.add_item([2])
-    assert lists(one.IndexedDataset(tmp_path / "p")) == [[1]]
     assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
+    assert one.IndexedDataset.exists(tmp_path / "p")
+    assert lists(one.IndexedDataset(tmp_path / "p")) == [[1]]
+    os.remove(tmp_path / "p.bin")
+    assert not one.IndexedDataset.exists(tmp_path / "p")
 
 
 @linux
@@ -898,24 +871,22 @@ def files_of_64_kib():
 
 @pytest.mark.parametrize("multimodal", [False, True])
 def test_merge_equals_one_builder(one, tmp_path, multimodal):
-    """Also of a prefix alone, and where it replaces an older pair."""
     docs = {"a": [[1, 2], [], [3]], "empty": [], "c": [[4], [5, 6, 7]]}
     docs["whole"] = docs["a"] + docs["c"] + docs["a"]
     for name in docs:
         with one.IndexedDatasetBuilder(tmp_path / f"{name}.bin", np.uint16, multimodal) as builder:
             for doc in docs[name]:
                 builder.add_document(doc, [len(doc), 0], [len(doc), 2])
-    whole = iter([tmp_path / name for name in ("a", "empty", "c", "a")])
-    for parts, name in ((tmp_path / "a", "a"), (whole, "whole")):
-        one.merge(parts, tmp_path / "merged", multimodal)
-        assert bytes_of_pair(tmp_path / "merged") == bytes_of_pair(tmp_path / name)
+    parts = [tmp_path / name for name in ("a", "empty", "c", "a")]
+    one.merge(parts, tmp_path / "merged", multimodal)
+    assert bytes_of_pair(tmp_path / "merged") == bytes_of_pair(tmp_path / "whole")
 
 
 def test_a_long_pair_is_appended_in_parts(one, tmp_path):
     """Of 16 MiB."""
     tokens = (np.arange(20 << 20, dtype=np.int32) % 251).astype(np.uint8)
     prefix = mk(one, tmp_path / "p", [tokens], np.uint8)
-    one.merge(prefix, tmp_path / "o")
+    one.merge(prefix, tmp_path / "o")  # of this prefix alone
     same(one.IndexedDataset(tmp_path / "o")[0], tokens)
 
 
@@ -955,14 +926,13 @@ def texts_of(mm, prefix):
 
 def test_bytes_are_tokens(one):
     tokenizer = one.ByteTokenizer()
-    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
-    ids_of = {"": [], "ab": [97, 98], "é": [195, 169], "a\n€": [97, 10, 226, 130, 172]}
-    assert lists(tokenizer.tokenize_batch(list(ids_of))) == list(ids_of.values())
-    for text, ids in ids_of.items():
-        assert tokenizer.tokenize(text) == ids
-        assert tokenizer.detokenize([*ids, 256]) == text, "eod is no text"
-        for no_text in (195, 255):  # half of é, and a byte that no text has
-            assert tokenizer.detokenize([*ids, no_text]) == text + "\N{REPLACEMENT CHARACTER}"
+    text = "aé\n€"
+    ids = [97, 195, 169, 10, 226, 130, 172]
+    assert tokenizer.tokenize(text) == ids
+    assert lists(tokenizer.tokenize_batch(["", text])) == [[], ids]
+    assert tokenizer.detokenize([*ids, 256]) == text, "eod is no text"
+    for no_text in (195, 255):  # half of é, and a byte that no text has
+        assert tokenizer.detokenize([97, no_text]) == "a\N{REPLACEMENT CHARACTER}"
 
 
 LINES_OF_TEXT = (
