@@ -1580,7 +1580,6 @@ def test_document_numbers_beyond_int32_are_refused(one):
 # The toy corpus by hand stands in front of section 1; the three orders are tested in section 4.
 
 INTEGERS = [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16]  # dtypes of token ids
-QUERY = "_query_document_sample_shuffle_indices"  # upstream's name, for subclasses
 
 
 def arrays(ds):
@@ -1608,43 +1607,19 @@ def read_in_all_ways(ds, indices):
     return [ds[k] for k in indices], ds.__getitems__(indices), rows
 
 
-def ways_to_read(ds, k):
-    """Sample k alone, among several, and in a batch: [(method, argument), ...]."""
-    return [(ds.__getitem__, k), (ds.__getitems__, [0, k]), (ds.batch, [k])]
-
-
 def check_refused(ds, k, error, words=None):
-    """Sample k cannot be read in any way."""
-    for read, argument in ways_to_read(ds, k):
+    """Sample k cannot be read: not alone, not among several, not in a batch."""
+    for read, argument in ((ds.__getitem__, k), (ds.__getitems__, [0, k]), (ds.batch, [k])):
         with pytest.raises(error, match=words):
             read(argument)
 
 
-# -- a batch is a table, and a sample is a row of it -----------------------------------------------
+# -- places, and memory ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def toy_datasets(mm, toy):
-    """A GPTDataset and a BlendedDataset of three samples each."""
+def test_indices_are_whole_numbers_of_samples_that_exist(mm, toy):
     ds = gpt(mm, toy, 3, sequence_length=4)
-    return [ds, mm.BlendedDataset([ds, ds], [1, 2], 3, ds.config)]
-
-
-def test_samples_are_written_into_the_rows_that_are_asked_for(toy_datasets):
-    """And into no other row."""
-    for data in toy_datasets:
-        table = data.columns(3)
-        for values in table.values():
-            values.fill(77)
-        data.fill(table, [2, 0], [1, 2])
-        for key, values in table.items():
-            same(values[2], data[1][key])
-            same(values[0], data[2][key])
-            assert (values[1] == 77).all()
-
-
-def test_indices_are_whole_numbers_of_samples_that_exist(toy_datasets):
-    for data in toy_datasets:
+    for data in (ds, mm.BlendedDataset([ds, ds], [1, 2], 3, ds.config)):
         for k in (1.0, "1", [1]):
             check_refused(data, k, TypeError)
         for k in (3, -4, 2**32, 2**63, -(2**63) - 1):
@@ -1654,15 +1629,6 @@ def test_indices_are_whole_numbers_of_samples_that_exist(toy_datasets):
         for indices in (np.array([0, 1]), torch.tensor([0, 1]), (0, 1), range(2)):
             same_samples(data.batch(indices), data.batch([0, 1]))
         assert data.__getitems__([]) == []
-
-
-def check_memory_is_not_shared(samples, others):
-    """What is written into a tensor of one of these samples is in no other one, nor in others."""
-    values = list(others)
-    for sample in samples:
-        values += [tensor.numpy() for tensor in sample.values()]
-    for a, b in itertools.combinations(values, 2):
-        assert not np.shares_memory(a, b)
 
 
 @pytest.mark.parametrize("flag", ["create_attention_mask", "inter_document_masking"])
@@ -1675,8 +1641,11 @@ def test_no_two_samples_share_memory(mm, tmp_path, flag):
     ds = gpt(mm, prefix, **{flag: True})
     for data in (ds, mm.BlendedDataset([ds, ds], [1, 1], 6, ds.config)):
         one_by_one, several, _ = read_in_all_ways(data, [0, 1, 0, None])
-        samples = [*one_by_one, *several, data.batch([0, 1])]
-        check_memory_is_not_shared(samples, [ds.dataset[0], ds.shuffle_index])
+        arrays = [ds.dataset[0], ds.shuffle_index]
+        for sample in [*one_by_one, *several, data.batch([0, 1])]:
+            arrays += [tensor.numpy() for tensor in sample.values()]
+        for a, b in itertools.combinations(arrays, 2):
+            assert not np.shares_memory(a, b)
 
 
 # -- datasets of the user's own --------------------------------------------------------------------
@@ -1717,21 +1686,6 @@ def test_the_builder_cuts_and_blends_datasets_of_the_users_own(one):
     places = [(sample["dataset_id"], sample["number"]) for sample in train]
     assert places == [(0, 10), (1, 0), (0, 11), (1, 1)]
     assert valid.batch([0, 1])["number"].tolist() == [15, 10]
-
-
-def test_a_dataset_that_is_made_by_hand_needs_samples_alone(one):
-    """As in upstream: only the builder asks for the two static methods."""
-    cls = numbers_class(one)
-    cfg = config(one, (["ten"], None), tokenizer=Tok(pad=7))
-    without_tokenizer = one.BlendedMegatronDatasetConfig(1, 8, blend=(["ten"], None), split="1")
-    for any_config, pad in ((cfg, 7), (without_tokenizer, -1)):
-        ds = cls(range(30, 40), None, [2, 3], None, one.Split.train, any_config)
-        assert [ds[k] for k in range(2)] == [{"number": 32}, {"number": 33}]
-        assert ds._pad_token_id == pad
-    with pytest.raises(NotImplementedError, match="build_low_level_dataset"):
-        build(one, [3, 3, 0], cfg, cls)
-    with pytest.raises(NotImplementedError, match="numel_low_level_dataset"):
-        cls.numel_low_level_dataset([])
 
 
 @linux
@@ -1851,7 +1805,7 @@ def check_pieces(ds, whole, k):
     wanted = brute_text(ds, whole, k)
     found = np.concatenate([ds.dataset.get(*piece) for piece in pieces])
     same(found.astype(np.int64), wanted)
-    tokens, sequences = getattr(ds, QUERY)(k)
+    tokens, sequences = ds._query_document_sample_shuffle_indices(k)
     room = ds.config.sequence_length + int(ds.config.add_extra_token_to_sequence)
     padding = np.full(room - len(wanted), ds.config.tokenizer.pad)
     same(tokens, np.concatenate([wanted, padding]))
@@ -1881,33 +1835,15 @@ def test_samples_equal_the_loops(mm, tmp_path):
 # -- padding, and resets that find nothing ---------------------------------------------------------
 
 
-class NoEod:
-    """A tokenizer that has a pad, and answers other questions as upstream's base class does."""
-
-    pad = 7
-    unique_identifiers = {}
-
-    @property
-    def eod(self):
-        raise NotImplementedError
-
-    eos = special_tokens_dict = eod
-
-
 PADS = {  # a tokenizer, the pad id that counts, and the one where it may be ambiguous
     "there is none": (Tok(), -1, -1),
-    "there is no other special token": (NoEod(), 7, 7),
     "it is no other special token": (Tok(pad=7), 7, 7),
     "it is eod": (Tok(pad=0), -1, 0),
-    "it equals a large eos": (Tok(pad=int("50256"), eos=int("50256")), -1, 50256),
-    "it is eod, which is not in the dict": (Tok(pad=0, special_tokens_dict={"bos": 9}), 0, 0),
     "it is in the dict": (Tok(pad=9, special_tokens_dict={"bos": 9}), -1, 9),
+    "the dict does without eod": (Tok(pad=0, special_tokens_dict={"bos": 9}), 0, 0),
     "the dict names it pad_token": (Tok(pad=9, special_tokens_dict={"pad_token": 9}), 9, 9),
-    "the dict is empty": (Tok(pad=0, special_tokens_dict={}), -1, 0),
 }
-
-
-PADS_OF_TOK = [case for case in PADS if isinstance(PADS[case][0], Tok)]  # upstream takes these
+PADS_OF_TOK = list(PADS)
 
 
 @pytest.mark.parametrize("case", PADS)
@@ -1924,31 +1860,29 @@ def test_pad_id(one, pair, case):
 
 
 @pytest.mark.parametrize("flag", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
-@pytest.mark.parametrize("last_token, num_warnings", [(3, 1), (0, 0)])
-def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag, last_token, num_warnings):
-    prefix = mk(mm, tmp_path / "p", [[1, 2, last_token]] * 9)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        gpt(mm, prefix, 1, create_attention_mask=True, **{flag: True})
-    assert ["--append-eod" in str(w.message) for w in caught] == [True] * num_warnings
+def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag):
+    for last_token, wanted in ((3, [True]), (0, [])):
+        prefix = mk(mm, tmp_path / str(last_token), [[1, 2, last_token]] * 9)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            gpt(mm, prefix, 1, create_attention_mask=True, **{flag: True})
+        assert ["--append-eod" in str(warning.message) for warning in caught] == wanted
 
 
 # -- what is refused -------------------------------------------------------------------------------
 
 
-BAD_DATASETS = {  # documents of 9 tokens, their dtype, those of the dataset, the error, a word
-    "a document too many": ([[1] * 9] * 3, np.int32, [0, 3], IndexError, "0 .. 3 of 3"),
-    "a document below 0": ([[1] * 9] * 3, np.int32, [-1, 0], IndexError, "-1 .. 0 of 3"),
-    "tokens that are no integers": ([[1] * 9] * 3, np.float32, [0], ValueError, "float32"),
-    "no documents": ([[1] * 9] * 3, np.int32, [], ValueError, "train of split '1,0,0'"),
-    "empty documents": ([[]] * 3, np.int32, [0, 1, 2], ValueError, "no tokens"),
-}
+BAD_DATASETS = [  # documents, their dtype, those of the dataset, the error, a word
+    ([[1] * 9] * 3, np.int32, [0, 3], IndexError, "0 .. 3 of 3"),
+    ([[1] * 9] * 3, np.int32, [-1, 0], IndexError, "-1 .. 0 of 3"),
+    ([[1] * 9] * 3, np.float32, [0], ValueError, "float32"),
+    ([[1] * 9] * 3, np.int32, [], ValueError, "train of split '1,0,0'"),
+    ([[]] * 3, np.int32, [0, 1, 2], ValueError, "no tokens"),  # upstream never returns
+]
 
 
-@pytest.mark.parametrize("case", BAD_DATASETS)
-def test_datasets_that_cannot_be(mm, tmp_path, case):
-    """Upstream never returns where there are no tokens for the samples that are wanted."""
-    docs, dtype, documents, error, words = BAD_DATASETS[case]
+@pytest.mark.parametrize("docs, dtype, documents, error, words", BAD_DATASETS)
+def test_datasets_that_cannot_be(mm, tmp_path, docs, dtype, documents, error, words):
     prefix = mk(mm, tmp_path / "p", docs, dtype)
     with pytest.raises(error, match=words):
         gpt(mm, prefix, 1, documents=np.array(documents, np.int32))
@@ -1961,34 +1895,23 @@ def test_one_epoch_may_have_no_samples(mm, tmp_path, documents):
     assert len(gpt(mm, prefix, documents=np.array(documents, np.int32))) == 0
 
 
-def test_valid_alone_may_keep_a_short_sample(one, tmp_path):
-    """Twelve tokens are a sample of 8 and a label, and a short one."""
-    prefix = mk(one, tmp_path / "p", [np.arange(12)])
-    lengths = {}
-    for split in ("train", "valid", "test"):
-        ds = gpt(one, prefix, None, split, drop_last_partial_validation_sequence=False)
-        lengths[split] = len(ds)
-    assert lengths == {"train": 1, "valid": 2, "test": 1}
-
-
 # Sample 1 of the stream is between rows 1 and 2 of sample_index, (1, 0) and (2, 1): b b b c c.
-DAMAGED_ARRAYS = [  # array, place, value, extra token
-    ("sample_index", (1, 0), 3, True),
-    ("sample_index", (1, 0), -1, True),
-    ("sample_index", (1, 1), -1, True),
-    ("sample_index", (1, 1), 99, True),
-    ("sample_index", (2, 0), 0, True),
-    ("sample_index", (2, 0), 3, True),
-    ("sample_index", (2, 1), 5, True),
-    ("sample_index", (2, 1), 2, False),  # S is 4, and a kernel has room for the fifth token
-    ("document_index", 1, 3, True),
-    ("document_index", 1, -1, True),
-    ("shuffle_index", 0, 3, True),
-    ("shuffle_index", 0, 2**32 - 1, True),
+# Without the extra token row 1 is (0, 4).
+DAMAGED_ARRAYS = [  # array, place, value
+    ("sample_index", (1, 0), -1),
+    ("sample_index", (1, 1), -1),
+    ("sample_index", (1, 1), 99),
+    ("sample_index", (2, 0), 0),
+    ("sample_index", (2, 0), 3),
+    ("sample_index", (2, 1), 2),
+    ("document_index", 1, 3),
+    ("document_index", 1, -1),
+    ("shuffle_index", 0, 3),
 ]
 
 
-@pytest.mark.parametrize("name, place, value, extra", DAMAGED_ARRAYS)
+@pytest.mark.parametrize("extra", [True, False])
+@pytest.mark.parametrize("name, place, value", DAMAGED_ARRAYS)
 def test_arrays_of_other_data_that_are_set(mm, toy, name, place, value, extra):
     """The error comes where a sample meets the place that does not fit."""
     ds = gpt(mm, toy, 3, sequence_length=4, add_extra_token_to_sequence=extra)
@@ -2010,30 +1933,19 @@ def test_a_damaged_idx_is_found_by_a_build(mm, toy):
 
 
 def test_arrays_may_be_set(mm, tmp_path):
-    """They count from then on, in batches, in blends and in a pickle; the cache keeps its own."""
-    prefix = mk(mm, tmp_path / "p", [np.arange(90)] * 3)
-    plain = gpt(mm, prefix)
+    """They count from then on, in batches and in a pickle; the cache keeps its own."""
+    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
     before = files_of(tmp_path)
-    ds = gpt(mm, prefix)
+    ds = gpt(mm, plain.dataset_path)
     last = len(plain) - 1
     ds.shuffle_index = np.array(plain.shuffle_index[::-1])
     for _ in range(2):
         same_samples(ds[0], plain[last])
         same(ds.batch([0, 1])["tokens"], plain.batch([last, last - 1])["tokens"])
-        same(ds.document_index, plain.document_index)
         ds = pickle.loads(pickle.dumps(ds))
-    ds.document_index = np.zeros_like(plain.document_index)
     ds.sample_index = plain.sample_index[:3]
-    assert (len(ds), ds.document_index.tolist()) == (2, [0, 0, 0])
+    assert len(ds) == 2
     assert files_of(tmp_path) == before
-
-    blend = mm.BlendedDataset([plain, plain], [1, 1], 4, plain.config)
-    blend.dataset_index = np.array([1, 1, 0, 0], np.int16)
-    blend.dataset_sample_index = np.array([3, 2, 1, 0])
-    same(blend.batch([0, 3])["dataset_id"], np.array([1, 0]))
-    same(blend.batch([0, 3])["tokens"], plain.batch([3, 0])["tokens"])
-    plain.shuffle_index = np.array([-1])
-    check_refused(plain, 0, IndexError, "rebuild")
 
 
 def with_class(cls, ds):
@@ -2059,93 +1971,40 @@ def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path):
     same(np.load(file_of(folder, "-InOrder-train-shuffle_index.npy")), plain.shuffle_index)
 
 
-def subclass_of(mm, name, method):
-    """A subclass of GPTDataset with this method."""
-    return type("Own", (mm.GPTDataset,), {name: method})
-
-
-# Methods of subclasses: k, k + 1, ... are the tokens of sample k.
-
-
-def own_sample(self, k):
-    return {"tokens": torch.arange(k, k + 8)}
-
-
-def own_tokens(self, k):
-    return np.arange(k, k + 9), np.array([0])
-
-
-def own_tokens_and_more(self, k):
-    """Upstream's newest class returns a third value."""
-    return np.arange(k, k + 9), np.array([0]), np.array([9])
-
-
-def own_more(self, k):
-    """A class that adds to samples, which are ours, and its tokens."""
-    return super(type(self), self).__getitem__(k) | own_sample(self, k)
-
-
-@pytest.mark.parametrize(
-    "name, method",
-    [
-        ("__getitem__", own_sample),
-        ("__getitem__", own_more),
-        (QUERY, own_tokens),
-        (QUERY, own_tokens_and_more),
-    ],
-)
-def test_a_subclass_keeps_its_own_method(mm, tmp_path, name, method):
+def test_a_subclass_keeps_its_own_method(mm, tmp_path):
     """Alone, in a batch, in a blend with a dataset that C reads, and in a batch of that blend."""
+
+    class Samples(mm.GPTDataset):
+        def __getitem__(self, k):
+            return super().__getitem__(k) | {"tokens": torch.arange(k, k + 8)}
+
+    class Tokens(mm.GPTDataset):
+        def _query_document_sample_shuffle_indices(self, k):
+            return np.arange(k, k + 9), np.array([0]), "as upstream's newest class has it"
+
     plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
-    own = with_class(subclass_of(mm, name, method), plain)
-    wanted = [torch.arange(k, k + 8) for k in range(5)]
-    assert not torch.equal(plain[1]["tokens"], wanted[1])
-    assert (plain.fills_rows, own.fills_rows) == (True, False)
-    # the other part of the blend has to have the same keys
-    others = [own, own] if name == "__getitem__" else [own, plain]
-    blend = mm.BlendedDataset(others, [1, 1], 10, plain.config)  # samples 0, 2, ... are own ones
-    of_own = read_in_all_ways(own, range(5))
-    of_blend = [samples[::2] for samples in read_in_all_ways(blend, range(10))]
-    for samples in [*of_own, *of_blend]:
-        for sample, values in zip(samples, wanted, strict=True):
-            same(sample["tokens"], values)
+    for cls in (Samples, Tokens):
+        own = with_class(cls, plain)
+        blend = mm.BlendedDataset([own, plain], [1, 1], 10, plain.config)
+        of_own = read_in_all_ways(own, range(5))
+        of_blend = [samples[::2] for samples in read_in_all_ways(blend, range(10))]
+        for samples in [*of_own, *of_blend]:
+            for k, sample in enumerate(samples):
+                same(sample["tokens"], np.arange(k, k + 8))
 
 
 def test_tokens_of_a_subclass_are_filled_up(mm, tmp_path):
-    """Where there are fewer than S + 1 of them; where there are more, it is an error.
+    """Where there are fewer than S + 1 of them; where there are more, it is an error."""
 
-    Whoever writes into a sample, such as -100 into its labels, changes nothing else.
-    """
+    class Own(mm.GPTDataset):
+        def _query_document_sample_shuffle_indices(self, k):
+            return np.arange(k), []
+
     plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)]), tokenizer=Tok(pad=7))
-    read = np.arange(10)
-
-    def so_many_tokens(self, k):
-        return read[:k], []
-
-    own = with_class(subclass_of(mm, QUERY, so_many_tokens), plain)
-    for tensor in own[9].values():
-        tensor.zero_()
-    same(read, np.arange(10))
+    own = with_class(Own, plain)
     same(own[5]["tokens"], np.array([0, 1, 2, 3, 4, 0, 0, 0]))
     same(own[5]["loss_mask"], np.array([1, 1, 1, 1, 0, 0, 0, 0], np.float32))
     check_refused(own, 10, IndexError, "wanted 9 .* got 10")
-
-
-# -- mock data -------------------------------------------------------------------------------------
-
-
-def test_mock_data_count_up_to_an_eod(mm):
-    """Their lengths are upstream's, and no blend means mock data, cut into three equal parts."""
-    lengths = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
-    cfg = config(mm, sequence_length=4096, tokenizer=Tok(eod=5))
-    built = build(mm, [3, 2, 1], cfg, mm.MockGPTDataset)
-    for ds, first, end in zip(built, (0, 33_333, 66_667), (33_333, 66_667, 100_000), strict=True):
-        same(ds.dataset.sequence_lengths, lengths)
-        same(ds.indices, np.arange(first, end, dtype=np.int32))
-        i, offset, length = ds.pieces(0)[0]
-        sequence = [number % 1000 for number in range(1, lengths[i])] + [5]
-        assert ds.dataset[i].tolist() == ds.dataset.get(i).tolist() == sequence
-        assert ds[0]["tokens"][:length].tolist() == sequence[offset : offset + length]
 
 
 # ==============================================================================
