@@ -1881,7 +1881,7 @@ DAMAGED_ARRAYS = [  # array, place, value
     ("sample_index", (2, 0), 3),
     ("sample_index", (2, 1), 2),
     ("document_index", 1, 3),
-    ("document_index", 1, -1),
+    ("document_index", 2, -1),  # the number of the same one, counted from the end
     ("shuffle_index", 0, 3),
 ]
 
