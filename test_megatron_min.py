@@ -2241,7 +2241,7 @@ def blend_by_a_loop(weights, size, most=None):
     return pairs
 
 
-def check_blends(mm):
+def test_blends_by_a_loop(mm):
     """Of weights with ties, near ties and tiny ones; the arrays may be long, or have gaps."""
     for rng in cases(60):
         n = int(rng.choice([rng.integers(1, 40), rng.integers(33, 300)]))  # C has loops for both
@@ -2267,27 +2267,16 @@ def check_blends(mm):
             assert found == wanted + [(77, 77)] * (len(found) - len(wanted)), inputs
 
 
-def test_an_empty_dataset_gives_nothing_to_an_exhaustive_blend(mm):
-    which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
-    mm.build_exhaustive_blending_indices(which, sample, [0, 4], 2)
-    assert (which.tolist(), sample.tolist()) == ([1] * 4, [0, 1, 2, 3])
-
-
-def test_blends_by_a_loop(mm):
-    check_blends(mm)
-
-
 def test_blend_of_as_many_datasets_as_int16_can_number(mm):
     """Upstream has arrays of so many doubles on its stack."""
     which, sample = np.zeros(50, np.int16), np.zeros(50, np.int64)
     mm.build_blending_indices(which, sample, np.full(32766, 1 / 32766), 32766, 50)
     assert which.tolist() == list(range(50))
-    for n in (32767, 32768):
-        with pytest.raises(ValueError, match="32766"):
-            mm.build_blending_indices(which, sample, np.full(n, 1 / n), n, 5)
+    with pytest.raises(ValueError, match="32766"):
+        mm.build_blending_indices(which, sample, np.full(32767, 1 / 32767), 32767, 5)
 
 
-# -- phases ----------------------------------------------------------------------------------------
+# -- weights and sizes -----------------------------------------------------------------------------
 
 
 def blended(mm, sizes, weights, size, phases=None, **fields):
@@ -2297,120 +2286,11 @@ def blended(mm, sizes, weights, size, phases=None, **fields):
     return mm.BlendedDataset(datasets, weights, size, cfg, phases)
 
 
-def in_phases(mm, sizes, phases, **fields):
-    """A blend in phases of datasets that have so many samples."""
-    return blended(mm, sizes, None, None, phases, **fields)
-
-
-def phases_by_hand(ds):
-    """[(dataset, its sample), ...]: in each phase a blend of those with a weight, numbered on."""
-    phases = ds.phases
-    if phases is None:
-        phases = [(ds.size, ds.weights)]
-    pairs = []
-    taken = [0] * len(phases[0][1])  # before this phase
-    for samples, weights in phases:
-        used = [d for d, weight in enumerate(weights) if weight > 0]
-        before = list(taken)
-        for place, k in blend_by_a_loop([weights[d] for d in used], samples):
-            d = used[place]
-            pairs.append((d, before[d] + k))
-            taken[d] += 1
-    return pairs
-
-
-def pairs_of(ds):
-    return list(zip(ds.dataset_index.tolist(), ds.dataset_sample_index.tolist(), strict=True))
-
-
-def random_phases(rng, num_datasets):
-    """Up to five phases, in which some datasets have no weight."""
-    phases = []
-    for _ in range(rng.integers(1, 6)):
-        weights = rng.integers(0, 6, num_datasets) * rng.choice([1, 0.3])
-        weights[rng.integers(num_datasets)] += 1
-        phases.append((int(rng.integers(1, 40)), weights.tolist()))
-    return phases
-
-
-def test_phases_by_hand(mm):
-    """The drawing at the top of the section, and a phase in which a dataset rests."""
-    ds = in_phases(mm, [9, 9], [(4, [1, 3]), (4, [1, 1]), (2, [0, 5])])
-    same(ds.dataset_index, np.array([1, 0, 1, 1, 0, 1, 0, 1, 1, 1], np.int16))
-    same(ds.dataset_sample_index, np.array([0, 0, 1, 2, 1, 3, 2, 4, 5, 6]))
-    assert ds.phases == [(4, [0.25, 0.75]), (4, [0.5, 0.5]), (2, [0.0, 1.0])]
-    assert len(ds) == ds.size == 10
-    assert ds.weights is None
-    assert ds[9] == {"dataset_id": 1, "sample": 6}
-    alone = in_phases(mm, [9, 9], [(3, [0, 1])])
-    assert pairs_of(alone) == [(1, 0), (1, 1), (1, 2)]
-
-
-def test_phases_by_a_loop(mm):
-    """A dataset without weight gives nothing, though its lag, 0, would often be the largest.
-
-    One phase of all datasets is the plain blend.
-    """
-    for rng in cases(100):
-        phases = random_phases(rng, int(rng.integers(1, 6)))
-        sizes = [999] * len(phases[0][1])
-        ds = in_phases(mm, sizes, phases)
-        assert pairs_of(ds) == phases_by_hand(ds), phases
-        samples, weights = phases[0]
-        if all(weights):
-            plain = blended(mm, sizes, weights, samples)
-            one_phase = in_phases(mm, sizes, phases[:1])
-            assert one_phase.unique_description == plain.unique_description
-            assert one_phase.phases is None
-            assert pairs_of(one_phase) == pairs_of(plain) == phases_by_hand(plain)
-
-
-def test_phases_are_in_the_key(one, tmp_path):
-    phases = [(4, [1, 3]), (4, [1, 1])]
-    kinds = [phases, phases[:1], phases[::-1], [(5, [1, 3]), (3, [1, 1])], [(4, [1, 3])] * 2]
-    kinds += [[(4, [0, 1])], [(4, [1, 0])], [(4, [0, 1]), (4, [1, 0])], [(8, [1, 3])]]
-    for _ in range(2):  # the second time from the cache
-        for kind in kinds:
-            ds, messages = heard(in_phases, one, [9, 9], kind, path_to_cache=str(tmp_path))
-            assert pairs_of(ds) == phases_by_hand(ds)
-            assert messages == []
-    assert len(os.listdir(tmp_path)) == 4 * len(kinds)
-
-
-BAD_PHASES = {  # a word of the sentence: phases of two datasets
-    "wanted": [[], 5],
-    "phase 0": [[5], [(4.0, [1, 1])], [(4, [1])], [(4, [0, 0])]],
-    "phase 1: wanted 1 sample": [[(4, [1, 1]), (0, [1, 1])]],
-    "phase 1: weight of bare": [[(4, [1, 1]), (4, [1, -1])]],
-}
-
-
-def test_bad_phases(one):
-    """In a config too.  They stand for weights and size."""
-    for word, rows in BAD_PHASES.items():
-        for phases in rows:
-            with pytest.raises(ValueError, match=word):
-                in_phases(one, [9, 9], phases)
-            with pytest.raises(ValueError, match=word):
-                config(one, (["p", "bare"], None), blend_phases=phases)
-    for weights, size in (([1, 1], None), (None, 4)):
-        with pytest.raises(ValueError, match="None"):
-            blended(one, [9, 9], weights, size, phases=[(4, [1, 1])])
-
-
-# -- weights and sizes -----------------------------------------------------------------------------
-
-
 BLENDS_BY_HAND = [  # weights, size, which dataset, which of its samples
-    ([0.25, 0.75], 4, [1, 0, 1, 1], [0, 0, 1, 2]),
     ([1, 3], 8, [1, 0, 1, 1, 0, 1, 1, 1], [0, 0, 1, 2, 1, 3, 4, 5]),
-    ([1, 1], 5, [0, 1, 0, 1, 0], [0, 0, 1, 1, 2]),
     ([1, 1], 0, [], []),
     ([1, 3], None, [1, 0, 1, 1], [0, 0, 1, 2]),
     ([2.0, 2.0], None, [0, 1, 0, 1], [0, 0, 1, 1]),
-    ([2**70, 2**71], 3, [1, 0, 1], [0, 0, 1]),
-    ([1e307, 2e307], 3, [1, 0, 1], [0, 0, 1]),
-    ([1e-310, 2e-310], 3, [1, 0, 1], [0, 0, 1]),
 ]
 
 
@@ -2435,14 +2315,11 @@ def test_the_samples_of_a_long_blend_are_counted(mm):
 BAD_BLENDS = [  # weights of two datasets, size, a word of the sentence
     ([-1, 1], 4, "weight of bare"),
     ([1, math.nan], 4, "weight of bare"),
-    ([10**400, 1], 4, "weight of bare"),
-    (["x", 1], 4, "weight of bare"),
-    ([0, 0], 4, "finite sum"),
-    ([1e308, 1.7e308], 4, "finite sum"),
+    ([1, math.inf], 4, "weight of bare"),
+    ([0, 0], 4, "sum"),
     ([1], 4, "1 weights for 2"),
     ([1.5, 2.5], None, "numbers of samples"),
     ([1, 1], -1, "size"),
-    ([1, 1], 4.7, "size"),
 ]
 
 
@@ -2457,44 +2334,118 @@ def test_weight_0_drops_the_dataset(one, caplog):
     ds = blended(one, [9, 8, 7], [0.0, 1, 1], 4)
     assert [len(dataset) for dataset in ds.datasets] == [8, 7]
     assert ds.dataset_index.tolist() == [0, 1, 0, 1]
-    [note] = caplog.messages
-    assert "weight 0: bare" in note
-    blended(one, [9, 9], [1, 1], 4)
-    assert len(caplog.messages) == 1
+    assert "weight 0: bare" in caplog.text
 
 
-DEMANDS = [  # sizes of datasets, weights, size, (samples taken, samples there are) of which
-    ([9, 4], [1, 1], 10, [(5, 4)]),
-    ([2, 3], [1, 1], 10, [(5, 2), (5, 3)]),
-    ([0, 2], [9, 3], None, [(9, 0), (3, 2)]),
+def test_a_blend_that_asks_for_too_much(mm, tmp_path):
+    """New, and found in a cache.  Upstream: an IndexError in the run."""
+    for _ in range(2):
+        with pytest.raises(ValueError, match="takes 5 samples of bare, which has 4"):
+            blended(mm, [9, 4], [1, 1], 10, path_to_cache=str(tmp_path))
+        with pytest.raises(ValueError, match="takes 9 .* has 0; .* takes 3 .* has 2"):
+            blended(mm, [0, 2], [9, 3], None, path_to_cache=str(tmp_path))
+
+
+# -- phases ----------------------------------------------------------------------------------------
+
+
+def phases_by_hand(ds):
+    """[(dataset, its sample), ...]: in each phase a blend of those with a weight, numbered on."""
+    pairs = []
+    taken = [0] * len(ds.datasets)  # before this phase
+    for samples, weights in ds.phases:
+        used = [d for d, weight in enumerate(weights) if weight > 0]
+        before = list(taken)
+        for place, k in blend_by_a_loop([weights[d] for d in used], samples):
+            d = used[place]
+            pairs.append((d, before[d] + k))
+            taken[d] += 1
+    return pairs
+
+
+def pairs_of(ds):
+    return list(zip(ds.dataset_index.tolist(), ds.dataset_sample_index.tolist(), strict=True))
+
+
+def test_phases_by_a_loop(mm):
+    """A dataset without weight gives nothing, though its lag, 0, would often be the largest.
+
+    One phase of all datasets is the plain blend.
+    """
+    for rng in cases(100):
+        num_datasets = int(rng.integers(1, 6))
+        phases = []
+        for _ in range(rng.integers(2, 6)):
+            weights = rng.integers(0, 6, num_datasets) * rng.choice([1, 0.3])
+            weights[rng.integers(num_datasets)] += 1
+            phases.append((int(rng.integers(1, 40)), weights.tolist()))
+        sizes = [999] * num_datasets
+        ds = blended(mm, sizes, None, None, phases)
+        assert pairs_of(ds) == phases_by_hand(ds), phases
+        first = blended(mm, sizes, None, None, phases[:1])
+        samples, weights = phases[0]
+        assert pairs_of(first) == pairs_of(ds)[:samples]
+        if all(weights):
+            plain = blended(mm, sizes, weights, samples)
+            assert first.unique_description == plain.unique_description
+            assert pairs_of(first) == pairs_of(plain)
+
+
+def test_phases_are_in_the_key(one, tmp_path):
+    phases = [(4, [1, 3]), (4, [1, 1])]
+    kinds = [phases, phases[:1], phases[::-1], [(5, [1, 3]), (3, [1, 1])], [(4, [1, 3])] * 2]
+    kinds += [[(4, [0, 1])], [(4, [1, 0])], [(4, [0, 1]), (4, [1, 0])], [(8, [1, 3])]]
+    for kind in kinds * 2:  # the second time from the cache
+        ds = blended(one, [9, 9], None, None, kind, path_to_cache=str(tmp_path))
+        fresh = blended(one, [9, 9], None, None, kind)
+        assert pairs_of(ds) == pairs_of(fresh)
+    assert len(os.listdir(tmp_path)) == 4 * len(kinds)
+
+
+BAD_PHASES = [  # phases of two datasets, a word of the sentence
+    ([], "wanted"),
+    ([(4, [1])], "phase 0"),
+    ([(4, [1, 1]), (0, [1, 1])], "phase 1: wanted 1 sample"),
+    ([(4, [1, 1]), (4, [1, -1])], "phase 1: weight of bare"),
 ]
 
 
-@pytest.mark.parametrize("sizes, weights, size, wanted", DEMANDS)
-def test_a_blend_that_asks_for_too_much(mm, tmp_path, sizes, weights, size, wanted):
-    """New, and found in a cache.  Upstream: an IndexError in the run."""
-    for _ in range(2):
-        with pytest.raises(ValueError, match="bare") as error:
-            blended(mm, sizes, weights, size, path_to_cache=str(tmp_path))
-        found = re.findall(r"takes (\d+) .*? has (\d+)", str(error.value))
-        assert [(int(taken), int(held)) for taken, held in found] == wanted
+def test_bad_phases(one):
+    """They stand for weights and size."""
+    for phases, word in BAD_PHASES:
+        with pytest.raises(ValueError, match=word):
+            blended(one, [9, 9], None, None, phases)
+    with pytest.raises(ValueError, match="None"):
+        blended(one, [9, 9], [1, 1], 4, [(4, [1, 1])])
 
 
 # -- samples and batches ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def three(mm, tmp_path):
-    """Three corpora of one, two and eight bytes a token."""
+CONFIGS_OF_BLENDS = [  # fields of all datasets, of the blend, of its last dataset
+    ({"create_attention_mask": True, "reset_attention_mask": True}, {}, {}),
+    ({"inter_document_masking": True}, {}, {}),
+    ({"reset_position_ids": True, "eod_mask_loss": True, "mmap_bin_files": False}, {}, {}),
+    ({}, {"sequence_length": 5}, {"eod_mask_loss": True, "random_seed": 5}),
+]
+
+
+@pytest.mark.parametrize("fields, of_blend, of_last", CONFIGS_OF_BLENDS)
+def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path, fields, of_blend, of_last):
+    """Each dataset makes its samples as its own config says, whatever that of the blend says.
+
+    The tokens of the corpora have one, two and eight bytes.  None is sample 0 of dataset 0, without
+    any loss.
+    """
     prefixes = []
-    for k, dtype in enumerate([np.uint8, np.uint16, np.int64]):
-        docs = random_docs(np.random.default_rng(k), vocab=5)
-        prefixes.append(mk(mm, tmp_path / f"three{k}", docs, dtype))
-    return prefixes
-
-
-def check_samples_of_blend(ds, indices):
-    """They are those of the datasets; None is sample 0 of dataset 0, without any loss."""
+    for d, dtype in enumerate([np.uint8, np.uint16, np.int64]):
+        docs = random_docs(np.random.default_rng(d), vocab=5)
+        prefixes.append(mk(mm, tmp_path / f"corpus{d}", docs, dtype))
+    ds = quiet(build, mm, [30, 0, 0], config(mm, (prefixes, [1, 2, 3]), **fields))[0]
+    if of_blend:
+        parts = [*ds.datasets[:2], quiet(gpt, mm, prefixes[2], 30, **of_last)]
+        ds = mm.BlendedDataset(parts, [1, 2, 3], 30, config(mm, (prefixes, None), **of_blend))
+    indices = [7, 0, None, 29, 7, -1, 3, *range(12)]
     wanted = []
     for i in indices:
         d = 0 if i is None else int(ds.dataset_index[i])
@@ -2504,28 +2455,6 @@ def check_samples_of_blend(ds, indices):
     for samples in read_in_all_ways(ds, indices):
         for sample, expected in zip(samples, wanted, strict=True):
             same_samples(sample, expected)
-    assert ds[indices[0]]["dataset_id"].dtype == torch.int64, "gloo sends no int16"
-
-
-CONFIGS_OF_BLENDS = [  # fields of all datasets, of the blend, of its last dataset
-    ({}, {}, {}),
-    ({"create_attention_mask": True, "reset_attention_mask": True}, {}, {}),
-    ({"inter_document_masking": True}, {}, {}),
-    ({"reset_position_ids": True, "eod_mask_loss": True, "mmap_bin_files": False}, {}, {}),
-    ({}, {"create_attention_mask": True}, {}),
-    ({}, {"sequence_length": 5}, {}),
-    ({}, {"sequence_length": 11}, {"eod_mask_loss": True, "random_seed": 5}),
-]
-
-
-@pytest.mark.parametrize("fields, of_blend, of_last", CONFIGS_OF_BLENDS)
-def test_a_blend_has_the_samples_of_its_datasets(mm, three, fields, of_blend, of_last):
-    """Each dataset makes its samples as its own config says, whatever that of the blend says."""
-    ds = quiet(build, mm, [30, 0, 0], config(mm, (three, [1, 2, 3]), **fields))[0]
-    if of_blend:
-        parts = [*ds.datasets[:2], quiet(gpt, mm, three[2], 30, **of_last)]
-        ds = mm.BlendedDataset(parts, [1, 2, 3], 30, config(mm, (three, None), **of_blend))
-    check_samples_of_blend(ds, [7, 0, None, 29, 7, -1, 3, *range(12)])
 
 
 def test_datasets_of_a_blend_may_have_other_keys(mm, toy):
@@ -2535,21 +2464,7 @@ def test_datasets_of_a_blend_may_have_other_keys(mm, toy):
     blend = mm.BlendedDataset(parts, [1, 1], 6, parts[0].config)
     for d, part in enumerate(parts):
         batch = blend.batch([d, d + 2])  # datasets 0, 1, 0, 1
-        wanted = part.batch([0, 1])
-        same_samples(batch, {"dataset_id": torch.tensor([d, d]), **wanted})
-
-
-def test_a_subclass_of_a_blend_keeps_its_own_method(mm, toy):
-    """Batches too have what it adds to samples."""
-
-    class More(mm.BlendedDataset):
-        def __getitem__(self, i):
-            return super().__getitem__(i) | {"more": torch.tensor(i)}
-
-    ds = gpt(mm, toy, 3, sequence_length=4)
-    blend = More([ds, ds], [1, 1], 4, ds.config)
-    for samples in read_in_all_ways(blend, [2, 0]):
-        assert [int(sample["more"]) for sample in samples] == [2, 0]
+        same_samples(batch, {"dataset_id": torch.tensor([d, d]), **part.batch([0, 1])})
 
 
 # ==============================================================================
@@ -2602,35 +2517,23 @@ def test_each_corpus_of_a_blend_is_cut_by_the_split(mm, corpora):
     assert test is None
     rounded_up = build(mm, [7, 0, 0], config(mm, ([A, B], [1, 1])))[0]
     assert (len(train), len(valid), len(rounded_up)) == (50, 20, 8)
-    same(train.samples_taken(), np.array([30, 20]))
     alone = build(mm, [50, 0, 0], config(mm, ([A], [7])))[0]  # its weight makes it a blend
     assert (outline(alone), len(alone)) == ([("train", 0, 40, 51)], 50)
-    assert alone.batch([0, 1])["dataset_id"].tolist() == [0, 0]
 
 
-def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora):
+def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora, caplog):
     """One corpus is no blend, whatever its weight; none is opened whose weight is 0."""
     blends = [([A, "in/none", B], [1, 0.0, 3]), ([C], [7]), None]
     train, valid, test = build(mm, [40, 5, 5], config(mm, blend_per_split=blends))
     assert outline(train) == [("train", 0, 40, 11), ("train", 0, 25, 31)]
     assert (outline(valid), test) == (("valid", 0, 10, 5), None)
-
-
-def test_a_note_of_the_corpora_of_weight_0(one, caplog):
-    """One, however many splits drop them."""
-    blend = ["a", "b", "c"], [1, 0, 2]
-    for fields in ({"blend": blend, "split": "1,1,1"}, {"blend_per_split": [blend, None, blend]}):
-        caplog.clear()
-        given = config(one, **fields)
-        one.BlendedMegatronDatasetBuilder(one.GPTDataset, [1, 1, 1], bool, given)
-        [message] = caplog.messages
-        assert message.endswith("weight 0: b")
+    assert "weight 0: in/none" in caplog.text
 
 
 def test_validation_sets(one, corpora):
     """Several ones are a list, a single one is none; other splits are blends."""
-    fields = {"multiple_validation_sets": True}
     blend = ([A, C], None)
+    fields = {"multiple_validation_sets": True}
     sets = config(one, blend_per_split=[blend, blend, None], **fields)
     train, valid, _ = build(one, [None, 5, 0], sets)
     wanted = [("valid", 0, 40, 5), ("valid", 0, 10, 5)]
@@ -2647,18 +2550,15 @@ def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
     whole = build(mm, [None, None, None], cfg)[0]
     assert [part.dataset_path for part in whole.datasets] == [A, B, C]
     lengths = [len(gpt(mm, prefix)) for prefix in (A, B, C)]
-    assert np.bincount(whole.dataset_index).tolist() == lengths
+    same(whole.samples_taken(), np.array(lengths))
     assert len(build(mm, [10, 0, 0], cfg)[0]) == 10
-    _, messages = heard(build, mm, [sum(lengths), 0, 0], cfg)
-    assert messages == []
-    with pytest.warns(UserWarning, match=f"{sum(lengths)} samples, not 1,000,000"):
+    with pytest.warns(UserWarning, match="end early"):
         large = build(mm, [1_000_000, 0, 0], cfg)[0]
     assert len(large) == sum(lengths)
 
     nothing = config(mm, ([short, short], None))
-    for size in (None, 5):
-        with pytest.raises(ValueError, match="train: .* no corpus"):
-            build(mm, [size, 0, 0], nothing)
+    with pytest.raises(ValueError, match="train: .* no corpus"):
+        build(mm, [5, 0, 0], nothing)
     assert build(mm, [0, 0, 0], nothing) == [None, None, None]
 
 
@@ -2676,13 +2576,12 @@ def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
         cfg = config(mm, (prefixes[: len(weights)], weights), **fields)
         for _ in range(2):  # the second time from the cache
             train = build(mm, [size, 0, 0], cfg)[0]
-            taken = np.bincount(train.dataset_index, minlength=len(weights)).tolist()
             for d, part in enumerate(train.datasets):
                 asked = math.ceil(size * train.weights[d])
+                taken = np.count_nonzero(train.dataset_index == d)
                 assert part.dataset_path == prefixes[d]
-                assert part.num_samples == len(part) == max(asked, taken[d])
-                larger += taken[d] > asked
-            assert train.batch(range(len(train)))["tokens"].shape == (len(train), 8)
+                assert part.num_samples == len(part) == max(asked, taken)
+                larger += taken > asked
     assert larger, "no case needed it: the test shows nothing"
 
 
@@ -2700,32 +2599,16 @@ def test_another_class_gets_an_array_of_documents(one, corpora):
 # -- phases ----------------------------------------------------------------------------------------
 
 
-def test_each_corpus_lasts_for_all_phases(mm, tmp_path):
-    """A document of S tokens: a corpus has exactly as many samples as it was built for."""
-    prefixes = [mk(mm, tmp_path / name, [[1] * 8]) for name in "abc"]
-    for rng in cases(20):
-        phases = random_phases(rng, 3)
-        fields = {"blend_phases": phases, "stable_order": True, "mid_level_dataset_surplus": 0.0}
-        total = sum(samples for samples, _ in phases)
-        size = [None, 0, total][rng.integers(3)]
-        train = build(mm, [size, 0, 0], config(mm, (prefixes, None), **fields))[0]
-        assert pairs_of(train) == phases_by_hand(train)
-        for d, part in enumerate(train.datasets):
-            asked = 0
-            for samples, weights in phases:
-                used = [weight for weight in weights if weight]
-                asked += math.ceil(samples * (weights[d] / np.sum(used)))
-            assert part.num_samples == len(part) == asked or asked == 0
-
-
-@pytest.mark.parametrize("weights", [None, [0, 1, 1]])
-def test_phases_are_for_train(mm, corpora, weights):
-    """Valid and test are made as ever: by weights, or one epoch of each corpus."""
+def test_phases_are_for_train(mm, corpora):
+    """Each corpus lasts for all of them.  Valid and test are made as ever, by the weights."""
+    weights = [0, 1, 1]
     phases = [(9, [1, 1, 0]), (6, [0, 1, 2])]
     cfg = config(mm, (corpora, weights), split="8,1,1", blend_phases=phases)
-    train, valid, test = quiet(build, mm, [None, 5, 5], cfg)
+    train, valid, test = build(mm, [None, 5, 5], cfg)
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (6, [0.0, 1 / 3, 2 / 3])]
-    plain = quiet(build, mm, [15, 5, 5], config(mm, (corpora, weights), split="8,1,1"))
+    assert [part.num_samples for part in train.datasets] == [6, 8, 5], "with a surplus each"
+    assert pairs_of(train) == phases_by_hand(train)
+    plain = build(mm, [15, 5, 5], config(mm, (corpora, weights), split="8,1,1"))
     for found, wanted in zip((valid, test), plain[1:], strict=True):
         assert found.unique_description == wanted.unique_description
         assert pairs_of(found) == pairs_of(wanted)
@@ -2751,14 +2634,12 @@ def test_phases_of_one_corpus_and_of_a_blend_of_trains_own(mm, corpora):
 
 
 TWO = ([A, B], [1, 1])
-VALID_SETS = {"blend_per_split": [None, TWO, TWO], "multiple_validation_sets": True}
-WHOLE_SETS = {"blend_per_split": [None, ([A, B], None), None], "full_validation": True}
+WHOLE_SETS = {"multiple_validation_sets": True, "full_validation": True}
 BAD_SIZES = [  # sizes, fields of the config, words
-    ([1, 2], {"blend": ([A], None)}, r"sizes.*\[1, 2\]"),
+    ([1, 2], {"blend": ([A], None)}, "sizes"),
     ([-1, 0, 0], {"blend": ([A], None)}, "train.*-1"),
     ([None, 0, 0], {"blend": TWO}, "train .*needs a size"),
-    ([0, None, None], VALID_SETS, "test .*needs a size"),  # valid is two datasets, and test a blend
-    ([0, 5, 0], WHOLE_SETS | {"multiple_validation_sets": True}, "valid must be None"),
+    ([0, 5, 0], {"blend_per_split": [None, ([A, B], None), None], **WHOLE_SETS}, "must be None"),
 ]
 
 
@@ -2772,19 +2653,11 @@ def test_sizes_are_refused_before_the_build(one, corpora):
         assert len(build(one, [9, None, None], config(one, **fields))[0]) >= 9
 
 
-def test_a_build_without_a_blend_is_of_mock_data(one):
-    """Which no other class has."""
-    cfg = config(one, sequence_length=4096)
-    assert len(build(one, [3, 0, 0], cfg, one.MockGPTDataset)[0]) >= 3
-    with pytest.raises(ValueError, match="MockGPTDataset"):
-        build(one, [3, 0, 0], cfg)
-
-
 def test_more_sequences_than_int32_numbers(one, corpora, monkeypatch):
     """Upstream: the numbers wrap."""
-    huge = mock.Mock(return_value=2**31 + 2)
+    huge = mock.Mock(return_value=2**31)
     monkeypatch.setattr(one.GPTDataset, "numel_low_level_dataset", huge)
-    with pytest.raises(ValueError, match="2147483650 sequences"):
+    with pytest.raises(ValueError, match="2147483648 sequences"):
         build(one, [9, 0, 0], config(one, ([A], None)))
 
 
@@ -2792,32 +2665,22 @@ def test_more_sequences_than_int32_numbers(one, corpora, monkeypatch):
 
 
 def test_corpora_are_built_side_by_side(one, corpora):
-    """As many as there are threads, which wait for each other when they open and make datasets.
-
-    The same datasets come out in the same order, and the same bytes in the cache.
-    """
+    """As many as there are threads: they wait for each other when they open and make datasets."""
+    all_threads = threading.Barrier(3, timeout=20)
 
     class Together(one.GPTDataset):
-        all_threads = None
-
         @staticmethod
         def build_low_level_dataset(path, cfg):
-            Together.all_threads.wait()
+            all_threads.wait()
             return one.GPTDataset.build_low_level_dataset(path, cfg)
 
         def __init__(self, *arguments):
-            self.all_threads.wait()
+            all_threads.wait()
             super().__init__(*arguments)
 
-    found = []
-    for threads in (1, 3):
-        Together.all_threads = threading.Barrier(threads, timeout=20)
-        fields = {"num_dataset_builder_threads": threads, "path_to_cache": f"cache{threads}"}
-        train = build(one, [60, 0, 0], config(one, (corpora, [3, 1, 2]), **fields), Together)[0]
-        assert [part.dataset_path for part in train.datasets] == corpora
-        names = files_of(fields["path_to_cache"])
-        found.append({k: names[k] for k in names if not k.endswith("manifest.json")})
-    assert found[0] == found[1] != {}
+    cfg = config(one, (corpora, [3, 1, 2]), num_dataset_builder_threads=3)
+    train = build(one, [60, 0, 0], cfg, Together)[0]
+    assert [part.dataset_path for part in train.datasets] == corpora
 
 
 def build_and_read(one, prefixes):
