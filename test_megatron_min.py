@@ -2574,13 +2574,13 @@ def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
 def test_phases_are_for_train(mm, corpora):
     """Each corpus lasts for all of them.  Valid and test are made as ever, by the weights."""
     weights = [0, 1, 1]
-    phases = [(9, [1, 1, 0]), (6, [0, 1, 2])]
+    phases = [(9, [1, 1, 0]), (7, [0, 1, 2])]
     cfg = config(mm, (corpora, weights), split="8,1,1", blend_phases=phases)
     train, valid, test = build(mm, [None, 5, 5], cfg)
-    assert train.phases == [(9, [0.5, 0.5, 0.0]), (6, [0.0, 1 / 3, 2 / 3])]
-    assert [part.num_samples for part in train.datasets] == [6, 8, 5], "with a surplus each"
+    assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
+    assert [part.num_samples for part in train.datasets] == [6, 9, 6], "with a surplus each"
     assert pairs_of(train) == phases_by_hand(train)
-    plain = build(mm, [15, 5, 5], config(mm, (corpora, weights), split="8,1,1"))
+    plain = build(mm, [16, 5, 5], config(mm, (corpora, weights), split="8,1,1"))
     for found, wanted in zip((valid, test), plain[1:], strict=True):
         assert found.unique_description == wanted.unique_description
         assert pairs_of(found) == pairs_of(wanted)
