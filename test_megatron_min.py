@@ -3114,8 +3114,9 @@ def test_groups_of_one_process_and_what_cannot_be(one, monkeypatch):
     with pytest.raises(ValueError, match="tp-ep"):
         one.ParallelGroups.rank_lists("tp-ep")
     monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(ValueError, match="tensor 2"):
-        one.ParallelGroups(tensor=2)
+    for tensor in (0, 2):
+        with pytest.raises(ValueError, match=f"tensor {tensor}"):
+            one.ParallelGroups(tensor=tensor)
 
 
 def test_batches_of_a_job_with_nccl_travel_over_gloo_to_the_gpu(one, monkeypatch):
