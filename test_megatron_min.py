@@ -4655,40 +4655,33 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
         """Nothing."""
 
     def do_GET(self):
-        server = self.server
         name = self.path.rpartition("/")[2]
         wanted = self.headers.get("Range", "")
-        server.requests.append((self.command, name, wanted))
-        path = pathlib.Path(server.folder, name)
-        status = next(server.faults, None)
-        if not isinstance(status, int) and not path.is_file():
-            status = 404
-        if isinstance(status, int):
-            self.answer(status)
-            return
-        content = path.read_bytes()
-        tag = hashlib.md5(content).hexdigest()
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)
-        if found is None or status == "whole":
-            self.answer(200, content, ETag=tag)
-            return
-        body = content[int(found[1]) : int(found[2]) + 1]
-        if status == "short":
-            body = body[1:]
-        self.answer(206, body, is_cut=status == "cut", ETag=tag)
+        self.server.requests.append((self.command, name, wanted))
+        path = pathlib.Path(self.server.folder, name)
+        fault = next(self.server.faults, None)
+        if isinstance(fault, int):
+            self.answer(fault)
+        elif not path.is_file():
+            self.answer(404)
+        elif wanted:
+            first, last = map(int, re.findall(r"\d+", wanted))
+            content = path.read_bytes()[first : last + 1]
+            self.answer(206, content[1:] if fault == "short" else content)
+        else:
+            content = path.read_bytes()
+            self.answer(200, content, ETag=hashlib.md5(content).hexdigest())
 
     do_HEAD = do_GET
 
-    def answer(self, status, body=b"", is_cut=False, **headers):
-        """Send an answer, of whose body only a half arrives if it is cut."""
+    def answer(self, status, body=b"", **headers):
         self.send_response(status)
         headers |= {"Content-Length": str(len(body)), "Accept-Ranges": "bytes"}
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[: len(body) // 2] if is_cut else body)
-        self.close_connection = is_cut
+            self.wfile.write(body)
 
 
 class Storage:
@@ -4698,21 +4691,12 @@ class Storage:
         self.root = root
         self._file_system, self._place = fsspec.core.url_to_fs(str(target or root))
 
-    def put(self, prefix):
-        """Copy a local pair -> the prefix of the copy."""
-        name = os.path.basename(prefix)
-        for extension in (".bin", ".idx"):
-            self.put_file(f"{prefix}{extension}", f"{name}{extension}")
+    def put(self, prefix, name=None):
+        """Copy a local pair -> the prefix of the copy, which has its name or another one."""
+        name = name or os.path.basename(prefix)
+        for extension in ("bin", "idx"):
+            self._file_system.put_file(f"{prefix}.{extension}", f"{self._place}/{name}.{extension}")
         return f"{self.root}/{name}"
-
-    def put_file(self, path, name):
-        """Copy one file -> the URL of the copy."""
-        self._file_system.put_file(str(path), f"{self._place}/{name}")
-        return f"{self.root}/{name}"
-
-    def files(self):
-        """The names of all that is there."""
-        return {path.rpartition("/")[2] for path in self._file_system.find(self._place)}
 
 
 @pytest.fixture
@@ -4733,10 +4717,11 @@ def bucket(no_pauses, monkeypatch):
     return Storage("memory://bucket")
 
 
-def on_memory(name, function=None):
-    """A patch that puts a function in the place of a method of memory://; its mock counts calls."""
+def cat_ranges_of_memory(function=None):
+    """A patch of how memory:// reads, by default with what it is; its mock counts the reads."""
     cls = fsspec.get_filesystem_class("memory")
-    return mock.patch.object(cls, name, autospec=True, side_effect=function or getattr(cls, name))
+    function = function or cls.cat_ranges
+    return mock.patch.object(cls, "cat_ranges", autospec=True, side_effect=function)
 
 
 @pytest.fixture
@@ -4750,7 +4735,7 @@ def web(no_pauses, tmp_path):
     server.socket.listen(256)  # a batch opens many at once; those over the limit wait for seconds
     server.folder = folder
     server.requests = []
-    server.faults = iter([])  # of the next requests: a status, "cut", "short", "whole", or None
+    server.faults = iter([])  # of the next requests: a status, "short", or None
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     storage = Storage(f"http://127.0.0.1:{server.server_port}/bucket", folder)
@@ -4761,38 +4746,23 @@ def web(no_pauses, tmp_path):
     thread.join()
 
 
-@pytest.fixture(scope="session")
-def s3_server():
-    """The URL of an S3 server."""
-    pytest.importorskip("s3fs", reason="pip install 'megatron-min[storage]'")
+@pytest.fixture
+def s3(no_pauses, monkeypatch):
+    """A bucket on an S3 server; its data outlive it, so one test uses it."""
+    s3fs = pytest.importorskip("s3fs", reason="pip install 'megatron-min[storage]'")
     moto = pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
-
-
-@pytest.fixture
-def s3(no_pauses, s3_server, tmp_path, monkeypatch):
-    """A bucket of its own on the S3 server."""
-    import s3fs
-
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # it pauses before its own retries
-    bucket = re.sub("[^a-z0-9]", "-", tmp_path.name.lower())
-    s3fs.S3FileSystem().mkdir(bucket)
-    return Storage(f"s3://{bucket}/data")
-
-
-@pytest.fixture(params=["bucket", "web", "s3"])
-def storage(request):
-    """Each kind of object storage."""
-    return request.getfixturevalue(request.param)
+    s3fs.S3FileSystem().mkdir("bucket")
+    yield Storage("s3://bucket/data")
+    server.stop()
 
 
 @pytest.fixture
@@ -4813,14 +4783,14 @@ def numbers(one, web, tmp_path):
 # -- Reading -----------------------------------------------------------------------------------
 
 
-def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, no_pauses):
+def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
     """One by one or many at once; places may overlap, repeat and be empty."""
     prefix, docs = some_pair
-    with pytest.raises(FileNotFoundError, match=re.escape(f"{storage.root}/pair.idx")):
-        one.IndexedDataset(f"{storage.root}/pair")
-    assert not one.IndexedDataset.exists(f"{storage.root}/pair")
-    ds = one.IndexedDataset(storage.put(prefix), check=True)
-    assert one.IndexedDataset.exists(f"{storage.root}/pair")
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{web.root}/pair.idx")):
+        one.IndexedDataset(f"{web.root}/pair")
+    assert not one.IndexedDataset.exists(f"{web.root}/pair")
+    ds = one.IndexedDataset(web.put(prefix), check=True)
+    assert one.IndexedDataset.exists(f"{web.root}/pair")
     assert no_pauses == []
     assert lists(ds[:]) == [doc.tolist() for doc in docs]
     pieces = [(3, 2, 4), (59, 0, 2), (-1, 0, 2), (3, 1, 1), (3, 2, 4), (3, 0, 0)]
@@ -4830,6 +4800,20 @@ def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, no_pauses):
     assert ds.get_many([]) == ds[5:5] == []
     with pytest.raises(IndexError):
         ds.get_many([(1, 0, 0), (0, 0, len(docs[0]) + 1)])
+
+
+def test_s3(one, s3, some_pair):
+    """A pair is read; a listing that fsspec keeps is not taken for the state of an object."""
+    prefix, docs = some_pair
+    with pytest.raises(FileNotFoundError, match="s3://bucket/data/pair.idx"):
+        one.IndexedDataset("s3://bucket/data/pair")
+    place = s3.put(prefix)
+    assert lists(one.IndexedDataset(place)[:]) == [doc.tolist() for doc in docs]
+    file_system, path = fsspec.core.url_to_fs(f"{place}.idx")
+    file_system.find(s3.root)
+    type(file_system)(skip_instance_cache=True).pipe_file(path, b"of another process")
+    with pytest.raises(one.DatasetFormatError, match="file size.* 18"):
+        one.IndexedDataset(place)
 
 
 def new_ranges(web):
@@ -4869,7 +4853,7 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
         (ds.dataset.__getitem__, slice(1, 9), 1),
         (remote.batch, [*range(40), None], 2),
     ):
-        with on_memory("cat_ranges") as calls:
+        with cat_ranges_of_memory() as calls:
             read(argument)
         assert calls.call_count == wanted, (read, argument)
     same_samples(remote.batch([*range(40), None]), local.batch([*range(40), None]))
@@ -4897,23 +4881,25 @@ def test_remote_datasets_in_other_threads_and_processes(one, web, some_pair, tmp
 # -- Copies of .idx files ----------------------------------------------------------------------
 
 
-def test_without_path_to_cache_indices_lie_beside_the_idx(one, bucket, some_pair, tmp_path):
-    """A default beside the pair would be remote."""
+def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path):
+    """The default of path_to_cache, beside the pair, would be."""
     prefix = bucket.put(some_pair[0])
-    for path, place in (
-        (None, tmp_path / "home" / "megatron_min"),
-        (str(tmp_path / "idx"), tmp_path / "idx"),
-    ):
+    for path, place in ((None, tmp_path / "home/megatron_min"), (tmp_path / "idx",) * 2):
         cfg = config(one, ([prefix], None), object_storage_cache_path=path)
         first = build(one, [9, 0, 0], cfg)[0]
         manifest = f"{first.unique_description_hash}-GPTDataset-train-manifest.json"
         assert (place / "GPTDataset_indices" / manifest).exists()
         assert {path.suffix for path in place.iterdir() if path.is_file()} == {".idx"}
-    assert bucket.files() == {"pair.bin", "pair.idx"}
-    with pytest.raises(ValueError, match="path_to_idx_cache .* local"):
-        one.ObjectStorageConfig(f"memory://me:{SECRET}@host/idx")
-    with pytest.raises(ValueError, match="path_to_cache .* local"):
-        build(one, [9, 0, 0], config(one, ([prefix], None), path_to_cache="memory://cache"))
+    url = f"memory://me:{SECRET}@host/folder"
+    cfg = config(one, ([prefix], None), path_to_cache=url)
+    for function, argument in ((one.ObjectStorageConfig, [url]), (build, [one, [9, 0, 0], cfg])):
+        with pytest.raises(ValueError, match="path_to_.*cache must be .* local") as caught:
+            function(*argument)
+        assert SECRET not in str(caught.value)
+    with pytest.raises(FileNotFoundError, match="memory://host/folder"):
+        one.merge([prefix], f"{url}/merged")
+    file_system = fsspec.filesystem("memory")
+    assert file_system.find("") == ["/bucket/pair.bin", "/bucket/pair.idx"]
 
 
 def open_remote(one, place, folder):
@@ -4921,39 +4907,24 @@ def open_remote(one, place, folder):
     return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
 
 
-def test_an_index_is_copied_once_for_each_state(one, storage, some_pair, tmp_path):
+def test_an_index_is_copied_once_for_each_state(one, web, some_pair, tmp_path):
+    """And for each prefix, even where the storage says the same of both."""
     prefix, docs = some_pair
-    place = storage.put(prefix)
+    folder = tmp_path / "idx"
+    place = web.put(prefix)
     inodes = []
     for _ in range(2):
-        open_remote(one, place, tmp_path / "idx")
-        [copied] = (tmp_path / "idx").iterdir()
+        open_remote(one, place, folder)
+        [copied] = folder.iterdir()
         assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
         inodes.append(copied.stat().st_ino)
     assert inodes[0] == inodes[1]
     swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
-    assert place == storage.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
-    ds = open_remote(one, place, tmp_path / "idx")
-    assert lists(ds[:2]) == [docs[1].tolist(), docs[0].tolist()]
-
-
-def test_a_listing_that_fsspec_keeps_is_no_state(one, s3, some_pair):
-    place = s3.put(some_pair[0])
-    one.IndexedDataset(place)
-    file_system, path = fsspec.core.url_to_fs(f"{place}.idx")
-    file_system.find(s3.root)
-    type(file_system)(skip_instance_cache=True).pipe_file(path, b"of another process")
-    with pytest.raises(one.DatasetFormatError, match="file size.* 18"):
-        one.IndexedDataset(place)
-
-
-def test_two_prefixes_have_two_copies(one, web, some_pair, tmp_path):
-    """Even where the storage says the same of both."""
-    for name in ("pair", "other"):
-        for extension in (".bin", ".idx"):
-            web.put_file(f"{some_pair[0]}{extension}", f"{name}{extension}")
-        open_remote(one, f"{web.root}/{name}", tmp_path / "idx")
-    assert len(os.listdir(tmp_path / "idx")) == 2
+    web.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
+    assert lists(open_remote(one, place, folder)[:2]) == [docs[1].tolist(), docs[0].tolist()]
+    assert len(os.listdir(folder)) == 2
+    open_remote(one, web.put(prefix, "other"), folder)
+    assert len(os.listdir(folder)) == 3
 
 
 @linux
@@ -4977,10 +4948,10 @@ def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_pa
 
     def read_then_change(self, *arguments, **options):
         found = cat_ranges(self, *arguments, **options)
-        bucket.put_file(f"{some_pair[0]}.idx", "pair.idx")
+        bucket.put(some_pair[0])
         return found
 
-    with on_memory("cat_ranges", read_then_change):
+    with cat_ranges_of_memory(read_then_change):
         with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
             open_remote(one, place, tmp_path / "idx")
     assert os.listdir(tmp_path / "idx") == []
@@ -4990,8 +4961,8 @@ def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_pa
 # -- Faults ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["cut", "short", 408, 429, 500])
-def test_only_what_failed_is_asked_for_again(one, web, numbers, fault):
+@pytest.mark.parametrize("fault", ["short", 500])
+def test_only_what_failed_is_asked_for_again(web, numbers, fault):
     web.server.faults = iter([fault])
     new_ranges(web)
     assert lists(numbers.get_many([(0, 0, 1), (0, 5, 2)])) == [[100], [105, 106]]
@@ -5010,7 +4981,6 @@ def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
     "status, error, tries",
     [
         (503, OSError, 5),
-        ("whole", OSError, 5),  # a server without ranges sends more than it is asked for
         (404, FileNotFoundError, 1),
         (401, PermissionError, 1),
         (403, PermissionError, 1),
@@ -5031,8 +5001,6 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # no other test reads gs://
     with pytest.raises(ImportError, match=r"gs://bucket/pair.idx.*\[storage\]"):
         one.IndexedDataset("gs://bucket/pair")
-    with pytest.raises(ValueError, match="nonsense"):
-        one.IndexedDataset("nonsense://bucket/pair")
 
 
 # -- Credentials -------------------------------------------------------------------------------
@@ -5040,17 +5008,15 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
 
 def test_credentials_are_left_out(one):
     for text, wanted in (
-        ("data/a@b?c", "data/a@b?c"),
         ("https://me:pass@word@host/a", "https://host/a"),
         ("of https://me:pw@a/x?y=1 and 'http://you:pw@b/z?w=2'", "of https://a/x and 'http://b/z'"),
         ("s3://key:pass/word@bucket/x", "s3://bucket/x"),
         ("http://host:8080/a@b", "http://host:8080/a@b"),
-        (pathlib.Path("a/b"), "a/b"),
     ):
         assert one._hide_credentials(text) == wanted
 
 
-@pytest.mark.parametrize("fault", ["torn", "outside", "refused", "folder", 403, 503])
+@pytest.mark.parametrize("fault", ["torn", "outside", 403, 503])
 @pytest.mark.parametrize("url", ["{root}/pair", "{web}/x?X-Amz-Signature=s3cret&to=/pair"])
 def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     """Not even those of the errors that led to an error, as Python prints them."""
@@ -5058,13 +5024,9 @@ def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     url = url.format(root=web.root.replace("://", f"://me:{SECRET}@"), web=web.root)
     if fault == "torn":
         os.truncate(web.server.folder / "pair.bin", 10)
-    if fault == "refused":
-        url = url.replace(str(web.server.server_port), "9")
     if isinstance(fault, int):
         web.server.faults = itertools.repeat(fault)
     with pytest.raises((OSError, ValueError, IndexError)) as caught:
-        if fault == "folder":
-            one.merge([url], f"{url}2")  # object storage is no place to write to
         one.IndexedDataset(url)[100]
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
@@ -5073,7 +5035,7 @@ def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     for name in ("verify", "inspect"):
         code, out, err = command(one, capsys, name, url)
         assert SECRET not in out + err
-        assert code == (0 if fault in ("outside", "folder") else 1)
+        assert code == (0 if fault == "outside" else 1)
 
 
 # ==============================================================================
