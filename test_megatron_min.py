@@ -4703,13 +4703,6 @@ def bucket(no_pauses, monkeypatch):
     return Storage("memory://bucket")
 
 
-def cat_ranges_of_memory(function=None):
-    """A patch of how memory:// reads, by default with what it is; its mock counts the reads."""
-    cls = fsspec.get_filesystem_class("memory")
-    function = function or cls.cat_ranges
-    return mock.patch.object(cls, "cat_ranges", autospec=True, side_effect=function)
-
-
 @pytest.fixture
 def web(no_pauses, tmp_path):
     """A web server that serves ranges, and writes nothing."""
@@ -4824,13 +4817,15 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     prefixes = [bucket.put(prefix) for prefix in prefixes]
     remote = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
     ds = remote.datasets[0]
+    memory = fsspec.get_filesystem_class("memory")
+    real = memory.cat_ranges
     for read, argument, wanted in (
         (ds.__getitem__, 5, 1),
         (ds.__getitems__, [3, None, 11, 0], 1),
         (ds.dataset.__getitem__, slice(1, 9), 1),
         (remote.batch, [*range(40), None], 2),
     ):
-        with cat_ranges_of_memory() as calls:
+        with mock.patch.object(memory, "cat_ranges", autospec=True, side_effect=real) as calls:
             read(argument)
         assert calls.call_count == wanted, (read, argument)
     same_samples(remote.batch([*range(40), None]), local.batch([*range(40), None]))
@@ -4922,14 +4917,15 @@ def test_processes_may_copy_an_index_at_once(one, web, some_pair, tmp_path):
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
     """No copy stays; the next opening finds the new one."""
     place = bucket.put(some_pair[0])
-    cat_ranges = fsspec.get_filesystem_class("memory").cat_ranges
+    memory = fsspec.get_filesystem_class("memory")
+    cat_ranges = memory.cat_ranges
 
     def read_then_change(self, *arguments, **options):
         found = cat_ranges(self, *arguments, **options)
         bucket.put(some_pair[0])
         return found
 
-    with cat_ranges_of_memory(read_then_change):
+    with mock.patch.object(memory, "cat_ranges", read_then_change):
         with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
             open_remote(one, place, tmp_path / "idx")
     assert os.listdir(tmp_path / "idx") == []
@@ -4960,6 +4956,7 @@ def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
     [
         (503, OSError, 5),
         (404, FileNotFoundError, 1),
+        (401, PermissionError, 1),
         (403, PermissionError, 1),
     ],
 )
