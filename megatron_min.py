@@ -4497,7 +4497,7 @@ class _IndexCache:
         build: typing.Callable[[], tuple],
     ) -> None:
         if folder and _is_remote(folder):
-            raise ValueError(f"path_to_cache must be a local folder, which is mapped, got {folder}")
+            raise ValueError("path_to_cache must be a local folder, which is mapped, got a URL")
         self._folder = folder
         self._stem = stem
         self._names = names

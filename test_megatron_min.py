@@ -58,7 +58,6 @@ import unittest.mock as mock
 import warnings
 import weakref
 import zipfile
-import zlib
 
 import fsspec
 import numpy as np
@@ -3339,7 +3338,6 @@ def test_no_crash_leaves_a_mixed_pair(one, tmp_path):
 
 
 INDEX_ARRAYS = ["document_index", "sample_index", "shuffle_index"]
-BLEND_ARRAYS = ["dataset_index", "dataset_sample_index"]
 
 
 @pytest.fixture
@@ -3352,14 +3350,6 @@ def wanted(one, pair):
 def cache(tmp_path):
     """The folder of a cache, which is not there yet."""
     return str(tmp_path / "cache")
-
-
-@pytest.fixture
-def builds(one, monkeypatch):
-    """Counts how often the arrays of a GPTDataset are built."""
-    counted = mock.Mock(wraps=one.build_sample_idx)
-    monkeypatch.setattr(one, "build_sample_idx", counted)
-    return counted
 
 
 def heard(function, *arguments, **options):
@@ -3391,25 +3381,24 @@ def stamps(folder):
 
 
 def replace_file(path, content):
-    """Put another file in its place, of the same time; None: no file."""
-    time_ns = path.stat().st_mtime_ns
+    """Put another file in its place; None: no file."""
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-        os.utime(path, ns=(time_ns, time_ns))
 
 
 # -- what is in the files --------------------------------------------------------------------------
 
 
-def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, builds, monkeypatch):
-    """Plain .npy files and no warning; a second job writes nothing.  Nothing is synced."""
-    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=AssertionError))
+def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, monkeypatch):
+    """Plain .npy files and no warning; a second job writes nothing.  Both map the files."""
+    build = mock.Mock(wraps=one.build_sample_idx)
+    monkeypatch.setattr(one, "build_sample_idx", build)
     saved, of_first = start(one, pair, cache)
     before = stamps(cache)
     fields = {"fast_cache_load": True, "defer_npy_index_mmap": True}  # without effect
     found, of_second = start(one, pair, cache, **fields)
-    for ds in (saved, found):  # both are mapped
+    for ds in (saved, found):
         values, messages = heard(arrays, ds)
         assert messages + of_first + of_second == []
         same_arrays(values, wanted)
@@ -3417,7 +3406,7 @@ def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, builds, monk
             ds.shuffle_index[0] = 1
     for name, values in zip(INDEX_ARRAYS, wanted, strict=True):
         assert file_of(cache, f"-{name}.npy").read_bytes() == npy(values)
-    assert builds.call_count == 1
+    assert build.call_count == 1
     assert stamps(cache) == before
 
 
@@ -3428,73 +3417,31 @@ def npy(array):
         return file.getvalue()
 
 
-def test_names_descriptions_and_manifests(one, pair, cache):
-    """The description, as upstream writes it, says what was asked for; its md5 is in all names.
-
-    The manifest says what the arrays were made from (those of a blend from the description alone),
-    what a start needs to know of them, and their checks.  A later version must read it: whoever
-    changes it makes all caches of users stale.
-    """
-    blend = build(one, [4, 0, 0], config(one, ([pair, pair], [1, 3]), path_to_cache=cache))[0]
-    described = []
-    for num_samples in (2, 4):  # shares of 4, and the surplus
-        part = {"class": "GPTDataset", "dataset_path": pair, "num_samples": num_samples}
-        part |= {"index_split": "train", "random_seed": 1234, "sequence_length": 8}
-        part |= {"split": "1,0,0", "split_matrix": [[0, 1.0], None, None]}
-        described.append(part | {"tokenizer": {"class": "Tok", "eod": 0}})
-    of_blend = {"class": "BlendedDataset", "datasets": list(described), "split": "train"}
-    described.append(of_blend | {"weights": [0.25, 0.75], "size": 4})
-
-    idx = pathlib.Path(f"{pair}.idx").read_bytes()
-    made_from = {
-        "format": 4,
-        "documents": f"0 to {len(PAIR) - 1}",
-        "keeps_short": False,
-        "extra_token": 1,
-        "stable_order": False,
-        "idx_size": len(idx),
-        "idx_mtime_ns": os.stat(f"{pair}.idx").st_mtime_ns,
-        "idx_ends": hashlib.md5(idx[:4096] + idx[-4096:]).hexdigest(),
-    }
-    manifests = []
-    for part in blend.datasets:
-        manifests.append({"made_from": made_from, "facts": list(part.epoch_plan)})
-    manifests.append({"made_from": {"format": 4}, "facts": [1, 3]})
-
-    names = set()
-    of_classes = [INDEX_ARRAYS, INDEX_ARRAYS, BLEND_ARRAYS]
-    for identifiers, manifest, of_class in zip(described, manifests, of_classes, strict=True):
-        text = json.dumps(identifiers, indent=4).encode()
-        stem = f"{hashlib.md5(text).hexdigest()}-{identifiers['class']}-train"
-        assert pathlib.Path(cache, f"{stem}-description.txt").read_bytes() == text
-        manifest["files"] = {}
-        for name in of_class:
-            content = pathlib.Path(cache, f"{stem}-{name}.npy").read_bytes()
-            manifest["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
-            names.add(f"{stem}-{name}.npy")
-        manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
-        assert json.loads(pathlib.Path(cache, f"{stem}-manifest.json").read_text()) == manifest
-        names |= {f"{stem}-description.txt", f"{stem}-manifest.json"}
-    assert set(os.listdir(cache)) == names
-
-
-def test_without_path_to_cache_a_cache_is_beside_its_pair(one, pair):
-    gpt(one, pair, 1)
-    assert len(os.listdir(f"{pair}/cache/GPTDataset_indices")) == 5
+def test_names_and_description(one, pair):
+    """The description says what was asked for; its md5 is in all names.  Both are upstream's."""
+    gpt(one, pair, 4)
+    asked = {"class": "GPTDataset", "dataset_path": pair, "num_samples": 4}
+    asked |= {"index_split": "train", "random_seed": 1234, "sequence_length": 8}
+    asked |= {"split": "1,0,0", "split_matrix": [[0, 1.0], None, None]}
+    asked |= {"tokenizer": {"class": "Tok", "eod": 0}}
+    text = json.dumps(asked, indent=4).encode()
+    stem = f"{hashlib.md5(text).hexdigest()}-GPTDataset-train"
+    names = {f"{stem}-description.txt", f"{stem}-manifest.json"}
+    for name in INDEX_ARRAYS:
+        names.add(f"{stem}-{name}.npy")
+    files = files_of(f"{pair}/cache/GPTDataset_indices")  # the folder without path_to_cache
+    assert files.keys() == names
+    assert files[f"{stem}-description.txt"] == text
 
 
 def test_other_samples_have_another_key(one, pair, cache):
-    """Flags that upstream's key leaves out too, where they are not as by default."""
+    """Also those of flags that upstream's key leaves out."""
     kinds = [
         {"split": "train"},
         {"split": "valid"},
         {"split": "train", "add_extra_token_to_sequence": False},
-        {"split": "valid", "add_extra_token_to_sequence": False},
         {"split": "valid", "drop_last_partial_validation_sequence": False},
         {"stable_order": True},
-        {"sequence_length": 9},
-        {"random_seed": 1},
-        {"tokenizer": Tok(1)},
     ]
     for number, fields in enumerate(kinds):
         found, of_first = cached(one, pair, cache, **fields)
@@ -3502,31 +3449,17 @@ def test_other_samples_have_another_key(one, pair, cache):
         same_arrays(again, found)
         assert of_first + of_second == []
         assert len(os.listdir(cache)) == 5 * (number + 1), fields
-    flag = "drop_last_partial_validation_sequence"
-    assert flag not in gpt(one, pair, 9).unique_identifiers
-    assert gpt(one, pair, 9, "valid", **{flag: False}).unique_identifiers[flag] is False
 
 
 def test_other_documents_make_a_cache_stale(one, pair, cache):
     """They are not in the key, as in upstream, where they share arrays; a range is as a list."""
-    for documents in (
-        range(4),
-        [0, 1],
-        [0, 2],
-        [0, 2, 3],
-        [0, 2, 1, 3],
-        range(1, 4),
-        range(3, 0, -1),
-    ):
-        as_array = {"documents": np.array(documents, np.int32)}
-        found, messages = cached(one, pair, cache, 9, **as_array)
-        assert len(messages) == (documents != range(4))
-        assert all("documents was" in message for message in messages)
-        same_arrays(found, cached(one, pair, f"{cache} {documents}", 9, **as_array)[0])
+    cached(one, pair, cache, 9)
+    for documents in ([0, 1], [0, 2, 3], [0, 2, 1, 3], range(3, 0, -1)):
+        as_array = np.array(documents, np.int32)
+        found, [message] = cached(one, pair, cache, 9, documents=as_array)
+        assert "documents was" in message
+        same_arrays(found, cached(one, pair, f"{cache} {documents}", 9, documents=as_array)[0])
         assert cached(one, pair, cache, 9, documents=documents)[1] == []
-    nothing = {"n": None, "documents": np.array([], np.int32)}
-    for _ in range(2):
-        assert cached(one, pair, cache, **nothing)[1] == []
 
 
 def test_what_a_subclass_is_made_from(one, pair, cache):
@@ -3539,11 +3472,11 @@ def test_what_a_subclass_is_made_from(one, pair, cache):
             return super().made_from() | {"own": self.own}
 
     plain = gpt(one, pair, 9, path_to_cache=cache)
-    for own, words in ((1, []), (1, []), ([2, {"3": None}], ["own was 1"]), ([2, {"3": None}], [])):
-        Own.own = own
-        _, messages = heard(with_class, Own, plain)
-        assert len(messages) == len(words)
-        assert all(word in message for word, message in zip(words, messages, strict=True))
+    with_class(Own, plain)
+    Own.own = [2, {"3": None}]
+    with pytest.warns(UserWarning, match="own was 1"):
+        with_class(Own, plain)
+    assert heard(with_class, Own, plain)[1] == []
     Own.own = np.arange(3)
     with pytest.raises(TypeError, match="JSON"):
         with_class(Own, plain)
@@ -3552,61 +3485,51 @@ def test_what_a_subclass_is_made_from(one, pair, cache):
 # -- what a start finds ----------------------------------------------------------------------------
 
 
-def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, builds):
+def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
     """To the same bytes, with one warning, which says why; the next job finds the cache whole.
 
     No manifest is no reason to warn: so are upstream's caches, and those being written.
     """
     start(one, pair, cache)
     before = files_of(cache)
-    text = file_of(cache, "-manifest.json").read_bytes()
+    text = file_of(cache, "manifest.json").read_bytes()
     manifest = json.loads(text)
     other_facts = manifest | {"facts": [1] * len(manifest["facts"])}
     array = file_of(cache, "sample_index.npy").read_bytes()
-    wrong = [  # file, its content, a word of the warning
-        ("manifest.json", None, None),
-        ("manifest.json", text[:-1], "JSON"),
-        ("manifest.json", b"null", "NoneType"),
-        ("manifest.json", json.dumps(other_facts).encode(), "damaged"),
-        ("sample_index.npy", array[:-5], "sample_index.npy"),
-        ("document_index.npy", None, "document_index.npy"),
-    ]
-    for file, content, word in wrong:
+    for file, content, words in (
+        ("manifest.json", None, []),
+        ("manifest.json", text[:-1], ["JSON"]),
+        ("manifest.json", json.dumps(other_facts).encode(), ["damaged"]),
+        ("sample_index.npy", array[:-5], ["sample_index.npy"]),
+        ("document_index.npy", None, ["document_index.npy"]),
+    ):
         replace_file(file_of(cache, file), content)
-        builds.reset_mock()
         _, messages = start(one, pair, cache)
-        assert len(messages) == (word is not None), file
-        for message in messages:
-            assert re.search(f"is rebuilt: .*{word}", message), message
+        for word, message in zip(words, messages, strict=True):
+            assert re.search(f"is rebuilt: .*{word}", message)
         assert files_of(cache) == before, file
         found, messages = cached(one, pair, cache)
         assert messages == [], file
         same_arrays(found, wanted)
-        assert builds.call_count == 1, file
 
 
-DOCS = random_docs(np.random.default_rng(5), most=40) * 3
-REGENERATED = [  # documents, has the .idx the time of the old one?, a word of the warning
-    ([[1, 2, 3]] * 20, True, "documents"),
-    (DOCS[::-1], True, "idx_ends"),
-    (DOCS, False, "idx_mtime_ns"),
-]
-
-
-@pytest.mark.parametrize("docs, same_time, word", REGENERATED)
-def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache, docs, same_time, word):
+def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
     """Upstream: the key is the path and the config, so the old indices are used."""
-    corpus = mk(one, tmp_path / "p", DOCS)
-    cached(one, corpus, cache)
-    time_ns = os.stat(f"{corpus}.idx").st_mtime_ns if same_time else 1
-    mk(one, corpus, docs)
-    os.utime(f"{corpus}.idx", ns=(time_ns, time_ns))
-    found, [message] = cached(one, corpus, cache)
-    assert word in message
-    same_arrays(found, cached(one, corpus, f"{cache} of the new")[0])
-    again, messages = cached(one, corpus, cache)
-    same_arrays(again, found)
-    assert messages == []
+    old = random_docs(np.random.default_rng(5), most=40) * 3
+    for docs, time_ns, word in (
+        ([[1, 2, 3]] * 20, 1, "documents"),
+        (old[::-1], 1, "idx_ends"),
+        (old, 2, "idx_mtime_ns"),
+    ):
+        corpus = mk(one, tmp_path / word, old)
+        os.utime(f"{corpus}.idx", ns=(1, 1))
+        cached(one, corpus, cache)
+        mk(one, corpus, docs)
+        os.utime(f"{corpus}.idx", ns=(time_ns, time_ns))
+        found, [message] = cached(one, corpus, cache)
+        assert word in message
+        same_arrays(found, cached(one, corpus, f"{cache} of the new")[0])
+        assert cached(one, corpus, cache)[1] == []
 
 
 def test_a_cache_of_data_that_were_regenerated_while_they_were_open(one, pair, cache):
@@ -3620,71 +3543,32 @@ def test_a_cache_of_data_that_were_regenerated_while_they_were_open(one, pair, c
     same_arrays(found, cached(one, pair, f"{cache} of the new", 20)[0])
 
 
-@linux
-def test_what_a_second_start_opens_and_reads(one, tmp_path, cache, builds, monkeypatch):
-    """Of each corpus the .idx and the .bin, which are mapped; of each dataset its manifest.
-
-    No array of an index, and no token; whatever is opened is opened once, and no thread is started.
-    """
-    prefixes = []
-    for name in "abc":
-        prefixes.append(mk(one, tmp_path / name, [[1] * 9] * 40))
-    fields = {"path_to_cache": cache, "split": "8,1,1", "reset_position_ids": True}
-    cfg = config(one, (prefixes, [1, 2, 3]), **fields)
-    quiet(build, one, [60, 8, 8], cfg)
-    builds.reset_mock()
-    opened = []
-
-    def note(path, *arguments, **options):
-        opened.append(os.path.basename(os.fspath(path)))
-        return real_open(path, *arguments, **options)
-
-    real_open = open
-    never = mock.Mock(side_effect=AssertionError)
-    with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", note)
-        patch.setattr(threading, "Thread", never)
-        patch.setattr(one.IndexedDataset, "get", never)
-        patch.setattr(one.IndexedDataset, "get_many", never)
-        built = build(one, [60, 8, 8], cfg)
-        one.build_pretraining_data_loader(built[0], 8, micro_batch_size=2)
-    assert builds.call_count == 0
-    pairs = [name for name in opened if not name.endswith("-manifest.json")]
-    assert sorted(pairs) == ["a.bin", "a.idx", "b.bin", "b.idx", "c.bin", "c.idx"]
-    manifests = [name for name in opened if name.endswith("-manifest.json")]
-    assert len(manifests) == len(set(manifests)) == 3 * 3 + 3
-
-
 def is_mapped(folder):
     """Has this process mapped a file of the folder?"""
     return str(folder) in pathlib.Path("/proc/self/maps").read_text()
 
 
 @linux
-@pytest.mark.parametrize("blend", [False, True], ids=["gpt", "blend"])
-def test_a_start_maps_nothing_before_the_first_access(mm, tmp_path, cache, blend):
-    """Nor does a blend, not even to see that its datasets have enough samples, nor a pickle.
+def test_a_start_maps_nothing_before_the_first_access(one, tmp_path, cache):
+    """Nor does a pickle, which holds no array: in upstream all travel to each worker.
 
     A dataset that nobody uses any more lets go of its files at once.
     """
-    corpus = mk(mm, tmp_path / "p", [[1] * 30] * 3000)
-    cfg = config(mm, ([corpus, corpus], [1, 2]) if blend else ([corpus], None), path_to_cache=cache)
+    corpus = mk(one, tmp_path / "p", [[1] * 30] * 3000)
+    cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
     ks = [0, 77, -1, None]
-    built = build(mm, [10_000, 0, 0], cfg)[0]
-    assert not is_mapped(cache)
+    built = build(one, [10_000, 0, 0], cfg)[0]
     wanted = built.batch(ks)
     assert is_mapped(cache)
-    for part in built.datasets if blend else [built]:
-        assert part.indices.nbytes > 10_000
     text = pickle.dumps(built)
-    assert len(text) < 10_000, "in upstream all arrays travel to each worker"
-    del built, part
-    loaded = build(mm, [10_000, 0, 0], cfg)[0]
+    assert len(text) < 10_000 < built.datasets[0].indices.nbytes
+    del built
+    loaded = build(one, [10_000, 0, 0], cfg)[0]
     again = pickle.loads(text)
     assert len(loaded) == len(again)
     assert not is_mapped(cache)
-    for dataset in (loaded, again):
-        same_samples(dataset.batch(ks), wanted)
+    same_samples(loaded.batch(ks), wanted)
+    same_samples(again.batch(ks), wanted)
     shutil.rmtree(cache)
     with pytest.warns(UserWarning, match="in memory"):
         same_samples(pickle.loads(text).batch(ks), wanted)
@@ -3693,66 +3577,40 @@ def test_a_start_maps_nothing_before_the_first_access(mm, tmp_path, cache, blend
 # -- what the first access finds -------------------------------------------------------------------
 
 
-class RunsCode:
-    """What unpickles it makes the file "ran"."""
-
-    def __reduce__(self):
-        return open, ("ran", "w")
-
-
-def flipped(content, at):
-    """One bit of a byte changed."""
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-
-
-def wrong_arrays(content):
-    """Other bytes of an array, of the same size where there are any; None: there is no file."""
-    wrong = [None, content[:-5], npy(np.array([RunsCode()], object)).ljust(len(content))]
-    for rng in cases(5):  # a bit somewhere, another one in the header
-        wrong.append(flipped(content, int(rng.integers(len(content)))))
-        wrong.append(flipped(content, int(rng.integers(128))))
-    return wrong
-
-
 def test_what_the_first_access_finds_wrong_is_built_in_memory(
-    one, pair, wanted, tmp_path, cache, builds, monkeypatch
+    one, pair, wanted, tmp_path, cache, monkeypatch
 ):
     """With one warning; nothing in it is run.  Also in the job that has saved the cache."""
     monkeypatch.chdir(tmp_path)
-    saved, _ = start(one, pair, cache)
-    content = file_of(cache, "document_index.npy").read_bytes()
-    for case, wrong in enumerate(wrong_arrays(content)):
-        shutil.rmtree(cache)
+    content = npy(wanted[0])
+    for wrong in (
+        None,
+        content[:-5],
+        content[:-1] + bytes([content[-1] ^ 1]),
+        content.replace(b"<i4", b">i4"),
+        pickle.dumps(LeavesATrace()).ljust(len(content)),
+    ):
+        shutil.rmtree(cache, ignore_errors=True)
         saved, _ = start(one, pair, cache)
-        found, messages = start(one, pair, cache)
-        assert messages == []
-        builds.reset_mock()
+        found, _ = start(one, pair, cache)
         replace_file(file_of(cache, "document_index.npy"), wrong)
         for ds in (saved, found):
-            values, messages = heard(arrays, ds)
-            messages = [message for message in messages if "document_index.npy" in message]
-            assert len(messages) == 1, case
-            assert "in memory" in messages[0], case
+            values, [message] = heard(arrays, ds)
+            assert "in memory" in message
             same_arrays(values, wanted)
             same_arrays(arrays(pickle.loads(pickle.dumps(ds))), wanted)
-        assert builds.call_count == 2, case
     assert not os.path.exists("ran")
 
 
-@pytest.mark.parametrize("epochs, step", [(1, 1 << 16), (17, 1 << 21)])
-def test_pages_that_a_power_loss_left_empty_are_noticed(one, tmp_path, cache, epochs, step):
-    """32 KiB of zeros wherever they are, in a file of 1 MiB an epoch, of the old size and time.
-
-    Above 16 MiB not all bytes are looked at, and yet enough for this.
-    """
+def test_pages_that_a_power_loss_left_empty_are_noticed(one, tmp_path, cache):
+    """32 KiB of zeros wherever they are in 17 MiB, of which not all bytes are looked at."""
     corpus = mk(one, tmp_path / "p", np.ones((1 << 18, 1), np.int32))
-    fields = {"n": 255 * epochs, "sequence_length": 1024}
+    fields = {"n": 255 * 17, "sequence_length": 1024}
     wanted = arrays(start(one, corpus, cache, **fields)[0])
     path = file_of(cache, "document_index.npy")
     content = path.read_bytes()
-    assert (len(content) > 1 << 24) == (epochs == 17)
     last = len(content) - (32 << 10)
-    for place in [0, *range(4096, last, step), last]:
+    for place in [0, *range(4096, last, 1 << 21), last]:
         ds, messages = start(one, corpus, cache, **fields)
         assert messages == []
         replace_file(path, content[:place] + bytes(32 << 10) + content[place + (32 << 10) :])
@@ -3765,42 +3623,25 @@ def test_pages_that_a_power_loss_left_empty_are_noticed(one, tmp_path, cache, ep
 # -- errors of the build, of the disk and of the system --------------------------------------------
 
 
-@pytest.mark.parametrize("error", [KeyError, OSError, KeyboardInterrupt])
-def test_an_error_of_the_build_is_no_fault_of_the_cache(one, pair, cache, builds, error):
+def test_an_error_of_the_build_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
     """It is raised as it is, after one call; the warning is of what was wrong with the files."""
     start(one, pair, cache)
     os.truncate(file_of(cache, "sample_index.npy"), 100)
     before = files_of(cache)
-    builds.reset_mock()
-    reason = error("the build")
-    builds.side_effect = reason
-    with pytest.raises(error) as raised, pytest.warns(UserWarning, match="rebuilt"):
+    build = mock.Mock(side_effect=OSError("the build"))
+    monkeypatch.setattr(one, "build_sample_idx", build)
+    with pytest.raises(OSError, match="^the build$"), pytest.warns(UserWarning, match="rebuilt"):
         gpt(one, pair, 50, path_to_cache=cache)
-    assert raised.value is reason
-    assert builds.call_count == 1
+    assert build.call_count == 1
     assert files_of(cache) == before
 
 
-def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, cache):
+def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, wanted, cache):
     """Below a regular file not even root can make a folder, so there is a warning."""
-    wanted, _ = cached(one, pair, f"{cache} of its own")
     pathlib.Path(cache).write_text("")
     found, [message] = cached(one, pair, f"{cache}/below")
     assert "cannot be written" in message
     same_arrays(found, wanted)
-
-
-@pytest.mark.parametrize("folder", [None, ""])
-def test_a_blend_without_a_folder_stays_in_memory(one, pair, tmp_path, folder):
-    """It belongs to no pair."""
-    parts = [gpt(one, pair, 9, path_to_cache=str(tmp_path / "cache"))] * 2
-    before = stamps(tmp_path)
-    cfg = config(one, (["x"], None), path_to_cache=folder)
-    blend, messages = heard(one.BlendedDataset, parts, [1, 2], 9, cfg)
-    assert messages == []
-    assert pairs_of(pickle.loads(pickle.dumps(blend))) == pairs_of(blend)
-    assert pairs_of(blend) == blend_by_a_loop(blend.weights, 9)
-    assert stamps(tmp_path) == before
 
 
 @pytest.mark.parametrize("num_renames", [0, 3, 4])
@@ -3826,12 +3667,11 @@ def test_a_disk_that_is_full_in_the_middle(one, pair, cache, monkeypatch, num_re
 def die_in_the_middle(one, corpus, cache, num_renames):
     """A job that is killed while it gives the files of a cache their names."""
     rename = os.replace
-    renamed = []
+    number = itertools.count()
 
     def rename_or_die(source, target):
-        if len(renamed) == num_renames:
+        if next(number) == num_renames:
             os.kill(os.getpid(), signal.SIGKILL)
-        renamed.append(target)
         rename(source, target)
 
     os.replace = rename_or_die
@@ -3853,31 +3693,19 @@ def test_a_job_that_is_killed_leaves_nothing_that_is_believed(one, pair, cache):
     for num_renames in range(5):
         found, _ = cached(one, pair, f"{cache} {num_renames}")
         same_arrays(found, wanted)
-        again, messages = cached(one, pair, f"{cache} {num_renames}")
-        same_arrays(again, wanted)
-        assert messages == []
+        assert cached(one, pair, f"{cache} {num_renames}")[1] == []
 
 
-@linux
 def test_too_many_open_files_are_no_fault_of_the_cache(one, pair, cache, monkeypatch):
     """Nothing is built again, at an access or at a start."""
     ds, _ = start(one, pair, cache, 50)
-    arguments = one.IndexedDataset(pair), pair, np.arange(4, dtype=np.int32), 50, one.Split.train
-    for number in (errno.EMFILE, errno.ENFILE):
-        monkeypatch.setattr("builtins.open", mock.Mock(side_effect=OSError(number, "Too many")))
-        with pytest.raises(OSError, match="Too many"):
-            arrays(ds)
-        with pytest.raises(OSError, match="Too many"):
-            one.GPTDataset(*arguments, ds.config)
-
-
-# -- several jobs at once --------------------------------------------------------------------------
-
-
-def build_together(one, corpus, cache, n, barrier, wanted):
-    """What one of several jobs does."""
-    barrier.wait(60)
-    same_arrays(cached(one, corpus, cache, n)[0], wanted)
+    opened = one.IndexedDataset(pair), pair, np.arange(4, dtype=np.int32), 50, one.Split.train
+    error = OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr("builtins.open", mock.Mock(side_effect=error))
+    with pytest.raises(OSError, match="Too many"):
+        arrays(ds)
+    with pytest.raises(OSError, match="Too many"):
+        one.GPTDataset(*opened, ds.config)
 
 
 @linux
@@ -3888,10 +3716,15 @@ def test_jobs_may_build_at_once(one, pair, cache, stale):
         cached(one, pair, cache)
         mk(one, pair, [[1] * 20] * 40)
     barrier = FORK.Barrier(4)
+
+    def build_together(n, wanted):
+        barrier.wait(60)
+        same_arrays(cached(one, pair, cache, n)[0], wanted)
+
     jobs = []
     for n in (50, 50, 50, None):
         wanted, _ = cached(one, pair, f"{cache} {n}", n)
-        jobs.append(functools.partial(build_together, one, pair, cache, n, barrier, wanted))
+        jobs.append(functools.partial(build_together, n, wanted))
     assert in_children(*jobs) == [0, 0, 0, 0]
     assert len(os.listdir(cache)) == 10, "nothing temporary"
     assert cached(one, pair, cache)[1] == []
@@ -3901,7 +3734,7 @@ def test_jobs_may_build_at_once(one, pair, cache, stale):
 # 13. Object storage
 # ==============================================================================
 #
-# Three kinds of it: memory, a web server, and S3.
+# Memory, a web server that a test can make fail, and, once, S3.
 
 SECRET = "s3cret"
 
@@ -3916,40 +3749,30 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
         """Nothing."""
 
     def do_GET(self):
-        server = self.server
         name = self.path.rpartition("/")[2]
         wanted = self.headers.get("Range", "")
-        server.requests.append((self.command, name, wanted))
-        path = pathlib.Path(server.folder, name)
-        status = next(server.faults, None)
-        if not isinstance(status, int) and not path.is_file():
-            status = 404
-        if isinstance(status, int):
-            self.answer(status)
-            return
-        content = path.read_bytes()
-        tag = hashlib.md5(content).hexdigest()
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)
-        if found is None or status == "whole":
-            self.answer(200, content, ETag=tag)
-            return
-        body = content[int(found[1]) : int(found[2]) + 1]
-        if status == "short":
+        self.server.requests.append((self.command, name, wanted))
+        path = pathlib.Path(self.server.folder, name)
+        fault = next(self.server.faults, None)
+        status, body = 404, b""
+        if isinstance(fault, int):
+            status = fault
+        elif path.is_file():
+            status, body = 200, path.read_bytes()
+        self.send_response(206 if wanted and status == 200 else status)
+        self.send_header("ETag", hashlib.md5(body).hexdigest())
+        self.send_header("Accept-Ranges", "bytes")
+        if wanted and body:
+            first, last = map(int, re.findall(r"\d+", wanted))
+            body = body[first : last + 1]
+        if fault == "short":
             body = body[1:]
-        self.answer(206, body, is_cut=status == "cut", ETag=tag)
-
-    do_HEAD = do_GET
-
-    def answer(self, status, body=b"", is_cut=False, **headers):
-        """Send an answer, of whose body only a half arrives if it is cut."""
-        self.send_response(status)
-        headers |= {"Content-Length": str(len(body)), "Accept-Ranges": "bytes"}
-        for name, value in headers.items():
-            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[: len(body) // 2] if is_cut else body)
-        self.close_connection = is_cut
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
 
 
 class Storage:
@@ -3959,21 +3782,12 @@ class Storage:
         self.root = root
         self._file_system, self._place = fsspec.core.url_to_fs(str(target or root))
 
-    def put(self, prefix):
-        """Copy a local pair -> the prefix of the copy."""
-        name = os.path.basename(prefix)
-        for extension in (".bin", ".idx"):
-            self.put_file(f"{prefix}{extension}", f"{name}{extension}")
+    def put(self, prefix, name=None):
+        """Copy a local pair -> the prefix of the copy, which has its name or another one."""
+        name = name or os.path.basename(prefix)
+        for extension in ("bin", "idx"):
+            self._file_system.put_file(f"{prefix}.{extension}", f"{self._place}/{name}.{extension}")
         return f"{self.root}/{name}"
-
-    def put_file(self, path, name):
-        """Copy one file -> the URL of the copy."""
-        self._file_system.put_file(str(path), f"{self._place}/{name}")
-        return f"{self.root}/{name}"
-
-    def files(self):
-        """The names of all that is there."""
-        return {path.rpartition("/")[2] for path in self._file_system.find(self._place)}
 
 
 @pytest.fixture
@@ -3994,12 +3808,6 @@ def bucket(no_pauses, monkeypatch):
     return Storage("memory://bucket")
 
 
-def on_memory(name, function=None):
-    """A patch that puts a function in the place of a method of memory://; its mock counts calls."""
-    cls = fsspec.get_filesystem_class("memory")
-    return mock.patch.object(cls, name, autospec=True, side_effect=function or getattr(cls, name))
-
-
 @pytest.fixture
 def web(no_pauses, tmp_path):
     """A web server that serves ranges, and writes nothing."""
@@ -4011,7 +3819,7 @@ def web(no_pauses, tmp_path):
     server.socket.listen(256)  # a batch opens many at once; those over the limit wait for seconds
     server.folder = folder
     server.requests = []
-    server.faults = iter([])  # of the next requests: a status, "cut", "short", "whole", or None
+    server.faults = iter([])  # of the next requests: a status, "short", or None
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     storage = Storage(f"http://127.0.0.1:{server.server_port}/bucket", folder)
@@ -4020,40 +3828,6 @@ def web(no_pauses, tmp_path):
     server.shutdown()
     server.server_close()
     thread.join()
-
-
-@pytest.fixture(scope="session")
-def s3_server():
-    """The URL of an S3 server."""
-    pytest.importorskip("s3fs", reason="pip install 'megatron-min[storage]'")
-    moto = pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
-
-
-@pytest.fixture
-def s3(no_pauses, s3_server, tmp_path, monkeypatch):
-    """A bucket of its own on the S3 server."""
-    import s3fs
-
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # it pauses before its own retries
-    bucket = re.sub("[^a-z0-9]", "-", tmp_path.name.lower())
-    s3fs.S3FileSystem().mkdir(bucket)
-    return Storage(f"s3://{bucket}/data")
-
-
-@pytest.fixture(params=["bucket", "web", "s3"])
-def storage(request):
-    """Each kind of object storage."""
-    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
@@ -4074,14 +3848,14 @@ def numbers(one, web, tmp_path):
 # -- Reading -----------------------------------------------------------------------------------
 
 
-def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, no_pauses):
+def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
     """One by one or many at once; places may overlap, repeat and be empty."""
     prefix, docs = some_pair
-    with pytest.raises(FileNotFoundError, match=re.escape(f"{storage.root}/pair.idx")):
-        one.IndexedDataset(f"{storage.root}/pair")
-    assert not one.IndexedDataset.exists(f"{storage.root}/pair")
-    ds = one.IndexedDataset(storage.put(prefix), check=True)
-    assert one.IndexedDataset.exists(f"{storage.root}/pair")
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{web.root}/pair.idx")):
+        one.IndexedDataset(f"{web.root}/pair")
+    assert not one.IndexedDataset.exists(f"{web.root}/pair")
+    ds = one.IndexedDataset(web.put(prefix), check=True)
+    assert one.IndexedDataset.exists(f"{web.root}/pair")
     assert no_pauses == []
     assert lists(ds[:]) == [doc.tolist() for doc in docs]
     pieces = [(3, 2, 4), (59, 0, 2), (-1, 0, 2), (3, 1, 1), (3, 2, 4), (3, 0, 0)]
@@ -4091,6 +3865,30 @@ def test_a_remote_pair_equals_the_local_one(one, storage, some_pair, no_pauses):
     assert ds.get_many([]) == ds[5:5] == []
     with pytest.raises(IndexError):
         ds.get_many([(1, 0, 0), (0, 0, len(docs[0]) + 1)])
+
+
+def test_s3(one, no_pauses, some_pair, monkeypatch):
+    """A pair is read; a listing that fsspec keeps is not taken for the state of an object."""
+    s3fs = pytest.importorskip("s3fs", reason="pip install 'megatron-min[storage]'")
+    moto = pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    file_system = s3fs.S3FileSystem()
+    file_system.mkdir("bucket")
+    prefix, docs = some_pair
+    place = Storage("s3://bucket/data").put(prefix)
+    assert lists(one.IndexedDataset(place)[:]) == [doc.tolist() for doc in docs]
+    file_system.find("bucket")
+    of_another_process = s3fs.S3FileSystem(skip_instance_cache=True)
+    of_another_process.pipe_file("bucket/data/pair.idx", b"another index")
+    with pytest.raises(one.DatasetFormatError, match="file size.* 13"):
+        one.IndexedDataset(place)
+    server.stop()
 
 
 def new_ranges(web):
@@ -4124,13 +3922,15 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     prefixes = [bucket.put(prefix) for prefix in prefixes]
     remote = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
     ds = remote.datasets[0]
+    memory = fsspec.get_filesystem_class("memory")
+    real = memory.cat_ranges
     for read, argument, wanted in (
         (ds.__getitem__, 5, 1),
         (ds.__getitems__, [3, None, 11, 0], 1),
         (ds.dataset.__getitem__, slice(1, 9), 1),
         (remote.batch, [*range(40), None], 2),
     ):
-        with on_memory("cat_ranges") as calls:
+        with mock.patch.object(memory, "cat_ranges", autospec=True, side_effect=real) as calls:
             read(argument)
         assert calls.call_count == wanted, (read, argument)
     same_samples(remote.batch([*range(40), None]), local.batch([*range(40), None]))
@@ -4158,23 +3958,26 @@ def test_remote_datasets_in_other_threads_and_processes(one, web, some_pair, tmp
 # -- Copies of .idx files ----------------------------------------------------------------------
 
 
-def test_without_path_to_cache_indices_lie_beside_the_idx(one, bucket, some_pair, tmp_path):
-    """A default beside the pair would be remote."""
+def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path):
+    """The default of path_to_cache, beside the pair, would be."""
     prefix = bucket.put(some_pair[0])
-    for path, place in (
-        (None, tmp_path / "home" / "megatron_min"),
-        (str(tmp_path / "idx"), tmp_path / "idx"),
-    ):
+    home = tmp_path / "home" / "megatron_min"  # see no_pauses
+    for path, place in ((None, home), (tmp_path / "idx", tmp_path / "idx")):
         cfg = config(one, ([prefix], None), object_storage_cache_path=path)
         first = build(one, [9, 0, 0], cfg)[0]
         manifest = f"{first.unique_description_hash}-GPTDataset-train-manifest.json"
         assert (place / "GPTDataset_indices" / manifest).exists()
         assert {path.suffix for path in place.iterdir() if path.is_file()} == {".idx"}
-    assert bucket.files() == {"pair.bin", "pair.idx"}
-    with pytest.raises(ValueError, match="path_to_idx_cache .* local"):
-        one.ObjectStorageConfig(f"memory://me:{SECRET}@host/idx")
-    with pytest.raises(ValueError, match="path_to_cache .* local"):
-        build(one, [9, 0, 0], config(one, ([prefix], None), path_to_cache="memory://cache"))
+    url = f"memory://me:{SECRET}@host/folder"
+    cfg = config(one, ([prefix], None), path_to_cache=url)
+    for function, argument in ((one.ObjectStorageConfig, [url]), (build, [one, [9, 0, 0], cfg])):
+        with pytest.raises(ValueError, match="path_to_.*cache must be .* local") as caught:
+            function(*argument)
+        assert SECRET not in str(caught.value)
+    with pytest.raises(FileNotFoundError, match="memory://host/folder"):
+        one.merge([prefix], f"{url}/merged")
+    file_system = fsspec.filesystem("memory")
+    assert file_system.find("") == ["/bucket/pair.bin", "/bucket/pair.idx"]
 
 
 def open_remote(one, place, folder):
@@ -4182,39 +3985,24 @@ def open_remote(one, place, folder):
     return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
 
 
-def test_an_index_is_copied_once_for_each_state(one, storage, some_pair, tmp_path):
+def test_an_index_is_copied_once_for_each_state(one, web, some_pair, tmp_path):
+    """And for each prefix, even where the storage says the same of both."""
     prefix, docs = some_pair
-    place = storage.put(prefix)
+    folder = tmp_path / "idx"
+    place = web.put(prefix)
     inodes = []
     for _ in range(2):
-        open_remote(one, place, tmp_path / "idx")
-        [copied] = (tmp_path / "idx").iterdir()
+        open_remote(one, place, folder)
+        [copied] = folder.iterdir()
         assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
         inodes.append(copied.stat().st_ino)
     assert inodes[0] == inodes[1]
     swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
-    assert place == storage.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
-    ds = open_remote(one, place, tmp_path / "idx")
-    assert lists(ds[:2]) == [docs[1].tolist(), docs[0].tolist()]
-
-
-def test_a_listing_that_fsspec_keeps_is_no_state(one, s3, some_pair):
-    place = s3.put(some_pair[0])
-    one.IndexedDataset(place)
-    file_system, path = fsspec.core.url_to_fs(f"{place}.idx")
-    file_system.find(s3.root)
-    type(file_system)(skip_instance_cache=True).pipe_file(path, b"of another process")
-    with pytest.raises(one.DatasetFormatError, match="file size.* 18"):
-        one.IndexedDataset(place)
-
-
-def test_two_prefixes_have_two_copies(one, web, some_pair, tmp_path):
-    """Even where the storage says the same of both."""
-    for name in ("pair", "other"):
-        for extension in (".bin", ".idx"):
-            web.put_file(f"{some_pair[0]}{extension}", f"{name}{extension}")
-        open_remote(one, f"{web.root}/{name}", tmp_path / "idx")
-    assert len(os.listdir(tmp_path / "idx")) == 2
+    web.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
+    assert lists(open_remote(one, place, folder)[:2]) == [docs[1].tolist(), docs[0].tolist()]
+    assert len(os.listdir(folder)) == 2
+    open_remote(one, web.put(prefix, "other"), folder)
+    assert len(os.listdir(folder)) == 3
 
 
 @linux
@@ -4234,14 +4022,15 @@ def test_processes_may_copy_an_index_at_once(one, web, some_pair, tmp_path):
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
     """No copy stays; the next opening finds the new one."""
     place = bucket.put(some_pair[0])
-    cat_ranges = fsspec.get_filesystem_class("memory").cat_ranges
+    memory = fsspec.get_filesystem_class("memory")
+    cat_ranges = memory.cat_ranges
 
     def read_then_change(self, *arguments, **options):
         found = cat_ranges(self, *arguments, **options)
-        bucket.put_file(f"{some_pair[0]}.idx", "pair.idx")
+        bucket.put(some_pair[0])
         return found
 
-    with on_memory("cat_ranges", read_then_change):
+    with mock.patch.object(memory, "cat_ranges", read_then_change):
         with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
             open_remote(one, place, tmp_path / "idx")
     assert os.listdir(tmp_path / "idx") == []
@@ -4251,8 +4040,8 @@ def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_pa
 # -- Faults ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["cut", "short", 408, 429, 500])
-def test_only_what_failed_is_asked_for_again(one, web, numbers, fault):
+@pytest.mark.parametrize("fault", ["short", 500])
+def test_only_what_failed_is_asked_for_again(web, numbers, fault):
     web.server.faults = iter([fault])
     new_ranges(web)
     assert lists(numbers.get_many([(0, 0, 1), (0, 5, 2)])) == [[100], [105, 106]]
@@ -4271,7 +4060,6 @@ def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
     "status, error, tries",
     [
         (503, OSError, 5),
-        ("whole", OSError, 5),  # a server without ranges sends more than it is asked for
         (404, FileNotFoundError, 1),
         (401, PermissionError, 1),
         (403, PermissionError, 1),
@@ -4292,8 +4080,6 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # no other test reads gs://
     with pytest.raises(ImportError, match=r"gs://bucket/pair.idx.*\[storage\]"):
         one.IndexedDataset("gs://bucket/pair")
-    with pytest.raises(ValueError, match="nonsense"):
-        one.IndexedDataset("nonsense://bucket/pair")
 
 
 # -- Credentials -------------------------------------------------------------------------------
@@ -4301,17 +4087,15 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
 
 def test_credentials_are_left_out(one):
     for text, wanted in (
-        ("data/a@b?c", "data/a@b?c"),
         ("https://me:pass@word@host/a", "https://host/a"),
         ("of https://me:pw@a/x?y=1 and 'http://you:pw@b/z?w=2'", "of https://a/x and 'http://b/z'"),
         ("s3://key:pass/word@bucket/x", "s3://bucket/x"),
         ("http://host:8080/a@b", "http://host:8080/a@b"),
-        (pathlib.Path("a/b"), "a/b"),
     ):
         assert one._hide_credentials(text) == wanted
 
 
-@pytest.mark.parametrize("fault", ["torn", "outside", "refused", "folder", 403, 503])
+@pytest.mark.parametrize("fault", ["torn", "outside", 403, 503])
 @pytest.mark.parametrize("url", ["{root}/pair", "{web}/x?X-Amz-Signature=s3cret&to=/pair"])
 def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     """Not even those of the errors that led to an error, as Python prints them."""
@@ -4319,13 +4103,9 @@ def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     url = url.format(root=web.root.replace("://", f"://me:{SECRET}@"), web=web.root)
     if fault == "torn":
         os.truncate(web.server.folder / "pair.bin", 10)
-    if fault == "refused":
-        url = url.replace(str(web.server.server_port), "9")
     if isinstance(fault, int):
         web.server.faults = itertools.repeat(fault)
     with pytest.raises((OSError, ValueError, IndexError)) as caught:
-        if fault == "folder":
-            one.merge([url], f"{url}2")  # object storage is no place to write to
         one.IndexedDataset(url)[100]
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
@@ -4334,7 +4114,7 @@ def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
     for name in ("verify", "inspect"):
         code, out, err = command(one, capsys, name, url)
         assert SECRET not in out + err
-        assert code == (0 if fault in ("outside", "folder") else 1)
+        assert code == (0 if fault == "outside" else 1)
 
 
 # ==============================================================================
