@@ -7385,40 +7385,27 @@ def test_rows_are_found_wherever_they_lie(one, tmp_path, kind):
             for messages in wanted:
                 content += json.dumps({"messages": messages}) + str(rng.choice(ends))
             path.write_bytes(content.removesuffix("\n").encode())
-        found = one.SFTDataset.build_low_level_dataset(str(path), None)
-        assert [found[row]["messages"] for row in range(len(found))] == wanted
-        copy_of_rows = pickle.loads(pickle.dumps(found))
-        for row in rng.permutation(len(found)).tolist():
-            assert copy_of_rows[row]["messages"] == wanted[row]
-
-
-def test_no_row_is_kept_in_memory(one, tmp_path):
-    row = [{"role": "user", "content": "1 " * 10_000}]
-    path = write_rows(tmp_path / "chat.jsonl", [row] * 200)
-    tracemalloc.start()
-    rows = one.SFTDataset.build_low_level_dataset(str(path), None)
-    assert rows[199] == {"messages": row}
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < path.stat().st_size / 2
-
-
-BAD_ROWS = {  # a line, and a word of the error
-    "{oops": "Expecting",
-    '{"text": "a"}': "KeyError: 'messages'",
-    '{"messages": []}': "empty",
-    '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
-    '{"messages": [{"role": "user", "content": "one"}]}': "invalid literal",
-}
+        opened = one.SFTDataset.build_low_level_dataset(str(path), None)
+        assert len(opened) == len(wanted)
+        opened = pickle.loads(pickle.dumps(opened))
+        for row in rng.permutation(len(opened)).tolist():
+            assert opened[row]["messages"] == wanted[row]
 
 
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
+    """Each of these lines, all but the first and the last, with a word of the error."""
     good = json.dumps({"messages": ROW})
+    bad = {
+        "{oops": "Expecting",
+        '{"text": "a"}': "KeyError: 'messages'",
+        '{"messages": []}': "empty",
+        '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
+    }
     path = tmp_path / "chat.jsonl"
-    path.write_text("\n\n".join([good, *BAD_ROWS, good]))  # with blank lines
+    path.write_text("\n\n".join([good, *bad, good]))  # with blank lines
     ds = chat(one, path, tokenizer=Tok())
-    assert len(ds) == len(BAD_ROWS) + 2
-    for number, words in enumerate(BAD_ROWS.values(), 1):
+    assert len(ds) == len(bad) + 2
+    for number, words in enumerate(bad.values(), 1):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
 
@@ -7428,15 +7415,13 @@ def test_rows_of_any_object(one):
 
     One target for three tokens would be spread over all of them without a word.
     """
-    rows = [{"messages": ROW}, {"text": "a"}]
     tokenizer = ChatTokenizer(pad=999)
     cfg = config(one, tokenizer=tokenizer)
-    ds = one.SFTDataset(rows, "rows", np.arange(2, dtype=np.int32), 3, one.Split.train, cfg)
+    rows = np.arange(1, dtype=np.int32)
+    ds = one.SFTDataset([{"messages": ROW}], "rows", rows, 3, one.Split.train, cfg)
     same_samples(ds[2], brute_chat_sample(ROW, 8, 999, 0, 1))
-    with pytest.raises(ValueError, match="rows, row 2: "):
-        ds[1]
-    tokenizer.tokenize_conversation = lambda *_, **__: ([1, 2, 3], [5])
-    ds = one.SFTDataset(rows, "rows", np.arange(2, dtype=np.int32), 3, one.Split.train, cfg)
+    tokenizer.tokenize_conversation = mock.Mock(return_value=([1, 2, 3], [5]))
+    ds = one.SFTDataset([{"messages": ROW}], "rows", rows, 3, one.Split.train, cfg)
     with pytest.raises(ValueError, match=r"rows, row 1: .*3 tokens have 1 targets"):
         ds[0]
 
@@ -7463,60 +7448,53 @@ def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path)
     sample = chat(one, path, sequence_length=len(text), tokenizer=one.ByteTokenizer())[0]
     ids = [256 if letter == "$" else ord(letter) for letter in text]
     assert sample["tokens"].tolist() == ids
-    learned = np.flatnonzero(sample["loss_mask"])
-    assert "".join(text[i + 1] for i in learned) == "4$six$"
-    assert sample["labels"][learned].tolist() == [ids[i + 1] for i in learned]
+    learned = sample["labels"][sample["loss_mask"] == 1].tolist()
+    assert learned == [ord("4"), 256, *b"six", 256]
 
 
 def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     """A run goes on where it stopped, and not with another file under the same name."""
-    rng = np.random.default_rng(0)
-    rows = random_rows(rng, 20, 5)
+    rows = random_rows(np.random.default_rng(0), 20, 5)
     paths = [str(write_rows(tmp_path / name, rows)) for name in "ab"]
     cfg = config(one, (paths, [1, 3]), split="8,1,1", tokenizer=ChatTokenizer(pad=999))
     train, valid, test = build(one, [24, 4, 0], cfg, one.SFTDataset)
     assert (len(train), len(valid), len(test)) == (24, 4, 0)
     assert [len(part.indices) for part in (*train.datasets, *valid.datasets)] == [16, 16, 2, 2]
-    arguments = {"micro_batch_size": 4, "num_workers": 2, "dataloader_type": "cyclic"}
-    batches = list(one.build_pretraining_data_loader(train, 0, **arguments))
+    batches = list(loader_of(one, train, num_workers=2, **fields_of("sharded")))
     assert batches[0]["cu_seqlens"].shape == (4, 9)
-    first = one.build_pretraining_data_loader(train, 0, **arguments)
-    iterator = iter(first)
-    for wanted in batches[:3]:
-        same_samples(next(iterator), wanted)
+    first = loader_of(one, train, **fields_of("sharded"))
+    found = list(itertools.islice(first, 3))
     state = first.state_dict()
-    later = one.build_pretraining_data_loader(train, 0, **arguments)
+    later = loader_of(one, train, **fields_of("sharded"))
     later.load_state_dict(state)
-    for found, wanted in zip(later, batches[3:], strict=True):
-        same_samples(found, wanted)
+    same_batches(found + list(later), batches)
     write_rows(tmp_path / "a", rows[::-1])
     changed, _, _ = build(one, [24, 4, 0], cfg, one.SFTDataset)
-    other = one.build_pretraining_data_loader(changed, 0, **arguments)
+    other = loader_of(one, changed, **fields_of("sharded"))
     with pytest.raises(ValueError, match="does not fit"):
         other.load_state_dict(state)
 
 
 def test_files_of_rows_are_told_apart(one, tmp_path):
     """By their sizes and both ends; and the sets of one file by their rows."""
-    path = tmp_path / "chat.jsonl"
     long = [{"role": "user", "content": "1 " * 70_000}]
     found = []
-    for rows in ([ROW, long, ROW], [ROW[::-1], long, ROW], [ROW, long, ROW[::-1]], [ROW, ROW]):
-        write_rows(path, rows)
+    for rows in ([ROW, long, ROW], [ROW[::-1], long, ROW], [ROW, long, ROW[::-1]]):
+        path = write_rows(tmp_path / "chat.jsonl", rows)
         found.append(chat(one, path).made_from())
-    assert found[0]["size"] == found[1]["size"] == found[2]["size"]
+        assert found[-1]["size"] == found[0]["size"]
     found.append(chat(one, path, rows=[1]).made_from())
     for one_of_them, another in itertools.combinations(found, 2):
         assert one_of_them != another
 
 
 def test_parquet_files_of_no_use(one, tmp_path, monkeypatch):
-    """Damaged, without messages, missing; and any, without the extra that reads them."""
+    """Damaged, or without messages; and any, without the extra that reads them."""
     pytest.importorskip("pyarrow.parquet")
     damaged = tmp_path / "damaged.parquet"
     damaged.write_bytes(b"nothing")
     other = write_parquet(tmp_path / "other.parquet", {"text": ["a"]})
-    for path in (damaged, pathlib.Path(other), tmp_path / "none.parquet"):
+    for path in (damaged, other):
         with pytest.raises(ValueError, match=path.name):
             chat(one, path)
     missing = mock.Mock(side_effect=ModuleNotFoundError(name="pyarrow"))
@@ -7540,21 +7518,6 @@ def mk_sentences(mm, prefix, rng):
     return str(prefix)
 
 
-def random_gpt(mm, folder, rng):
-    """A GPTDataset of a random shape over a part of the sequences of such a pair."""
-    prefix = mk_sentences(mm, folder / f"pair{rng.integers(10**9)}", rng)
-    first = int(rng.integers(0, 2))
-    documents = np.arange(first, len(mm.IndexedDataset(prefix)), dtype=np.int32)
-    fields = {
-        "sequence_length": int(rng.integers(1, 12)),
-        "add_extra_token_to_sequence": bool(rng.integers(2)),
-        "drop_last_partial_validation_sequence": bool(rng.integers(2)),
-        "stable_order": bool(rng.integers(2)),
-    }
-    n = [None, 5, 40][rng.integers(3)]
-    return gpt(mm, prefix, n, ["train", "valid"][rng.integers(2)], documents, **fields)
-
-
 def check_spans(mm, ds, k):
     """The spans of a sample are its tokens, one after the other, and are where they say."""
     tokens, _ = ds._query_document_sample_shuffle_indices(k)
@@ -7573,61 +7536,48 @@ def check_spans(mm, ds, k):
     assert set(tokens[at:].tolist()) <= {ds._pad_token_id}
 
 
-def samples_with(mm, ds, prefix, sequence):
-    """What find() should give, by tracing all samples."""
-    found = []
+def check_find(mm, ds, prefix):
+    """find() gives what tracing all samples gives, for each sequence of a pair."""
+    wanted = collections.defaultdict(list)
     for k in range(len(ds)):
-        places = {(span.path_prefix, span.sequence) for span in mm.trace(ds, k)}
-        if (prefix, sequence) in places:
-            found.append(k)
-    return found
+        for sequence in {span.sequence for span in mm.trace(ds, k) if span.path_prefix == prefix}:
+            wanted[sequence].append(k)
+    for sequence in range(len(mm.IndexedDataset(prefix))):
+        assert mm.find(ds, prefix, sequence) == wanted[sequence]
 
 
 def test_trace_and_find_of_random_datasets(mm, tmp_path):
-    for rng in cases(25):
-        ds = random_gpt(mm, tmp_path, rng)
+    """Over a part of the sequences of a pair."""
+    for case, rng in enumerate(cases(25)):
+        prefix = mk_sentences(mm, tmp_path / f"pair{case}", rng)
+        first = int(rng.integers(0, 2))
+        documents = np.arange(first, len(mm.IndexedDataset(prefix)), dtype=np.int32)
+        fields = {
+            "sequence_length": int(rng.integers(1, 12)),
+            "add_extra_token_to_sequence": bool(rng.integers(2)),
+            "drop_last_partial_validation_sequence": bool(rng.integers(2)),
+            "stable_order": bool(rng.integers(2)),
+        }
+        n = [None, 5, 40][rng.integers(3)]
+        ds = gpt(mm, prefix, n, ["train", "valid"][rng.integers(2)], documents, **fields)
         for k in range(len(ds)):
             check_spans(mm, ds, k)
-        for sequence in range(len(ds.dataset)):
-            wanted = samples_with(mm, ds, ds.dataset_path, sequence)
-            assert mm.find(ds, ds.dataset_path, sequence) == wanted
+        check_find(mm, ds, prefix)
 
 
-KINDS_OF_BLENDS = {  # weights of three corpora, a size, and fields of the config
-    "weights": ([5, 3, 0], 60, {}),
-    "exhaustive": (None, None, {}),
-    "phases": (None, None, {"blend_phases": [(10, [1, 1, 0]), (25, [0, 1, 3]), (5, [1, 1, 1])]}),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_BLENDS)
-def test_trace_and_find_of_blends(mm, tmp_path, kind):
-    """Also of a pair that is in the blend twice."""
-    weights, size, fields = KINDS_OF_BLENDS[kind]
+def test_trace_and_find_of_blends(one, tmp_path):
+    """Also of a pair that is in the blend twice; of each part some samples are not in it."""
     rng = np.random.default_rng(1)
-    a, b = (mk_sentences(mm, tmp_path / name, rng) for name in "ab")
-    cfg = config(mm, ([a, b, a], weights), stable_order=kind == "phases", **fields)
-    blend = build(mm, [size, 0, 0], cfg)[0]
+    a, b = (mk_sentences(one, tmp_path / name, rng) for name in "ab")
+    phases = [(10, [1, 1, 0]), (25, [0, 1, 3]), (5, [1, 1, 1])]
+    cfg = config(one, ([a, b, a], None), blend_phases=phases, stable_order=True)
+    blend = build(one, [None, 0, 0], cfg)[0]
     for i in range(len(blend)):
         part = blend.datasets[blend.dataset_index[i]]
-        assert mm.trace(blend, i) == mm.trace(part, blend.dataset_sample_index[i]) != []
-    assert mm.trace(blend, -1) == mm.trace(blend, len(blend) - 1)
+        assert one.trace(blend, i) == one.trace(part, blend.dataset_sample_index[i]) != []
+    assert one.trace(blend, -1) == one.trace(blend, len(blend) - 1)
     for prefix in (a, b):
-        for sequence in range(len(mm.IndexedDataset(prefix))):
-            wanted = samples_with(mm, blend, prefix, sequence)
-            assert mm.find(blend, prefix, sequence) == wanted
-
-
-def test_find_looks_at_a_few_samples_an_epoch(one, tmp_path):
-    prefixes = [mk(one, tmp_path / name, [[1] * 9] * 40) for name in "ab"]
-    blend = build(one, [400, 0, 0], config(one, (prefixes, [1, 1])))[0]
-    part = blend.datasets[1]
-    num_epochs = part.epoch_plan.num_epochs
-    for sequence in range(40):
-        with mock.patch.object(part, "pieces", wraps=part.pieces) as pieces:
-            found = one.find(blend, prefixes[1], sequence)
-        assert len(found) >= num_epochs > 1
-        assert pieces.call_count <= 3 * num_epochs < len(part) / 10
+        check_find(one, blend, prefix)
 
 
 def test_an_audit_reads_no_token(one, web, some_pair, tmp_path):
@@ -7646,14 +7596,13 @@ def test_what_cannot_be_traced_or_found(one, tmp_path):
     ds = gpt(one, a, 5, documents=np.arange(4, dtype=np.int32))
     blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
     assert one.find(ds, a, 8) == []  # of another split
-    for function, arguments, kind, words in (
-        (one.find, [blend, "other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
-        (one.find, [ds, a, 9], IndexError, "9"),
-        (one.trace, [ds, len(ds)], IndexError, str(len(ds))),
-        (one.trace, [blend, len(blend)], IndexError, str(len(blend))),
-    ):
-        with pytest.raises(kind, match=words):
-            function(*arguments)
+    with pytest.raises(ValueError, match=f"other is not a pair.*{re.escape(a)}"):
+        one.find(blend, "other", 1)
+    with pytest.raises(IndexError, match="9"):
+        one.find(ds, a, 9)
+    for dataset in (ds, blend):
+        with pytest.raises(IndexError, match=str(len(dataset))):
+            one.trace(dataset, len(dataset))
 
 
 def test_mock_data_have_no_file(one):
