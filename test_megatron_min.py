@@ -5422,19 +5422,18 @@ def test_an_error_ahead_reaches_the_loop_at_its_batch(c, tmp_path, num_workers):
     assert loader.state_dict()["consumed_samples"] == 20
 
 
-# The main thread ends first: no pool can begin a batch then.
 A_THREAD_READS_ON = """
-import faulthandler, sys, threading
+import sys, threading
 import megatron_min as mm
 
-faulthandler.dump_traceback_later(60, exit=True)
 config = mm.GPTDatasetConfig(1, 4, blend=([mm.toy_corpus(sys.argv[1])], None), split="1",
                              tokenizer=mm.ByteTokenizer(), create_attention_mask=False)
 builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [4000, 0, 0], bool, config)
 dataset = builder.build()[0]
+has_begun = threading.Event()
+
 def loader_of():
     return mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=1, num_workers=2)
-has_begun = threading.Event()
 
 def read():
     for batch in mm.cyclic_iter(loader_of()):
@@ -5450,7 +5449,10 @@ print("done")
 
 @pytest.mark.slow
 def test_a_script_that_ends_while_a_thread_reads_prints_no_traceback(tmp_path):
-    """Its code is not asked for: torch may abort where a daemon thread frees tensors at the end."""
+    """No pool can begin a batch once the main thread has ended.
+
+    The exit code is not asked for: torch may abort where a daemon thread frees tensors at the end.
+    """
     for _ in range(3):
         ran = python(A_THREAD_READS_ON, tmp_path)
         assert ran.stdout == "done\n" and "Traceback" not in ran.stderr, ran.stderr
@@ -5518,8 +5520,6 @@ def test_a_state_goes_through_torchs_checkpoints(one, tmp_path):
     quiet(checkpoint.save, {"loader": old}, checkpoint_id=tmp_path / "saved", no_dist=True)
     quiet(checkpoint.load, {"loader": fresh}, checkpoint_id=tmp_path / "saved", no_dist=True)
     assert fresh.state_dict() == old.state_dict()
-    torch.save(old.state_dict(), tmp_path / "state.pt")
-    assert torch.load(tmp_path / "state.pt") == old.state_dict()
 
 
 # -- The state: of two random runs -------------------------------------------------------------
@@ -5564,7 +5564,7 @@ def corpora_of_runs(one, tmp_path_factory):
 
 def data_of_run(mm, folder, run):
     """The dataset of a run."""
-    fields = {name: run[name] for name in list(run)[3:]}
+    fields = {name: run[name] for name in list(run)[3:]}  # those of the config
     prefixes = [str(folder / run["folder"] / name) for name in run["corpora"]]
     phases = [(samples, weights[: len(prefixes)]) for samples, weights in run["mix"]]
     size = None
@@ -5576,15 +5576,15 @@ def data_of_run(mm, folder, run):
     return build(mm, [size, 0, 0], config(mm, (prefixes, weights), **fields))[0]
 
 
-def past_of(dataset, consumed, is_shuffled):
+def past_of(dataset, consumed, kind):
     """The samples of the past, of each corpus in order; if shuffled, all that are shuffled."""
     count = consumed
-    if is_shuffled:
+    if kind in SHUFFLED:
         count = len(dataset) - len(dataset) % 4
     batch = dataset.batch(range(min(count, len(dataset))))
     samples = torch.hstack([batch["tokens"], batch["labels"]])
     corpora = batch.get("dataset_id", torch.zeros(len(samples)))
-    if is_shuffled:
+    if kind in SHUFFLED:
         return [corpora.tolist(), samples.tolist()]
     return [samples[corpora == d].tolist() for d in range(3)]
 
@@ -5603,13 +5603,14 @@ def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
             runs[0][key] = values[before]
             runs[1][key] = values[after if key in others else before]
         before, after = [data_of_run(one, corpora_of_runs, run) for run in runs]
-        is_shuffled = bool(rng.random() < 0.3)
-        fields = fields_of("unsharded" if is_shuffled else "single")
-        consumed = 4 * int(rng.integers(1, len(before) // 4 * (1 + is_shuffled) + 1))
-        state = state_of(one, before, consumed, **fields)
-        loader = loader_of(one, after, **fields)
-        pasts = [past_of(data, consumed, is_shuffled) for data in (before, after)]
-        is_equal = pasts[0] == pasts[1]
+        kind = rng.choice(["single", "single", *SHUFFLED])
+        rounds = len(before) // 4
+        if kind in SHUFFLED:
+            rounds *= 2  # a second turn
+        consumed = 4 * int(rng.integers(1, rounds + 1))
+        state = state_of(one, before, consumed, **fields_of(kind))
+        loader = loader_of(one, after, **fields_of(kind))
+        is_equal = past_of(before, consumed, kind) == past_of(after, consumed, kind)
         found[is_equal, runs[0] == runs[1]] += 1
         if is_equal:
             loader.load_state_dict(state)
@@ -5621,17 +5622,14 @@ def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
     assert found[False, False] > 0.2 * count * CASES
 
 
-OTHER_RUNS = [  # what differs, and what the refusal says of it
-    ({"corpora": "ba"}, r"pair of corpus 0 \(b\)"),
-    ({"folder": "other tokens"}, r"sample 0 of corpus 0 \(a\) .* tokens are others"),
-    ({"random_seed": 2}, "sample 0 of .* in the state, at sequence"),
-    ({"corpora": "a"}, "corpus 0 gave 8 samples in the state, 24 here"),
-]
-
-
 def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
     state = state_of(one, data_of_run(one, corpora_of_runs, A_RUN), 24)
-    for changes, words in OTHER_RUNS:
+    for changes, words in (
+        ({"corpora": "ba"}, r"pair of corpus 0 \(b\)"),
+        ({"folder": "other tokens"}, r"sample 0 of corpus 0 \(a\) .* tokens are others"),
+        ({"random_seed": 2}, "sample 0 of .* in the state, at sequence"),
+        ({"corpora": "a"}, "corpus 0 gave 8 samples in the state, 24 here"),
+    ):
         loader = loader_of(one, data_of_run(one, corpora_of_runs, A_RUN | changes))
         with pytest.raises(ValueError, match=f"{words}.*stable_order=True.*strict=False"):
             loader.load_state_dict(state)
@@ -5711,30 +5709,23 @@ def test_cyclic_iter_goes_on_over_one_empty_pass_and_not_over_two(one):
 
 
 def test_micro_batches_can_be_had_again(one):
-    """Against a list and two places in it; a new iterator may go on with the state of the last."""
-    for rng in cases(50):
-        numbers = one.RerunDataIterator(range(20))
-        start = place = read = 0
-        for action in rng.choice(["next", "next", "next", "rewind", "advance", "resume"], 60):
-            read = max(read, place)
-            if action == "resume":
-                state = numbers.state_dict()
-                assert state["saved_microbatches"] == list(range(start, read))
-                numbers = one.RerunDataIterator(range(read, 20))
-                numbers.load_state_dict(state)
-            elif action == "rewind":
-                numbers.rewind()
-                place = start
-            elif action == "advance":
-                numbers.advance()
-                start = place
-            elif place < 20:
-                assert next(numbers) == place
-                place += 1
-            else:
-                with pytest.raises(StopIteration):
-                    next(numbers)
-        assert list(numbers) == list(range(place, 20))
+    """A new iterator goes on with the state of the last."""
+    numbers = one.RerunDataIterator(range(9))
+    assert list(itertools.islice(numbers, 3)) == [0, 1, 2]
+    numbers.rewind()
+    assert next(numbers) == 0
+    numbers.advance()
+    assert list(itertools.islice(numbers, 4)) == [1, 2, 3, 4]
+    numbers.rewind()
+    assert next(numbers) == 1
+    resumed = one.RerunDataIterator(range(5, 9))
+    resumed.load_state_dict(numbers.state_dict())
+    assert list(numbers) == list(resumed) == [2, 3, 4, 5, 6, 7, 8]
+    ended = one.RerunDataIterator([])
+    ended.load_state_dict(resumed.state_dict())
+    assert list(ended) == []
+    ended.rewind()
+    assert list(ended) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_samples_of_a_run_by_hand(one):
@@ -7286,12 +7277,6 @@ ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 ADDS_BOS = {"add_special_tokens": True}
 
 
-def write_rows(path, rows):
-    """A file of JSON lines with these rows, each a list of messages -> its path."""
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
-    return path
-
-
 def random_rows(rng, count, longest):
     """Rows of one to five conversations each, of numbers for ChatTokenizer."""
     rows = []
@@ -7361,7 +7346,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
         rows.append([{"role": "system", "content": "5"}] * 3)  # of which two may fit
         S = int(2 ** rng.uniform(0, 5))
         cp = int(rng.integers(1, 4))
-        path = write_rows(tmp_path / "chat.jsonl", rows)
+        path = jsonl(tmp_path / "chat.jsonl", rows, "messages")
         tokenizer = ChatTokenizer(pad=pad, unique_identifiers=ADDS_BOS)
         fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
         ds = chat(one, path, 2 * len(rows), **fields)
@@ -7410,24 +7395,19 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
             ds[number]
 
 
-def test_rows_of_any_object(one):
-    """A list of dicts will do; its rows count from 1 in errors.
-
-    One target for three tokens would be spread over all of them without a word.
-    """
-    tokenizer = ChatTokenizer(pad=999)
+def test_as_many_targets_as_tokens(one):
+    """One target for three tokens would be spread over all of them without a word."""
+    tokenizer = ChatTokenizer()
+    tokenizer.tokenize_conversation = mock.Mock(return_value=([1, 2, 3], [5]))
     cfg = config(one, tokenizer=tokenizer)
     rows = np.arange(1, dtype=np.int32)
-    ds = one.SFTDataset([{"messages": ROW}], "rows", rows, 3, one.Split.train, cfg)
-    same_samples(ds[2], brute_chat_sample(ROW, 8, 999, 0, 1))
-    tokenizer.tokenize_conversation = mock.Mock(return_value=([1, 2, 3], [5]))
-    ds = one.SFTDataset([{"messages": ROW}], "rows", rows, 3, one.Split.train, cfg)
+    ds = one.SFTDataset([{"messages": ROW}], "rows", rows, 1, one.Split.train, cfg)
     with pytest.raises(ValueError, match=r"rows, row 1: .*3 tokens have 1 targets"):
         ds[0]
 
 
 def test_what_fine_tuning_refuses(one, tmp_path):
-    path = write_rows(tmp_path / "chat.jsonl", [ROW])
+    path = jsonl(tmp_path / "chat.jsonl", [ROW], "messages")
     for fields, words in (
         ({"create_attention_mask": True}, "create_attention_mask must be False"),
         ({"reset_position_ids": True}, "reset_position_ids must be False"),
@@ -7444,7 +7424,7 @@ def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path)
     turns += [("user", "3+3"), ("assistant", "six")]
     messages = [{"role": role, "content": content} for role, content in turns]
     text = "system: be brief\nuser: 2+2\nassistant: 4$user: 3+3\nassistant: six$"  # $ is eod
-    path = write_rows(tmp_path / "chat.jsonl", [messages])
+    path = jsonl(tmp_path / "chat.jsonl", [messages], "messages")
     sample = chat(one, path, sequence_length=len(text), tokenizer=one.ByteTokenizer())[0]
     ids = [256 if letter == "$" else ord(letter) for letter in text]
     assert sample["tokens"].tolist() == ids
@@ -7455,7 +7435,7 @@ def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path)
 def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     """A run goes on where it stopped, and not with another file under the same name."""
     rows = random_rows(np.random.default_rng(0), 20, 5)
-    paths = [str(write_rows(tmp_path / name, rows)) for name in "ab"]
+    paths = [jsonl(tmp_path / name, rows, "messages") for name in "ab"]
     cfg = config(one, (paths, [1, 3]), split="8,1,1", tokenizer=ChatTokenizer(pad=999))
     train, valid, test = build(one, [24, 4, 0], cfg, one.SFTDataset)
     assert (len(train), len(valid), len(test)) == (24, 4, 0)
@@ -7468,7 +7448,7 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     later = loader_of(one, train, **fields_of("sharded"))
     later.load_state_dict(state)
     same_batches(found + list(later), batches)
-    write_rows(tmp_path / "a", rows[::-1])
+    jsonl(tmp_path / "a", rows[::-1], "messages")
     changed, _, _ = build(one, [24, 4, 0], cfg, one.SFTDataset)
     other = loader_of(one, changed, **fields_of("sharded"))
     with pytest.raises(ValueError, match="does not fit"):
@@ -7480,7 +7460,7 @@ def test_files_of_rows_are_told_apart(one, tmp_path):
     long = [{"role": "user", "content": "1 " * 70_000}]
     found = []
     for rows in ([ROW, long, ROW], [ROW[::-1], long, ROW], [ROW, long, ROW[::-1]]):
-        path = write_rows(tmp_path / "chat.jsonl", rows)
+        path = jsonl(tmp_path / "chat.jsonl", rows, "messages")
         found.append(chat(one, path).made_from())
         assert found[-1]["size"] == found[0]["size"]
     found.append(chat(one, path, rows=[1]).made_from())
@@ -7488,19 +7468,14 @@ def test_files_of_rows_are_told_apart(one, tmp_path):
         assert one_of_them != another
 
 
-def test_parquet_files_of_no_use(one, tmp_path, monkeypatch):
-    """Damaged, or without messages; and any, without the extra that reads them."""
-    pytest.importorskip("pyarrow.parquet")
+def test_parquet_files_of_no_use(one, tmp_path):
+    """Damaged, or without messages."""
+    other = write_parquet(tmp_path / "other.parquet", {"text": ["a"]})
     damaged = tmp_path / "damaged.parquet"
     damaged.write_bytes(b"nothing")
-    other = write_parquet(tmp_path / "other.parquet", {"text": ["a"]})
     for path in (damaged, other):
         with pytest.raises(ValueError, match=path.name):
             chat(one, path)
-    missing = mock.Mock(side_effect=ModuleNotFoundError(name="pyarrow"))
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ImportError, match=r"damaged\.parquet.*megatron-min\[storage\]"):
-        chat(one, damaged)
 
 
 # ==============================================================================
@@ -7540,10 +7515,10 @@ def check_find(mm, ds, prefix):
     """find() gives what tracing all samples gives, for each sequence of a pair."""
     wanted = collections.defaultdict(list)
     for k in range(len(ds)):
-        for sequence in {span.sequence for span in mm.trace(ds, k) if span.path_prefix == prefix}:
-            wanted[sequence].append(k)
+        for place in {(span.path_prefix, span.sequence) for span in mm.trace(ds, k)}:
+            wanted[place].append(k)
     for sequence in range(len(mm.IndexedDataset(prefix))):
-        assert mm.find(ds, prefix, sequence) == wanted[sequence]
+        assert mm.find(ds, prefix, sequence) == wanted[prefix, sequence]
 
 
 def test_trace_and_find_of_random_datasets(mm, tmp_path):
