@@ -5585,7 +5585,7 @@ def past_of(dataset, consumed, kind):
     samples = torch.hstack([batch["tokens"], batch["labels"]])
     corpora = batch.get("dataset_id", torch.zeros(len(samples)))
     if kind in SHUFFLED:
-        return [corpora.tolist(), samples.tolist()]
+        return [list(batch), corpora.tolist(), samples.tolist()]  # a blend has a key more
     return [samples[corpora == d].tolist() for d in range(3)]
 
 
