@@ -5635,6 +5635,18 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
             loader.load_state_dict(state)
 
 
+def test_phases_of_the_past_and_later_ones(one, corpora_of_runs):
+    """Shuffled phases are not swapped.  A further corpus may come in a later phase."""
+    data = data_of_run(one, corpora_of_runs, A_RUN | {"mix": TWO_PHASES})
+    swapped = data_of_run(one, corpora_of_runs, A_RUN | {"mix": TWO_PHASES[::-1]})
+    shuffled = fields_of("unsharded")
+    with pytest.raises(ValueError, match="checksum of dataset_index"):
+        loader_of(one, swapped, **shuffled).load_state_dict(state_of(one, data, 24, **shuffled))
+    longer = {"corpora": "abc", "mix": [TWO_PHASES[0], (99, (1, 1, 1))]}
+    loader = loader_of(one, data_of_run(one, corpora_of_runs, A_RUN | longer))
+    loader.load_state_dict(state_of(one, data, 24))
+
+
 def test_a_class_of_the_users_own_says_what_it_is(one):
     """Its identifiers, and made_from(), or its length where that says nothing."""
 
