@@ -6607,21 +6607,12 @@ def write_parquet(path, columns, **arguments):
     return path
 
 
-def test_what_verbose_shows(one, tmp_path, monkeypatch, capsys):
-    """A line at the end, and in a terminal a bar besides, where tqdm is installed."""
-    has_tqdm = importlib.util.find_spec("tqdm") is not None
-    path = jsonl(tmp_path / "a.jsonl", ["a", "b"])
-    one.preprocess(path, tmp_path / "o")
+def test_what_verbose_shows(one, tmp_path, capsys):
+    """A line at the end; in a terminal a bar besides."""
+    one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o")
     assert capsys.readouterr().err == ""
-    for is_terminal, has_bar in ((False, False), (True, has_tqdm), (True, False)):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda found=is_terminal: found)
-        if is_terminal and not has_bar:
-            monkeypatch.setitem(sys.modules, "tqdm", None)
-        one.preprocess(path, tmp_path / "o", verbose=True)
-        shown = capsys.readouterr().err
-        line = rf"2 documents, {os.path.getsize(path)} bytes, [\d.,]+ MB/s\n"
-        assert re.search(f"{line}$" if has_bar else f"^{line}$", shown)
-        assert ("100%" in shown) == has_bar
+    one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o", verbose=True)
+    assert re.fullmatch(r"2 documents, 26 bytes, [\d.,]+ MB/s\n", capsys.readouterr().err)
 
 
 # -- Shards ------------------------------------------------------------------------------------
@@ -6657,9 +6648,6 @@ def random_input(rng):
 
 def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
     """By 1 to 3 workers, and as 2 to 5 shards, which are merged; with blocks of all sizes."""
-    extensions = [*COMPRESSED, *[""] * 4]
-    if importlib.util.find_spec("backports") is None:
-        extensions.remove(".zst")
     for case, rng in enumerate(cases(4)):
         monkeypatch.setattr(one, "_BLOCK_BYTES", int(rng.choice([1, 100, 5000, 1 << 19])))
         folder = tmp_path / str(case)
@@ -6667,7 +6655,7 @@ def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
         contents = [random_input(rng) for _ in range(rng.integers(1, 6))]
         paths = []
         for number, content in enumerate(contents):
-            extension = str(rng.choice(extensions))
+            extension = str(rng.choice(["", "", "", ".gz", ".bz2", ".xz"]))
             paths.append(folder / f"{number}.jsonl{extension}")
             paths[-1].write_bytes(compress(content, extension))
         (folder / "all").write_bytes(b"\n".join(contents))
@@ -6681,22 +6669,6 @@ def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
             count = int(rng.integers(2, 6))
             merged = quiet(make_shards, one, paths, folder, count, **found)
             assert bytes_of_pair(merged) == plain
-
-
-def bytes_read():
-    """How many bytes this process has read from files so far, on Linux."""
-    return int(pathlib.Path("/proc/self/io").read_text().split()[1])
-
-
-@linux
-def test_a_shard_reads_its_share_and_no_more(one, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", ["x" * 100] * 20_000)
-    one.preprocess(path, tmp_path / "s", shard=(0, 4))  # what is imported is read, too
-    for index in range(4):
-        before = bytes_read()
-        one.preprocess(path, tmp_path / "s", shard=(index, 4))
-        share = os.path.getsize(path) / 4
-        assert share <= bytes_read() - before < 1.2 * share
 
 
 def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
@@ -6777,18 +6749,17 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     fsspec.filesystem("memory").pipe_file("/me:s3cret@b/a.jsonl?sig=s3cret", GOOD)
-    inputs = ["memory://me:s3cret@b/a.jsonl?sig=s3cret", jsonl("b.jsonl", ["d"])]
+    pathlib.Path("b.jsonl").write_bytes(GOOD)
+    inputs = ["memory://me:s3cret@b/a.jsonl?sig=s3cret", "b.jsonl"]
     made = one.preprocess(inputs, "o", append_eod=True)["text"]
-    size = os.path.getsize("b.jsonl")
     record = record_of(made)
-    assert record["inputs"] == [
-        {"name": "memory://b/a.jsonl", "size": 14, "begin": 0, "end": 14, "documents": 1},
-        {"name": "b.jsonl", "size": size, "begin": 0, "end": size, "documents": 1},
-    ]
+    part = {"size": 14, "begin": 0, "end": 14, "documents": 1}
+    names = ["memory://b/a.jsonl", "b.jsonl"]
+    assert record["inputs"] == [{"name": name} | part for name in names]
     assert record["tokenizer"] == one.ByteTokenizer.unique_identifiers
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
     one.merge([made, "upstream", made], "all")
-    known = [("memory://b/a.jsonl", 0), ("b.jsonl", 0)]
+    known = [(name, 0) for name in names]
     assert inputs_of(one, "all") == [*known, *[("upstream", k) for k in range(3)], *known]
     assert record_of("all")["tokenizer"] is None
     mk(one, tmp_path / "all", [[5]])
@@ -6796,17 +6767,13 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
     for content in (json.dumps(record | {"bin": 9}), json.dumps(record | {"idx": 9}), "[]", "{"):
         pathlib.Path(f"{made}.record.json").write_text(content)
         assert inputs_of(one, made) == [(None, None)] * 2
-    pathlib.Path(f"{made}.record.json").write_text(json.dumps(record | {"inputs": []}))
-    with pytest.raises(IndexError, match="too few"):
-        inputs_of(one, made)
 
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
     """It is told when indices are built; nothing is known of a pair without a record."""
     texts = ["1 2 3 4 5 6 7 8 9"] * 2
-    tokenizer = Tok(vocab_size=9)
-    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=tokenizer)["text"]
-    gpt(one, made, 2, tokenizer=Tok(vocab_size=9))
+    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=Tok())["text"]
+    gpt(one, made, 2)
     gpt(one, mk(one, tmp_path / "p", [[1] * 9]), 1, tokenizer=Tok(eod=5))
     assert len(recwarn) == 0
     with pytest.warns(UserWarning, match=r"o_text_document .*'eod': 0.*'eod': 5"):
@@ -6818,7 +6785,7 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
 
 @pytest.mark.parametrize("extension", COMPRESSED)
 def test_a_compressed_file_that_is_cut_or_changed_is_named(one, tmp_path, extension):
-    """Cut anywhere, or with another beginning."""
+    """Cut anywhere, or with another beginning; as a whole it is read to the end."""
     texts = [str(i * i) for i in range(3000)]
     path = tmp_path / f"b.jsonl{extension}"
     whole = compress(pathlib.Path(jsonl(tmp_path / "a.jsonl", texts)).read_bytes(), extension)
@@ -6828,6 +6795,9 @@ def test_a_compressed_file_that_is_cut_or_changed_is_named(one, tmp_path, extens
         with pytest.raises(OSError, match=r"b\.jsonl\S+: cannot be read"):
             one.preprocess([tmp_path / "a.jsonl", path], tmp_path / "o")
         assert sorted(os.listdir(tmp_path)) == ["a.jsonl", path.name]
+    path.write_bytes(whole)
+    made = one.preprocess(path, tmp_path / "o")["text"]
+    assert texts_of(one, made) == [list(text.encode()) for text in texts]
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
@@ -6865,127 +6835,113 @@ def test_zst_is_read_by_one_that_reads_all_of_it(one, tmp_path, monkeypatch):
         one.preprocess(path, tmp_path / "o")
 
 
-@pytest.mark.parametrize("workers, append_eod", [(1, True), (2, False)])
-def test_sentences_are_sequences(one, tmp_path, monkeypatch, workers, append_eod):
-    """They are found by nltk's model of English."""
-    pytest.importorskip("nltk")
-    punkt = mock.Mock()
-    full_stops = types.SimpleNamespace(tokenize=re.compile(r"[^.]+\.?").findall)
-    punkt.PunktTokenizer.return_value = full_stops
-    monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", punkt)
+@pytest.mark.parametrize("append_eod", [True, False])
+def test_sentences_are_sequences(one, tmp_path, monkeypatch, append_eod):
+    """As nltk's untrained model finds them, with a note, where it has none of English."""
+    punkt = pytest.importorskip("nltk.tokenize.punkt")
+    monkeypatch.setattr(punkt, "PunktTokenizer", mock.Mock(side_effect=LookupError))
     # the last one is a list of parts, each of which is split
-    path = jsonl(tmp_path / "a.jsonl", ["1 2. 3.", "", "4", ["7. 8", "", "9."]])
-    flags = {"split_sentences": True, "append_eod": append_eod, "workers": workers}
-    made = one.preprocess(path, tmp_path / "o", **flags)
+    path = jsonl(tmp_path / "a.jsonl", ["I see.  You do? Yes", "", "4", ["7. A", "", "9."]])
+    flags = {"split_sentences": True, "append_eod": append_eod, "workers": 2}
+    with pytest.warns(UserWarning, match="punkt_tab"):
+        made = one.preprocess(path, tmp_path / "o", **flags)
     assert made == {"text": f"{tmp_path}/o_text_sentence"}
-    punkt.PunktTokenizer.assert_called_with("english")
     pair = one.IndexedDataset(made["text"])
     found = [bytes((ids % 220).tolist()).decode() for ids in pair[:]]  # 256 % 220 is a $
-    wanted = ["1 2.", " 3.$", "4$", "7.", " 8", "9.$"]
+    wanted = ["I see.", "You do?", "Yes$", "4$", "7.", "A", "9.$"]
     assert found == [text if append_eod else text.removesuffix("$") for text in wanted]
-    assert pair.document_indices.tolist() == [0, 2, 2, 3, 6]
-
-
-def test_sentences_without_a_model_of_english(one, tmp_path, monkeypatch):
-    """And without nltk."""
-    punkt = pytest.importorskip("nltk.tokenize.punkt")
-    path = jsonl(tmp_path / "a.jsonl", ["I see.  You do? Yes", "\n"])
-    monkeypatch.setattr(punkt, "PunktTokenizer", mock.Mock(side_effect=LookupError))
-    with pytest.warns(UserWarning, match="punkt_tab"):
-        made = one.preprocess(path, tmp_path / "o", split_sentences=True)["text"]
-    sentences = [bytes(ids.tolist()) for ids in one.IndexedDataset(made)[:]]
-    assert sentences == [b"I see.", b"You do?", b"Yes"]
+    assert pair.document_indices.tolist() == [0, 3, 3, 4, 7]
     monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"nltk.*megatron-min\[tools\]"):
         one.preprocess(path, tmp_path / "o", split_sentences=True)
 
 
-# -- Documents ---------------------------------------------------------------------------------
-
-
-def numbers_of(texts):
-    """A tokenize_batch(), which takes many texts at once, and none of them if one is bad."""
-    return [[int(number) for number in text.split()] for text in texts]
-
-
-def forget_the_last(texts):
-    """A tokenize_batch() that loses a text."""
-    return numbers_of(texts[:-1])
-
-
-XY = {"json_keys": ["y", "x"]}
-SKIP = {"on_error": "skip"}
-BATCHED = {"tokenizer": Tok(tokenize_batch=numbers_of)}
-FORGETFUL = {"tokenizer": Tok(tokenize_batch=forget_the_last)}
-LARGE = {"tokenizer": Tok(vocab_size=70001)}
-ENCODED = [  # the file, arguments, and the documents of the pair of each key
-    (b'{"x": "a", "y": "b", "z": 3}\n{"y": "", "x": "c"}\n', XY, [[[98], []], [[97], [99]]]),
-    (b'{"x": "1", "y": "2"}\n{"x": "3", "y": "n"}\n', XY | BATCHED | SKIP, [[[2]], [[1]]]),
-    (b'{"text": "1 70000"}\n', LARGE, [[[1, 70000]]]),
-]
-
-
-@pytest.mark.parametrize("content, arguments, wanted", ENCODED)
-def test_documents_of_a_file(one, tmp_path, content, arguments, wanted):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(content)
-    made = quiet(one.preprocess, path, tmp_path / "o", **arguments)
-    assert list(made) == arguments.get("json_keys", ["text"])
-    assert [texts_of(one, prefix) for prefix in made.values()] == wanted
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_standard_input_and_pipes(one, tmp_path, monkeypatch, workers):
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_standard_input_and_pipes(one, tmp_path, monkeypatch):
     """Cut off within a line, as when the program before the pipe is killed, and whole."""
     text = b'{"text": "ab"}\n{"text": "c"}'
     path = jsonl(tmp_path / "a.jsonl", ["d"])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text[:-2])))
     with pytest.raises(ValueError, match="^-: line 2: "):
-        one.preprocess(["-", path], tmp_path / "o", workers=workers)
+        one.preprocess(["-", path], tmp_path / "o")
     assert os.listdir(tmp_path) == ["a.jsonl"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-    inputs = ["-", path]
-    wanted = [[97, 98], [99], [100]]
-    if hasattr(os, "mkfifo"):
-        fifo = tmp_path / "fifo"
-        os.mkfifo(fifo)
-        threading.Thread(target=fifo.write_bytes, args=(text,)).start()
-        inputs.append(fifo)
-        wanted = [*wanted, *wanted[:2]]
-    made = one.preprocess(inputs, tmp_path / "o", workers=workers)
-    assert texts_of(one, made["text"]) == wanted
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    threading.Thread(target=fifo.write_bytes, args=(text,)).start()
+    made = one.preprocess(["-", path, fifo], tmp_path / "o", workers=2)
+    assert texts_of(one, made["text"]) == [[97, 98], [99], [100], [97, 98], [99]]
 
 
-BAD_TEXTS = {  # a line, and a word of the reason
-    b'{"text": "a"': "delimiter",
-    b'{"other": "a"}': "'text'",
-    b'{"text": ["a", 5]}': "'text'",
-    b'["text"]': "'text'",
-    b'{"text": "\xff"}': "utf-8",
-    b'{"text": "\\ud800"}': "utf-8",  # half a surrogate
-    b"[" * 100_000: "recursion",
-}
+def test_what_is_said_of_an_input_shows_no_credential(one, tmp_path):
+    for name, content, words in (
+        ("a.jsonl.gz", b"nothing", "cannot be read"),
+        ("a.jsonl", b"oops", "line 1"),
+        ("a.jsonl.ZIP", b"", "zip archive"),
+        ("none.jsonl", None, "no such file"),
+    ):
+        path = f"/me:s3cret@b/{name}?sig=s3cret"
+        if content is not None:
+            fsspec.filesystem("memory").pipe_file(path, content)
+        with pytest.raises((ValueError, OSError), match=words) as refusal:
+            one.preprocess(f"memory:/{path}", tmp_path / "o")
+        assert f"memory://b/{name}" in str(refusal.value)
+        assert "s3cret" not in str(refusal.value)
+
+
+# -- Documents ---------------------------------------------------------------------------------
+
+
+def test_each_key_makes_a_pair(one, tmp_path):
+    """A line of which one text is bad is in none of them."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"x": "1", "y": "2"}\n{"x": "3", "y": "n"}\n{"y": "", "x": "70000", "z": 3}')
+    flags = {"json_keys": ["y", "x"], "on_error": "skip"}
+    made = quiet(one.preprocess, path, tmp_path / "o", Tok(vocab_size=70001), **flags)
+    assert made == {key: f"{tmp_path}/o_{key}_document" for key in ("y", "x")}
+    assert [texts_of(one, prefix) for prefix in made.values()] == [[[2], []], [[1], [70000]]]
+
+
+def test_texts_in_the_place_of_files(one, tmp_path):
+    """The same workers, the same files, of several blocks for each worker."""
+    rows = [{"x": "a" * 300 * k, "n": k, "y": ["b", "c" * k]} for k in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"json_keys": ["y", "x"], "append_eod": True}
+    wanted = one.preprocess(tmp_path / "a.jsonl", tmp_path / "file", **keys)
+    made = one.preprocess(texts=iter(rows), output_prefix=tmp_path / "o", workers=3, **keys)
+    for key in made:
+        assert bytes_of_pair(made[key]) == bytes_of_pair(wanted[key])
+    texts = (row["x"] for row in rows)
+    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", append_eod=True)
+    assert bytes_of_pair(made["text"]) == bytes_of_pair(wanted["x"])
+    with pytest.raises(ZeroDivisionError):
+        one.preprocess(texts=(1 / k for k in [0]), output_prefix=tmp_path / "d")
+    assert not list(tmp_path.glob("d*"))
+
+
+def forget_the_last(texts):
+    """A tokenize_batch() that loses a text."""
+    return [[1]] * (len(texts) - 1)
+
+
+OOPS = GOOD * 9 + b"oops\n"
+FORGETFUL = {"tokenizer": Tok(tokenize_batch=forget_the_last)}
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
     "tokenizer": (GOOD + b'{"text": "2 x"}\n', {"tokenizer": Tok()}, r"a\.jsonl: line 2: .*'x'"),
     "lost texts": (GOOD * 2, FORGETFUL, "tokenize_batch"),
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
-    "in a shard": (GOOD * 10 + b"oops\n", {"shard": (1, 2)}, "from byte 72 on: line 5: "),
+    "in a shard": (OOPS, {"shard": (1, 2)}, r"a\.jsonl from byte 65 on: line 5: "),
     "no file of a pattern": (GOOD, {"input": ["a.jsonl", "*.none"]}, r"\*\.none"),
-    "a folder": (GOOD, {"input": "."}, "directory"),
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
-    "nothing to read": (GOOD, {"input": None}, "one of input, which are paths, and texts"),
+    "two kinds of input": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
     "no input": (GOOD, {"input": []}, "input"),
     "one text": (GOOD, {"input": None, "texts": "abc"}, "an iterable of texts"),
     "a shard of texts": (GOOD, {"input": None, "texts": ["a"], "shard": (0, 2)}, "without a shard"),
-    "no text": (GOOD, {"input": None, "texts": ["a", 5]}, "texts: line 2: wanted .* got .*5"),
     "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
     "shard": (GOOD, {"shard": (2, 2)}, "wanted a shard i/n .* got 2/2"),
     "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
     "on_error": (GOOD, {"on_error": "maybe"}, "stop or skip"),
 }
-for line, word in BAD_TEXTS.items():
-    words = rf"a\.jsonl: line 3: .*{word}"
-    REFUSED[line[:20].decode("latin-1")] = (GOOD * 2 + line + b"\n" + GOOD, {}, words)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -6999,7 +6955,18 @@ def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatc
     assert os.listdir() == ["a.jsonl"]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+BAD_TEXTS = [
+    b'{"text": "a"',
+    b'{"other": "a"}',
+    b'{"text": ["a", 5]}',
+    b'["text"]',
+    b'{"text": "\xff"}',
+    b'{"text": "\\ud800"}',  # half a surrogate
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
 def test_a_bad_line_anywhere_is_named(one, tmp_path, monkeypatch, workers):
     """Its number counts blank lines too; among blocks of a few lines."""
     monkeypatch.setattr(one, "_BLOCK_BYTES", 60)
@@ -7018,14 +6985,16 @@ def test_bad_lines_are_skipped_and_counted(one, tmp_path, workers):
     """And files without a document are said."""
     (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n".join([*BAD_TEXTS, b" ", b""]) + b"\n" + GOOD)
     (tmp_path / "b.jsonl").write_bytes(b"")
+    flags = {"on_error": "skip", "workers": workers}
     with pytest.warns(UserWarning) as told:
-        made = one.preprocess(
-            tmp_path / "*.jsonl", tmp_path / "o", on_error="skip", workers=workers
-        )
+        made = one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", **flags)
     left_out, empty = [str(warning.message) for warning in told]
     assert re.search(r"left out 7 bad lines; the first: .*a\.jsonl: line 2: ", left_out)
     assert re.search(r"no document came from 1 inputs: .*b\.jsonl$", empty)
     assert texts_of(one, made["text"]) == [[49], [49]]
+
+
+# -- Faults ------------------------------------------------------------------------------------
 
 
 class Acting(Tok):
@@ -7040,7 +7009,7 @@ class Acting(Tok):
         return super().tokenize(text)
 
 
-@pytest.mark.parametrize("extension", ["", *COMPRESSED])
+@pytest.mark.parametrize("extension", ["", ".gz"])
 def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, extension):
     """At the end of a line, or of a compressed part: what is left is a whole file."""
     path = tmp_path / f"a.jsonl{extension}"
@@ -7050,26 +7019,13 @@ def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, extension):
         parts.append(compress(json.dumps({"text": numbers}).encode() + b"\n", extension))
     path.write_bytes(b"".join(parts))
     size = sum(len(part) for part in parts[:5])
+
+    def cut_off(text):
+        os.truncate(path, size)
+
     with pytest.raises(OSError, match=r"a\.jsonl\S*: it had .* cut off meanwhile"):
-        one.preprocess(path, tmp_path / "o", Acting(lambda text: os.truncate(path, size)))
+        one.preprocess(path, tmp_path / "o", Acting(cut_off))
     assert os.listdir(tmp_path) == [path.name]
-
-
-def test_texts_in_the_place_of_files(one, tmp_path):
-    """The same workers, the same files, of several blocks for each worker."""
-    rows = [{"x": "a" * 300 * k, "n": k, "y": ["b", "c" * k]} for k in range(200)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = {"json_keys": ["y", "x"], "append_eod": True}
-    wanted = one.preprocess(tmp_path / "a.jsonl", tmp_path / "file", **keys)
-    made = one.preprocess(texts=iter(rows), output_prefix=tmp_path / "o", workers=3, **keys)
-    for key in made:
-        assert bytes_of_pair(made[key]) == bytes_of_pair(wanted[key])
-    texts = (row["x"] for row in rows)
-    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", append_eod=True)
-    assert bytes_of_pair(made["text"]) == bytes_of_pair(wanted["x"])
-    with pytest.raises(ZeroDivisionError):
-        one.preprocess(texts=(1 / k for k in [0]), output_prefix=tmp_path / "d")
-    assert not list(tmp_path.glob("d*"))
 
 
 @linux
@@ -7092,55 +7048,12 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path, first, second, n
     assert set(multiprocessing.active_children()) <= before
 
 
-ENDLESS = """
-import sys
-import megatron_min
-
-def texts():
-    while True:
-        yield "a" * 1000
-
-megatron_min.preprocess(texts=texts(), output_prefix=sys.argv[1], workers=3)
-"""
-
-
-def workers_of(process):
-    """The numbers of the processes that a process has started, on Linux."""
-    path = f"/proc/{process}/task/{process}/children"
-    return [int(number) for number in pathlib.Path(path).read_text().split()]
-
-
-def is_running(process):
-    """Does a process run, and is no zombie?"""
-    try:
-        return ") Z " not in pathlib.Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
-
-
 def in_a_minute(happened, *arguments):
     """Wait until happened(*arguments) is true, for a minute at most."""
     end = time.monotonic() + 60
     while not happened(*arguments):
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.01)
-
-
-@linux
-def test_workers_end_with_a_job_that_is_killed(tmp_path):
-    """At any moment, and though no parent ends them."""
-    arguments = [sys.executable, "-c", ENDLESS, str(tmp_path / "o")]
-    variables = os.environ | {"PYTHONPATH": str(HERE)}
-    parent = subprocess.Popen(arguments, env=variables, stderr=subprocess.DEVNULL)
-    try:
-        in_a_minute(lambda: len(workers_of(parent.pid)) == 3)
-        workers = workers_of(parent.pid)
-        time.sleep(np.random.default_rng().random())
-    finally:
-        parent.kill()
-        parent.wait()
-    in_a_minute(lambda: not any(map(is_running, workers)))
-    assert not os.path.exists(tmp_path / "o_text_document.bin")
 
 
 @linux
@@ -7164,33 +7077,6 @@ def test_a_disk_that_is_full_at_any_moment(one, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-
-
-def test_memory_of_a_long_line(one, tmp_path):
-    """A text of one line takes few times its size; as a list of ids it would be 26 times."""
-    size = 4_000_000
-    path = jsonl(tmp_path / "a.jsonl", ["x" * size])
-    tracemalloc.start()
-    one.preprocess(path, tmp_path / "o")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 10 * size
-
-
-def test_what_is_said_of_an_input_shows_no_credential(one, tmp_path):
-    for name, content, words in (
-        ("a.jsonl.gz", b"nothing", "cannot be read"),
-        ("a.jsonl", b"oops", "line 1"),
-        ("a.jsonl.ZIP", b"", "zip archive"),
-        ("none.jsonl", None, "no such file"),
-    ):
-        path = f"/me:s3cret@b/{name}?sig=s3cret"
-        if content is not None:
-            fsspec.filesystem("memory").pipe_file(path, content)
-        with pytest.raises((ValueError, OSError), match=words) as refusal:
-            one.preprocess(f"memory:/{path}", tmp_path / "o")
-        assert f"memory://b/{name}" in str(refusal.value)
-        assert "s3cret" not in str(refusal.value)
 
 
 # ==============================================================================
