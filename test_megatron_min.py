@@ -6323,10 +6323,10 @@ WRONG = {  # {function: {argument: values that it refuses in the toy call}}
 NO_PLACES = [  # (the one sample that is wanted, array, values that lead it to no place)
     (1, "sample_index", [[0, 0], [-1, 2], [0, 2], [2, 5]]),  # begins before the first document
     (1, "sample_index", [[0, 0], [1, -1], [2, 0], [2, 5]]),  # begins before a document
-    (1, "sample_index", [[0, 0], [1, 0], [2, -2], [2, 5]]),
+    (1, "sample_index", [[0, 0], [1, 0], [2, -1], [2, 5]]),
     (1, "sample_index", [[0, 0], [1, 0], [2, 2**32], [2, 5]]),
     (2, "sample_index", [[0, 0], [1, 0], [2, 3], [3, 0]]),  # ends in a fourth of three
-    (2, "sample_index", [[0, 0], [1, 0], [2, 1], [2, 6]]),  # ends behind a document
+    (2, "sample_index", [[0, 0], [1, 0], [2, 2], [2, 6]]),  # ends behind a document
     (1, "sample_index", [[0, 0], [1, 0], [0, 1], [2, 5]]),  # goes back
     (0, "sample_index", [[0, 0], [2, 0], [2, 1], [2, 5]]),  # has more tokens than a sample
     (0, "document_index", [0, 3, 2]),
