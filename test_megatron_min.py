@@ -6146,11 +6146,11 @@ def test_c_encodes_what_the_definition_encodes(c, one, dtype):
     """The ids at the edges of a dtype, and one beyond them, from each dtype and from a list."""
     limits = np.iinfo(dtype)
     edges = [limits.min, 0, limits.max] * 300
-    for ids in (edges, [*edges, limits.max + 1], [limits.min - 1], [2**70], []):
+    for ids in (edges, [*edges, limits.max + 1, 0], [limits.min - 1, 0], [2**70], []):
         assert encoded(c, ids, dtype) == encoded(one, ids, dtype)
         for source in (*INTEGERS, np.uint32, np.uint64):
             of_source = np.iinfo(source)
-            values = np.array([min(max(i, of_source.min), of_source.max) for i in ids], source)
+            values = np.clip(np.array(ids, object), of_source.min, of_source.max).astype(source)
             swapped = values.astype(values.dtype.newbyteorder())
             for given in (values, values[::2], swapped, torch.from_numpy(values)):
                 assert encoded(c, given, dtype) == encoded(one, given, dtype)
