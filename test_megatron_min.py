@@ -8453,17 +8453,13 @@ def test_upstreams_cache_is_kept_when_the_tokenizer_changes(one, up, tmp_path):
     """The new tokenizer is given the identifiers of the old one, as README says."""
     prefix = mk(one, tmp_path / "p", [np.arange(30)] * 9)
     cache = tmp_path / "cache"
-    old = {"path_to_cache": str(cache), "tokenizer": legacy_tokenizer(up)}
-    theirs = quiet(gpt, up, prefix, 20, **old)
+    theirs = quiet(gpt, up, prefix, 20, path_to_cache=str(cache), tokenizer=legacy_tokenizer(up))
     before = files_of(cache)
-    (description,) = cache.glob("*-description.txt")
+    [description] = [text for name, text in before.items() if name.endswith("-description.txt")]
     tokenizer = one.ByteTokenizer()
-    with open(description) as file:
-        tokenizer.unique_identifiers = json.load(file)["tokenizer"]
+    tokenizer.unique_identifiers = json.loads(description)["tokenizer"]
     same_dataset(gpt(one, prefix, 20, path_to_cache=str(cache), tokenizer=tokenizer), theirs)
-    after = files_of(cache)
-    assert before.items() <= after.items()
-    (added,) = after.keys() - before.keys()
+    [added] = files_of(cache).keys() - before.keys()
     assert added.endswith("-manifest.json")
 
 
@@ -8520,42 +8516,17 @@ def test_steps_of_the_ramp_up_equal_upstreams(one, up):
             assert found == wanted, (final, micro, ranks, start, increment, samples, consumed)
 
 
-# -- What scripts, subclasses and tests that were written for upstream do ----------------------
+# -- What was written for upstream -------------------------------------------------------------
 
 
 def backwards(names):
-    """A class as scripts have them: its pieces are read backwards, a sample has an image."""
+    """A class as scripts have them: its samples are read backwards, and have an image."""
 
     class Backwards(names.GPTDataset):
-        def __init__(self, dataset, path, indices, num_samples, index_split, config):
-            super().__init__(
-                indexed_dataset=dataset,
-                dataset_path=path,
-                indexed_indices=indices,
-                num_samples=num_samples,
-                index_split=index_split,
-                config=config,
-            )
-            assert self._pad_token_id == -1
-
         def _query_document_sample_shuffle_indices(self, idx):
-            j = self.shuffle_index[idx]
-            first, first_offset = self.sample_index[j]
-            last, last_offset = self.sample_index[j + 1]
-            numbers = []
-            parts = []
-            for d in range(first, last + 1):
-                numbers.append(self.document_index[d])
-                begin = first_offset if d == first else 0
-                length = None
-                if d == last:
-                    length = last_offset - begin + self.config.add_extra_token_to_sequence
-                part = self.dataset.get(self.document_index[d], offset=begin, length=length)
-                parts.append(part[::-1])
-            tokens = np.concatenate(parts).astype(np.int64)
-            wanted = self.config.sequence_length + self.config.add_extra_token_to_sequence
-            padding = np.full(wanted - len(tokens), self._pad_token_id)
-            return np.concatenate([tokens, padding]), np.array(numbers, np.int64)
+            assert self._pad_token_id == -1
+            tokens, documents = super()._query_document_sample_shuffle_indices(idx)
+            return tokens[::-1].copy(), documents
 
         def __getitem__(self, idx):
             sample = super().__getitem__(idx)
@@ -8570,11 +8541,11 @@ def test_a_subclass_written_for_upstream_works_here(mm, up, tmp_path, extra):
     """Samples of its own, in a loader's batches."""
     prefix = mk(mm, tmp_path / "p", [np.arange(1, 40), np.arange(40, 50), np.arange(50, 99)])
     fields = {"add_extra_token_to_sequence": extra, "drop_last_partial_validation_sequence": False}
-    fields |= {"tokenizer": legacy_tokenizer(up), "blend_per_split": [None, ([prefix], None), None]}
     fields |= {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    fields |= {"create_attention_mask": True, "blend_per_split": [None, ([prefix], None), None]}
     built = []
     for names, folder in ((mm, "ours"), (up, "theirs")):
-        cfg = names.GPTDatasetConfig(3, 8, path_to_cache=str(tmp_path / folder), **fields)
+        cfg = config(names, path_to_cache=str(tmp_path / folder), **fields)
         built.append(quiet(build, names, [0, 20, 0], cfg, backwards(names))[1])
     ours, theirs = built
     theirs.masks_and_position_ids_are_cacheable = False
@@ -8716,67 +8687,34 @@ def readme_block(readme, language, words):
 
 def test_readmes_map_is_that_of_the_module(readme, source):
     """Each section by its name, and about how many lines it has."""
-    lines = source.split("\n")
-    first_lines = {}
-    for number, line in enumerate(lines):
-        if re.match(r"# (PART|\d+\.) ", line) and lines[number - 1].startswith("# ===="):
-            first_lines[line[2:]] = number
-    ends = [*first_lines.values(), len(lines)][1:]
-    promised = re.findall(r"\| (\d+) ([^|]+) \| (\d+) (?=\|)", readme)
-    sections = 0
-    for (banner, begin), end in zip(first_lines.items(), ends, strict=True):
-        if banner.startswith("PART"):
-            continue
-        sections += 1
-        (about,) = [int(count) for n, name, count in promised if f"{n}. {name}" == banner]
-        assert abs(about - (end - begin)) <= 10 + 0.1 * about, (banner, end - begin)
-    assert len(promised) == sections
+    promised = {}
+    for number, name, count in re.findall(r"\| (\d+) ([^|]+) \| (\d+) (?=\|)", readme):
+        promised[f"{number}. {name}"] = int(count)
+    _, *pieces = re.split(r"^# =+\n# (.+)\n# =+\n", source, flags=re.MULTILINE)
+    lines = {}
+    for banner, text in zip(pieces[::2], pieces[1::2], strict=True):
+        if not banner.startswith("PART"):
+            lines[banner] = text.count("\n")
+    assert lines.keys() == promised.keys()
+    for banner, about in promised.items():
+        assert abs(about - lines[banner]) <= 10 + 0.1 * about, (banner, lines[banner])
 
 
-STANDS_IN = """#!/bin/sh
-# For srun: the last argument is run by each of two processes.
-for command; do :; done
-for rank in 0 1; do
-    SLURM_PROCID=$rank SLURM_NTASKS=2 sh -c "$command" || exit 1
-done
-"""
-
-
-@pytest.fixture
-def books(one, tmp_path, monkeypatch):
-    """A fresh folder with books/*.jsonl, in which README's lines run -> the pair of one job."""
+def test_readmes_shards_merge_to_the_pair_of_one_job(one, readme, tmp_path, monkeypatch):
+    """Where Ray runs each job at once; and Slurm's have the names that README merges."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "megatron_min", one)
     os.mkdir("books")
     for name in "ab":
         jsonl(f"books/{name}.jsonl", [name * k for k in range(50)])
-    return bytes_of_pair(one.preprocess("books/*.jsonl", "whole", append_eod=True)["text"])
-
-
-@pytest.mark.slow
-def test_readmes_shards_merge_to_the_pair_of_one_job(readme, books, tmp_path):
-    """Two shards, not sixteen, by a script in the place of srun."""
-    os.mkdir("bin")
-    program = f'#!/bin/sh\nexec "{sys.executable}" "{HERE / "megatron_min.py"}" "$@"\n'
-    for name, script in (("megatron-min", program), ("srun", STANDS_IN)):
-        path = pathlib.Path("bin", name)
-        path.write_text(script, encoding="utf-8")
-        path.chmod(0o755)
-    commands = readme_block(readme, "sh", "srun").replace("00016", "00002")
-    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(["sh", "-ec", commands], env=os.environ | {"PATH": path}, check=True)
-    assert bytes_of_pair("books_text_document") == books
-
-
-def test_readmes_shards_by_ray(readme, books, monkeypatch):
-    """What stands in for Ray runs each job at once."""
-
-    def remote(max_retries):
-        return lambda function: types.SimpleNamespace(remote=function)
-
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(remote=remote, get=list))
+    whole = one.preprocess("books/*.jsonl", "whole", append_eod=True)["text"]
+    ray = mock.Mock(get=list)
+    ray.remote.return_value.return_value.remote = one.preprocess
+    monkeypatch.setitem(sys.modules, "ray", ray)
     exec(readme_block(readme, "python", "ray.remote"), {})
-    assert bytes_of_pair("books_text_document") == books
+    assert bytes_of_pair("books_text_document") == bytes_of_pair(whole)
+    parts = "books_text_document_*_of_00016.idx"
+    assert len(glob.glob(parts)) == 16 and parts in readme_block(readme, "sh", "srun")
 
 
 def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
@@ -8789,117 +8727,6 @@ def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
     exec(readme_block(readme, "python", "pyarrow.parquet"), {})
     whole = one.preprocess(texts=texts, output_prefix="whole", append_eod=True)["text"]
     assert bytes_of_pair("corpus_text_document") == bytes_of_pair(whole)
-
-
-# What pretrain_gpt.py does for its data, written anew.
-PRETRAIN_GPT = """
-def core_gpt_dataset_config_from_args(args):
-    return GPTDatasetConfig(
-        random_seed=args.seed, sequence_length=args.seq_length, blend=args.blend,
-        blend_per_split=None, split=args.split, multiple_validation_sets=False,
-        full_validation=False, num_dataset_builder_threads=1, path_to_cache=args.data_cache_path,
-        mmap_bin_files=True, tokenizer=args.tokenizer, reset_position_ids=args.resets,
-        reset_attention_mask=args.resets, eod_mask_loss=args.resets, create_attention_mask=True,
-        object_storage_cache_path=None, mid_level_dataset_surplus=0.005,
-        allow_ambiguous_pad_tokens=False, fast_cache_load=False, sequences_per_dataset=None,
-        defer_npy_index_mmap=False, context_parallel_size=1, data_parallel_size=1,
-        sequence_parallel_size=0, hybrid_context_parallel=False)
-
-def train_valid_test_datasets_provider(args, sizes):
-    config = core_gpt_dataset_config_from_args(args)
-    dataset_type = MockGPTDataset if args.blend is None else GPTDataset
-    return BlendedMegatronDatasetBuilder(dataset_type, sizes, lambda: True, config).build()
-"""
-
-
-@pytest.fixture
-def two_corpora(mm, tmp_path):
-    """Prefixes of 60 documents each, which end in eods."""
-    rng = np.random.default_rng(6)
-    prefixes = []
-    for name in "ab":
-        docs = [[*rng.integers(1, 90, 20), 0] for _ in range(60)]
-        prefixes.append(mk(mm, tmp_path / name, docs, np.uint16))
-    return prefixes
-
-
-@pytest.mark.parametrize(
-    "corpora, weights, resets",
-    [(2, [3.0, 7.0], False), (2, None, True), (1, None, True)],
-    ids=["blend", "no-weights", "one-corpus"],
-)
-def test_two_import_lines_of_pretrain_gpt(
-    mm, up, readme, tmp_path, group, monkeypatch, two_corpora, corpora, weights, resets
-):
-    """Its own functions make the same samples with README's imports in the place of upstream's."""
-    diff = readme_block(readme, "diff", "import")
-    monkeypatch.setitem(sys.modules, "megatron_min", mm)
-    args = types.SimpleNamespace(
-        seed=7,
-        seq_length=8,
-        blend=(two_corpora[:corpora], weights),
-        split="8,1,1",
-        tokenizer=Tok(),
-        resets=resets,
-    )
-    sizes = [20, 8, 4]
-    datasets = {}
-    for sign in "-+":
-        imports = re.findall(rf"^\{sign}(.+)", diff, re.MULTILINE)
-        assert len(imports) == 2
-        names = {}
-        exec("\n".join(imports) + PRETRAIN_GPT, names)
-        args.data_cache_path = str(tmp_path / {"-": "theirs", "+": "ours"}[sign])
-        datasets[sign] = quiet(names["train_valid_test_datasets_provider"], args, sizes)
-    for size, ours, theirs in zip(sizes, datasets["+"], datasets["-"], strict=True):
-        for k in range(size):
-            found, wanted = ours[k], quiet(theirs.__getitem__, k)
-            if corpora > 1:  # int64 here, int16 there
-                assert found.pop("dataset_id") == wanted.pop("dataset_id")
-            same_samples(found, wanted)
-
-
-@pytest.mark.parametrize("consumed, eval_iters", [(0, 1), (8, 1), (8, 0)])
-def test_readmes_rows_for_megatron_lm(mm, up, tmp_path, group, two_corpora, consumed, eval_iters):
-    """The batches are upstream's samples in order; a run may go on, and need not evaluate."""
-    blend = mm.get_blend_from_list(["3", two_corpora[0], "7", two_corpora[1]])
-    sizes = mm.get_train_valid_test_num_samples(
-        train_iters=6, global_batch_size=4, eval_interval=3, eval_iters=eval_iters
-    )
-    fields = {"split": "8,1,1", "reset_position_ids": True, "eod_mask_loss": True}
-    ours = build(mm, sizes, config(mm, blend, path_to_cache=str(tmp_path / "ours"), **fields))
-    cfg = config(up, blend, path_to_cache=str(tmp_path / "theirs"), **fields)
-    theirs = quiet(build, up, [6 * 4, 3 * 4, 4], cfg)
-    groups = mm.ParallelGroups()
-    layout = {"micro_batch_size": 2, "data_parallel_rank": groups.rank("dp")}
-    layout["data_parallel_size"] = groups.size("dp")
-    firsts = [consumed, consumed // 2 * eval_iters, 0]
-    loaders = []
-    for dataset, first in zip(ours, firsts, strict=True):
-        loaders.append(mm.build_pretraining_data_loader(dataset, first, **layout))
-    if eval_iters == 0:
-        assert loaders[1:] == [None, None]
-        loaders, theirs, firsts = loaders[:1], theirs[:1], firsts[:1]
-    for loader, dataset, first in zip(loaders, theirs, firsts, strict=True):
-        batches = iter(loader)
-        for k in range(first, len(dataset) - 1, 2):
-            batch = mm.get_batch(batches, groups, micro_batch_size=2, sequence_length=8)
-            assert batch.pop("attention_mask") is None
-            rows = [quiet(dataset.__getitem__, k), quiet(dataset.__getitem__, k + 1)]
-            wanted = torch.utils.data.default_collate(rows)
-            for key, found in batch.items():
-                same(found, wanted[key], (key, k))
-
-
-@pytest.fixture
-def training_folder(one, readme, tmp_path):
-    """A folder with a corpus and README's train.py."""
-    sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
-    texts = [path.read_text("utf-8", errors="replace") for path in sources]
-    one.preprocess(jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "corpus", append_eod=True)
-    script = readme_block(readme, "python", "python train.py PREFIX")
-    (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    return tmp_path
 
 
 def run_training(folder, ranks=1, **layout):
@@ -8915,23 +8742,26 @@ def run_training(folder, ranks=1, **layout):
 
 
 @pytest.mark.slow
-def test_training_script_has_equal_losses_on_1_2_and_4_ranks(training_folder):
+def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_path):
     """It learns; and it goes on where it stopped, on other ranks."""
-    lines = run_training(training_folder)
+    sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
+    texts = [path.read_text("utf-8", errors="replace") for path in sources]
+    one.preprocess(texts=texts, output_prefix=tmp_path / "corpus", append_eod=True)
+    script = readme_block(readme, "python", "python train.py PREFIX")
+    (tmp_path / "train.py").write_text(script)
+    lines = run_training(tmp_path)
     losses = [float(line.rpartition(" ")[2]) for line in lines]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    checkpoint = training_folder / "checkpoint.pt"
+    checkpoint = tmp_path / "checkpoint.pt"
     for ranks, layout in ((2, {"TP": "2"}), (4, {}), (4, {"TP": "2", "CP": "2"})):
         checkpoint.unlink()
-        assert run_training(training_folder, ranks, **layout) == lines, layout
+        assert run_training(tmp_path, ranks, **layout) == lines, layout
     checkpoint.unlink()
-    path = training_folder / "train.py"
-    script = path.read_text(encoding="utf-8")
-    path.write_text(script.replace("\nsteps = 20\n", "\nsteps = 10\n"), encoding="utf-8")
-    first = run_training(training_folder)
-    path.write_text(script, encoding="utf-8")
-    assert first + run_training(training_folder, 2) == lines
-    assert run_training(training_folder) == []
+    (tmp_path / "train.py").write_text(script.replace("\nsteps = 20\n", "\nsteps = 10\n"))
+    first = run_training(tmp_path)
+    (tmp_path / "train.py").write_text(script)
+    assert first + run_training(tmp_path, 2) == lines
+    assert run_training(tmp_path) == []
 
 
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
@@ -8939,7 +8769,8 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
     train = data_of_a_run(one, tmp_path)
     names = vars(one) | {"torch": torch, "device": "cpu", "seed_offset": 1, "ddp_world_size": 2}
     names |= {"batch_size": 2, "block_size": 8, "tokens_per_iter": 32}  # 4 samples in a step
-    names["builder"] = types.SimpleNamespace(build=lambda: [train, train, None])
+    names["builder"] = mock.Mock()
+    names["builder"].build.return_value = [train, train, None]
     for iter_num in (0, 3):
         names["iter_num"] = iter_num
         exec(readme_block(readme, "python", "def get_batch(split)"), names)
