@@ -7999,9 +7999,11 @@ def test_the_module_is_imported_where_numpy_and_torch_are(monkeypatch):
 def test_what_is_printed_cannot_be_written(one, tmp_path, redirected, code, word):
     """A reader that has seen enough is no error; no room is one, with the pair that is made."""
     jsonl(tmp_path / "a.jsonl", ["abc"])
-    run = f"{sys.executable} {HERE / 'megatron_min.py'} preprocess --input a.jsonl --no-verbose"
-    script = f"{run} --output-prefix o {redirected}; exit ${{PIPESTATUS[0]}}"
-    ran = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    run = [sys.executable, "-E", str(HERE / "megatron_min.py")]  # -E: with a buffer, in any case
+    run += ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", "--no-verbose"]
+    script = f'"$@" {redirected}; exit ${{PIPESTATUS[0]}}'
+    run = ["bash", "-c", script, "bash", *run]
+    ran = subprocess.run(run, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert ran.returncode == code and word in ran.stderr
     assert ran.stderr.count("\n") == code  # lines, too
     assert texts_of(one, tmp_path / "o_text_document") == [[97, 98, 99]]
@@ -8449,20 +8451,6 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, six_corpora, tmp_path
         assert arrays.items() <= files_of(caches[1]).items(), note
 
 
-def test_upstreams_cache_is_kept_when_the_tokenizer_changes(one, up, tmp_path):
-    """The new tokenizer is given the identifiers of the old one, as README says."""
-    prefix = mk(one, tmp_path / "p", [np.arange(30)] * 9)
-    cache = tmp_path / "cache"
-    theirs = quiet(gpt, up, prefix, 20, path_to_cache=str(cache), tokenizer=legacy_tokenizer(up))
-    before = files_of(cache)
-    [description] = [text for name, text in before.items() if name.endswith("-description.txt")]
-    tokenizer = one.ByteTokenizer()
-    tokenizer.unique_identifiers = json.loads(description)["tokenizer"]
-    same_dataset(gpt(one, prefix, 20, path_to_cache=str(cache), tokenizer=tokenizer), theirs)
-    [added] = files_of(cache).keys() - before.keys()
-    assert added.endswith("-manifest.json")
-
-
 # -- Ranks and steps of a job ------------------------------------------------------------------
 
 
@@ -8613,15 +8601,14 @@ def put_files(files):
         os.utime(path, ns=(1, 1))
 
 
-def samples_of_blend(mm, cache, **fields):
+def samples_of_blend(mm, cache, mapped=True):
     """All samples of a blend of two pairs; None: it is refused."""
-    fields |= {"path_to_cache": cache, "sequence_length": 4}
+    cfg = config(mm, (["in/a", "in/b"], [1, 3]), path_to_cache=cache, mmap_bin_files=mapped)
     try:
-        train = quiet(build, mm, [20, 0, 0], config(mm, (["in/a", "in/b"], [1, 3]), **fields))[0]
+        train = quiet(build, mm, [20, 0, 0], cfg)[0]
         return quiet(train.batch, range(len(train)))
-    except (ValueError, FileNotFoundError) as error:
-        assert len(str(error).split()) > 3
-    return None
+    except (ValueError, FileNotFoundError):
+        return None
 
 
 def read_damaged_files(mm, count):
@@ -8631,17 +8618,18 @@ def read_damaged_files(mm, count):
     most = pages * limits.getpagesize() + (2 << 30)  # for forged numbers: none is so large
     limits.setrlimit(limits.RLIMIT_AS, (most, most))
     good = files_of(".")
+    names = sorted(good)
     for case in range(count):
         rng = np.random.default_rng([13, case])
         files = dict(good)
-        for path in rng.choice(sorted(good), rng.integers(3), replace=False):
-            files[path] = damaged_bytes(rng, files[path], good[rng.choice(sorted(good))])
+        for path in rng.choice(names, rng.integers(3), replace=False):
+            files[path] = damaged_bytes(rng, files[path], good[rng.choice(names)])
             if rng.random() < 0.1:
                 del files[path]
         put_files(files)
         mapped = bool(rng.integers(2))
-        found = samples_of_blend(mm, "cache", mmap_bin_files=mapped)
-        wanted = samples_of_blend(mm, "new", mmap_bin_files=mapped)
+        found = samples_of_blend(mm, "cache", mapped)
+        wanted = samples_of_blend(mm, "new", mapped)
         assert (found is None) == (wanted is None), case
         if found is not None:
             same_samples(found, wanted, case)
