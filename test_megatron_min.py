@@ -50,7 +50,6 @@ import sys
 import tempfile
 import threading
 import time
-import tracemalloc
 import types
 import unittest.mock as mock
 import warnings
