@@ -305,9 +305,9 @@ def bytes_of_pair(prefix):
 
 
 def patch(path, offset, data):
-    """Overwrite some bytes of a file; an offset < 0 counts from its end."""
+    """Overwrite some bytes of a file."""
     with open(path, "r+b") as file:
-        file.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
+        file.seek(offset)
         file.write(data)
 
 
@@ -316,20 +316,6 @@ def quiet(function, *args, **kwargs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return function(*args, **kwargs)
-
-
-def python(code, *args, timeout=100, env=None, **kwargs):
-    """Run code in a new interpreter that finds megatron_min; env: variables to add."""
-    path = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    variables = {**os.environ, "PYTHONPATH": path, **(env or {})}
-    return subprocess.run(
-        [sys.executable, "-c", code, *[str(argument) for argument in args]],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=variables,
-        **kwargs,
-    )
 
 
 def command(mm, capsys, *argv):
@@ -341,11 +327,6 @@ def command(mm, capsys, *argv):
         code = stop.code
     captured = capsys.readouterr()
     return code, captured.out, captured.err
-
-
-def preprocess_command(mm, capsys, path, out, *more):
-    """preprocess from one file to one prefix, in this process."""
-    return command(mm, capsys, "preprocess", "--input", path, "--output-prefix", out, *more)
 
 
 def one_sentence(err):
@@ -1618,7 +1599,6 @@ PADS = {  # a tokenizer, the pad id that counts, and the one where it may be amb
     "the dict does without eod": (Tok(pad=0, special_tokens_dict={"bos": 9}), 0, 0),
     "the dict names it pad_token": (Tok(pad=9, special_tokens_dict={"pad_token": 9}), 9, 9),
 }
-PADS_OF_TOK = list(PADS)
 
 
 @pytest.mark.parametrize("case", PADS)
@@ -2240,7 +2220,6 @@ def test_a_build_of_150_corpora_may_open_enough_files(one, tmp_path):
 # The oracle: all ranks have one order of samples, which is dealt to them round by round.
 
 SHUFFLED = ["unsharded", "sharded"]
-KINDS_OF_ORDER = ["single", "full_validation", *SHUFFLED]
 
 
 def order_of_turn(kind, total, micro, ranks, seed=0, turn=0):
@@ -4336,8 +4315,10 @@ def test_a_script_that_ends_while_a_thread_reads_prints_no_traceback(tmp_path):
 
     The exit code is not asked for: torch may abort where a daemon thread frees tensors at the end.
     """
+    argv = [sys.executable, "-c", A_THREAD_READS_ON, tmp_path]
+    variables = os.environ | {"PYTHONPATH": str(HERE)}
     for _ in range(3):
-        ran = python(A_THREAD_READS_ON, tmp_path)
+        ran = subprocess.run(argv, capture_output=True, text=True, timeout=100, env=variables)
         assert ran.stdout == "done\n" and "Traceback" not in ran.stderr, ran.stderr
 
 
@@ -5273,13 +5254,6 @@ def compress(content, extension):
     return module.compress(content[:half]) + module.compress(content[half:])
 
 
-def write_parquet(path, columns, **arguments):
-    """Write a Parquet file -> its path."""
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(sys.modules["pyarrow"].table(columns), path, **arguments)
-    return path
-
-
 def test_what_verbose_shows(one, tmp_path, capsys):
     """A line at the end; in a terminal a bar besides."""
     one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o")
@@ -5721,14 +5695,6 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path, first, second, n
     assert set(multiprocessing.active_children()) <= before
 
 
-def in_a_minute(happened, *arguments):
-    """Wait until happened(*arguments) is true, for a minute at most."""
-    end = time.monotonic() + 60
-    while not happened(*arguments):
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)
-
-
 @linux
 def test_a_disk_that_is_full_at_any_moment(one, tmp_path):
     """Here files may not grow beyond a size: the pair of both keys is there, or none is."""
@@ -5783,6 +5749,13 @@ def chat(one, path, n=None, rows=None, **fields):
 
 ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 ADDS_BOS = {"add_special_tokens": True}
+
+
+def write_parquet(path, columns, **arguments):
+    """Write a Parquet file -> its path."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(sys.modules["pyarrow"].table(columns), path, **arguments)
+    return path
 
 
 def random_rows(rng, count, longest):
@@ -6201,7 +6174,8 @@ def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, co
     path = jsonl(tmp_path / "a.jsonl", [name])
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     flags = ["--no-verbose", "--tokenizer", "signalled:Signalled"]
-    found, _, err = preprocess_command(one, capsys, path, "o", *flags)
+    argv = ["preprocess", "--input", path, "--output-prefix", "o", *flags]
+    found, _, err = command(one, capsys, *argv)
     assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
     assert (found, err) == (code, "")
     assert {*os.listdir(tmp_path)} - {"__pycache__"} == {"a.jsonl", "signalled.py"}
@@ -6283,6 +6257,14 @@ def write_until_stopped(mm):
     os.setpgrp()
     for generation in itertools.cycle([1, 0]):
         write_out(mm, generation)
+
+
+def in_a_minute(happened, *arguments):
+    """Wait until happened(*arguments) is true, for a minute at most."""
+    end = time.monotonic() + 60
+    while not happened(*arguments):
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
 
 
 @linux
@@ -6549,7 +6531,7 @@ def legacy_tokenizer(up):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-@pytest.mark.parametrize("case", [*PADS_OF_TOK, "upstream's old kind"])
+@pytest.mark.parametrize("case", [*PADS, "upstream's old kind"])
 def test_padding_equals_upstreams(mm, up, tmp_path, case, allowed):
     """A tokenizer whose pad is None stops upstream; here it has no pad."""
     tokenizer = PADS[case][0] if case in PADS else legacy_tokenizer(up)
