@@ -1037,6 +1037,7 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     (WITHOUT_BLEND | {"blend_phases": PHASES}, "blend_phases"),
     (WITHOUT_BLEND | {"blend_phases": PHASES, "blend_per_split": PER_VALID}, "blend_phases"),
     ({"blend_phases": PHASES, "split": "0,1,1"}, "blend_phases"),
+    ({"blend_phases": [(4, [1, 1])]}, "phase 0"),
     ({"tokenizer": None}, "tokenizer"),
     ({"hybrid_context_parallel": True}, "hybrid_context_parallel"),
     ({"reset_attention_mask": True}, "reset_attention_mask"),  # upstream: no effect, no word
@@ -2143,11 +2144,13 @@ def test_phases_of_one_corpus_and_of_a_blend_of_trains_own(mm, corpora):
 
 
 TWO = ([A, B], [1, 1])
+VALID_SETS = {"blend_per_split": [None, TWO, TWO], "multiple_validation_sets": True}
 WHOLE_SETS = {"multiple_validation_sets": True, "full_validation": True}
 BAD_SIZES = [  # sizes, fields of the config, words
     ([1, 2], {"blend": ([A], None)}, "sizes"),
     ([-1, 0, 0], {"blend": ([A], None)}, "train.*-1"),
     ([None, 0, 0], {"blend": TWO}, "train .*needs a size"),
+    ([0, None, None], VALID_SETS, "test .*needs a size"),  # valid is two datasets, and test a blend
     ([0, 5, 0], {"blend_per_split": [None, ([A, B], None), None], **WHOLE_SETS}, "must be None"),
 ]
 
