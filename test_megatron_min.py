@@ -126,7 +126,7 @@ def mm(request):
 
 @pytest.fixture(scope="session")
 def one():
-    """The module, once: for tests that run no kernel."""
+    """The module, once, with the Python kernels."""
     return copy_of_module("python")
 
 
@@ -189,7 +189,7 @@ class Bare:
 
     dataset_path = "bare"
 
-    def __init__(self, n, split=None):
+    def __init__(self, n, split):
         self.n = n
         self.index_split = split
         self.unique_identifiers = {"class": "Bare", "n": n}
@@ -235,7 +235,7 @@ def mk(mm, prefix, docs, dtype=np.int32):
 
 
 def random_docs(rng, most=30, longest=20, empty=0.1, vocab=50):
-    """Documents of 0 .. longest tokens, at least one token in all."""
+    """Documents of 0 .. longest + 1 tokens; the last one has one."""
     lengths = rng.integers(1, longest + 1, rng.integers(1, most + 1))
     if rng.random() <= empty:
         lengths[:] = 0
@@ -1393,7 +1393,7 @@ def check_refused(ds, k, error, words=None):
             read(argument)
 
 
-# -- places, and memory ----------------------------------------------------------------------------
+# -- places, and memory ------------------------------------------------------------------------
 
 
 def test_indices_are_whole_numbers_of_samples_that_exist(mm, toy):
@@ -1427,7 +1427,7 @@ def test_no_two_samples_share_memory(mm, tmp_path, flag):
             assert not np.shares_memory(a, b)
 
 
-# -- datasets of the user's own --------------------------------------------------------------------
+# -- datasets of the user's own ----------------------------------------------------------------
 
 
 def numbers_class(mm):
@@ -1475,7 +1475,7 @@ def test_mmap_bin_files_says_whether_tokens_are_mapped(one, pair, is_mapped):
     assert len(opened) == len(PAIR)
 
 
-# -- samples by loops ------------------------------------------------------------------------------
+# -- samples by loops --------------------------------------------------------------------------
 
 
 def latest(starts, at):
@@ -1602,7 +1602,7 @@ def test_samples_equal_the_loops(mm, tmp_path):
                     same_samples(sample, wanted[k], (case, k, mmap, ds.config))
 
 
-# -- padding, and resets that find nothing ---------------------------------------------------------
+# -- padding, and resets that find nothing -----------------------------------------------------
 
 
 PADS = {  # a tokenizer, the pad id that counts, and the one where it may be ambiguous
@@ -1640,7 +1640,7 @@ def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag):
         assert ["--append-eod" in str(warning.message) for warning in caught] == wanted
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------
 
 
 BAD_DATASETS = [  # documents, their dtype, those of the dataset, the error, a word
@@ -1703,7 +1703,7 @@ def test_a_damaged_idx_is_found_by_a_build(mm, toy):
         gpt(mm, toy, 3, sequence_length=4)
 
 
-# -- arrays that are set, and subclasses -----------------------------------------------------------
+# -- arrays that are set, and subclasses -------------------------------------------------------
 
 
 def test_arrays_may_be_set(mm, tmp_path):
@@ -1839,7 +1839,7 @@ def test_blend_of_as_many_datasets_as_int16_can_number(mm):
         mm.build_blending_indices(which, sample, np.full(32767, 1 / 32767), 32767, 5)
 
 
-# -- weights and sizes -----------------------------------------------------------------------------
+# -- weights and sizes -------------------------------------------------------------------------
 
 
 def blended(mm, sizes, weights, size, phases=None, **fields):
@@ -1913,7 +1913,7 @@ def test_a_blend_that_asks_for_too_much(mm, tmp_path):
             blended(mm, [0, 2], [9, 3], None, path_to_cache=str(tmp_path))
 
 
-# -- phases ----------------------------------------------------------------------------------------
+# -- phases ------------------------------------------------------------------------------------
 
 
 def phases_by_hand(ds):
@@ -1969,7 +1969,7 @@ def test_phases_are_in_the_key(one, tmp_path):
     assert len(os.listdir(tmp_path)) == 4 * len(kinds)
 
 
-# -- samples and batches ---------------------------------------------------------------------------
+# -- samples and batches -----------------------------------------------------------------------
 
 
 CONFIGS_OF_BLENDS = [  # fields of all datasets, of the blend, of its last dataset
@@ -2062,7 +2062,7 @@ def outline(built):
     return built.index_split.name, first, end, built.num_samples
 
 
-# -- which datasets a config means -----------------------------------------------------------------
+# -- which datasets a config means -------------------------------------------------------------
 
 
 def test_a_corpus_is_cut_by_the_split(mm, corpora):
@@ -2144,7 +2144,7 @@ def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
     assert larger, "no case needed it: the test shows nothing"
 
 
-# -- phases ----------------------------------------------------------------------------------------
+# -- phases ------------------------------------------------------------------------------------
 
 
 def test_phases_are_for_train(mm, corpora):
@@ -2178,7 +2178,7 @@ def test_phases_of_one_corpus_and_of_a_blend_of_trains_own(mm, corpora):
         build(mm, [20, 0, 0], cfg)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------
 
 
 TWO = ([A, B], [1, 1])
@@ -2211,7 +2211,7 @@ def test_more_sequences_than_int32_numbers(one, corpora, monkeypatch):
         build(one, [9, 0, 0], config(one, ([A], None)))
 
 
-# -- several corpora at a time ---------------------------------------------------------------------
+# -- several corpora at a time -----------------------------------------------------------------
 
 
 def test_corpora_are_built_side_by_side(one, corpora):
@@ -2697,7 +2697,7 @@ def counted(collective):
 
 
 def groups_are_those_of_a_mesh(job, layout):
-    """README: of one with the names pp, dp, cp, tp.  Those of several axes: of rank_lists()."""
+    """Those of torch's DeviceMesh with README's names; of several axes, those of rank_lists()."""
     groups = job.mm.ParallelGroups(**layout)
     data = job.world // math.prod(layout.values())
     assert groups.sizes == {"tensor": 1, "context": 1, "data": data, "pipeline": 1} | layout
@@ -3411,7 +3411,7 @@ def replace_file(path, content):
         path.write_bytes(content)
 
 
-# -- what is in the files --------------------------------------------------------------------------
+# -- what is in the files ----------------------------------------------------------------------
 
 
 def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, monkeypatch):
@@ -3506,7 +3506,7 @@ def test_what_a_subclass_is_made_from(one, pair, cache):
         with_class(Own, plain)
 
 
-# -- what a start finds ----------------------------------------------------------------------------
+# -- what a start finds ------------------------------------------------------------------------
 
 
 def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
@@ -3598,7 +3598,7 @@ def test_a_start_maps_nothing_before_the_first_access(one, tmp_path, cache):
         same_samples(pickle.loads(text).batch(ks), wanted)
 
 
-# -- what the first access finds -------------------------------------------------------------------
+# -- what the first access finds ---------------------------------------------------------------
 
 
 def test_what_the_first_access_finds_wrong_is_built_in_memory(
@@ -3644,7 +3644,7 @@ def test_pages_that_a_power_loss_left_empty_are_noticed(one, tmp_path, cache):
         replace_file(path, content)
 
 
-# -- errors of the build, of the disk and of the system --------------------------------------------
+# -- errors of the build, of the disk and of the system ----------------------------------------
 
 
 def test_an_error_of_the_build_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
@@ -3757,7 +3757,6 @@ def test_jobs_may_build_at_once(one, pair, cache, stale):
 # ==============================================================================
 # 13. Object storage
 # ==============================================================================
-#
 # Memory, a web server that a test can make fail, and, once, S3.
 
 SECRET = "s3cret"
@@ -4680,7 +4679,7 @@ def test_samples_of_a_run_by_hand(one):
 
 
 def test_a_batch_size_that_does_not_grow(one):
-    """A ramp-up is compared with upstream's in the last sections."""
+    """A ramp-up is compared with upstream's under Parity."""
     for ramp in (None, (16, 8, 0), (32, 8, 100)):
         number = one.NumMicroBatches(32, 4, 2, ramp)
         assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
@@ -4847,7 +4846,7 @@ def test_without_a_build(monkeypatch, tmp_path, setting):
         assert runpy.run_path(path)["IMPLEMENTATION"] == "python"
 
 
-# -- C gives what the definitions give -------------------------------------------------------------
+# -- C gives what the definitions give ---------------------------------------------------------
 
 
 def encoded(mm, values, dtype):
@@ -4904,7 +4903,7 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
         assert repr(state.get_state()) == repr(other.get_state())
 
 
-# -- hostile arguments: an error from both implementations, never a crash --------------------------
+# -- hostile arguments: an error from both implementations, never a crash ----------------------
 
 
 def read_only(values):
@@ -4938,7 +4937,7 @@ def test_hostile_arguments_raise(mm, name):
                 getattr(mm, name)(**BLENDS[name] | {argument: value})
 
 
-# -- what a function of C is given is checked before it is trusted ---------------------------------
+# -- what a function of C is given is checked before it is trusted -----------------------------
 #
 # A call is the arguments of a function of _megatron_min, by name and in order.
 
@@ -5131,7 +5130,7 @@ def test_c_releases_the_gil(c, name):
         thread.join()
 
 
-# -- what setup.py builds and packs ----------------------------------------------------------------
+# -- what setup.py builds and packs ------------------------------------------------------------
 
 
 def run_setup(folder, *words, **variables):
@@ -5338,7 +5337,7 @@ def compress(content, extension):
 
 
 def test_what_verbose_shows(one, tmp_path, capsys):
-    """A line at the end; in a terminal a bar besides."""
+    """A line at the end."""
     one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o")
     assert capsys.readouterr().err == ""
     one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o", verbose=True)
@@ -6649,7 +6648,6 @@ def legacy_tokenizer(up):
 @pytest.mark.parametrize("allowed", [False, True])
 @pytest.mark.parametrize("case", [*PADS, "upstream's old kind"])
 def test_padding_equals_upstreams(mm, up, tmp_path, case, allowed):
-    """A tokenizer whose pad is None stops upstream; here it has no pad."""
     tokenizer = PADS[case][0] if case in PADS else legacy_tokenizer(up)
     prefix = mk(mm, tmp_path / "pair", [[5, 6, 0, 8, 7, 9, 3]])
     for extra in (True, False):
@@ -7006,7 +7004,7 @@ def test_damaged_pairs_and_caches_are_never_seen(mm, tmp_path, monkeypatch, coun
 
 
 # ==============================================================================
-# README's drawings, commands and scripts
+# README's map and scripts
 # ==============================================================================
 
 
