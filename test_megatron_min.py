@@ -5598,7 +5598,7 @@ def test_standard_input_and_pipes(one, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    threading.Thread(target=fifo.write_bytes, args=(text,)).start()
+    threading.Thread(target=fifo.write_bytes, args=(text,), daemon=True).start()
     made = one.preprocess(["-", path, fifo], tmp_path / "o", workers=2)
     assert texts_of(one, made["text"]) == [[97, 98], [99], [100], [97, 98], [99]]
 
