@@ -828,8 +828,10 @@ def test_finalize_gives_both_files_their_names_once(one, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
     assert one.IndexedDataset.exists(tmp_path / "p")
     assert lists(one.IndexedDataset(tmp_path / "p")) == [[1]]
-    os.remove(tmp_path / "p.bin")
-    assert not one.IndexedDataset.exists(tmp_path / "p")
+    os.rename(tmp_path / "p.bin", tmp_path / "q.bin")
+    os.rename(tmp_path / "p.idx", tmp_path / "r.idx")
+    for prefix in "pqr":  # neither file, or one of the two
+        assert not one.IndexedDataset.exists(tmp_path / prefix)
 
 
 @linux
@@ -1131,6 +1133,7 @@ def test_counts_are_exact_integers(one):
     tokens = wanted * S + 1
     plan = one.plan_epochs(13, wanted, S)
     assert 13 * (plan.num_epochs - 1) < tokens <= 13 * plan.num_epochs
+    assert one.count_samples(tokens, S, False) == wanted
     assert one.count_samples(tokens + 1, S) == wanted
     assert one.count_samples(tokens + 1, S, False) == wanted + 1
 
@@ -1901,7 +1904,9 @@ def test_weight_0_drops_the_dataset(one, caplog):
     ds = blended(one, [9, 8, 7], [0.0, 1, 1], 4)
     assert [len(dataset) for dataset in ds.datasets] == [8, 7]
     assert ds.dataset_index.tolist() == [0, 1, 0, 1]
-    assert "weight 0: bare" in caplog.text
+    blended(one, [9, 9], [1, 1], 4)
+    [note] = caplog.messages
+    assert "weight 0: bare" in note
 
 
 def test_a_blend_that_asks_for_too_much(mm, tmp_path):
