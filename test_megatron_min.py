@@ -68,7 +68,17 @@ FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and limits that hold")
 
 torch.set_num_threads(1)
-os.environ.pop("PYTHONWARNINGS", None)  # for processes of the tests; .pytest.ini: for the tests
+os.environ.pop("PYTHONWARNINGS", None)  # the processes of the tests warn as Python does by itself
+
+
+@pytest.fixture(autouse=True)
+def usual_warnings(request):
+    """And so do the tests, but for those that have filters of their own."""
+    with warnings.catch_warnings():
+        if request.node.get_closest_marker("filterwarnings") is None:
+            warnings.simplefilter("default")
+            warnings.simplefilter("ignore", ResourceWarning)
+        yield
 
 
 @functools.cache
@@ -2797,7 +2807,7 @@ def a_failing_reader_fails_on_all_ranks_of_its_group(job, layout):
     for error, kind in (
         (ValueError("no such sample"), ValueError),
         (ZeroDivisionError("by zero"), RuntimeError),
-        (StopIteration(), StopIteration),
+        (StopIteration("the end"), StopIteration),
     ):
         source = mock.MagicMock()  # an iterator that goes on after an error
         source.__next__ = mock.Mock(side_effect=[odd, error, good])
