@@ -4785,6 +4785,7 @@ def caches_are_shared_or_of_ones_own(job):
     assert len(valid) == 7, "ceil(6 / 4) + ceil(6 * 3 / 4)"
     assert not test
     assert built_tokens(job, "shared") == shared, "again"
+    torch.distributed.barrier()  # until all have read
     if job.rank == 0:
         torn = min((job.folder / "shared").glob("*-document_index.npy"))
         os.truncate(torn, torn.stat().st_size - 1)
