@@ -309,7 +309,41 @@ def _map_file(path: str | os.PathLike) -> np.ndarray:
     """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive."""
     if os.path.getsize(path) == 0:
         return np.empty(0, np.uint8)  # an empty file cannot be mapped
-    return np.asarray(np.memmap(path, np.uint8, "r"))
+    with _limits_named(path):
+        return np.asarray(np.memmap(path, np.uint8, "r"))
+
+
+# A mapping holds a file descriptor, and one of the system's 65,530 maps.  Hundreds of corpora would
+# use them up, so a file of so few bytes is read instead.
+_FEW_BYTES = 64 << 10
+
+
+def _read_or_map_file(path: str) -> np.ndarray:
+    """The bytes of a file, as a read-only array: read if they are few, else mapped."""
+    if os.path.getsize(path) > _FEW_BYTES:
+        return _map_file(path)
+    with _limits_named(path), open(path, "rb") as file:
+        return np.frombuffer(file.read(), np.uint8)
+
+
+# What it means that the system has nothing left for a file, and which limit says so.
+_LIMITS = {
+    errno.EMFILE: "this process has too many open files: see ulimit -n",
+    errno.ENFILE: "all processes together have too many open files: see fs.file-max",
+    errno.ENOMEM: "no memory, or no memory map, is left: see vm.max_map_count",
+}
+
+
+@contextlib.contextmanager
+def _limits_named(path):
+    """Have the error of a system that has nothing left for a file name the file and the limit."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
+        if code not in _LIMITS:
+            raise
+        raise OSError(code, _LIMITS[code], os.fspath(path)) from None
 
 
 # A file may be damaged, cut short or forged, so nothing of it is used unchecked:
@@ -361,14 +395,15 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.check = check
         self._verified = False
         self._fingerprint = None  # made when it is asked for
-        self._idx_path = get_idx_path(self.path_prefix)
-        self._bin_path = get_bin_path(self.path_prefix)
+        self.is_tokenizer_known = False  # True once section 18 has looked at the pair's record
+        self._idx_path = _absolute(get_idx_path(self.path_prefix))
+        self._bin_path = _absolute(get_bin_path(self.path_prefix))
         self._idx_stamp = _file_stamp(self._idx_path)  # its size and its time
         if _is_remote(self._idx_path):
             copied = _fetch_index(self._idx_path, self._idx_stamp, object_storage_config)
-            self._content = _map_file(copied)
+            self._content = _read_or_map_file(copied)
         else:
-            self._content = _map_file(self._idx_path)
+            self._content = _read_or_map_file(self._idx_path)
         content = self._content
         code, n, m = self._read_header()
         self.dtype = DType.dtype_from_code(code)
@@ -548,8 +583,9 @@ class IndexedDataset(torch.utils.data.Dataset):
     def fingerprint(self) -> dict:
         """Return what tells these data from others, wherever the files lie and whenever they came.
 
-        A flat dict, as JSON has it: the sizes of both files, a CRC-32 of all lengths, and one of the
-        first and the last 4,096 bytes of the .bin.  Cost: reads 4 bytes of each sequence, once.
+        A flat dict, as JSON has it: the sizes of both files, a CRC-32 of all lengths, and one of
+        the first and the last 4,096 bytes of the .bin.  Cost: 4 bytes of each sequence are read,
+        once.
         """
         if self._fingerprint is None:
             some = min(4096 // self._token_bytes, self.num_tokens)
@@ -562,29 +598,31 @@ class IndexedDataset(torch.utils.data.Dataset):
             }
         return self._fingerprint
 
-    # ---- The rest of the class is for caches (section 12) and pickles.  Skip it.
+    # ---- how a manifest (section 12) and a pickle know the pair again
 
-    def identity(self) -> dict:
-        """Return what tells this .idx from a later one: its size, its time, and both its ends."""
-        ends = self._content[:4096].tobytes() + self._content[-4096:].tobytes()
-        return {
-            "idx_size": self._idx_stamp["size"],
-            "idx_mtime_ns": self._idx_stamp["changed"],
-            "idx_ends": _md5(ends),
-        }
+    def note(self) -> dict:
+        """Return what may be noted of these data: their fingerprint, and which .idx has it."""
+        return {"idx": self._idx_stamp, "fingerprint": self.fingerprint()}
+
+    def is_noted(self, note: dict) -> bool:
+        """Are these the data of a note?  An .idx of the same size and time is not read again."""
+        if note["idx"] == self._idx_stamp:
+            self._fingerprint = note["fingerprint"]
+        return note["fingerprint"] == self.fingerprint()
 
     def __reduce__(self):
         """Pickle the path: who unpickles it opens the pair again."""
-        arguments = [self.path_prefix, self.multimodal, self.mmap]
+        arguments = [self._idx_path.removesuffix(".idx"), self.multimodal, self.mmap]
         arguments += [self.object_storage_config, self.check]
-        return type(self), tuple(arguments), [self._idx_stamp, self._bin_stamp]
+        return type(self), tuple(arguments), self.note()
 
-    def __setstate__(self, stamps):
-        """Refuse files that were opened just now, and are not those of the pickle."""
-        found = [self._idx_stamp, self._bin_stamp]
-        if found != stamps:
+    def __setstate__(self, note):
+        """Refuse a pair that was opened just now, and is another than that of the pickle."""
+        if not self.is_noted(note):
+            wanted = note["fingerprint"]
             reason = "the pair was replaced after the dataset was pickled: build it again"
-            raise _format_error(self.path_prefix, "files", stamps, f"{found}: {reason}")
+            found = f"{self.fingerprint()}: {reason}"
+            raise _format_error(self.path_prefix, "fingerprint", wanted, found)
 
 
 def _position(idx, n, name):
@@ -599,6 +637,11 @@ def _format_error(path, field, wanted, got):
     """The error that names the four things a reader of the message needs."""
     sentence = f"{path}: {field}: wanted {wanted}, got {got}"
     return DatasetFormatError(_hide_credentials(sentence))  # a path may be a URL with a password
+
+
+def _absolute(path):
+    """A path that stays right when the process changes its folder; a URL stays as it is."""
+    return path if _is_remote(path) else os.path.abspath(path)
 
 
 def _file_stamp(path: str | os.PathLike) -> dict:
@@ -1815,9 +1858,6 @@ class MegatronDataset(abc.ABC, _SampleTable):
       __len__() and __getitem__(k)                    the samples
       build_low_level_dataset(dataset_path, config)   opens the data, for the builder
       numel_low_level_dataset(opened)                 how many documents there are to split
-    and, if it likes,
-      made_from()                                     a dict that tells its data from others, so
-                                                      that no run goes on with other data
     """
 
     def __init__(
@@ -1878,10 +1918,6 @@ class MegatronDataset(abc.ABC, _SampleTable):
     def _key_config_attributes() -> list[str]:
         """Return upstream's list of fields that name a cache; a subclass may add some."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
-
-    def made_from(self) -> dict:
-        """Return what the samples are made from, in types of JSON; a saved state keeps it."""
-        return {}
 
 
 def _as_range(documents):
@@ -1957,6 +1993,11 @@ class GPTDataset(MegatronDataset):
       loss_mask                float32 (S,), 0 where a label does not count
       position_ids             int64 (S,)
       cu_seqlens, max_seqlen   int32 (S+1,) and (), only with inter_document_masking
+    Its orders, of section 4, are attributes:
+      document_index           int32 (E*D,)
+      sample_index             int32 or int64 (N+1, 2)
+      shuffle_index            uint32 or int64 (N,)
+      epoch_plan               EpochPlan; None where a subclass has orders of its own
     ds[None] is sample 0 without any loss: it fills up a batch.  A sample costs one read for each
     document that it touches.  On object storage the reads of a batch are made at the same time.
     IndexError for a sample that does not exist.
@@ -2008,6 +2049,10 @@ class GPTDataset(MegatronDataset):
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self._eod_token_id = _attribute(config.tokenizer, "eod")
 
+        if isinstance(indexed_dataset, IndexedDataset):
+            # a warning if preprocess() made the pair with another tokenizer (section 18)
+            _warn_of_other_tokenizer(indexed_dataset, config.tokenizer)
+
         # Upstream's identifiers leave these out, and so let datasets that differ share files.  With
         # all defaults the names of the files are upstream's.
         if not self._extra:
@@ -2017,84 +2062,70 @@ class GPTDataset(MegatronDataset):
         if config.stable_order:
             self.unique_identifiers["stable_order"] = True
 
-        # Without a cache this would be
-        #     self.epoch_plan, arrays = self._build_arrays()
-        #     self.document_index, self.sample_index, self.shuffle_index = arrays
-        self._cache = _IndexCache(
-            self._folder_of_cache(),
-            f"{self.unique_description_hash}-{type(self).__name__}-{index_split.name}",
-            self.index_names,
-            self.unique_description,
-            self.made_from(),
-            build=self._build_arrays,
-        )
-        self.epoch_plan = EpochPlan(*self._cache.facts)  # what _build_arrays() returns first
-
-        own = type(self)._build_document_sample_shuffle_indices
-        if own is not GPTDataset._build_document_sample_shuffle_indices:
-            arrays = self._build_document_sample_shuffle_indices()
-            self.document_index, self.sample_index, self.shuffle_index = arrays
+        self._cache_folder = self._folder_of_cache()
+        self._in_files = {}
+        self.epoch_plan = None
+        arrays = self._build_document_sample_shuffle_indices()
+        self.document_index, self.sample_index, self.shuffle_index = arrays
 
     def __len__(self) -> int:
-        if "sample_index" in vars(self):  # it is mapped, or was set
-            return len(self.sample_index) - 1
-        return self.epoch_plan.num_samples
+        return len(self.sample_index) - 1
 
-    # ---- the three arrays: each is read from the cache when it is used first, or may be set
+    # ---- the three arrays
 
     def _folder_of_cache(self):
         """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
-        if self.config.path_to_cache or self.dataset_path is None:
-            return self.config.path_to_cache
+        if self.config.path_to_cache:
+            return _absolute(self.config.path_to_cache)
+        if self.dataset_path is None:
+            return None
         prefix = getattr(self.dataset, "path_prefix", self.dataset_path)
-        folder = f"{prefix}/cache"
+        folder = os.path.abspath(f"{prefix}/cache")
         if _is_remote(prefix):
             storage = self.dataset.object_storage_config
             folder = ObjectStorageConfig().folder if storage is None else storage.folder
         return f"{folder}/{type(self).__name__}_indices"
 
-    @functools.cached_property
-    def document_index(self) -> np.ndarray:
-        """int32 (E*D,): the order of the documents."""
-        return self._cache.array("document_index")
-
-    @functools.cached_property
-    def sample_index(self) -> np.ndarray:
-        """int32 or int64 (N+1, 2): where each sample of the stream starts."""
-        return self._cache.array("sample_index")
-
-    @functools.cached_property
-    def shuffle_index(self) -> np.ndarray:
-        """uint32 or int64 (N,): the order of the samples."""
-        return self._cache.array("shuffle_index")
-
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the three arrays; those that a subclass returns are kept in memory."""
-        return self.document_index, self.sample_index, self.shuffle_index
+        """Return the three arrays, and set epoch_plan.  A subclass may override this method.
 
-    def made_from(self) -> dict:
-        """Return what the arrays are made from, as JSON has it; a subclass may add to it."""
+        Without a cache this would be
+            self.epoch_plan, arrays = self._build_arrays()
+        _load_or_build() (section 12) does so where it finds no files of these arrays, and writes
+        them.
+        """
         documents = self._documents
         if isinstance(documents, range):
             described = f"{documents.start} to {documents.stop - 1}"
         else:
             described = _md5(documents.astype(np.int64).tobytes())
-        found = {
+        made_from = {
             "documents": described,
             "keeps_short": self._keeps_short,
             "extra_token": self._extra,
-            "stable_order": self.config.stable_order,
+            "stable_order": bool(self.config.stable_order),
         }
-        if isinstance(self.dataset, IndexedDataset):
-            found |= self.dataset.identity()
-        return found
+        facts, arrays, self._in_files = _load_or_build(
+            self._cache_folder,
+            f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
+            self.index_names,
+            self.unique_description,
+            made_from,
+            self.dataset if isinstance(self.dataset, IndexedDataset) else None,
+            self._build_arrays,
+        )
+        self.epoch_plan = EpochPlan(*facts)
+        return arrays
 
     def __getstate__(self):
-        """Leave out of a pickle the arrays that another process can map, or make."""
-        state = vars(self).copy()
+        """Leave out of a pickle what another process finds in files, or makes."""
+        state = _state_without_files(self)
         state.pop("indices", None)  # made from _documents
-        self._cache.forget_mapped(state)
         return state
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        _find_left_out(self, GPTDataset._build_document_sample_shuffle_indices)
 
     # ---- from k to the tokens and labels of sample k
 
@@ -2314,8 +2345,6 @@ class GPTDataset(MegatronDataset):
             raise ValueError(f"{_name(self)} holds {dtype}: token ids must be integers")
         if isinstance(corpus, IndexedDataset):
             corpus.verify()
-            # a warning if preprocess() made the pair with another tokenizer (section 18)
-            _warn_of_other_tokenizer(corpus.path_prefix, self.config.tokenizer)
         if self._eod_token_id is not None:
             self._warn_if_no_eod()
 
@@ -2640,7 +2669,9 @@ class BlendedDataset(_SampleTable):
       weights alone       None      counts       None                      build_exhaustive_...
       phases              the sum   None         their weights normalized  build_phase_indices
 
-    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.
+    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.  Two
+    attributes say what sample i is: dataset_index, int16 (size,), which dataset it comes from, and
+    dataset_sample_index, int64 (size,), which of its samples it is.
     ValueError where a dataset has fewer samples than the blend takes of it, which in upstream is an
     IndexError in the middle of a run.
 
@@ -2677,14 +2708,12 @@ class BlendedDataset(_SampleTable):
         if self.phases is not None:
             self.unique_identifiers["phases"] = self.phases
 
-        self._cache = _IndexCache(
-            self.config.path_to_cache,
-            f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}",
-            self.index_names,
-            self.unique_description,
-            made_from={},  # the identifiers say all
-            build=self._build_arrays,
-        )
+        self._cache_folder = config.path_to_cache
+        if self._cache_folder:
+            self._cache_folder = _absolute(self._cache_folder)
+        self._in_files = {}
+        self._taken = None
+        self.dataset_index, self.dataset_sample_index = self._build_indices()
         self._check_taken()
 
     def _set_shares(self, weights, size, phases):
@@ -2723,15 +2752,18 @@ class BlendedDataset(_SampleTable):
 
     # ---- the two arrays, as in GPTDataset
 
-    @functools.cached_property
-    def dataset_index(self) -> np.ndarray:
-        """int16 (size,): which dataset a sample comes from."""
-        return self._cache.array("dataset_index")
-
-    @functools.cached_property
-    def dataset_sample_index(self) -> np.ndarray:
-        """int64 (size,): which sample of that dataset it is."""
-        return self._cache.array("dataset_sample_index")
+    def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the two arrays, and keep how many samples each dataset gives.  Upstream's name."""
+        self._taken, arrays, self._in_files = _load_or_build(
+            self._cache_folder,
+            f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}",
+            self.index_names,
+            self.unique_description,
+            {},  # the identifiers say what they are made from
+            None,
+            self._build_arrays,
+        )
+        return arrays
 
     def _build_arrays(self):
         """Build the arrays: return how many samples each dataset gives, and the two of them."""
@@ -2764,13 +2796,17 @@ class BlendedDataset(_SampleTable):
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
-        return np.array(self._cache.facts, np.int64)  # what _build_arrays() returns first
+        if self._taken is None:  # a subclass has arrays of its own
+            self._taken = _count_datasets(self.dataset_index, len(self.datasets))
+        return np.array(self._taken, np.int64)
 
     def __getstate__(self):
-        """Leave out of a pickle the arrays that another process can map, or make."""
-        state = vars(self).copy()
-        self._cache.forget_mapped(state)
-        return state
+        """Leave out of a pickle what another process finds in files."""
+        return _state_without_files(self)
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        _find_left_out(self, BlendedDataset._build_indices)
 
     # ---- sample i
 
@@ -3036,7 +3072,7 @@ class BlendedMegatronDatasetBuilder:
         prefixes = {}  # as keys, so each once
         for entry in self._entries:
             prefixes |= dict.fromkeys(entry.prefixes)
-        _allow_open_files(self._entries, prefixes)  # a process may open few by default
+        _allow_open_files()  # a start opens hundreds, where many corpora are mixed
         corpora = self._for_each(self._open, prefixes)
         return dict(zip(prefixes, corpora, strict=True))
 
@@ -3104,26 +3140,13 @@ def _do_nothing():
     """The part of a rank that only waits for the others."""
 
 
-def _allow_open_files(entries, prefixes):
-    """Raise the soft limit of open files, as far as the hard one allows, to what a build needs.
-
-    These are two for each pair and one for each index array, which stay mapped.
-    """
-    try:
+def _allow_open_files():
+    """Let this process open as many files as the system allows it."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
         import resource
-    except ImportError:  # Windows has no such limit
-        return
-    wanted = 200 + 2 * len(prefixes)  # 200 for the program itself, such as sockets and libraries
-    for entry in entries:
-        wanted += len(GPTDataset.index_names) * len(entry.prefixes)
-        wanted += len(BlendedDataset.index_names)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
-        return
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 # ==============================================================================
@@ -4469,223 +4492,217 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
 #
 #   <hash>-GPTDataset-train-description.txt      what was asked for; hash is the md5 of this text
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
-#                          -manifest.json        what the arrays were made from; what a start needs
-#                                                to know of them (facts); of each array the size and
-#                                                a CRC-32 of its file; a CRC-32 of all this
+#                          -manifest.json        what the arrays were made from, and the fingerprint
+#                                                of the pair; what a start needs to know of them
+#                                                (facts); of each array file the size and, up to
+#                                                1 MiB, a CRC-32; a CRC-32 of all this
 #
 #   found at a start                               then
-#   nothing                                        the arrays are built and saved
-#   a manifest of the same data, and files of      no array is opened before the first access
-#   the noted sizes
-#   arrays without manifest (upstream's cache,     built and saved: the same bytes
-#   or one whose making was cut off)
-#   anything else: torn, or of other data          built and saved, with a warning that says why
+#   a manifest of the same data, and the files     the arrays are read, large ones mapped
+#   that it notes
+#   no manifest, or one of another format          built and saved: nothing was there, or a cache of
+#                                                  upstream's, or one whose making was cut off
+#   anything else: damaged, or of other data       built and saved, with a warning that says why
 #   a folder that cannot be written                built, with a warning; they stay in memory
 #
-#   found at the first access                      then
-#   a file of the CRC that the start noted         its array is used
-#   anything else: pages that a power loss left    built again, in memory, with a warning
-#   empty, or the file of another job
-#
-# Nothing is synced: a cache can be made again, and a torn one is noticed.  The CRC of an array
-# above 16 MiB is that of pages spread evenly over it: damage between these pages is not noticed.
+# No time and no path says what a pair is: a copy on another disk finds the cache, too.  An array
+# above 1 MiB is not read whole at a start.  So it is synced before it has its name: then no loss of
+# power can leave holes in it.
+
+_CACHE_FORMAT = 5  # a number to count up when the same manifest comes to mean other arrays
+_CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
 
 
-class _IndexCache:
-    """Index arrays in .npy files: found if they are there and right, else built and saved.
+def _load_or_build(
+    folder: str | None,
+    stem: str,
+    names: typing.Sequence[str],
+    description: str,
+    made_from: dict,
+    pair: IndexedDataset | None,
+    build: typing.Callable[[], tuple],
+) -> tuple[typing.Any, list[np.ndarray], dict[str, np.ndarray]]:
+    """Find index arrays in files, or build and save them: return (facts, arrays, in_files).
 
     folder       where the files are; None: the arrays stay in memory
     stem         what all file names begin with: <folder>/<stem>-<name>.npy
     names        names of the arrays
     description  text of the description file
-    made_from    flat dict, as JSON has it
-    build        method of the dataset that returns (facts, arrays), the arrays in the order of
+    made_from    a flat dict of what the arrays were made from, as JSON has it
+    pair         the pair that they were made from; None: there is none
+    build        called without arguments, returns (facts, arrays), the arrays in the order of
                  names; its errors pass through
 
-    facts        an attribute: what build() returned, here or where the files were made
+    facts        what build() returned, here or where the files were made
+    in_files     {name: array} of the arrays that are in files: all, or none
     """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike | None,
-        stem: str,
-        names: typing.Sequence[str],
-        description: str,
-        made_from: dict,
-        build: typing.Callable[[], tuple],
-    ) -> None:
-        if folder and _is_remote(folder):
-            raise ValueError("path_to_cache must be a local folder, which is mapped, got a URL")
-        self._folder = folder
-        self._stem = stem
-        self._names = names
-        # The format is a number to count up when the same made_from comes to mean other arrays.
-        self._made_from = {"format": 4} | json.loads(json.dumps(made_from))
-        # Held weakly: a cycle of dataset and cache would live on until the garbage collector runs.
-        self._build = weakref.WeakMethod(build)
-        self._is_saved = False  # do the files hold the arrays?
-        self._files = {}  # then {name: {"size": bytes, "crc32": number}}
-        self._arrays = {}  # {name: array}: in memory, or mapped by the first access
-        if folder:
-            self._find()
-        if not self._is_saved:
-            self.facts, arrays = build()
-            self._arrays = dict(zip(names, arrays, strict=True))
-            if folder:
-                self._save(description)
-
-    def _path(self, file):
-        """The path of one of the files: an array's, the description's or the manifest's."""
-        return os.path.join(self._folder, f"{self._stem}-{file}")
-
-    def _find(self):
-        """Find a cache of the same data, whose files are there."""
-        path = self._path("manifest.json")
-        if not os.path.exists(path):
-            return
-        try:
-            with open(path, encoding="utf-8") as file:
-                manifest = json.load(file)
-            if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
-                raise DatasetFormatError("manifest.json is damaged")
-            for key in {**self._made_from, **manifest["made_from"]}:
-                was = manifest["made_from"].get(key)
-                now = self._made_from.get(key)
-                if was != now:
-                    raise DatasetFormatError(f"{key} was {was!r}, is {now!r}")
-            for name in self._names:
-                wanted = manifest["files"][name]["size"]
-                size = os.path.getsize(self._path(f"{name}.npy"))
-                if size != wanted:
-                    raise DatasetFormatError(f"{name}.npy had {wanted} bytes, has {size}")
-            self.facts = manifest["facts"]
-            self._files = manifest["files"]
-            self._is_saved = True
-        except Exception as error:
-            self._warn(error, "rebuilt")
-
-    def array(self, name: str) -> np.ndarray:
-        """Return an array; if it is not in memory, map its file, or build all arrays again.
-
-        Threads may call at the same time: all get the same array.
-        """
-        if name not in self._arrays:
-            try:
-                values = np.load(self._path(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
-                file = values.base  # the mmap of the whole file
-                header = file[: len(file) - values.nbytes]
-                if _crc32(header, values) != self._files[name]["crc32"]:
-                    raise DatasetFormatError("not the file that the start found")
-                arrays = {name: values.view(np.ndarray)}
-            except Exception as error:
-                self._warn(error, f"rebuilt in memory, because of {name}.npy")
-                _, arrays = self._build()()
-                arrays = dict(zip(self._names, arrays, strict=True))
-                self._is_saved = False
-            for each, values in arrays.items():
-                self._arrays.setdefault(each, values)  # of several threads the first one's
-        return self._arrays[name]
-
-    def _warn(self, error, what):
-        """Warn of what becomes of the cache; but the error of too many open files is raised."""
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            raise error
+    if not folder:
+        facts, arrays = build()
+        return facts, arrays, {}
+    if _is_remote(folder):
+        raise ValueError("path_to_cache must be a local folder, got a URL")
+    stem = os.path.join(folder, stem)
+    found = None
+    try:
+        found = _find_arrays(stem, names, made_from, pair)
+    except Exception as error:
+        _raise_limit(error)
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
+    if found is not None:
+        facts, arrays = found
+        return facts, arrays, dict(zip(names, arrays, strict=True))
+    facts, arrays = build()
+    manifest = {
+        "format": _CACHE_FORMAT,
+        "made_from": made_from,
+        "pair": None if pair is None else pair.note(),
+        "facts": facts,
+        "files": {},
+    }
+    try:
+        in_files = _save_arrays(stem, dict(zip(names, arrays, strict=True)), description, manifest)
+    except OSError as error:
+        _raise_limit(error)
         warnings.warn(
-            f"the index cache {self._path('*')} is {what}: {type(error).__name__}: {error}",
-            stacklevel=3,
+            f"the index cache {stem}-* cannot be written ({error}): the indices stay in memory; "
+            "set path_to_cache to a folder that can be",
+            stacklevel=4,
         )
-
-    def _save(self, description):
-        """Write the files; where that fails, the arrays stay in memory, with a warning.
-
-        The old manifest and description are removed first, and the new ones are the last to get
-        their names: so a crash on the way leaves neither beside a mix of old and new arrays.
-        (Upstream trusts arrays that have a description.)
-        """
-        files = {}
-        new_files = []
-        try:
-            os.makedirs(self._folder, exist_ok=True)
-            for name, values in self._arrays.items():
-                # np.save() writes the same, and takes 0.1 ms more: with hundreds of small corpora
-                # that is a third of a start.
-                header = io.BytesIO()
-                fields = np.lib.format.header_data_from_array_1_0(values)
-                np.lib.format.write_array_header_1_0(header, fields)
-                new_file = self._begin(f"{name}.npy", new_files)
-                new_file.file.write(header.getbuffer())
-                new_file.file.write(values.reshape(-1).view(np.uint8))
-                new_file.finish()
-                size = len(header.getbuffer()) + values.nbytes
-                files[name] = {"size": size, "crc32": _crc32(header.getbuffer(), values)}
-            self._begin("description.txt", new_files).file.write(description.encode())
-            manifest = {"made_from": self._made_from, "facts": self.facts, "files": files}
-            manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
-            self._begin("manifest.json", new_files).file.write(json.dumps(manifest).encode())
-            for file in ("manifest.json", "description.txt"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._path(file))
-            for new_file in new_files:
-                new_file.commit()
-        except OSError as error:
-            warnings.warn(
-                f"the index cache {self._path('*')} cannot be written ({error}): the indices stay "
-                "in memory; set path_to_cache to a folder that can be",
-                stacklevel=2,
-            )
-        else:
-            self._is_saved = True
-            self._files = files
-            self._arrays = {}  # they are mapped like those of any other cache
-        finally:
-            for new_file in new_files:
-                new_file.discard()  # it does nothing where the file has its name
-
-    def _begin(self, file, new_files):
-        """Begin a new file, which joins the others."""
-        new_files.append(_NewFile(self._path(file), synced=False))
-        return new_files[-1]
-
-    def forget_mapped(self, state: dict) -> None:
-        """Take out of the state of a dataset, for a pickle, what another process can map."""
-        if self._is_saved:
-            for name, values in self._arrays.items():
-                if state.get(name) is values:
-                    del state[name]
-
-    def __getstate__(self):
-        """Leave out arrays that another process can map."""
-        state = vars(self) | {"_build": self._build()}
-        if self._is_saved:
-            state["_arrays"] = {}
-        return state
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self._build = weakref.WeakMethod(state["_build"])
+        return facts, arrays, {}
+    return facts, list(in_files.values()), in_files
 
 
-_PAGE = 4096
-_MOST_PAGES = 4096  # that are looked at: 16 MiB
+def _raise_limit(error):
+    """Raise an error that no cache can help: the system has no file, no map or no memory left."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) in _LIMITS:
+        raise error
 
 
-def _crc32(header: typing.Any, values: np.ndarray) -> int:
-    """The CRC-32 of a file: of its header, and of the bytes of its array.
+def _find_arrays(stem, names, made_from, pair):
+    """Return (facts, arrays) of the files; None where no manifest of this format is.
 
-    Of an array above 16 MiB it is that of 4,096 pages spread evenly over it.
-
-    >>> _crc32(b"aaaa", np.frombuffer(b"bbb", np.uint8)) == zlib.crc32(b"aaaabbb")
-    True
+    An exception says what is wrong with them.
     """
-    content = values.reshape(-1).view(np.uint8)
-    crc32 = zlib.crc32(header)
-    if len(content) <= _MOST_PAGES * _PAGE:
-        return zlib.crc32(content, crc32)
-    last = len(content) - _PAGE
-    for place in range(_MOST_PAGES):  # the first page and the last are among them
-        begin = last * place // (_MOST_PAGES - 1)
-        crc32 = zlib.crc32(content[begin : begin + _PAGE], crc32)
-    return crc32
+    text = _read_manifest(stem)
+    if text is None:
+        return None
+    manifest = json.loads(text)
+    if manifest.get("format") != _CACHE_FORMAT:
+        return None
+    if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
+        raise DatasetFormatError("manifest.json is damaged")
+    for key in {**made_from, **manifest["made_from"]}:
+        was = manifest["made_from"].get(key)
+        now = made_from.get(key)
+        if was != now:
+            raise DatasetFormatError(f"{key} was {was!r}, is {now!r}")
+    note = manifest["pair"]
+    if pair is not None and not (note and pair.is_noted(note)):
+        raise DatasetFormatError(f"the pair was {note}, is {pair.fingerprint()}")
+    arrays = [_open_array(f"{stem}-{name}.npy", manifest["files"][name]) for name in names]
+    # Another job may have renamed its own files in meanwhile: it removes the manifest first.
+    if _read_manifest(stem) != text:
+        raise DatasetFormatError("another job is writing it")
+    return manifest["facts"], arrays
+
+
+def _read_manifest(stem):
+    """The content of the manifest; None if there is none."""
+    try:
+        with _limits_named(stem), open(f"{stem}-manifest.json", "rb") as file:
+            return file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _open_array(path, noted):
+    """The array in a file that is as it was noted.
+
+    Its dtype and its shape are noted too: of hundreds of small corpora, to parse the headers of the
+    files takes a fifth of a start.
+    """
+    content = _read_or_map_file(path)
+    size = len(content)
+    name = os.path.basename(path)
+    if size != noted["size"]:
+        raise DatasetFormatError(f"{name} had {noted['size']} bytes, has {size}")
+    if size <= _CHECKED_BYTES and zlib.crc32(content) != noted["crc32"]:
+        raise DatasetFormatError(f"{name} has another CRC-32")
+    dtype = np.dtype(noted["dtype"])
+    header_bytes = size - math.prod(noted["shape"]) * dtype.itemsize
+    return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
+
+
+def _save_arrays(stem, arrays, description, manifest):
+    """Write the files; return {name: array}, read-only and mapped as a later start has them.
+
+    The old manifest and description are removed first, and the new ones are the last to get
+    their names: so a crash on the way leaves neither beside a mix of old and new arrays.
+    (Upstream trusts arrays that have a description.)
+    """
+    in_files = {}
+    new_files = []
+    try:
+        os.makedirs(os.path.dirname(stem), exist_ok=True)
+        for name, values in arrays.items():
+            # np.save() writes the same, and takes 0.1 ms more: with hundreds of small corpora
+            # that is a third of a start.
+            header = io.BytesIO()
+            fields = np.lib.format.header_data_from_array_1_0(values)
+            np.lib.format.write_array_header_1_0(header, fields)
+            header = header.getvalue()
+            content = values.reshape(-1).view(np.uint8)
+            size = len(header) + len(content)
+            noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
+            if size <= _CHECKED_BYTES:
+                noted["crc32"] = zlib.crc32(content, zlib.crc32(header))
+            new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
+            new_files.append(new_file)
+            new_file.file.write(header)
+            new_file.file.write(content)
+            new_file.finish()
+            manifest["files"][name] = noted
+            if size > _FEW_BYTES:
+                # mapped before it has its name, under which another job may put its own
+                values = _open_array(new_file.temporary, noted)
+            values.setflags(write=False)
+            in_files[name] = values
+        manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
+        texts = {"description.txt": description, "manifest.json": json.dumps(manifest)}
+        for file, text in texts.items():
+            new_file = _NewFile(f"{stem}-{file}", synced=False)
+            new_files.append(new_file)
+            new_file.file.write(text.encode())
+        for file in ("manifest.json", "description.txt"):
+            pathlib.Path(f"{stem}-{file}").unlink(missing_ok=True)
+        for new_file in new_files:
+            new_file.commit()
+    finally:
+        for new_file in new_files:
+            new_file.discard()  # it does nothing where the file has its name
+    return in_files
+
+
+def _state_without_files(dataset):
+    """The state of a dataset for a pickle, without the arrays that another process finds in files.
+
+    An array that a user has set, or a subclass, is not that of the file, and stays.
+    """
+    state = vars(dataset).copy()
+    for name, values in state.pop("_in_files").items():
+        if state[name] is values:
+            del state[name]
+    return state
+
+
+def _find_left_out(dataset, find_or_build):
+    """Set the arrays of a dataset that its pickle left out; find_or_build(dataset) returns all."""
+    dataset._in_files = {}
+    if any(name not in vars(dataset) for name in dataset.index_names):
+        arrays = find_or_build(dataset)
+        for name, values in zip(dataset.index_names, arrays, strict=True):
+            vars(dataset).setdefault(name, values)
 
 
 def _md5(data):
@@ -5197,15 +5214,9 @@ def _look_at_corpus(dataset, count, num_probes):
     identifiers.pop("dataset_path", None)
     identifiers.pop("num_samples", None)
     found |= json.loads(json.dumps(identifiers, default=_as_json))  # a tokenizer is in it
-    made_from = {}
-    if hasattr(dataset, "made_from"):
-        made_from = dataset.made_from()
-    if isinstance(dataset, GPTDataset):
-        # What every GPTDataset says is left out: probes cover it, and a copy has other times.
-        known = GPTDataset.made_from(dataset)
-        made_from = {key: value for key, value in made_from.items() if key not in known}
-    if made_from:
-        found["made_from"] = made_from
+    rows = getattr(dataset, "dataset", None)
+    if hasattr(rows, "fingerprint") and not has_pieces:
+        found["fingerprint"] = rows.fingerprint()
     elif not has_pieces:
         found["length"] = len(dataset)
     return found
@@ -6818,17 +6829,6 @@ class SFTDataset(MegatronDataset):
                 f'{{"role": ..., "content": ...}}: {type(error).__name__}: {error}'
             ) from error
 
-    def made_from(self) -> dict:
-        """Return what tells the rows from others: their numbers, and the ends of the file."""
-        found = {"rows": _md5(self.indices.tobytes())}
-        if self.dataset_path is not None and os.path.isfile(self.dataset_path):
-            with open(self.dataset_path, "rb") as file:
-                ends = file.read(65536)
-                found["size"] = file.seek(0, os.SEEK_END)
-                file.seek(max(0, found["size"] - 65536))
-                found["file_ends"] = _md5(ends + file.read())
-        return found
-
 
 def _split_conversations(messages):
     """Cut the messages of a row into conversations: each system message begins a new one."""
@@ -6911,7 +6911,8 @@ class _JsonlRows:
     """
 
     def __init__(self, path):
-        self.path = os.fspath(path)
+        self.path = os.path.abspath(path)
+        self._fingerprint = _fingerprint_of_rows(path)
         self.starts = array.array("q")
         self.line_numbers = array.array("q")
         position = 0
@@ -6925,6 +6926,10 @@ class _JsonlRows:
     def __len__(self):
         return len(self.starts)
 
+    def fingerprint(self):
+        """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
+        return self._fingerprint
+
     def __getitem__(self, row):
         # An open file would have a position, which threads and forked processes could mix up.
         with open(self.path, "rb") as file:
@@ -6937,6 +6942,7 @@ class _ParquetRows:
 
     def __init__(self, path):
         parquet = _import_extra("pyarrow.parquet", "storage", path)
+        self._fingerprint = _fingerprint_of_rows(path)
         try:
             table = parquet.read_table(path, columns=["messages"])
             self._messages = table.column("messages")
@@ -6946,8 +6952,23 @@ class _ParquetRows:
     def __len__(self):
         return len(self._messages)
 
+    def fingerprint(self):
+        """As of _JsonlRows."""
+        return self._fingerprint
+
     def __getitem__(self, row):
         return {"messages": self._messages[row].as_py()}
+
+
+def _fingerprint_of_rows(path):
+    """The size of a file of rows, and a CRC-32 of its first and its last 4,096 bytes."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        ends = file.read(4096)
+        file.seek(max(0, size - 4096))
+        ends += file.read(4096)
+    return {"size": size, "ends_crc32": zlib.crc32(ends)}
 
 
 # ==============================================================================
