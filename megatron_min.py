@@ -103,6 +103,7 @@ import numbers
 import operator
 import os
 import pathlib
+import pickle
 import pkgutil
 import re
 import secrets
@@ -3715,7 +3716,9 @@ def _share_batch(data_iterator, layout, packing, groups, device):
     if groups.rank("tp") == 0:
         try:
             tensors = _read_batch(data_iterator, layout, packing)
-        except Exception as caught:
+        except _ENDS_OF_A_PROCESS:
+            raise
+        except BaseException as caught:  # as in section 15
             status = _FAILED
             error = caught
         if "cu_seqlens" in tensors:
@@ -5477,19 +5480,9 @@ class NumMicroBatches:
 #
 # A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
 # the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
-# nothing: its launcher (torchrun) stops the others and names it.
-
-# The classes that reach other ranks as themselves.  An error of any other class becomes a
-# RuntimeError, with the name of that class behind the sentence.
-_SHARED_ERRORS = (
-    DatasetFormatError,
-    FileNotFoundError,
-    IndexError,
-    RuntimeError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
+# nothing: its launcher (torchrun) stops the others and names it.  So it is with a process that is
+# told to end, by an error of these classes:
+_ENDS_OF_A_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def _is_distributed() -> bool:
@@ -5519,9 +5512,9 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
     group    a torch.distributed process group; None: all ranks
     Returns  what step() returns on this rank
     Raises   where step() failed on several ranks, the error of the lowest of them, on every rank:
-             "rank R: " and its sentence, R being the rank in the whole job.  A rank that failed
-             itself has its own error as the cause.  Without other ranks the error of step() is
-             passed on as it is.
+             its class, and "rank R: " with its sentence, R being the rank in the whole job.  A rank
+             that failed itself has its own error as the cause.  Without other ranks the error of
+             step() is passed on as it is.
 
     >>> _on_every_rank(os.getpid) == os.getpid()
     True
@@ -5536,7 +5529,9 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
     mine = world
     try:
         result = step()
-    except Exception as caught:
+    except _ENDS_OF_A_PROCESS:
+        raise
+    except BaseException as caught:  # a panic of native code is no Exception
         error = caught
         mine = _rank(group)
     first_failed = torch.tensor(mine, device=_device_of_group(group))
@@ -5551,13 +5546,27 @@ def _raise_error_of(source, error, group):
 
     Every rank must call this function with its own error, or with None if it has none.
     """
-    told = [type(error).__name__, f"rank {_rank()}: {error}"]
+    words = ""
+    pickled = b""  # the class, by itself: where one rank cannot load it, the sentence has arrived
+    with contextlib.suppress(Exception):
+        words = str(error)
+        pickled = pickle.dumps(type(error))
+    told = [pickled, type(error).__name__, f"rank {_rank()}: {words}"]
     torch.distributed.broadcast_object_list(told, group=group, group_src=source)
-    name, sentence = told  # those of the rank number `source`
-    for kind in _SHARED_ERRORS:
-        if kind.__name__ == name:
-            raise kind(sentence) from error
-    raise RuntimeError(f"{sentence} ({name})") from error
+    raise _error_of_class(*told) from error  # that of the rank number `source`
+
+
+def _error_of_class(pickled, name, sentence):
+    """Make an error of a pickled class that shows the sentence.
+
+    A RuntimeError with the name of the class where that cannot be: a class that this rank does not
+    have, or that wants other arguments, or shows something else (KeyError puts quotes around it).
+    """
+    with contextlib.suppress(Exception):
+        error = pickle.loads(pickled)(sentence)
+        if isinstance(error, BaseException) and str(error) == sentence:
+            return error
+    return RuntimeError(f"{sentence} ({name})")
 
 
 def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:

@@ -2806,13 +2806,15 @@ def a_failing_reader_fails_on_all_ranks_of_its_group(job, layout):
         return
     for error, kind in (
         (ValueError("no such sample"), ValueError),
-        (ZeroDivisionError("by zero"), RuntimeError),
+        (PermissionError(13, "No"), PermissionError),
+        (Panic("panicked"), Panic),
+        (KeyError("a"), RuntimeError),
         (StopIteration("the end"), StopIteration),
     ):
         source = mock.MagicMock()  # an iterator that goes on after an error
         source.__next__ = mock.Mock(side_effect=[odd, error, good])
         same_batch(read(source, groups, **SHAPE), wanted)
-        with pytest.raises(Exception, match=str(error)) as caught:
+        with pytest.raises(BaseException, match=re.escape(str(error))) as caught:
             read(source, groups, **SHAPE)
         if groups.size("tp") > 1:
             assert type(caught.value) is kind
@@ -4713,12 +4715,44 @@ def test_a_batch_size_that_does_not_grow(one):
 # ==============================================================================
 
 
+class Panic(BaseException):
+    """As the package pyo3 raises where code in Rust panics."""
+
+
+class Numbered(Exception):
+    """It shows something else than it was made of."""
+
+    def __str__(self):
+        return "number 7"
+
+
+class Mute(Exception):
+    """It cannot say what it is."""
+
+    def __str__(self):
+        raise ValueError("no words")
+
+
 def an_error_on_one_rank_is_raised_on_all(job):
     """Of several, that of the lowest rank.  What works on all ranks returns on each its value."""
+    of_this_function = type("OfThisFunction", (ValueError,), {})
     for error, kind, words in (
         (ValueError("no \udcff"), ValueError, "no \udcff"),
         (FileNotFoundError(2, "No", "a.bin"), FileNotFoundError, "[Errno 2] No: 'a.bin'"),
-        (ZeroDivisionError("by zero"), RuntimeError, "by zero (ZeroDivisionError)"),
+        (PermissionError(13, "No", "a.bin"), PermissionError, "[Errno 13] No: 'a.bin'"),
+        (ZeroDivisionError("by zero"), ZeroDivisionError, "by zero"),
+        (job.mm.DatasetFormatError("a\nb"), job.mm.DatasetFormatError, "a\nb"),
+        (Panic("panicked"), Panic, "panicked"),
+        (MemoryError(), MemoryError, ""),
+        (KeyError("a"), RuntimeError, "'a' (KeyError)"),
+        (Numbered("a"), RuntimeError, "number 7 (Numbered)"),
+        (Mute("a"), RuntimeError, " (Mute)"),
+        (of_this_function("a"), RuntimeError, "a (OfThisFunction)"),
+        (
+            UnicodeEncodeError("ascii", "a", 0, 1, "no"),
+            RuntimeError,
+            "'ascii' codec can't encode character '\\x61' in position 0: no (UnicodeEncodeError)",
+        ),
     ):
         for failing in range(job.world):
             mine = None
@@ -4734,6 +4768,34 @@ def an_error_on_one_rank_is_raised_on_all(job):
     with counted("all_reduce") as all_reduce, counted("broadcast_object_list") as broadcast:
         assert job.mm._on_every_rank(mock.Mock(return_value=job.rank)) == job.rank
     assert (all_reduce.call_count, broadcast.call_count) == (1, 0)
+
+
+def a_class_that_other_ranks_do_not_have(job):
+    """Or have as another thing: there it is a RuntimeError with its name."""
+    for failing in range(job.world):
+        module = types.ModuleType("of_one_rank")
+        sys.modules["of_one_rank"] = module
+        module.Mine = type("Mine", (ValueError,), {"__module__": "of_one_rank"})
+        kind = module.Mine
+        mine = kind("a")
+        sentence = f"rank {failing}: a"
+        if job.rank != failing:
+            kind = RuntimeError
+            mine = None
+            sentence += " (Mine)"
+            module.Mine = str
+            if job.rank % 2:
+                del sys.modules["of_one_rank"]
+        with pytest.raises(kind) as caught:
+            job.mm._on_every_rank(mock.Mock(side_effect=mine))
+        assert (type(caught.value), str(caught.value)) == (kind, sentence)
+
+
+def what_ends_a_process_is_not_told(job):
+    for kind in (KeyboardInterrupt, SystemExit, GeneratorExit):
+        with counted("all_reduce") as all_reduce, pytest.raises(kind):
+            job.mm._on_every_rank(mock.Mock(side_effect=kind))
+        assert all_reduce.call_count == 0
 
 
 def an_error_stays_in_its_group(job):
@@ -4806,7 +4868,7 @@ def a_failed_build_is_raised_on_all(job):
         with pytest.raises(FileNotFoundError, match=rf"^rank {failing}: .*none\.idx"):
             built_tokens(job, f"broken {failing}", prefixes=prefixes)
         cannot_tell = mock.Mock(side_effect=ZeroDivisionError if job.rank == failing else None)
-        with pytest.raises(RuntimeError, match=f"^rank {failing}: .*ZeroDivisionError"):
+        with pytest.raises(ZeroDivisionError, match=f"^rank {failing}: $"):
             built_tokens(job, "shared", cannot_tell)
         assert built_tokens(job, "shared")[0]
 
@@ -4815,6 +4877,8 @@ def a_failed_build_is_raised_on_all(job):
 def test_errors_on_ranks(tmp_path, world):
     scenarios = [
         an_error_on_one_rank_is_raised_on_all,
+        a_class_that_other_ranks_do_not_have,
+        what_ends_a_process_is_not_told,
         an_error_stays_in_its_group,
         consumed_samples_are_compared,
         caches_are_shared_or_of_ones_own,
