@@ -5608,13 +5608,21 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # error with its sentence.
 #
 # _helpers.c is built as the extension module _megatron_min.  MEGATRON_MIN_C=0 leaves the module
-# out, =1 makes it an error that it cannot be imported, unset takes it if it is there.
+# out, =1 makes it an error that it cannot be used, unset takes it if it is there.  One of another
+# VERSION may want other arguments, or lack a loop, and so cannot be used.
+
+_VERSION_OF_C = 1  # that of _helpers.c; both change together, when a function of C does
 
 IMPLEMENTATION = "python"
 if os.environ.get("MEGATRON_MIN_C") != "0":
     try:
         import _megatron_min
 
+        _version = getattr(_megatron_min, "VERSION", None)  # older builds have none
+        if _version != _VERSION_OF_C:
+            raise ImportError(
+                f"wanted version {_VERSION_OF_C}, got {_version} of {_megatron_min}: build it again"
+            )
         IMPLEMENTATION = "c"
     except ImportError as error:
         if os.environ.get("MEGATRON_MIN_C") == "1":
@@ -5626,7 +5634,7 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
                 sys.exit(sentence)
             raise ImportError(sentence) from error
         if not isinstance(error, ModuleNotFoundError):
-            warnings.warn(f"the C kernels are there, and cannot be loaded: {error}", stacklevel=2)
+            warnings.warn(f"the C kernels are there, and cannot be used: {error}", stacklevel=2)
 
 
 @functools.wraps(_encode_tokens)

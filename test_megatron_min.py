@@ -441,7 +441,7 @@ def test_the_switch_reaches_every_loop(one, c, tmp_path, monkeypatch):
     """With C every function of _helpers.c runs; without C none."""
     assert not hasattr(one, "_megatron_min")
     kernels = c._megatron_min
-    spy = mock.Mock(wraps=kernels)
+    spy = mock.Mock(wraps=kernels, VERSION=kernels.VERSION)
     monkeypatch.setitem(sys.modules, "_megatron_min", spy)
     monkeypatch.delenv("MEGATRON_MIN_C", raising=False)
     mm = types.SimpleNamespace(**runpy.run_path(str(HERE / "megatron_min.py")))
@@ -451,7 +451,7 @@ def test_the_switch_reaches_every_loop(one, c, tmp_path, monkeypatch):
         blend = build(mm, [size, 0, 0], config(mm, ([toy] * 2, weights)))[0]
     blend.batch([0])
     mm.shuffle(np.arange(5000), np.random.RandomState(1))  # fewer are shuffled by numpy
-    loops = {name for name in dir(kernels) if not name.startswith("_")}
+    loops = {name for name in dir(kernels) if not name.startswith("_")} - {"VERSION"}
     assert {call[0] for call in spy.mock_calls} == loops
 
 
@@ -4909,21 +4909,37 @@ def c():
     return copy_of_module("c")
 
 
+BUILDS = {  # what lies in the place of the C module -> what is said of it
+    "raise ModuleNotFoundError('no build')": "no build",
+    "raise ImportError('of another Python')": "of another Python",
+    "shuffle = None": r"wanted version 1, got None of .*_megatron_min\.py.*: build it again",
+    "VERSION = 2": r"wanted version 1, got 2 of .*_megatron_min\.py.*: build it again",
+}
+
+
 @pytest.mark.parametrize("setting", ["1", "0", None])
-def test_without_a_build(monkeypatch, tmp_path, setting):
-    """=1 asks for C, so its absence is an error; others go without."""
-    (tmp_path / "_megatron_min.py").write_text("raise ModuleNotFoundError('no build')")
+@pytest.mark.parametrize("build", BUILDS)
+def test_without_a_build_that_can_be_used(monkeypatch, tmp_path, build, setting):
+    """=1 asks for C, so it is an error; others go without, with a warning of what is there."""
+    (tmp_path / "_megatron_min.py").write_text(build)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "_megatron_min", raising=False)
     monkeypatch.delenv("MEGATRON_MIN_C", raising=False)
     if setting is not None:
         monkeypatch.setenv("MEGATRON_MIN_C", setting)
     path = str(HERE / "megatron_min.py")
+    words = BUILDS[build]
     if setting == "1":
-        with pytest.raises(ImportError, match="no build"):
+        with pytest.raises(ImportError, match=f"{words}.*pip install"):
             runpy.run_path(path)
+        return
+    module, messages = heard(runpy.run_path, path)
+    assert module["IMPLEMENTATION"] == "python"
+    if setting == "0" or words == "no build":
+        assert messages == []
     else:
-        assert runpy.run_path(path)["IMPLEMENTATION"] == "python"
+        [message] = messages
+        assert re.search(words, message)
 
 
 # -- C gives what the definitions give ---------------------------------------------------------
