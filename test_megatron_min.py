@@ -5380,7 +5380,10 @@ def odd_texts(rng, count):
 
 
 def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
-    """Of a file as GPT-2's, for any number of workers; the records say which package made them."""
+    """Of a file as GPT-2's, for any number of workers; the records say which package made them.
+
+    Such pairs may be merged.
+    """
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     of_bytes = tokenizers.pre_tokenizers.ByteLevel
@@ -5404,11 +5407,11 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
             assert lists(other.tokenize_batch(texts)) == ids
         assert tokenizer.tokenize(texts[1]) == ids[1]
         assert lists(tokenizer.tokenize_batch([])) == []
-        job = {"output_prefix": tmp_path / "o", "tokenizer": tokenizer, "workers": 2}
-        made = one.preprocess(texts=texts, **job)["text"]
-        pairs.append(bytes_of_pair(made))
-        assert record_of(made)["tokenizer"]["package"] == package
-    assert pairs[0] == pairs[1]
+        job = {"output_prefix": tmp_path / package, "tokenizer": tokenizer, "workers": 2}
+        pairs.append(one.preprocess(texts=texts, **job)["text"])
+        assert record_of(pairs[-1])["tokenizer"]["package"] == package
+    assert bytes_of_pair(pairs[0]) == bytes_of_pair(pairs[1])
+    one.merge(pairs, tmp_path / "all")
 
 
 # ==============================================================================
@@ -5497,19 +5500,25 @@ def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
 
 
 def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
-    """In order; of several corpora, too."""
+    """In order; of several corpora, and of machines that have a folder each, too."""
     monkeypatch.chdir(tmp_path)
-    for name in ("a_00000_of_00002", "a_00001_of_00002"):
+    for name in ("a_00000_of_00002", "a_00001_of_00002", "n0/a_00000_of_00002"):
+        pathlib.Path(name).parent.mkdir(exist_ok=True)
         mk(one, tmp_path / name, [[1]])
+    mk(one, tmp_path / "n0" / "b", [[1]])
     for prefixes, missing in (
         ("a_00000_of_00002", "a_00001_of_00002"),
+        ("n0/a_00000_of_00002", "a_00001_of_00002"),
         ("a_00001_of_00002 a_00000_of_00002", "a_00000_of_00002"),
+        ("n0/a_00000_of_00002 a_00000_of_00002", "a_00001_of_00002"),
         ("a_00000_of_00002 b", "a_00001_of_00002"),
         ("a_00000_of_00002 a_00001_of_00002 b c_00000_of_00001", r"b\.idx"),
     ):
         with pytest.raises((ValueError, OSError), match=missing):
             one.merge(prefixes.split(), "o")
         assert glob.glob("o*") == []
+    one.merge(["n0/a_00000_of_00002", "a_00001_of_00002", "n0/b"], "o")
+    assert texts_of(one, "o") == [[1]] * 3
 
 
 # -- Records -----------------------------------------------------------------------------------
@@ -5530,41 +5539,43 @@ def inputs_of(one, prefix):
     return [found[document] for document in sorted(found)]
 
 
+def document_of(name, number):
+    """The text of the document of this number in a file; "from byte 84 on" counts from there."""
+    path, _, byte = name.removesuffix(" on").partition(" from byte ")
+    texts = []
+    position = 0
+    for line in pathlib.Path(path).read_bytes().splitlines(keepends=True):
+        if position >= int(byte.replace(",", "") or 0) and not line.isspace():
+            texts.append(json.loads(line)["text"])
+        position += len(line)
+    return texts[number]
+
+
 def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
-    """Of one job, of merged shards, and of several such pairs that are merged."""
+    """Of one job, of shards, of merged shards, and of several such pairs that are merged."""
     for case, rng in enumerate(cases(4)):
         (tmp_path / str(case)).mkdir()
         monkeypatch.chdir(tmp_path / str(case))
         names = [f"{name}.jsonl" for name in "abc"]
         for name in names:
-            numbers = range(int(rng.integers(1, 9)))
+            numbers = range(int(rng.integers(1, 60)))
             lines = [b'{"text": "%s %d"}\n' % (name.encode(), number) for number in numbers]
             pathlib.Path(name).write_bytes(b"\n".join(lines))  # with blank lines
         whole = quiet(one.preprocess, "*.jsonl", "whole")["text"]
-        merged = quiet(make_shards, one, names, pathlib.Path("."), int(rng.integers(2, 20)))
+        count = int(rng.integers(2, 20))
+        merged = quiet(make_shards, one, names, pathlib.Path("."), count)
         one.merge([merged, whole, merged], "all")
-        assert record_of(merged)["inputs"] == record_of(whole)["inputs"]
-        assert len(record_of("all")["inputs"]) == 9
-        for prefix in (whole, merged, "all"):
+        shards = sorted(path.removesuffix(".idx") for path in glob.glob(f"s_*_of_{count:05}.idx"))
+        inputs = []
+        for shard in shards:
+            inputs += record_of(shard)["inputs"]
+        assert record_of(merged)["inputs"] == inputs
+        assert record_of("all")["inputs"] == inputs + record_of(whole)["inputs"] + inputs
+        assert [name for name, _ in record_of(whole)["inputs"]] == names
+        for prefix in (whole, *shards, merged, "all"):
             texts = [bytes(ids).decode() for ids in texts_of(one, prefix)]
-            assert texts == [f"{name} {number}" for name, number in inputs_of(one, prefix)]
-
-
-def test_parts_of_an_input_are_joined_where_one_goes_on_with_the_other(one, tmp_path, monkeypatch):
-    """A shard by itself counts from where it begins; and the middle one of three is not merged."""
-    monkeypatch.chdir(tmp_path)
-    pathlib.Path("a.jsonl").write_bytes(GOOD * 9)
-    prefixes = []
-    for number in range(3):
-        made = one.preprocess("a.jsonl", "o", shard=(number, 3))["text"]
-        assert inputs_of(one, made)[2][1] == 2
-        prefixes.append(f"part{number}")
-        for extension in ("bin", "idx", "record.json"):
-            os.rename(f"{made}.{extension}", f"{prefixes[-1]}.{extension}")
-    for merged, documents in ((prefixes, [9]), ([prefixes[0], prefixes[2]], [3, 3])):
-        one.merge(merged, "merged")
-        assert [part["documents"] for part in record_of("merged")["inputs"]] == documents
-    assert inputs_of(one, "merged")[-1] == ("a.jsonl from byte 84 on", 2)
+            if texts:
+                assert texts == [document_of(*found) for found in inputs_of(one, prefix)]
 
 
 def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
@@ -5574,35 +5585,127 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     fsspec.filesystem("memory").pipe_file("/me:s3cret@b/a.jsonl?sig=s3cret", GOOD)
-    pathlib.Path("b.jsonl").write_bytes(GOOD)
+    pathlib.Path("b.jsonl").write_bytes(GOOD * 9)
     inputs = ["memory://me:s3cret@b/a.jsonl?sig=s3cret", "b.jsonl"]
     made = one.preprocess(inputs, "o", append_eod=True)["text"]
-    record = record_of(made)
-    part = {"size": 14, "begin": 0, "end": 14, "documents": 1}
-    names = ["memory://b/a.jsonl", "b.jsonl"]
-    assert record["inputs"] == [{"name": name} | part for name in names]
-    assert record["tokenizer"] == one.ByteTokenizer.unique_identifiers
+    parts = [["memory://b/a.jsonl", 1], ["b.jsonl", 9]]
+    tokenizer = one.ByteTokenizer.unique_identifiers
+    sizes = {end: os.path.getsize(f"{made}.{end}") for end in ("bin", "idx")}
+    assert record_of(made) == {"tokenizer": tokenizer, "inputs": parts} | sizes
+    last = one.preprocess("b.jsonl", "o", shard=(2, 3))["text"]
+    part = ["b.jsonl from byte 84 on", 3]
+    assert record_of(last)["inputs"] == [part]
+    for extension in ("bin", "idx", "record.json"):  # under another name it is no shard
+        os.rename(f"{last}.{extension}", f"last.{extension}")
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
-    one.merge([made, "upstream", made], "all")
-    known = [(name, 0) for name in names]
-    assert inputs_of(one, "all") == [*known, *[("upstream", k) for k in range(3)], *known]
-    assert record_of("all")["tokenizer"] is None
+    one.merge([made, "upstream", "last", made], "all")
+    assert record_of("all")["inputs"] == [*parts, ["upstream", 3], part, *parts]
+    assert record_of("all")["tokenizer"] == tokenizer
+    assert inputs_of(one, "all")[10:16] == [
+        *[("upstream", k) for k in range(3)],
+        *[("b.jsonl from byte 84 on", k) for k in range(3)],
+    ]
     mk(one, tmp_path / "all", [[5]])
     assert not os.path.exists("all.record.json")
-    for content in (json.dumps(record | {"bin": 9}), json.dumps(record | {"idx": 9}), "[]", "{"):
+
+
+WRONG_RECORDS = {  # what is there in the place of something in a record
+    "another .bin": {"bin": 9},
+    "another .idx": {"idx": 9},
+    "parts of before": {
+        "inputs": [{"name": "a", "size": 14, "begin": 0, "end": 14, "documents": 2}]
+    },
+    "no list": {"inputs": None},
+    "a name for a list": {"inputs": "ab"},
+    "a number for a part": {"inputs": [2]},
+    "a part without a number": {"inputs": [["a"]]},
+    "a part of three": {"inputs": [["a", 2, 0]]},
+    "a number for a name": {"inputs": [[2, 2]]},
+    "a text for a number": {"inputs": [["a", 2], ["b", "2"]]},
+    "half a document": {"inputs": [["a", 2.5]]},
+    "a tokenizer's name": {"tokenizer": "bytes"},
+    "tokenizers": {"tokenizer": [{}]},
+}
+
+
+def test_a_record_of_another_form_is_as_none(one, tmp_path, recwarn):
+    """Without a word, of its tokenizer too; and so is one that is damaged."""
+    texts = {"texts": ["1 2 3", "4 5 6"], "tokenizer": Tok()}
+    made = one.preprocess(output_prefix=tmp_path / "o", **texts)["text"]
+    record = record_of(made)
+    contents = [json.dumps(record | wrong) for wrong in WRONG_RECORDS.values()]
+    for key in record:
+        contents.append(json.dumps({k: record[k] for k in record if k != key}))
+    contents += ["", "[]", "{", "\0", "7", "[" * 99999]
+    for content in contents:
         pathlib.Path(f"{made}.record.json").write_text(content)
-        assert inputs_of(one, made) == [(None, None)] * 2
+        assert inputs_of(one, made) == [(None, None)] * 2, content[:200]
+        one.merge([made], tmp_path / "all")
+        assert record_of(tmp_path / "all")["inputs"] == [[made, 2]]
+        assert record_of(tmp_path / "all")["tokenizer"] is None
+    assert len(recwarn) == 0
+
+
+def test_a_record_of_fewer_documents_names_no_input_of_the_others(one, tmp_path):
+    made = one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o")["text"]
+    short = record_of(made) | {"inputs": [["texts", 1]]}
+    pathlib.Path(f"{made}.record.json").write_text(json.dumps(short))
+    assert inputs_of(one, made) == [("texts", 0), (None, None)]
 
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
-    """It is told when indices are built; nothing is known of a pair without a record."""
+    """It is told when indices are built; nothing is known of a pair without a record.
+
+    Which package reads a tokenizer.json makes no other tokenizer.
+    """
     texts = ["1 2 3 4 5 6 7 8 9"] * 2
+    names = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
+    of_file = Tok(unique_identifiers=names)
+    by_another_package = Tok(unique_identifiers=names | {"package": "gigatoken"})
     made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=Tok())["text"]
+    file = one.preprocess(texts=texts, output_prefix=tmp_path / "f", tokenizer=of_file)["text"]
+    bare = mk(one, tmp_path / "p", [[1] * 9], np.uint16)
     gpt(one, made, 2)
-    gpt(one, mk(one, tmp_path / "p", [[1] * 9]), 1, tokenizer=Tok(eod=5))
+    gpt(one, bare, 1, tokenizer=Tok(eod=5))
+    gpt(one, file, 2, tokenizer=by_another_package)
+    one.merge([made, bare, made], tmp_path / "all")
     assert len(recwarn) == 0
     with pytest.warns(UserWarning, match=r"o_text_document .*'eod': 0.*'eod': 5"):
         gpt(one, made, 2, tokenizer=Tok(eod=5))
+    with pytest.warns(UserWarning, match=r"all .*'eod': 0.*'eod': 5"):
+        gpt(one, str(tmp_path / "all"), 2, tokenizer=Tok(eod=5))
+
+
+def test_pairs_of_other_tokenizers_are_not_merged(one, tmp_path):
+    """As far as their records say it; whichever package read the file of a tokenizer."""
+    names = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
+    prefixes = {}
+    for key, tokenizer in {
+        "tok": Tok(),
+        "null": one.NullTokenizer(300),
+        "file": Tok(unique_identifiers=names),
+        "gigatoken": Tok(unique_identifiers=names | {"package": "gigatoken"}),
+        "another file": Tok(unique_identifiers=names | {"eod": 1}),
+        "nameless": Tok(unique_identifiers=None),
+    }.items():
+        job = {"output_prefix": tmp_path / key, "tokenizer": tokenizer}
+        prefixes[key] = one.preprocess(texts=["1 2"], **job)["text"]
+    prefixes["bare"] = mk(one, tmp_path / "bare", [[1]], np.uint16)
+    for keys, words in (
+        (("tok", "null"), "null_text_document was made .*NullTokenizer.*'Tok'"),
+        (("tok", "tok", "bare", "file"), "file_text_document was made .*HuggingFace.*'Tok'"),
+        (("file", "another file"), "another file_text_document was made .*'eod': 1.*'eod': 0"),
+        (("bare", "null", "nameless", "null"), None),
+        (("file", "gigatoken", "file"), None),
+    ):
+        merge = functools.partial(one.merge, [prefixes[key] for key in keys], tmp_path / "o")
+        if words is None:
+            merge()
+            os.remove(tmp_path / "o.idx")
+        else:
+            with pytest.raises(ValueError, match=words):
+                merge()
+            assert not os.path.exists(tmp_path / "o.idx")
 
 
 # -- Inputs ------------------------------------------------------------------------------------
