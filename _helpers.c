@@ -948,6 +948,10 @@ exit:
 
 /* ================================== 7. Module ================================= */
 
+/* megatron_min.py wants this number (_VERSION_OF_C in its section 16), and else goes without C.
+ * Change both when a function comes or goes, or its arguments or its results change. */
+enum { VERSION = 1 };
+
 static PyMethodDef methods[] = {
     {"encode_tokens", encode_tokens, METH_VARARGS,
      "(values, kind, itemsize) -> bytes; values is an array or a list, the rest of its dtype"},
@@ -963,8 +967,16 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static int add_version(PyObject *module)
+{
+    return PyModule_AddIntConstant(module, "VERSION", VERSION);
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_version}, {0, NULL}};
+
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT, .m_name = "_megatron_min", .m_methods = methods,
+    .m_slots = slots,
 };      /* no Py_mod_gil: not yet run on a free-threaded Python, which then turns its GIL on */
 
 PyMODINIT_FUNC PyInit__megatron_min(void)

@@ -103,6 +103,7 @@ import numbers
 import operator
 import os
 import pathlib
+import pickle
 import pkgutil
 import re
 import secrets
@@ -3738,7 +3739,9 @@ def _share_batch(data_iterator, layout, packing, groups, device):
     if groups.rank("tp") == 0:
         try:
             tensors = _read_batch(data_iterator, layout, packing)
-        except Exception as caught:
+        except _ENDS_OF_A_PROCESS:
+            raise
+        except BaseException as caught:  # as in section 15
             status = _FAILED
             error = caught
         if "cu_seqlens" in tensors:
@@ -5488,19 +5491,9 @@ class NumMicroBatches:
 #
 # A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
 # the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
-# nothing: its launcher (torchrun) stops the others and names it.
-
-# The classes that reach other ranks as themselves.  An error of any other class becomes a
-# RuntimeError, with the name of that class behind the sentence.
-_SHARED_ERRORS = (
-    DatasetFormatError,
-    FileNotFoundError,
-    IndexError,
-    RuntimeError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
+# nothing: its launcher (torchrun) stops the others and names it.  So it is with a process that is
+# told to end, by an error of these classes:
+_ENDS_OF_A_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def _is_distributed() -> bool:
@@ -5530,9 +5523,9 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
     group    a torch.distributed process group; None: all ranks
     Returns  what step() returns on this rank
     Raises   where step() failed on several ranks, the error of the lowest of them, on every rank:
-             "rank R: " and its sentence, R being the rank in the whole job.  A rank that failed
-             itself has its own error as the cause.  Without other ranks the error of step() is
-             passed on as it is.
+             its class, and "rank R: " with its sentence, R being the rank in the whole job.  A rank
+             that failed itself has its own error as the cause.  Without other ranks the error of
+             step() is passed on as it is.
 
     >>> _on_every_rank(os.getpid) == os.getpid()
     True
@@ -5547,7 +5540,9 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
     mine = world
     try:
         result = step()
-    except Exception as caught:
+    except _ENDS_OF_A_PROCESS:
+        raise
+    except BaseException as caught:  # a panic of native code is no Exception
         error = caught
         mine = _rank(group)
     first_failed = torch.tensor(mine, device=_device_of_group(group))
@@ -5562,13 +5557,27 @@ def _raise_error_of(source, error, group):
 
     Every rank must call this function with its own error, or with None if it has none.
     """
-    told = [type(error).__name__, f"rank {_rank()}: {error}"]
+    words = ""
+    pickled = b""  # the class, by itself: where one rank cannot load it, the sentence has arrived
+    with contextlib.suppress(Exception):
+        words = str(error)
+        pickled = pickle.dumps(type(error))
+    told = [pickled, type(error).__name__, f"rank {_rank()}: {words}"]
     torch.distributed.broadcast_object_list(told, group=group, group_src=source)
-    name, sentence = told  # those of the rank number `source`
-    for kind in _SHARED_ERRORS:
-        if kind.__name__ == name:
-            raise kind(sentence) from error
-    raise RuntimeError(f"{sentence} ({name})") from error
+    raise _error_of_class(*told) from error  # that of the rank number `source`
+
+
+def _error_of_class(pickled, name, sentence):
+    """Make an error of a pickled class that shows the sentence.
+
+    A RuntimeError with the name of the class where that cannot be: a class that this rank does not
+    have, or that wants other arguments, or shows something else (KeyError puts quotes around it).
+    """
+    with contextlib.suppress(Exception):
+        error = pickle.loads(pickled)(sentence)
+        if isinstance(error, BaseException) and str(error) == sentence:
+            return error
+    return RuntimeError(f"{sentence} ({name})")
 
 
 def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
@@ -5610,13 +5619,21 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # error with its sentence.
 #
 # _helpers.c is built as the extension module _megatron_min.  MEGATRON_MIN_C=0 leaves the module
-# out, =1 makes it an error that it cannot be imported, unset takes it if it is there.
+# out, =1 makes it an error that it cannot be used, unset takes it if it is there.  One of another
+# VERSION may want other arguments, or lack a loop, and so cannot be used.
+
+_VERSION_OF_C = 1  # that of _helpers.c; both change together, when a function of C does
 
 IMPLEMENTATION = "python"
 if os.environ.get("MEGATRON_MIN_C") != "0":
     try:
         import _megatron_min
 
+        _version = getattr(_megatron_min, "VERSION", None)  # older builds have none
+        if _version != _VERSION_OF_C:
+            raise ImportError(
+                f"wanted version {_VERSION_OF_C}, got {_version} of {_megatron_min}: build it again"
+            )
         IMPLEMENTATION = "c"
     except ImportError as error:
         if os.environ.get("MEGATRON_MIN_C") == "1":
@@ -5628,7 +5645,7 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
                 sys.exit(sentence)
             raise ImportError(sentence) from error
         if not isinstance(error, ModuleNotFoundError):
-            warnings.warn(f"the C kernels are there, and cannot be loaded: {error}", stacklevel=2)
+            warnings.warn(f"the C kernels are there, and cannot be used: {error}", stacklevel=2)
 
 
 @functools.wraps(_encode_tokens)
@@ -6020,14 +6037,13 @@ def build_tokenizer(
 #   books_text_document_00001_of_00003.record.json     its record: what it was made from
 #
 #   {"tokenizer": {...},
-#    "inputs": [{"name": "books-01.jsonl", "size": 600, "begin": 0, "end": 600, "documents": 3},
-#               {"name": "books-02.jsonl", "size": 500, "begin": 0, "end": 250, "documents": 2}],
+#    "inputs": [["books-01.jsonl", 3], ["books-02.jsonl", 2]],
 #    "bin": 1200, "idx": 142}                  the sizes of the pair, in bytes
 #
 # Here documents 0 to 2 of the pair are those of books-01.jsonl, and documents 3 and 4 are the first
-# two of books-02.jsonl: the documents that begin in its first 250 bytes.  (Shard 0/3 has read
-# books-00.jsonl, as a whole.)  Such a part of an input is called a part in this section, and is a
-# dict as in the record.
+# two of books-02.jsonl.  (Shard 0/3 has read books-00.jsonl, as a whole.)  Shard 2/3 goes on there:
+# its record begins with ["books-02.jsonl from byte 250 on", 4].  merge() puts the lists of its
+# pairs one after the other.  What a shard reads of an input is called a part in this section.
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
 # memory, and more time until the death of a worker is noticed: the workers before it come first.
@@ -6127,8 +6143,7 @@ def preprocess(
         stack.enter_context(contextlib.closing(encoded_blocks))
         for (part, first, lines), encoded, block_faults in encoded_blocks:
             for number, reason in block_faults:
-                place = _counted_from(part["name"], part["begin"])
-                faults.append(f"{place}: line {first + number}: {reason}")
+                faults.append(f"{part['name']}: line {first + number}: {reason}")
             if on_error == "stop" and len(faults) > 0:
                 raise ValueError(f"{faults[0]} (--on-error skip leaves such lines out)")
             for columns in encoded:
@@ -6141,8 +6156,9 @@ def preprocess(
                 bar.update(block_bytes)
         for builder in builders.values():
             builder._bin.sync()  # a disk too full for a .bin shows here, before a pair has its name
+    counts = [[part["name"], part["documents"]] for part in inputs]
     for prefix in prefixes.values():
-        _write_record(prefix, _identity_of_tokenizer(tokenizer), inputs)
+        _write_record(prefix, _identity_of_tokenizer(tokenizer), counts)
     if verbose:
         documents = sum(part["documents"] for part in inputs)
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
@@ -6268,8 +6284,9 @@ def _cut_inputs(paths, shard):
             start += size
             if begin >= end or (is_compressed and begin > 0):
                 continue
+        counted_from = f" from byte {begin:,} on" if begin > 0 else ""
         part = {
-            "name": _hide_credentials(path),
+            "name": _hide_credentials(path) + counted_from,
             "size": size,
             "begin": begin,
             "end": size if is_compressed else end,
@@ -6538,9 +6555,10 @@ def merge(
 ) -> None:
     """Append whole pairs, in the given order, into one new pair of the same dtype.
 
-    The new pair equals the one that a single builder would have written, and its record joins the
-    records of the pairs.  The output may not be one of the inputs; of the shards of a corpus, all
-    must be there, in order.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
+    The new pair equals the one that a single builder would have written, and its record lists the
+    inputs of all.  The output may not be one of the inputs; of the shards of a corpus, in whatever
+    folders they lie, all must be there, in order; and the records may not name different
+    tokenizers.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
 
     >>> prefix = toy_corpus()
     >>> merge([prefix, prefix], prefix + "2")
@@ -6563,40 +6581,38 @@ def merge(
 
 def _check_all_shards(prefixes):
     """Check that prefixes which are to be merged have all shards of a corpus, in order, or none."""
-    wanted = []  # the shards of a corpus that must come next, in order
+    wanted = []  # the names of the shards of a corpus that must come next, in order
     for prefix in prefixes:
-        name = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", prefix)
-        if name is not None and len(wanted) == 0:
-            wanted = [f"{name[1]}_{index:05}_of_{name[2]}" for index in range(int(name[2]))]
+        name = os.path.basename(prefix)  # each machine may have a folder of its own
+        shard = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", name)
+        if shard is not None and len(wanted) == 0:
+            wanted = [f"{shard[1]}_{index:05}_of_{shard[2]}" for index in range(int(shard[2]))]
         if len(wanted) > 0:
-            shard = wanted.pop(0)
-            if prefix != shard:
-                raise ValueError(f"wanted {shard} in the place of {prefix}")
+            next_name = wanted.pop(0)
+            if name != next_name:
+                raise ValueError(f"wanted {next_name} in the place of {prefix}")
     if len(wanted) > 0:
         raise ValueError(f"wanted {wanted[0]} too, after {prefix}: merge all shards, or none")
 
 
 def _join_records(prefixes):
     """The tokenizer and the inputs of the pair that merge() makes of these pairs."""
+    tokenizer = None
     inputs = []
-    tokenizers = []
-    end = None  # where the part before has ended, in which input
     for prefix in prefixes:
         record = _read_record(prefix)
         if record is None:  # such as upstream's pair: an input of its own
             documents = len(IndexedDataset(prefix).document_indices) - 1
-            part = {"name": _hide_credentials(prefix), "size": None, "begin": 0, "end": None}
-            record = {"tokenizer": None, "inputs": [part | {"documents": documents}]}
-        tokenizers.append(record["tokenizer"])
-        for part in record["inputs"]:
-            if end == (part["name"], part["size"], part["begin"]):
-                inputs[-1]["documents"] += part["documents"]
-                inputs[-1]["end"] = part["end"]
-            else:
-                inputs.append(part)
-            end = (part["name"], part["size"], part["end"])
-    is_one = tokenizers.count(tokenizers[0]) == len(tokenizers)
-    return tokenizers[0] if is_one else None, inputs
+            record = {"tokenizer": None, "inputs": [[_hide_credentials(prefix), documents]]}
+        inputs += record["inputs"]
+        if not _is_same_tokenizer(tokenizer, record["tokenizer"]):
+            raise ValueError(
+                f"{prefix} was made with the tokenizer {record['tokenizer']}, and a pair before it "
+                f"with {tokenizer}: the ids of one are other texts for the other"
+            )
+        if tokenizer is None:
+            tokenizer = record["tokenizer"]
+    return tokenizer, inputs
 
 
 def _sizes_of_pair(path_prefix):
@@ -6615,47 +6631,58 @@ def _write_record(path_prefix, tokenizer, inputs):
 
 
 def _read_record(path_prefix):
-    """Return the record of a pair, a dict; None if it has none, or one of other sizes."""
-    # It may be missing, or damaged: no reason to stop.
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    """Return the record of a pair, a dict; None if it has none, or one of other sizes or form."""
+    # It may be missing, damaged, or of another release: no reason to stop.
+    with contextlib.suppress(Exception):
         with open(f"{os.fspath(path_prefix)}.record.json", "rb") as file:
             record = json.load(file)
-        if record == record | _sizes_of_pair(path_prefix):  # it has these sizes already
+        is_of_pair = record == record | _sizes_of_pair(path_prefix)  # it has these sizes already
+        has_tokenizer = isinstance(record["tokenizer"], dict | None)
+        types = {(type(name), type(documents)) for name, documents in record["inputs"]}
+        if is_of_pair and has_tokenizer and types <= {(str, int)}:
             return record
     return None
-
-
-def _counted_from(name, begin):
-    """The name of an input, and the byte from which its lines are counted, if not from 0."""
-    return f"{name} from byte {begin:,} on" if begin > 0 else name
 
 
 def _input_of_document(record, document):
     """Return the name of the input that has a document of a pair, and its number in there, from 0.
 
-    A number counts documents: blank lines, and bad lines that were left out, are none.  Where a
-    shard begins within an input, numbers count from there, and the name says from which byte on.
+    (None, None) if no record says it.  A number counts documents: blank lines, and bad lines that
+    were left out, are none.  Where a shard begins within an input, numbers count from there, and
+    the name says from which byte on.
     """
-    for part in record["inputs"]:
-        if document < part["documents"]:
-            return _counted_from(part["name"], part["begin"]), document
-        document -= part["documents"]
-    raise IndexError(f"the record of the pair has {document + 1} documents too few")
+    if record is not None:
+        for name, documents in record["inputs"]:
+            if document < documents:
+                return name, document
+            document -= documents
+    return None, None
 
 
 def _identity_of_tokenizer(tokenizer):
-    """A tokenizer's unique_identifiers, as JSON has them; None if it has none."""
+    """A tokenizer's unique_identifiers, a dict, as JSON has it; None if it has none."""
     identity = _attribute(tokenizer, "unique_identifiers")
-    return json.loads(json.dumps(identity, default=str))
+    identity = json.loads(json.dumps(identity, default=str))
+    return identity if isinstance(identity, dict) else None
+
+
+def _is_same_tokenizer(first, second):
+    """Whether two identities may be one tokenizer's; None, which is not known, may be any one's.
+
+    The package that reads a tokenizer.json (section 17) makes no other tokenizer of it.
+    """
+    if first is None or second is None:
+        return True
+    return first | {"package": None} == second | {"package": None}
 
 
 def _warn_of_other_tokenizer(path_prefix, tokenizer):
     """Warn if the record of a pair names another tokenizer: its ids mean other texts."""
     record = _read_record(path_prefix)
-    if record is None or record["tokenizer"] is None:
+    if record is None:
         return
     identity = _identity_of_tokenizer(tokenizer)
-    if record["tokenizer"] != identity:
+    if not _is_same_tokenizer(record["tokenizer"], identity):
         warnings.warn(
             f"{os.fspath(path_prefix)} was made with the tokenizer {record['tokenizer']}, and the "
             f"config has {identity}: the ids of one are other texts for the other",
@@ -7000,8 +7027,8 @@ class Span(typing.NamedTuple):
     length: int  # how many tokens it has
     byte_offset: int | None  # where it begins in the .bin file, in bytes; None without a file
     sample_offset: int  # where it begins in the sample
-    input: str | None  # the file that the document was made from; of a shard that is not merged,
-    # also the byte from which input_document counts, "a.jsonl from byte 84 on"; None: no record
+    input: str | None  # the file that the document was made from; where a shard begins in it, also
+    # the byte from which input_document counts, "a.jsonl from byte 84 on"; None: no record
     input_document: int | None  # the number of the document in there, counted from 0
 
 
@@ -7037,15 +7064,12 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
             continue
         document = sequence  # of mock data, or of a reader of the user's own
         byte_offset = None
-        name = None
-        number = None
         if is_pair:
             # Of documents that begin at the same sequence only the last one has sequences.
             # bisect, as np.searchsorted() would copy the entries, which lie unaligned in the file.
             document = bisect.bisect_right(pair.document_indices, sequence) - 1
             byte_offset = int(pair.sequence_pointers[sequence]) + offset * DType.size(pair.dtype)
-        if record is not None:
-            name, number = _input_of_document(record, document)
+        name, number = _input_of_document(record, document)
         place = Span(
             prefix, sequence, document, offset, length, byte_offset, sample_offset, name, number
         )

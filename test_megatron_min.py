@@ -442,7 +442,7 @@ def test_the_switch_reaches_every_loop(one, c, tmp_path, monkeypatch):
     """With C every function of _helpers.c runs; without C none."""
     assert not hasattr(one, "_megatron_min")
     kernels = c._megatron_min
-    spy = mock.Mock(wraps=kernels)
+    spy = mock.Mock(wraps=kernels, VERSION=kernels.VERSION)
     monkeypatch.setitem(sys.modules, "_megatron_min", spy)
     monkeypatch.delenv("MEGATRON_MIN_C", raising=False)
     mm = types.SimpleNamespace(**runpy.run_path(str(HERE / "megatron_min.py")))
@@ -452,7 +452,7 @@ def test_the_switch_reaches_every_loop(one, c, tmp_path, monkeypatch):
         blend = build(mm, [size, 0, 0], config(mm, ([toy] * 2, weights)))[0]
     blend.batch([0])
     mm.shuffle(np.arange(5000), np.random.RandomState(1))  # fewer are shuffled by numpy
-    loops = {name for name in dir(kernels) if not name.startswith("_")}
+    loops = {name for name in dir(kernels) if not name.startswith("_")} - {"VERSION"}
     assert {call[0] for call in spy.mock_calls} == loops
 
 
@@ -2901,13 +2901,15 @@ def a_failing_reader_fails_on_all_ranks_of_its_group(job, layout):
         return
     for error, kind in (
         (ValueError("no such sample"), ValueError),
-        (ZeroDivisionError("by zero"), RuntimeError),
+        (PermissionError(13, "No"), PermissionError),
+        (Panic("panicked"), Panic),
+        (KeyError("a"), RuntimeError),
         (StopIteration("the end"), StopIteration),
     ):
         source = mock.MagicMock()  # an iterator that goes on after an error
         source.__next__ = mock.Mock(side_effect=[odd, error, good])
         same_batch(read(source, groups, **SHAPE), wanted)
-        with pytest.raises(Exception, match=str(error)) as caught:
+        with pytest.raises(BaseException, match=re.escape(str(error))) as caught:
             read(source, groups, **SHAPE)
         if groups.size("tp") > 1:
             assert type(caught.value) is kind
@@ -4820,12 +4822,44 @@ def test_a_batch_size_that_does_not_grow(one):
 # ==============================================================================
 
 
+class Panic(BaseException):
+    """As the package pyo3 raises where code in Rust panics."""
+
+
+class Numbered(Exception):
+    """It shows something else than it was made of."""
+
+    def __str__(self):
+        return "number 7"
+
+
+class Mute(Exception):
+    """It cannot say what it is."""
+
+    def __str__(self):
+        raise ValueError("no words")
+
+
 def an_error_on_one_rank_is_raised_on_all(job):
     """Of several, that of the lowest rank.  What works on all ranks returns on each its value."""
+    of_this_function = type("OfThisFunction", (ValueError,), {})
     for error, kind, words in (
         (ValueError("no \udcff"), ValueError, "no \udcff"),
         (FileNotFoundError(2, "No", "a.bin"), FileNotFoundError, "[Errno 2] No: 'a.bin'"),
-        (ZeroDivisionError("by zero"), RuntimeError, "by zero (ZeroDivisionError)"),
+        (PermissionError(13, "No", "a.bin"), PermissionError, "[Errno 13] No: 'a.bin'"),
+        (ZeroDivisionError("by zero"), ZeroDivisionError, "by zero"),
+        (job.mm.DatasetFormatError("a\nb"), job.mm.DatasetFormatError, "a\nb"),
+        (Panic("panicked"), Panic, "panicked"),
+        (MemoryError(), MemoryError, ""),
+        (KeyError("a"), RuntimeError, "'a' (KeyError)"),
+        (Numbered("a"), RuntimeError, "number 7 (Numbered)"),
+        (Mute("a"), RuntimeError, " (Mute)"),
+        (of_this_function("a"), RuntimeError, "a (OfThisFunction)"),
+        (
+            UnicodeEncodeError("ascii", "a", 0, 1, "no"),
+            RuntimeError,
+            "'ascii' codec can't encode character '\\x61' in position 0: no (UnicodeEncodeError)",
+        ),
     ):
         for failing in range(job.world):
             mine = None
@@ -4841,6 +4875,34 @@ def an_error_on_one_rank_is_raised_on_all(job):
     with counted("all_reduce") as all_reduce, counted("broadcast_object_list") as broadcast:
         assert job.mm._on_every_rank(mock.Mock(return_value=job.rank)) == job.rank
     assert (all_reduce.call_count, broadcast.call_count) == (1, 0)
+
+
+def a_class_that_other_ranks_do_not_have(job):
+    """Or have as another thing: there it is a RuntimeError with its name."""
+    for failing in range(job.world):
+        module = types.ModuleType("of_one_rank")
+        sys.modules["of_one_rank"] = module
+        module.Mine = type("Mine", (ValueError,), {"__module__": "of_one_rank"})
+        kind = module.Mine
+        mine = kind("a")
+        sentence = f"rank {failing}: a"
+        if job.rank != failing:
+            kind = RuntimeError
+            mine = None
+            sentence += " (Mine)"
+            module.Mine = str
+            if job.rank % 2:
+                del sys.modules["of_one_rank"]
+        with pytest.raises(kind) as caught:
+            job.mm._on_every_rank(mock.Mock(side_effect=mine))
+        assert (type(caught.value), str(caught.value)) == (kind, sentence)
+
+
+def what_ends_a_process_is_not_told(job):
+    for kind in (KeyboardInterrupt, SystemExit, GeneratorExit):
+        with counted("all_reduce") as all_reduce, pytest.raises(kind):
+            job.mm._on_every_rank(mock.Mock(side_effect=kind))
+        assert all_reduce.call_count == 0
 
 
 def an_error_stays_in_its_group(job):
@@ -4913,7 +4975,7 @@ def a_failed_build_is_raised_on_all(job):
         with pytest.raises(FileNotFoundError, match=rf"^rank {failing}: .*none\.idx"):
             built_tokens(job, f"broken {failing}", prefixes=prefixes)
         cannot_tell = mock.Mock(side_effect=ZeroDivisionError if job.rank == failing else None)
-        with pytest.raises(RuntimeError, match=f"^rank {failing}: .*ZeroDivisionError"):
+        with pytest.raises(ZeroDivisionError, match=f"^rank {failing}: $"):
             built_tokens(job, "shared", cannot_tell)
         assert built_tokens(job, "shared")[0]
 
@@ -4922,6 +4984,8 @@ def a_failed_build_is_raised_on_all(job):
 def test_errors_on_ranks(tmp_path, world):
     scenarios = [
         an_error_on_one_rank_is_raised_on_all,
+        a_class_that_other_ranks_do_not_have,
+        what_ends_a_process_is_not_told,
         an_error_stays_in_its_group,
         consumed_samples_are_compared,
         caches_are_shared_or_of_ones_own,
@@ -4952,21 +5016,37 @@ def c():
     return copy_of_module("c")
 
 
+BUILDS = {  # what lies in the place of the C module -> what is said of it
+    "raise ModuleNotFoundError('no build')": "no build",
+    "raise ImportError('of another Python')": "of another Python",
+    "shuffle = None": r"wanted version 1, got None of .*_megatron_min\.py.*: build it again",
+    "VERSION = 2": r"wanted version 1, got 2 of .*_megatron_min\.py.*: build it again",
+}
+
+
 @pytest.mark.parametrize("setting", ["1", "0", None])
-def test_without_a_build(monkeypatch, tmp_path, setting):
-    """=1 asks for C, so its absence is an error; others go without."""
-    (tmp_path / "_megatron_min.py").write_text("raise ModuleNotFoundError('no build')")
+@pytest.mark.parametrize("build", BUILDS)
+def test_without_a_build_that_can_be_used(monkeypatch, tmp_path, build, setting):
+    """=1 asks for C, so it is an error; others go without, with a warning of what is there."""
+    (tmp_path / "_megatron_min.py").write_text(build)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "_megatron_min", raising=False)
     monkeypatch.delenv("MEGATRON_MIN_C", raising=False)
     if setting is not None:
         monkeypatch.setenv("MEGATRON_MIN_C", setting)
     path = str(HERE / "megatron_min.py")
+    words = BUILDS[build]
     if setting == "1":
-        with pytest.raises(ImportError, match="no build"):
+        with pytest.raises(ImportError, match=f"{words}.*pip install"):
             runpy.run_path(path)
+        return
+    module, messages = heard(runpy.run_path, path)
+    assert module["IMPLEMENTATION"] == "python"
+    if setting == "0" or words == "no build":
+        assert messages == []
     else:
-        assert runpy.run_path(path)["IMPLEMENTATION"] == "python"
+        [message] = messages
+        assert re.search(words, message)
 
 
 # -- C gives what the definitions give ---------------------------------------------------------
@@ -5407,7 +5487,10 @@ def odd_texts(rng, count):
 
 
 def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
-    """Of a file as GPT-2's, for any number of workers; the records say which package made them."""
+    """Of a file as GPT-2's, for any number of workers; the records say which package made them.
+
+    Such pairs may be merged.
+    """
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     of_bytes = tokenizers.pre_tokenizers.ByteLevel
@@ -5431,11 +5514,11 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
             assert lists(other.tokenize_batch(texts)) == ids
         assert tokenizer.tokenize(texts[1]) == ids[1]
         assert lists(tokenizer.tokenize_batch([])) == []
-        job = {"output_prefix": tmp_path / "o", "tokenizer": tokenizer, "workers": 2}
-        made = one.preprocess(texts=texts, **job)["text"]
-        pairs.append(bytes_of_pair(made))
-        assert record_of(made)["tokenizer"]["package"] == package
-    assert pairs[0] == pairs[1]
+        job = {"output_prefix": tmp_path / package, "tokenizer": tokenizer, "workers": 2}
+        pairs.append(one.preprocess(texts=texts, **job)["text"])
+        assert record_of(pairs[-1])["tokenizer"]["package"] == package
+    assert bytes_of_pair(pairs[0]) == bytes_of_pair(pairs[1])
+    one.merge(pairs, tmp_path / "all")
 
 
 # ==============================================================================
@@ -5524,19 +5607,25 @@ def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
 
 
 def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
-    """In order; of several corpora, too."""
+    """In order; of several corpora, and of machines that have a folder each, too."""
     monkeypatch.chdir(tmp_path)
-    for name in ("a_00000_of_00002", "a_00001_of_00002"):
+    for name in ("a_00000_of_00002", "a_00001_of_00002", "n0/a_00000_of_00002"):
+        pathlib.Path(name).parent.mkdir(exist_ok=True)
         mk(one, tmp_path / name, [[1]])
+    mk(one, tmp_path / "n0" / "b", [[1]])
     for prefixes, missing in (
         ("a_00000_of_00002", "a_00001_of_00002"),
+        ("n0/a_00000_of_00002", "a_00001_of_00002"),
         ("a_00001_of_00002 a_00000_of_00002", "a_00000_of_00002"),
+        ("n0/a_00000_of_00002 a_00000_of_00002", "a_00001_of_00002"),
         ("a_00000_of_00002 b", "a_00001_of_00002"),
         ("a_00000_of_00002 a_00001_of_00002 b c_00000_of_00001", r"b\.idx"),
     ):
         with pytest.raises((ValueError, OSError), match=missing):
             one.merge(prefixes.split(), "o")
         assert glob.glob("o*") == []
+    one.merge(["n0/a_00000_of_00002", "a_00001_of_00002", "n0/b"], "o")
+    assert texts_of(one, "o") == [[1]] * 3
 
 
 # -- Records -----------------------------------------------------------------------------------
@@ -5557,41 +5646,43 @@ def inputs_of(one, prefix):
     return [found[document] for document in sorted(found)]
 
 
+def document_of(name, number):
+    """The text of the document of this number in a file; "from byte 84 on" counts from there."""
+    path, _, byte = name.removesuffix(" on").partition(" from byte ")
+    texts = []
+    position = 0
+    for line in pathlib.Path(path).read_bytes().splitlines(keepends=True):
+        if position >= int(byte.replace(",", "") or 0) and not line.isspace():
+            texts.append(json.loads(line)["text"])
+        position += len(line)
+    return texts[number]
+
+
 def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
-    """Of one job, of merged shards, and of several such pairs that are merged."""
+    """Of one job, of shards, of merged shards, and of several such pairs that are merged."""
     for case, rng in enumerate(cases(4)):
         (tmp_path / str(case)).mkdir()
         monkeypatch.chdir(tmp_path / str(case))
         names = [f"{name}.jsonl" for name in "abc"]
         for name in names:
-            numbers = range(int(rng.integers(1, 9)))
+            numbers = range(int(rng.integers(1, 60)))
             lines = [b'{"text": "%s %d"}\n' % (name.encode(), number) for number in numbers]
             pathlib.Path(name).write_bytes(b"\n".join(lines))  # with blank lines
         whole = quiet(one.preprocess, "*.jsonl", "whole")["text"]
-        merged = quiet(make_shards, one, names, pathlib.Path("."), int(rng.integers(2, 20)))
+        count = int(rng.integers(2, 20))
+        merged = quiet(make_shards, one, names, pathlib.Path("."), count)
         one.merge([merged, whole, merged], "all")
-        assert record_of(merged)["inputs"] == record_of(whole)["inputs"]
-        assert len(record_of("all")["inputs"]) == 9
-        for prefix in (whole, merged, "all"):
+        shards = sorted(path.removesuffix(".idx") for path in glob.glob(f"s_*_of_{count:05}.idx"))
+        inputs = []
+        for shard in shards:
+            inputs += record_of(shard)["inputs"]
+        assert record_of(merged)["inputs"] == inputs
+        assert record_of("all")["inputs"] == inputs + record_of(whole)["inputs"] + inputs
+        assert [name for name, _ in record_of(whole)["inputs"]] == names
+        for prefix in (whole, *shards, merged, "all"):
             texts = [bytes(ids).decode() for ids in texts_of(one, prefix)]
-            assert texts == [f"{name} {number}" for name, number in inputs_of(one, prefix)]
-
-
-def test_parts_of_an_input_are_joined_where_one_goes_on_with_the_other(one, tmp_path, monkeypatch):
-    """A shard by itself counts from where it begins; and the middle one of three is not merged."""
-    monkeypatch.chdir(tmp_path)
-    pathlib.Path("a.jsonl").write_bytes(GOOD * 9)
-    prefixes = []
-    for number in range(3):
-        made = one.preprocess("a.jsonl", "o", shard=(number, 3))["text"]
-        assert inputs_of(one, made)[2][1] == 2
-        prefixes.append(f"part{number}")
-        for extension in ("bin", "idx", "record.json"):
-            os.rename(f"{made}.{extension}", f"{prefixes[-1]}.{extension}")
-    for merged, documents in ((prefixes, [9]), ([prefixes[0], prefixes[2]], [3, 3])):
-        one.merge(merged, "merged")
-        assert [part["documents"] for part in record_of("merged")["inputs"]] == documents
-    assert inputs_of(one, "merged")[-1] == ("a.jsonl from byte 84 on", 2)
+            if texts:
+                assert texts == [document_of(*found) for found in inputs_of(one, prefix)]
 
 
 def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
@@ -5601,35 +5692,127 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     fsspec.filesystem("memory").pipe_file("/me:s3cret@b/a.jsonl?sig=s3cret", GOOD)
-    pathlib.Path("b.jsonl").write_bytes(GOOD)
+    pathlib.Path("b.jsonl").write_bytes(GOOD * 9)
     inputs = ["memory://me:s3cret@b/a.jsonl?sig=s3cret", "b.jsonl"]
     made = one.preprocess(inputs, "o", append_eod=True)["text"]
-    record = record_of(made)
-    part = {"size": 14, "begin": 0, "end": 14, "documents": 1}
-    names = ["memory://b/a.jsonl", "b.jsonl"]
-    assert record["inputs"] == [{"name": name} | part for name in names]
-    assert record["tokenizer"] == one.ByteTokenizer.unique_identifiers
+    parts = [["memory://b/a.jsonl", 1], ["b.jsonl", 9]]
+    tokenizer = one.ByteTokenizer.unique_identifiers
+    sizes = {end: os.path.getsize(f"{made}.{end}") for end in ("bin", "idx")}
+    assert record_of(made) == {"tokenizer": tokenizer, "inputs": parts} | sizes
+    last = one.preprocess("b.jsonl", "o", shard=(2, 3))["text"]
+    part = ["b.jsonl from byte 84 on", 3]
+    assert record_of(last)["inputs"] == [part]
+    for extension in ("bin", "idx", "record.json"):  # under another name it is no shard
+        os.rename(f"{last}.{extension}", f"last.{extension}")
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
-    one.merge([made, "upstream", made], "all")
-    known = [(name, 0) for name in names]
-    assert inputs_of(one, "all") == [*known, *[("upstream", k) for k in range(3)], *known]
-    assert record_of("all")["tokenizer"] is None
+    one.merge([made, "upstream", "last", made], "all")
+    assert record_of("all")["inputs"] == [*parts, ["upstream", 3], part, *parts]
+    assert record_of("all")["tokenizer"] == tokenizer
+    assert inputs_of(one, "all")[10:16] == [
+        *[("upstream", k) for k in range(3)],
+        *[("b.jsonl from byte 84 on", k) for k in range(3)],
+    ]
     mk(one, tmp_path / "all", [[5]])
     assert not os.path.exists("all.record.json")
-    for content in (json.dumps(record | {"bin": 9}), json.dumps(record | {"idx": 9}), "[]", "{"):
+
+
+WRONG_RECORDS = {  # what is there in the place of something in a record
+    "another .bin": {"bin": 9},
+    "another .idx": {"idx": 9},
+    "parts of before": {
+        "inputs": [{"name": "a", "size": 14, "begin": 0, "end": 14, "documents": 2}]
+    },
+    "no list": {"inputs": None},
+    "a name for a list": {"inputs": "ab"},
+    "a number for a part": {"inputs": [2]},
+    "a part without a number": {"inputs": [["a"]]},
+    "a part of three": {"inputs": [["a", 2, 0]]},
+    "a number for a name": {"inputs": [[2, 2]]},
+    "a text for a number": {"inputs": [["a", 2], ["b", "2"]]},
+    "half a document": {"inputs": [["a", 2.5]]},
+    "a tokenizer's name": {"tokenizer": "bytes"},
+    "tokenizers": {"tokenizer": [{}]},
+}
+
+
+def test_a_record_of_another_form_is_as_none(one, tmp_path, recwarn):
+    """Without a word, of its tokenizer too; and so is one that is damaged."""
+    texts = {"texts": ["1 2 3", "4 5 6"], "tokenizer": Tok()}
+    made = one.preprocess(output_prefix=tmp_path / "o", **texts)["text"]
+    record = record_of(made)
+    contents = [json.dumps(record | wrong) for wrong in WRONG_RECORDS.values()]
+    for key in record:
+        contents.append(json.dumps({k: record[k] for k in record if k != key}))
+    contents += ["", "[]", "{", "\0", "7", "[" * 99999]
+    for content in contents:
         pathlib.Path(f"{made}.record.json").write_text(content)
-        assert inputs_of(one, made) == [(None, None)] * 2
+        assert inputs_of(one, made) == [(None, None)] * 2, content[:200]
+        one.merge([made], tmp_path / "all")
+        assert record_of(tmp_path / "all")["inputs"] == [[made, 2]]
+        assert record_of(tmp_path / "all")["tokenizer"] is None
+    assert len(recwarn) == 0
+
+
+def test_a_record_of_fewer_documents_names_no_input_of_the_others(one, tmp_path):
+    made = one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o")["text"]
+    short = record_of(made) | {"inputs": [["texts", 1]]}
+    pathlib.Path(f"{made}.record.json").write_text(json.dumps(short))
+    assert inputs_of(one, made) == [("texts", 0), (None, None)]
 
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
-    """It is told when indices are built; nothing is known of a pair without a record."""
+    """It is told when indices are built; nothing is known of a pair without a record.
+
+    Which package reads a tokenizer.json makes no other tokenizer.
+    """
     texts = ["1 2 3 4 5 6 7 8 9"] * 2
+    names = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
+    of_file = Tok(unique_identifiers=names)
+    by_another_package = Tok(unique_identifiers=names | {"package": "gigatoken"})
     made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=Tok())["text"]
+    file = one.preprocess(texts=texts, output_prefix=tmp_path / "f", tokenizer=of_file)["text"]
+    bare = mk(one, tmp_path / "p", [[1] * 9], np.uint16)
     gpt(one, made, 2)
-    gpt(one, mk(one, tmp_path / "p", [[1] * 9]), 1, tokenizer=Tok(eod=5))
+    gpt(one, bare, 1, tokenizer=Tok(eod=5))
+    gpt(one, file, 2, tokenizer=by_another_package)
+    one.merge([made, bare, made], tmp_path / "all")
     assert len(recwarn) == 0
     with pytest.warns(UserWarning, match=r"o_text_document .*'eod': 0.*'eod': 5"):
         gpt(one, made, 2, tokenizer=Tok(eod=5))
+    with pytest.warns(UserWarning, match=r"all .*'eod': 0.*'eod': 5"):
+        gpt(one, str(tmp_path / "all"), 2, tokenizer=Tok(eod=5))
+
+
+def test_pairs_of_other_tokenizers_are_not_merged(one, tmp_path):
+    """As far as their records say it; whichever package read the file of a tokenizer."""
+    names = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
+    prefixes = {}
+    for key, tokenizer in {
+        "tok": Tok(),
+        "null": one.NullTokenizer(300),
+        "file": Tok(unique_identifiers=names),
+        "gigatoken": Tok(unique_identifiers=names | {"package": "gigatoken"}),
+        "another file": Tok(unique_identifiers=names | {"eod": 1}),
+        "nameless": Tok(unique_identifiers=None),
+    }.items():
+        job = {"output_prefix": tmp_path / key, "tokenizer": tokenizer}
+        prefixes[key] = one.preprocess(texts=["1 2"], **job)["text"]
+    prefixes["bare"] = mk(one, tmp_path / "bare", [[1]], np.uint16)
+    for keys, words in (
+        (("tok", "null"), "null_text_document was made .*NullTokenizer.*'Tok'"),
+        (("tok", "tok", "bare", "file"), "file_text_document was made .*HuggingFace.*'Tok'"),
+        (("file", "another file"), "another file_text_document was made .*'eod': 1.*'eod': 0"),
+        (("bare", "null", "nameless", "null"), None),
+        (("file", "gigatoken", "file"), None),
+    ):
+        merge = functools.partial(one.merge, [prefixes[key] for key in keys], tmp_path / "o")
+        if words is None:
+            merge()
+            os.remove(tmp_path / "o.idx")
+        else:
+            with pytest.raises(ValueError, match=words):
+                merge()
+            assert not os.path.exists(tmp_path / "o.idx")
 
 
 # -- Inputs ------------------------------------------------------------------------------------
