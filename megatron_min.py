@@ -396,9 +396,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.check = check
         self._verified = False
         self._fingerprint = None  # made when it is asked for
-        self.is_tokenizer_known = False  # True once section 18 has looked at the pair's record
-        self._idx_path = _absolute(get_idx_path(self.path_prefix))
-        self._bin_path = _absolute(get_bin_path(self.path_prefix))
+        self.is_record_compared = False  # with the tokenizer of a config, see section 18
+        self.absolute_prefix = _absolute(self.path_prefix)
+        self._idx_path = get_idx_path(self.absolute_prefix)
+        self._bin_path = get_bin_path(self.absolute_prefix)
         self._idx_stamp = _file_stamp(self._idx_path)  # its size and its time
         if _is_remote(self._idx_path):
             copied = _fetch_index(self._idx_path, self._idx_stamp, object_storage_config)
@@ -613,7 +614,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def __reduce__(self):
         """Pickle the path: who unpickles it opens the pair again."""
-        arguments = [self._idx_path.removesuffix(".idx"), self.multimodal, self.mmap]
+        arguments = [self.absolute_prefix, self.multimodal, self.mmap]
         arguments += [self.object_storage_config, self.check]
         return type(self), tuple(arguments), self.note()
 
@@ -6676,15 +6677,18 @@ def _is_same_tokenizer(first, second):
     return first | {"package": None} == second | {"package": None}
 
 
-def _warn_of_other_tokenizer(path_prefix, tokenizer):
-    """Warn if the record of a pair names another tokenizer: its ids mean other texts."""
-    record = _read_record(path_prefix)
+def _warn_of_other_tokenizer(pair, tokenizer):
+    """Warn, once, if the record of an opened pair names another tokenizer: ids mean other texts."""
+    if pair.is_record_compared:
+        return
+    pair.is_record_compared = True
+    record = _read_record(pair.absolute_prefix)
     if record is None:
         return
     identity = _identity_of_tokenizer(tokenizer)
     if not _is_same_tokenizer(record["tokenizer"], identity):
         warnings.warn(
-            f"{os.fspath(path_prefix)} was made with the tokenizer {record['tokenizer']}, and the "
+            f"{pair.path_prefix} was made with the tokenizer {record['tokenizer']}, and the "
             f"config has {identity}: the ids of one are other texts for the other",
             stacklevel=3,
         )
@@ -7056,7 +7060,7 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     prefix = dataset.dataset_path
     pair = dataset.dataset
     is_pair = isinstance(pair, IndexedDataset)
-    record = _read_record(pair.path_prefix) if is_pair else None  # of its inputs: section 18
+    record = _read_record(pair.absolute_prefix) if is_pair else None  # of its inputs: section 18
     spans = []
     sample_offset = 0
     for sequence, offset, length in dataset.pieces(k):

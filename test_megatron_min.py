@@ -5761,7 +5761,7 @@ def test_a_record_of_fewer_documents_names_no_input_of_the_others(one, tmp_path)
 
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
-    """It is told when indices are built; nothing is known of a pair without a record.
+    """It is told at each start, once for a corpus; nothing is known of a pair without a record.
 
     Which package reads a tokenizer.json makes no other tokenizer.
     """
@@ -5781,6 +5781,13 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
         gpt(one, made, 2, tokenizer=Tok(eod=5))
     with pytest.warns(UserWarning, match=r"all .*'eod': 0.*'eod': 5"):
         gpt(one, str(tmp_path / "all"), 2, tokenizer=Tok(eod=5))
+    cfg = config(one, ([made, file], None), split="1,1,0", tokenizer=Tok(eod=5))
+    for _ in range(2):  # the second finds a cache
+        _, messages = heard(build, one, [1, 1, 0], cfg)
+        assert [re.search("(.)_text_document was made", message)[1] for message in messages] == [
+            "o",
+            "f",
+        ]
 
 
 def test_pairs_of_other_tokenizers_are_not_merged(one, tmp_path):
