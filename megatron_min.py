@@ -65,7 +65,7 @@ Part I, the path of a token
 Part II, the workshop
     11. Whole files               how does a file appear whole, or not at all?
     12. The index cache           when may arrays made earlier be used again?
-    13. Object storage            how are tokens read over a network?
+    13. Object storage            how are tokens read that are not mapped, as over a network?
     14. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
     15. One error for every rank  what do the other ranks do when one of them fails?
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
@@ -267,7 +267,7 @@ class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
     A read is a view: nothing is copied, and the view keeps the mapping alive.  The two other places
-    that tokens come from have the same two methods: _FileTokens, and _RemoteFile in section 13.
+    that tokens come from have the same two methods: _FileTokens and _RemoteFile, in section 13.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
@@ -280,29 +280,6 @@ class _MappedTokens:
     def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return the tokens of several (first, count)."""
         return [self.read(first, count) for first, count in spans]
-
-
-class _FileTokens(_MappedTokens):
-    """The same of a .bin file that stays open; a read is a new array."""
-
-    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.path = os.fspath(path)
-        self.dtype = np.dtype(dtype)
-        self._file = open(path, "rb", buffering=0)
-        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
-
-    def read(self, first: int, count: int) -> np.ndarray:
-        """Return count tokens from token first on; DatasetFormatError if the file ends before."""
-        begin = first * self.dtype.itemsize
-        size = count * self.dtype.itemsize
-        content = bytearray()
-        while len(content) < size:  # the system may return a part of what is there
-            place = begin + len(content)
-            part = os.pread(self._file.fileno(), size - len(content), place)
-            if not part:
-                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
-            content += part
-        return np.frombuffer(content, self.dtype)
 
 
 def _map_file(path: str | os.PathLike) -> np.ndarray:
@@ -4698,7 +4675,9 @@ def _md5(data):
 # ==============================================================================
 # 13. Object storage
 # ==============================================================================
-# Question answered here: how are tokens read over a network?
+# Question answered here: how are tokens read that are not mapped, as over a network?
+#
+# With mmap=False they are read from a .bin file that stays open, each time anew: _FileTokens.
 #
 # Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
 # read with the package fsspec, which comes with torch, and never written.
@@ -4742,6 +4721,33 @@ class ObjectStorageConfig:
             return os.fspath(self.path_to_idx_cache)
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         return os.path.join(caches, "megatron_min")
+
+
+class _FileTokens:
+    """The tokens of a .bin file that stays open; a read is a new array."""
+
+    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
+        self.path = os.fspath(path)
+        self.dtype = np.dtype(dtype)
+        self._file = open(path, "rb", buffering=0)
+        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return count tokens from token first on; DatasetFormatError if the file ends before."""
+        begin = first * self.dtype.itemsize
+        size = count * self.dtype.itemsize
+        content = bytearray()
+        while len(content) < size:  # the system may return a part of what is there
+            place = begin + len(content)
+            part = os.pread(self._file.fileno(), size - len(content), place)
+            if not part:
+                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
+            content += part
+        return np.frombuffer(content, self.dtype)
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (first, count)."""
+        return [self.read(first, count) for first, count in spans]
 
 
 class _RemoteFile:
