@@ -65,7 +65,7 @@ Part I, the path of a token
 Part II, the workshop
     11. Whole files               how does a file appear whole, or not at all?
     12. The index cache           when may arrays made earlier be used again?
-    13. Object storage            how are tokens read over a network?
+    13. Object storage            how are tokens read that are not mapped, as over a network?
     14. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
     15. One error for every rank  what do the other ranks do when one of them fails?
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
@@ -268,7 +268,7 @@ class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
     A read is a view: nothing is copied, and the view keeps the mapping alive.  The two other places
-    that tokens come from have the same two methods: _FileTokens, and _RemoteFile in section 13.
+    that tokens come from have the same two methods: _FileTokens and _RemoteFile, in section 13.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
@@ -281,29 +281,6 @@ class _MappedTokens:
     def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return the tokens of several (first, count)."""
         return [self.read(first, count) for first, count in spans]
-
-
-class _FileTokens(_MappedTokens):
-    """The same of a .bin file that stays open; a read is a new array."""
-
-    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.path = os.fspath(path)
-        self.dtype = np.dtype(dtype)
-        self._file = open(path, "rb", buffering=0)
-        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
-
-    def read(self, first: int, count: int) -> np.ndarray:
-        """Return count tokens from token first on; DatasetFormatError if the file ends before."""
-        begin = first * self.dtype.itemsize
-        size = count * self.dtype.itemsize
-        content = bytearray()
-        while len(content) < size:  # the system may return a part of what is there
-            place = begin + len(content)
-            part = os.pread(self._file.fileno(), size - len(content), place)
-            if not part:
-                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
-            content += part
-        return np.frombuffer(content, self.dtype)
 
 
 def _map_file(path: str | os.PathLike) -> np.ndarray:
@@ -389,6 +366,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         object_storage_config: typing.Any = None,
         check: bool = False,
     ) -> None:
+        _refuse_passwords(path_prefix)
         self.path_prefix = os.fspath(path_prefix)
         self.multimodal = multimodal
         self.mmap = mmap
@@ -527,8 +505,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         length = size - offset if length is None else operator.index(length)
         if offset < 0 or length < 0 or offset + length > size:
             wanted = f"tokens {offset} to {offset + length} of sequence {i}"
-            path = _hide_credentials(self.path_prefix)
-            raise IndexError(f"{path}: wanted {wanted}, which has {size}")
+            raise IndexError(f"{self.path_prefix}: wanted {wanted}, which has {size}")
         return start + offset, length
 
     def verify(self) -> None:
@@ -566,6 +543,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return True if both files of the pair exist."""
+        _refuse_passwords(path_prefix)
         try:
             _file_stamp(get_idx_path(path_prefix))
             _file_stamp(get_bin_path(path_prefix))
@@ -631,14 +609,13 @@ def _position(idx, n, name):
     """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
     i = operator.index(idx)
     if not -n <= i < n:
-        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
+        raise IndexError(f"index {i} of {name}, which has {n} entries")
     return i % n
 
 
 def _format_error(path, field, wanted, got):
     """The error that names the four things a reader of the message needs."""
-    sentence = f"{path}: {field}: wanted {wanted}, got {got}"
-    return DatasetFormatError(_hide_credentials(sentence))  # a path may be a URL with a password
+    return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
 
 
 def _absolute(path):
@@ -1179,6 +1156,7 @@ class BlendedMegatronDatasetConfig:
     blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        _refuse_passwords([self.blend, self.blend_per_split])
         self._check_numbers()
         if self.blend_per_split is not None and any(self.blend_per_split):
             if self.blend is not None or self.split is not None:
@@ -1377,6 +1355,7 @@ def get_blend_from_list(
     """
     if blend is None:
         return None
+    _refuse_passwords(blend)
     if isinstance(blend, str):
         raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
     entries = [str(entry).strip() for entry in blend]
@@ -1977,7 +1956,7 @@ def _attribute(tokenizer, name):
 def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
     path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else _hide_credentials(str(path))
+    return type(dataset).__name__ if path is None else str(path)
 
 
 class GPTDataset(MegatronDataset):
@@ -4414,12 +4393,13 @@ class _NewFile:
     """
 
     def __init__(self, path: str | os.PathLike, synced: bool = True) -> None:
+        _refuse_passwords(path)
         self.path = os.fspath(path)
         self.synced = synced
         self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
         folder = os.path.dirname(self.path)
         if folder and not os.path.isdir(folder):
-            raise FileNotFoundError(f"{_hide_credentials(folder)}: no such local folder")
+            raise FileNotFoundError(f"{folder}: no such local folder")
         _unfinished.add(self.temporary)  # before it is there: a signal may come at any moment
         self.file = open(self.temporary, "xb", buffering=1 << 20)
 
@@ -4719,7 +4699,9 @@ def _md5(data):
 # ==============================================================================
 # 13. Object storage
 # ==============================================================================
-# Question answered here: how are tokens read over a network?
+# Question answered here: how are tokens read that are not mapped, as over a network?
+#
+# With mmap=False they are read from a .bin file that stays open, each time anew: _FileTokens.
 #
 # Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
 # read with the package fsspec, which comes with torch, and never written.
@@ -4735,6 +4717,9 @@ def _md5(data):
 #
 #   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
 #   second try                             range 3 ok
+#
+# A URL that holds a password is refused wherever one is given, as names get into messages, caches,
+# records and pickles.
 
 
 @dataclasses.dataclass
@@ -4765,15 +4750,43 @@ class ObjectStorageConfig:
         return os.path.join(caches, "megatron_min")
 
 
+class _FileTokens:
+    """The tokens of a .bin file that stays open; a read is a new array."""
+
+    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
+        self.path = os.fspath(path)
+        self.dtype = np.dtype(dtype)
+        with _limits_named(path):
+            self._file = open(path, "rb", buffering=0)
+        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return count tokens from token first on; DatasetFormatError if the file ends before."""
+        begin = first * self.dtype.itemsize
+        size = count * self.dtype.itemsize
+        content = bytearray()
+        while len(content) < size:  # the system may return a part of what is there
+            place = begin + len(content)
+            part = os.pread(self._file.fileno(), size - len(content), place)
+            if not part:
+                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
+            content += part
+        return np.frombuffer(content, self.dtype)
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (first, count)."""
+        return [self.read(first, count) for first, count in spans]
+
+
 class _RemoteFile:
-    """An object on object storage, by its URL; read() and read_many() are those of _MappedTokens.
+    """An object on object storage, by its URL.
 
     url     such as s3://bucket/corpus.bin
     dtype   of its tokens; by default they are bytes
 
-    Every request is tried again after growing pauses, unless the object is not there or may not be
-    read.  An error names the object.  Objects can be pickled, and used by threads and by forked
-    processes: fsspec keeps one connection for each process.
+    Every request is tried again after growing pauses, unless the object is not there, may not be
+    read, or a program is wrong.  An error names the object.  Objects can be pickled, and used by
+    threads and by forked processes: fsspec keeps one connection for each process.
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
@@ -4790,15 +4803,10 @@ class _RemoteFile:
 
     def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return new arrays, whose ranges are fetched at the same time."""
-        ranges = []
-        contents = {}  # (begin, end) -> bytes
-        for first, count in spans:
-            begin = first * self.dtype.itemsize
-            end = begin + count * self.dtype.itemsize
-            ranges.append((begin, end))
-            if begin == end:
-                contents[begin, end] = b""
-        self._try(self._fetch_missing, ranges, contents)
+        size = self.dtype.itemsize
+        ranges = [(first * size, (first + count) * size) for first, count in spans]
+        contents = {(begin, end): b"" for begin, end in ranges if begin == end}
+        self._request(self._fetch_missing, ranges, contents)
         return [np.frombuffer(contents[span], self.dtype) for span in ranges]
 
     def _fetch_missing(self, file_system, path, ranges, contents):
@@ -4820,52 +4828,68 @@ class _RemoteFile:
 
     def stamp(self) -> dict:
         """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
-        return self._try(self._ask_for_stamp)
-
-    def _ask_for_stamp(self, file_system, path):
-        """The size of the object, and its ETag or the time of its last change."""
-        file_system.invalidate_cache(path)  # an older answer would be of no use
-        found = file_system.info(path)
-        if found["type"] == "directory" or found["size"] is None:
-            raise FileNotFoundError("no object with a size")
+        found = self._request(self._look)
+        if found["size"] is None:
+            raise OSError(f"{self.url}: the storage does not tell its size, so it has no ranges")
         changed = [str(found[name]) for name in self._CHANGED if name in found]
         return {"size": found["size"], "changed": " ".join(changed)}
 
-    def _try(self, request, *arguments):
-        """Call a request until it succeeds, as often as there are pauses, and once more."""
-        file_system, path = _file_system(self.url)  # fsspec returns the one it has
+    def size(self) -> int | None:
+        """Return the bytes of the object; None where the storage does not tell."""
+        return self._request(self._look)["size"]
+
+    def _look(self, file_system, path):
+        """What the storage says of the object."""
+        file_system.invalidate_cache(path)  # an older answer would be of no use
+        found = file_system.info(path)
+        if found["type"] == "directory":
+            raise FileNotFoundError("a folder, and no object")
+        return found
+
+    def find(self) -> list[tuple[str, int | None]]:
+        """Return [(URL, size)] of the object, or, if it is not there, of what its URL matches."""
+        with contextlib.suppress(FileNotFoundError):
+            return [(self.url, self.size())]
+        return self._request(self._list)
+
+    def _list(self, file_system, path):
+        """The (URL, size) of all objects that match a pattern, sorted."""
+        file_system.invalidate_cache()
+        matches = []
+        for name, found in sorted(file_system.glob(path, detail=True).items()):
+            if found["size"] is None:  # as in the list of a web page
+                found = file_system.info(name)
+            matches.append((file_system.unstrip_protocol(name), found["size"]))
+        return matches
+
+    def _request(self, function, *arguments):
+        """Call a function until it succeeds, as often as there are pauses, and once more."""
+        import fsspec  # it comes with torch
+
+        file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec returns the one it has
         for pause in (*self._PAUSES, None):
             try:
-                return request(file_system, path, *arguments)
+                return function(file_system, path, *arguments)
             except Exception as error:
-                described = self._describe(error)
-                if pause is None or type(described) is not OSError:
-                    # not "from error": the text of that error may hold credentials
-                    raise described from None
+                named = self._named(error)
+                if pause is None or type(named) is not OSError:
+                    raise named from error
             time.sleep(pause)
 
-    def _describe(self, error):
-        """The error to raise for one of fsspec's; only a plain OSError is worth another try."""
-        if self.url.startswith("http") and error.__cause__ is not None:
-            error = error.__cause__  # fsspec calls whatever happens to an HTTP request "not found"
+    def _named(self, error):
+        """The error to raise for one of a client's; only a plain OSError is worth another try."""
+        if self.url.startswith("http") and isinstance(error, FileNotFoundError):
+            if error.__cause__ is not None:  # fsspec says so, whatever happened to its question
+                error = error.__cause__
         status = getattr(error, "status", None)  # of HTTP
         kind = OSError
-        if isinstance(error, FileNotFoundError) or status == 404:
+        if isinstance(error, FileNotFoundError) or status in (404, 410):
             kind = FileNotFoundError
-        if isinstance(error, PermissionError) or status in (401, 403):
+        elif isinstance(error, PermissionError) or status in (401, 403):
             kind = PermissionError
-        return kind(_hide_credentials(f"{self.url}: {type(error).__name__}: {error}"))
-
-
-def _file_system(path):
-    """Return fsspec's file system of a path or URL, and the name that the file has in there."""
-    import fsspec  # it comes with torch
-
-    try:
-        return fsspec.core.url_to_fs(path)
-    except ImportError as error:  # "Install s3fs to access S3"
-        url = _hide_credentials(path)
-        raise ImportError(f'{url}: {error}: pip install "megatron-min[storage]"') from None
+        elif type(error).__module__ == "builtins" and not isinstance(error, (OSError, EOFError)):
+            kind = RuntimeError  # such as for a TypeError: a program is wrong, and stays so
+        return kind(f"{self.url}: {type(error).__name__}: {error}")
 
 
 def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig | None) -> str:
@@ -4900,17 +4924,37 @@ def _is_remote(path: str | os.PathLike) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
 
 
-def _hide_credentials(text: str | os.PathLike) -> str:
-    """Return a text without user names, passwords and queries (to the next space) of its URLs.
+def _refuse_passwords(names: typing.Any) -> None:
+    """ValueError, which does not show it, for a URL with a password; names may be nested lists."""
+    if isinstance(names, (str, os.PathLike)):
+        if _holds_password(os.fspath(names)):
+            raise ValueError(
+                "a URL that holds a password, as in s3://KEY:SECRET@bucket/corpus, is refused, for "
+                "names get into messages and files: give it to the package fsspec by its own "
+                "configuration, such as FSSPEC_S3_KEY and FSSPEC_S3_SECRET in the environment"
+            )
+    elif isinstance(names, collections.abc.Sequence):
+        for name in names:
+            _refuse_passwords(name)
 
-    >>> _hide_credentials("https://me:secret@host/corpus?X-Amz-Signature=12ab: no such object")
-    'https://host/corpus no such object'
+
+def _holds_password(url: str) -> bool:
+    """Return True for a URL that holds a password; rather one too many is taken for one.
+
+    Before the first / behind ://, a colon may stand in front of a port, or inside of [ ], and
+    nowhere else; and for http and https there may be no @.
+
+    >>> _holds_password("s3://KEY:SECRET@bucket/c"), _holds_password("http://host:8080/a@b")
+    (True, False)
     """
-    # Either no / before the @, or name:password with a / in it, as in s3://key:pass/word@bucket;
-    # but host:8080/a@b has no password.
-    users = r"://([^/\s]*|[^/\s:]+:(?!\d+/)[^\s@'\"]*)@"
-    without_users = re.sub(users, "://", os.fspath(text))
-    return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", without_users)
+    for link in re.split(r"::(?=[A-Za-z0-9+.:-]*://)", url):  # of a chain: simplecache::s3://...
+        scheme, _, rest = link.partition("://")
+        server = rest.partition("/")[0]
+        if re.fullmatch(r"[^:]*(\[[^\]]*\])?(:[0-9]+)?", server) is None:
+            return True
+        if scheme.lower() in ("http", "https") and "@" in server:
+            return True
+    return False
 
 
 # ==============================================================================
@@ -6095,6 +6139,7 @@ def preprocess(
     ...     IndexedDataset(prefixes["text"])[:]
     [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
     """
+    _refuse_passwords(output_prefix)
     if on_error not in ("stop", "skip"):
         raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
     if workers < 1:
@@ -6118,8 +6163,7 @@ def preprocess(
     prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
 
     if texts is None:
-        paths = _find_inputs(input)
-        parts = _cut_inputs(paths, shard)
+        parts = _cut_inputs(_find_inputs(input), shard)
         sources = [(part, _lines_of_part(path, part)) for path, part in parts]
     elif count > 1 or isinstance(texts, str):
         raise ValueError(
@@ -6196,86 +6240,99 @@ def _progress_bar(inputs, verbose):
 
 
 def _find_inputs(inputs):
-    """Return the paths and URLs of all files that are meant; "-" stays.
+    """Return (path or URL, size) of each file that is meant; "-" stays.
 
-    A name that exists is a file, even where it contains a * or a [; others are patterns.
+    A name that exists is a file, even where it contains a * or a [; others are patterns.  Storages
+    are asked once: the sizes of what matches a pattern come with the list.
     """
     if isinstance(inputs, (str, os.PathLike)):
         inputs = [inputs]
-    paths = []
-    for path in map(os.fspath, inputs):
-        found = [path]
+    inputs = [os.fspath(path) for path in inputs]
+    _refuse_passwords(inputs)
+    all_found = []
+    for path in inputs:
         if _is_remote(path):
-            file_system, name = _file_system(path)
             with _errors_that_name(path):
-                if not file_system.exists(name):
-                    names = sorted(file_system.glob(name))
-                    found = [file_system.unstrip_protocol(name) for name in names]
-        elif path != "-" and not os.path.exists(path):
-            found = sorted(glob.glob(path, recursive=True))
+                found = _RemoteFile(path).find()
+        else:
+            names = [path]
+            if path != "-" and not os.path.exists(path):
+                names = sorted(glob.glob(path, recursive=True))
+            found = [(name, _size_of(name)) for name in names]
         if len(found) == 0:
-            name = _hide_credentials(path)
+            name = _name_of_input(path)
             raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
-        paths.extend(found)
-    if len(paths) == 0:
+        all_found.extend(found)
+    if len(all_found) == 0:
         raise ValueError("preprocess wants at least one input")
-    return paths
+    return all_found
+
+
+def _name_of_input(path):
+    """What to call an input: without the query of a URL, which may be a signature."""
+    return path.partition("?")[0] if _is_remote(path) else path
 
 
 @contextlib.contextmanager
 def _errors_that_name(path):
-    """Have the errors of storages and compressions, which are of many kinds, name the file."""
+    """Have the errors of storages and compressions, which are of many kinds, name the input.
+
+    What they say themselves may hold its URL: of that too, the query is left out.
+    """
     try:
         yield
+    except ImportError:  # of a package that reads such URLs: it names the package
+        raise
     except Exception as error:
-        raise OSError(f"{_hide_credentials(path)}: cannot be read: {_one_line(error)}") from None
+        reason = _one_line(error).removeprefix(f"{path}: ")
+        if _is_remote(path):
+            reason = re.sub(r"\?\S*", "", reason)
+        raise OSError(f"{_name_of_input(path)}: cannot be read: {reason}") from None
 
 
 def _size_of(path):
     """The size of an input in bytes; None if it has none, such as standard input and a pipe."""
-    if path == "-" or (not _is_remote(path) and not os.path.isfile(path)):
-        return None
-    file_system, name = _file_system(path)
-    with _errors_that_name(path):
-        file_system.invalidate_cache()
-        return file_system.size(name)
+    if _is_remote(path):
+        with _errors_that_name(path):
+            return _RemoteFile(path).size()
+    return os.path.getsize(path) if os.path.isfile(path) else None
 
 
 def _compression(path):
     """How a file is compressed, as fsspec infers it from its name; None: it is not."""
     import fsspec
 
-    if _is_remote(path):
-        path = path.partition("?")[0]
-    compression = fsspec.utils.infer_compression(path)
+    name = _name_of_input(path)
+    compression = fsspec.utils.infer_compression(name)
     if compression == "zip":
-        name = _hide_credentials(path)
         raise ValueError(f"{name}: a zip archive may hold several files: unpack it first")
-    if path.lower().endswith(".zst"):
+    if name.lower().endswith(".zst"):
         reader = fsspec.compression.compr.get("zstd")
         # A .zst may be several compressed files, end to end: the reader that fsspec makes of the
         # package zstandard reads the first of them alone, without a word.
         if getattr(reader, "__name__", None) != "ZstdFile":
             raise ImportError(
-                f"{_hide_credentials(path)} needs Python 3.14's compression.zstd, or the package "
+                f"{name} needs Python 3.14's compression.zstd, or the package "
                 'backports.zstd: pip install backports.zstd, or "megatron-min[tools]"'
             )
     return compression
 
 
-def _cut_inputs(paths, shard):
-    """Return (path, part) of the inputs that a shard reads: an equal share of all their bytes."""
+def _cut_inputs(inputs, shard):
+    """Return (path, part) of the (path, size) that a shard reads: an equal share of all bytes."""
     index, count = shard
-    sizes = [_size_of(path) for path in paths]
-    if count > 1 and None in sizes:
-        raise ValueError(
-            f"{paths[sizes.index(None)]}: its size is not known, so it cannot be cut into shards: "
-            "write it to a file first, or make the pair in one job"
-        )
+    total = 0
+    for path, size in inputs:
+        if size is not None:
+            total += size
+        elif count > 1:
+            raise ValueError(
+                f"{_name_of_input(path)}: its size is not known, so it cannot be cut into shards: "
+                "write it to a file first, or make the pair in one job"
+            )
     parts = []
-    total = sum(filter(None, sizes))
     start = 0  # where the input begins, if all inputs are laid end to end
-    for path, size in zip(paths, sizes, strict=True):
+    for path, size in inputs:
         is_compressed = _compression(path) is not None
         begin = 0
         end = size
@@ -6287,7 +6344,7 @@ def _cut_inputs(paths, shard):
                 continue
         counted_from = f" from byte {begin:,} on" if begin > 0 else ""
         part = {
-            "name": _hide_credentials(path) + counted_from,
+            "name": _name_of_input(path) + counted_from,
             "size": size,
             "begin": begin,
             "end": size if is_compressed else end,
@@ -6304,7 +6361,7 @@ def _lines_of_part(path, part):
     with _errors_that_name(path), contextlib.ExitStack() as stack:
         if path == "-":
             file = sys.stdin.buffer
-        elif part["size"] is None:  # fsspec wants to seek, which a pipe does not allow
+        elif part["size"] is None and not _is_remote(path):  # a pipe: fsspec would want to seek
             file = stack.enter_context(open(path, "rb"))
         else:
             opened = fsspec.open(path, "rb", compression=_compression(path))
@@ -6443,7 +6500,7 @@ class _Encoder:
 
 def _one_line(error):
     """Return the message of an error on one line; an unexpected kind of error is named."""
-    message = _hide_credentials(" ".join(str(error).split()))
+    message = " ".join(str(error).split())
     if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
         return message
     return f"{type(error).__name__}: {message}".removesuffix(": ")
@@ -6571,6 +6628,7 @@ def merge(
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if len(prefixes) == 0:
         raise ValueError("merge wants at least one input prefix")
+    _refuse_passwords([prefixes, output_prefix])
     _check_all_shards(prefixes)
     dtype = IndexedDataset(prefixes[0]).dtype
     tokenizer, inputs = _join_records(prefixes)
@@ -6604,7 +6662,7 @@ def _join_records(prefixes):
         record = _read_record(prefix)
         if record is None:  # such as upstream's pair: an input of its own
             documents = len(IndexedDataset(prefix).document_indices) - 1
-            record = {"tokenizer": None, "inputs": [[_hide_credentials(prefix), documents]]}
+            record = {"tokenizer": None, "inputs": [[_name_of_input(prefix), documents]]}
         inputs += record["inputs"]
         if not _is_same_tokenizer(tokenizer, record["tokenizer"]):
             raise ValueError(
@@ -7096,9 +7154,7 @@ def find(
     prefixes = [part.dataset_path for part in parts]
     if prefix not in prefixes:
         names = ", ".join(str(name) for name in prefixes)
-        raise ValueError(
-            _hide_credentials(f"{prefix} is not a pair of this dataset, which has {names}")
-        )
+        raise ValueError(f"{prefix} is not a pair of this dataset, which has {names}")
     found = []
     for d, part in enumerate(parts):
         if prefixes[d] != prefix:
@@ -7297,7 +7353,7 @@ def _run_preprocess(options):
 def _counts(label, dataset):
     """A line about a pair."""
     num_documents = len(dataset.document_indices) - 1
-    return _hide_credentials(
+    return (
         f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, "
         f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
     )
