@@ -1744,62 +1744,23 @@ def _count_samples_of_epochs(
 #   tokens                         b b b c                 all but the last of the five
 #   labels                           b b c c               all but the first
 #
-# The methods pieces(), _read_texts(), _pad() and _write_sample() of GPTDataset say the same in
-# code.
+# In code this is GPTDataset.__getitem__().
 #
 # Where a document ends inside of a sample, the config may ask for positions that count from 0
-# again, for a mask that keeps the documents apart, or for the places where documents start.
-#
-# A batch is a table, and a sample is a row of it.  So batch() writes samples where they stay, and
-# copies none once more.  ds[k] is the only row of a table of one row.
-#
-#   indices      tokens     labels     loss_mask   position_ids
-#   0            b b b c    b b c c    1 1 1 1     0 1 2 3         columns(2) makes the empty table,
-#   2            a a a a    a a a b    1 1 1 1     0 1 2 3         fill() writes samples into rows
+# again, for a mask that keeps the documents apart, or for the places where documents start.  Two
+# things can say where a document starts: reset_position_ids and reset_attention_mask look for eod
+# tokens, inter_document_masking goes by the sequences of the .idx file.
 #
 # document_index, sample_index and shuffle_index depend on the lengths of the documents, the split,
 # the number of samples, S, x, the seed, whether a last short sample is kept, and stable_order, and
-# on nothing else.  So they are built once and cached in files (section 12); every rank and every
-# later job maps the same files.
+# on nothing else.  So they are built once and kept in files (section 12), which every rank reads,
+# and every later job.
 #
-# Python wants base classes first: _SampleTable says how batches are made, and MegatronDataset what
-# the builder expects of a dataset.  A first reading may begin at GPTDataset.
+# Python wants base classes first.  A first reading may begin at GPTDataset.
 
 
-class _SampleTable(torch.utils.data.Dataset):
-    """A dataset whose batches are tables, where its samples come as rows of one.
-
-    fills_rows   True: its samples come as rows of a table.  Then columns(count) makes an empty
-                 table for so many samples, {key: array (count, ...)}, and fill(columns, rows,
-                 indices) writes the samples of these indices into these rows.  False: the samples
-                 of a batch are made one by one, and stacked.
-    """
-
-    fills_rows = False
-
-    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples; torch's DataLoader calls this for each batch."""
-        if not self.fills_rows:
-            return [self[idx] for idx in indices]
-        columns = self._filled(indices)
-        return [_row_of(columns, row) for row in range(len(indices))]
-
-    def batch(self, indices: typing.Sequence[int | None]) -> dict:
-        """Return several samples as one: {key: tensor (B, ...)}."""
-        if not self.fills_rows:
-            return torch.utils.data.default_collate([self[idx] for idx in indices])
-        return {key: torch.from_numpy(values) for key, values in self._filled(indices).items()}
-
-    def _filled(self, indices):
-        """A table of these samples; the row of a None fills up a batch and has no loss."""
-        columns = self.columns(len(indices))
-        self.fill(columns, range(len(indices)), indices)
-        for row, k in enumerate(indices):
-            if k is None:
-                columns["loss_mask"][row] = 0
-        return columns
-
-    # ---- what the files of a cache are named after: see unique_identifiers of the classes below
+class _Identified(torch.utils.data.Dataset):
+    """A dataset whose unique_identifiers, a dict, name the files of its cache (section 12)."""
 
     @functools.cached_property
     def unique_description(self) -> str:
@@ -1812,20 +1773,12 @@ class _SampleTable(torch.utils.data.Dataset):
         return _md5(self.unique_description)
 
 
-def _row_of(columns, row):
-    """One sample of a table, as tensors.
-
-    values[row, ...] of the 1-D max_seqlen is an array without axes; values[row] would be a number.
-    """
-    return {key: torch.from_numpy(values[row, ...]) for key, values in columns.items()}
-
-
 def _as_json(value):
     """What stands in a text of JSON for a value that JSON does not know, such as a tokenizer."""
     return value.unique_identifiers
 
 
-class MegatronDataset(abc.ABC, _SampleTable):
+class MegatronDataset(abc.ABC, _Identified):
     """The base of datasets that the builder can build.  Upstream: MegatronDataset.
 
     dataset        what build_low_level_dataset() returned
@@ -1986,11 +1939,10 @@ class GPTDataset(MegatronDataset):
     The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
     or, for a pair on object storage, one beside the copy of its .idx.
 
-    A subclass may override __getitem__(k), which returns a sample, whatever its keys are, and
-    _query_document_sample_shuffle_indices(k), which returns the tokens of one.  Then batches are
-    made sample by sample.  To change the orders alone, override
-    _build_document_sample_shuffle_indices(), which returns the three arrays, or set document_index,
-    sample_index or shuffle_index of an object.
+    A subclass may override __getitem__(k), which returns a sample, whatever its keys are;
+    _query_document_sample_shuffle_indices(k), which returns the tokens of one; and
+    _build_document_sample_shuffle_indices(), which returns the three arrays.  The arrays of an
+    object may be set, too.
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -2052,20 +2004,134 @@ class GPTDataset(MegatronDataset):
     def __len__(self) -> int:
         return len(self.sample_index) - 1
 
-    # ---- the three arrays
+    # ---- from k to the tokens and labels of sample k
 
-    def _folder_of_cache(self):
-        """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
-        if self.config.path_to_cache:
-            return _absolute(self.config.path_to_cache)
-        if self.dataset_path is None:
-            return None
-        prefix = getattr(self.dataset, "path_prefix", self.dataset_path)
-        folder = os.path.abspath(f"{prefix}/cache")
-        if _is_remote(prefix):
-            storage = self.dataset.object_storage_config
-            folder = ObjectStorageConfig().folder if storage is None else storage.folder
-        return f"{folder}/{type(self).__name__}_indices"
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        k = 0 if idx is None else idx
+        text, _, *lengths = self._query_document_sample_shuffle_indices(k)
+        return self._make_sample(idx, text, *lengths)
+
+    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
+        """Return several samples, whose pieces are read at once; torch's DataLoader calls this."""
+        if type(self) is not GPTDataset:  # a subclass may say itself what a sample is
+            return [self[idx] for idx in indices]
+        texts = self._read_texts([0 if idx is None else idx for idx in indices])
+        return [self._make_sample(idx, text) for idx, text in zip(indices, texts, strict=True)]
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
+
+        Subclasses override it.  Theirs may return fewer tokens, which are padded, and, as a third
+        value, the lengths of the documents in the sample, for inter_document_masking.
+        """
+        [text] = self._read_texts([idx])
+        documents = [i for i, _, _ in self.pieces(idx)]
+        return self._pad(idx, text), np.array(documents, np.int64)
+
+    def _read_texts(self, samples):
+        """The text of each sample: its S + x tokens, or fewer, that is its pieces end to end."""
+        parts_of_samples = _read_pieces(self.dataset, [self.pieces(k) for k in samples])
+        return [np.concatenate(parts, dtype=np.int64) for parts in parts_of_samples]
+
+    def pieces(self, k: int) -> list[tuple[int, int, int]]:
+        """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
+
+        A length may be 0: that of an empty document, or, with x = 0, of the first piece.
+        """
+        k = _position(k, len(self), f"the samples of {_name(self)}")
+        (first_d, first_offset), (last_d, last_offset) = self._rows_of_sample(k)
+        documents = self.document_index[first_d : last_d + 1].tolist()
+        pieces = []
+        for d, i in enumerate(documents, first_d):
+            if not 0 <= i < len(self.dataset):
+                raise self._error_of_sample(k, f"document_index[{d}] is {i}")
+            begin = first_offset if d == first_d else 0
+            if d < last_d:
+                end = int(self.dataset.sequence_lengths[i])
+            else:
+                end = last_offset + self._extra  # with x = 1 the next sample's first token too
+            pieces.append((i, begin, end - begin))
+        return pieces
+
+    def _rows_of_sample(self, k):
+        """The rows of sample_index between which sample k lies; IndexError for impossible ones."""
+        j = int(self.shuffle_index[k])
+        if not 0 <= j < len(self.sample_index) - 1:
+            raise self._error_of_sample(k, f"shuffle_index[{k}] is {j}")
+        rows = self.sample_index[j : j + 2].tolist()
+        (first_d, first_offset), (last_d, last_offset) = rows
+        is_in_order = 0 <= first_d <= last_d < len(self.document_index)
+        if not is_in_order or first_offset < 0 or last_offset < 0:
+            raise self._error_of_sample(k, f"rows {j} and {j + 1} of sample_index are {rows}")
+        return rows
+
+    def _error_of_sample(self, k, found):
+        """An error for arrays that do not fit the corpus, which somebody has set."""
+        return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the indices")
+
+    def _pad(self, k, text):
+        """The tokens of sample k, filled up to S + x."""
+        wanted = self.config.sequence_length + self._extra
+        if len(text) > wanted:
+            raise self._error_of_sample(k, f"wanted {wanted} tokens, got {len(text)}")
+        padding = np.full(wanted - len(text), self._pad_token_id, np.int64)
+        return np.concatenate([text, padding], dtype=np.int64)
+
+    def _make_sample(self, idx, text, lengths=None):
+        """The dict of a sample, which has the tokens of text.
+
+        idx       its number; None: that of sample 0, which has no loss then
+        lengths   of the documents in it; None: those of its pieces
+        """
+        k = 0 if idx is None else idx
+        config = self.config
+        S = config.sequence_length
+        pad = self._pad_token_id
+        text = self._pad(k, text)
+        tokens = text[:S].copy()
+        labels = text[1:].copy()
+        if not self._extra:
+            labels = np.append(labels, pad)
+        loss_mask = labels != pad
+        if config.eod_mask_loss:  # what follows an eod is the beginning of another document
+            loss_mask &= tokens != self._eod_token_id
+        if idx is None:
+            loss_mask[:] = False
+
+        # the places of the sample where positions count from 0 again
+        after_eod = self._starts_after_eod(tokens)
+        starts = [0]
+        if config.inter_document_masking:
+            if lengths is None:
+                lengths = [length for _, _, length in self.pieces(k)]
+            starts = _starts_of_documents(lengths, S)
+        elif config.reset_position_ids:
+            starts = after_eod
+
+        # -1 is in no table of embeddings.  As in upstream, a place with the pad id becomes 0 even
+        # where the pad id is a real one.
+        tokens[tokens == pad] = 0
+        labels[labels == pad] = 0
+        sample = {"tokens": tokens, "labels": labels}
+        if config.has_dense_mask:
+            mask_starts = after_eod if config.reset_attention_mask else [0]
+            sample["attention_mask"] = causal_mask(mask_starts, S)
+        sample["loss_mask"] = loss_mask.astype(np.float32)
+        sample["position_ids"] = _positions_from(starts, S)
+        if config.inter_document_masking:
+            sample["cu_seqlens"] = np.full(S + 1, S, np.int32)
+            sample["cu_seqlens"][: len(starts)] = starts
+            sample["max_seqlen"] = np.array(np.diff([*starts, S]).max(), np.int32)
+        return {key: torch.from_numpy(values) for key, values in sample.items()}
+
+    def _starts_after_eod(self, tokens):
+        """The places among the inputs where a document starts: 0, and behind each eod token."""
+        if self._eod_token_id is None:
+            return [0]
+        eods = np.flatnonzero(tokens[:-1] == self._eod_token_id)
+        return [0, *(eods + 1).tolist()]
+
+    # ---- how the three arrays are built
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the three arrays, and set epoch_plan.  A subclass may override this method.
@@ -2097,177 +2163,6 @@ class GPTDataset(MegatronDataset):
         )
         self.epoch_plan = EpochPlan(*facts)
         return arrays
-
-    def __getstate__(self):
-        """Leave out of a pickle what another process finds in files, or makes."""
-        state = _state_without_files(self)
-        state.pop("indices", None)  # made from _documents
-        return state
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        _find_left_out(self, GPTDataset._build_document_sample_shuffle_indices)
-
-    # ---- from k to the tokens and labels of sample k
-
-    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        return _row_of(self._filled([idx]), 0)
-
-    @functools.cached_property
-    def fills_rows(self) -> bool:
-        """Are samples rows of a table, so that a batch is filled as a whole?
-
-        Not where a subclass says what a sample is, or which tokens it has: nobody knows whether its
-        method may run in threads, as fill() does in section 14.
-        """
-        own = type(self)
-        query = own._query_document_sample_shuffle_indices
-        return (
-            own.__getitem__ is GPTDataset.__getitem__
-            and query is GPTDataset._query_document_sample_shuffle_indices
-        )
-
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
-
-        Subclasses override it.  If theirs returns fewer than S + x tokens, padding follows; the
-        sequences, and what it returns behind them, are not looked at.
-        """
-        [text] = self._read_texts([idx])
-        documents = [i for i, _, _ in self.pieces(idx)]
-        return self._pad(idx, text), np.array(documents, np.int64)
-
-    def pieces(self, k: int) -> list[tuple[int, int, int]]:
-        """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
-
-        A length may be 0: that of an empty document, or, with x = 0, of the first piece.
-        """
-        k = _position(k, len(self), f"the samples of {_name(self)}")
-        j = int(self.shuffle_index[k])
-        if not 0 <= j < len(self.sample_index) - 1:
-            raise self._error_of_sample(k, f"shuffle_index[{k}] is {j}")
-        rows = self.sample_index[j : j + 2].tolist()
-        (first_d, first_offset), (last_d, last_offset) = rows
-        is_in_order = 0 <= first_d <= last_d < len(self.document_index)
-        if not is_in_order or first_offset < 0 or last_offset < 0:
-            raise self._error_of_sample(k, f"rows {j} and {j + 1} of sample_index are {rows}")
-        pieces = []
-        for d, i in enumerate(self.document_index[first_d : last_d + 1].tolist(), first_d):
-            if not 0 <= i < len(self.dataset):
-                raise self._error_of_sample(k, f"document_index[{d}] is {i}")
-            begin = first_offset if d == first_d else 0
-            if d < last_d:
-                end = int(self.dataset.sequence_lengths[i])
-            else:
-                end = last_offset + self._extra  # with x = 1 the next sample's first token too
-            pieces.append((i, begin, end - begin))
-        return pieces
-
-    def _read_texts(self, samples):
-        """The text of each sample: its S + x tokens, or fewer, that is its pieces end to end."""
-        parts_of_samples = _read_pieces(self.dataset, [self.pieces(k) for k in samples])
-        return [np.concatenate(parts, dtype=np.int64) for parts in parts_of_samples]
-
-    def _pad(self, k, text):
-        """The tokens of sample k, filled up to S + x."""
-        wanted = self.config.sequence_length + self._extra
-        if len(text) > wanted:
-            raise self._error_of_sample(k, f"wanted {wanted} tokens, got {len(text)}")
-        padding = np.full(wanted - len(text), self._pad_token_id, np.int64)
-        return np.concatenate([text, padding], dtype=np.int64)
-
-    def _error_of_sample(self, k, found):
-        """An error for arrays that do not fit the corpus, which somebody has set."""
-        return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the indices")
-
-    def _write_sample(self, columns, row, k, text):
-        """Write sample k, which has the S + x tokens of text, into a row of the columns."""
-        config = self.config
-        S = config.sequence_length
-        pad = self._pad_token_id
-        tokens = text[:S]
-        labels = text[1:]
-        if not self._extra:
-            labels = np.append(labels, pad)
-        loss_mask = labels != pad
-        if config.eod_mask_loss:  # what follows an eod is the beginning of another document
-            loss_mask &= tokens != self._eod_token_id
-
-        # the places of the sample where positions count from 0 again
-        after_eod = self._starts_after_eod(tokens)
-        starts = [0]
-        if config.inter_document_masking:
-            starts = self._starts_of_pieces(k)
-        elif config.reset_position_ids:
-            starts = after_eod
-
-        columns["tokens"][row] = tokens
-        columns["labels"][row] = labels
-        # -1 is in no table of embeddings.  As in upstream, a place with the pad id becomes 0 even
-        # where the pad id is a real one.
-        columns["tokens"][row, tokens == pad] = 0
-        columns["labels"][row, labels == pad] = 0
-        columns["loss_mask"][row] = loss_mask
-        columns["position_ids"][row] = _positions_from(starts, S)
-        if config.has_dense_mask:
-            mask_starts = after_eod if config.reset_attention_mask else [0]
-            columns["attention_mask"][row] = causal_mask(mask_starts, S)
-        if config.inter_document_masking:
-            columns["cu_seqlens"][row] = S  # in all entries behind the starts
-            columns["cu_seqlens"][row, : len(starts)] = starts
-            columns["max_seqlen"][row] = np.diff([*starts, S]).max()
-
-    def _starts_after_eod(self, tokens):
-        """The places among the inputs where a document starts: 0, and behind each eod token."""
-        if self._eod_token_id is None:
-            return [0]
-        eods = np.flatnonzero(tokens[:-1] == self._eod_token_id)
-        return [0, *(eods + 1).tolist()]
-
-    def _starts_of_pieces(self, k):
-        """The places among the inputs where a piece starts; empty pieces have no place."""
-        starts = [0]
-        size = 0
-        for _, _, length in self.pieces(k):
-            if length and 0 < size < self.config.sequence_length:
-                starts.append(size)
-            size += length
-        return starts
-
-    # ---- samples as rows of a table
-
-    def columns(self, count: int) -> dict[str, np.ndarray]:
-        """Return an empty table for so many samples; its keys are in upstream's order."""
-        config = self.config
-        S = config.sequence_length
-        columns = {}
-        columns["tokens"] = np.empty((count, S), np.int64)
-        columns["labels"] = np.empty((count, S), np.int64)
-        if config.has_dense_mask:
-            columns["attention_mask"] = np.empty((count, 1, S, S), bool)
-        columns["loss_mask"] = np.empty((count, S), np.float32)
-        columns["position_ids"] = np.empty((count, S), np.int64)
-        if config.inter_document_masking:
-            columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
-            columns["max_seqlen"] = np.empty(count, np.int32)
-        return columns
-
-    def fill(
-        self,
-        columns: dict[str, np.ndarray],
-        rows: typing.Sequence[int],
-        indices: typing.Sequence[int | None],
-    ) -> None:
-        """Write the samples of these indices (None: sample 0) into these rows."""
-        samples = [0 if k is None else k for k in indices]
-        if self.fills_rows:
-            texts = self._read_texts(samples)
-        else:  # a subclass may have other tokens than those of the corpus
-            texts = [self._query_document_sample_shuffle_indices(k)[0] for k in samples]
-        for row, k, text in zip(rows, samples, texts, strict=True):
-            self._write_sample(columns, row, k, self._pad(k, text))
-
-    # ---- how the three arrays are built
 
     def _build_arrays(self):
         """Build the arrays of section 4: return the plan of the epochs, and the three of them."""
@@ -2343,6 +2238,31 @@ class GPTDataset(MegatronDataset):
                 stacklevel=2,
             )
 
+    # ---- where they are kept, and what a pickle leaves out
+
+    def _folder_of_cache(self):
+        """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
+        if self.config.path_to_cache:
+            return _absolute(self.config.path_to_cache)
+        if self.dataset_path is None:
+            return None
+        prefix = getattr(self.dataset, "path_prefix", self.dataset_path)
+        folder = os.path.abspath(f"{prefix}/cache")
+        if _is_remote(prefix):
+            storage = self.dataset.object_storage_config
+            folder = ObjectStorageConfig().folder if storage is None else storage.folder
+        return f"{folder}/{type(self).__name__}_indices"
+
+    def __getstate__(self):
+        """Leave out of a pickle what another process finds in files, or makes."""
+        state = _state_without_files(self)
+        state.pop("indices", None)  # made from _documents
+        return state
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        _find_left_out(self, GPTDataset._build_document_sample_shuffle_indices)
+
     # ---- what the builder asks
 
     @staticmethod
@@ -2367,7 +2287,7 @@ def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list
     reader   an IndexedDataset, or a reader of the user's own, which has get()
     """
     all_pieces = [piece for pieces in pieces_of_samples for piece in pieces]
-    if type(reader) is IndexedDataset:
+    if type(reader) is IndexedDataset:  # a subclass may have a get() of its own
         parts = iter(reader.get_many(all_pieces))
     else:
         parts = iter([reader.get(*piece) for piece in all_pieces])
@@ -2407,6 +2327,23 @@ def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarra
         document = np.repeat(np.arange(len(starts)), lengths)
         mask |= document[:, None] != document[None, :]
     return mask[None]
+
+
+def _starts_of_documents(lengths: typing.Iterable[int], sequence_length: int) -> list[int]:
+    """Return the places among the inputs of a sample where documents of these lengths start.
+
+    Empty documents have no place, and what is beyond the inputs is none, as the extra token.
+
+    >>> _starts_of_documents([3, 0, 2], 4), _starts_of_documents([4, 1], 4)
+    ([0, 3], [0])
+    """
+    starts = [0]
+    size = 0
+    for length in lengths:
+        if length and 0 < size < sequence_length:
+            starts.append(size)
+        size += length
+    return starts
 
 
 def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -2633,7 +2570,7 @@ def build_phase_indices(
         begin = end
 
 
-class BlendedDataset(_SampleTable):
+class BlendedDataset(_Identified):
     """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
 
     datasets   MegatronDatasets of one split, fewer than 32767
@@ -2796,6 +2733,18 @@ class BlendedDataset(_SampleTable):
         dataset_id = torch.from_numpy(np.array(d, np.int64))
         return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
+    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
+        """Return several samples, for which each dataset is asked once."""
+        if type(self) is not BlendedDataset:  # a subclass may say itself what a sample is
+            return [self[idx] for idx in indices]
+        samples = [None] * len(indices)
+        for d, (rows, ks) in self._places(indices).items():
+            of_dataset = _samples_of(self.datasets[d], ks)
+            for row, sample in zip(rows, of_dataset, strict=True):
+                dataset_id = torch.from_numpy(np.array(d, np.int64))
+                samples[row] = {"dataset_id": dataset_id, **sample}
+        return samples
+
     def _place(self, idx):
         """Sample idx is sample k of dataset d: return (d, k).  None is padding, of dataset 0."""
         if idx is None:
@@ -2803,37 +2752,22 @@ class BlendedDataset(_SampleTable):
         i = _position(idx, len(self), "the samples of a blend")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
-    # ---- the same for a whole batch at once
-
-    @functools.cached_property
-    def fills_rows(self) -> bool:
-        """Do all datasets fill rows of the same table, which the config of the blend asks for?"""
-        for dataset in self.datasets:
-            fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
-            if not fills_rows or dataset.config is not self.config:
-                return False
-        return type(self).__getitem__ is BlendedDataset.__getitem__
-
-    def columns(self, count: int) -> dict[str, np.ndarray]:
-        """Return an empty table for so many samples."""
-        return {"dataset_id": np.empty(count, np.int64), **self.datasets[0].columns(count)}
-
-    def fill(
-        self,
-        columns: dict[str, np.ndarray],
-        rows: typing.Sequence[int],
-        indices: typing.Sequence[int | None],
-    ) -> None:
-        """Write the samples of these indices into these rows: each dataset fills its own."""
-        rows_of_datasets = {}  # {d: (rows, samples of dataset d)}
-        for row, idx in zip(rows, indices, strict=True):
+    def _places(self, indices):
+        """Where several samples are: {d: (rows, ks)}; the one for row is sample k of dataset d."""
+        places = {}
+        for row, idx in enumerate(indices):
             d, k = self._place(idx)
-            columns["dataset_id"][row] = d
-            rows_of_dataset, samples = rows_of_datasets.setdefault(d, ([], []))
-            rows_of_dataset.append(row)
-            samples.append(k)
-        for d, (rows_of_dataset, samples) in rows_of_datasets.items():
-            self.datasets[d].fill(columns, rows_of_dataset, samples)
+            rows, ks = places.setdefault(d, ([], []))
+            rows.append(row)
+            ks.append(k)
+        return places
+
+
+def _samples_of(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
+    """Return several samples of any dataset; they are read at once if it has a method for that."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices)
+    return [dataset[idx] for idx in indices]
 
 
 def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
@@ -5006,6 +4940,19 @@ _STATE_VERSION = 5  # a number to count up when the same past comes to mean othe
 _NUM_PROBES = 32  # of all datasets together; but of each its first sample, and its last one
 
 
+def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
+    """Return what a batch is: the samples of its indices, stacked, {key: tensor (B, ...)}."""
+    return torch.utils.data.default_collate(_samples_of(dataset, indices))
+
+
+def _is_plain(dataset: typing.Any) -> bool:
+    """Is it a GPTDataset, or a blend of such with the blend's config, and of no subclass?"""
+    if type(dataset) is not BlendedDataset:
+        return type(dataset) is GPTDataset
+    parts = dataset.datasets
+    return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
+
+
 class PretrainingDataLoader(torch.utils.data.DataLoader):
     """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
 
@@ -5038,7 +4985,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     ) -> None:
         if num_workers < 0:
             raise ValueError(f"num_workers must be >= 0, got {num_workers}")
-        may_use_threads = IMPLEMENTATION == "c" and getattr(dataset, "fills_rows", False)
+        may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
         self.makes_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
         self.num_threads = 0
         if self.makes_batches:
@@ -5102,7 +5049,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
 
     def _make_batch(self, indices):
         """One batch; where there is a GPU, in pinned memory, from which it copies faster."""
-        batch = self.dataset.batch(indices)
+        batch = _make_batch(self.dataset, indices)
         if self.pin_memory and torch.cuda.is_available():
             batch = {key: values.pin_memory() for key, values in batch.items()}
         return batch
@@ -5656,7 +5603,8 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #   shuffle                             _c_shuffle                     shuffle
 #   build_blending_indices              _c_build_blending_indices      build_blend
 #   build_exhaustive_blending_indices   _c_build_exhaustive_...        build_blend
-#   GPTDataset.fill                     _c_fill                        read_samples
+#   _make_batch                         _c_make_batch                  read_samples
+#   GPTDataset.__getitem__              _c_getitem                     read_samples
 #
 # An adapter takes the arguments of its definition and gives the same result.  functools.wraps()
 # gives it the docstring of the definition, and keeps the definition as adapter.__wrapped__.  A loop
@@ -5784,25 +5732,88 @@ def _c_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, si
 _NO_EOD = -(2**63)  # an id that no token has
 
 
-@functools.wraps(GPTDataset.fill)
-def _c_fill(self, columns, rows, indices):
-    corpus = self.dataset
-    is_mapped = type(corpus) is IndexedDataset and type(corpus._tokens) is _MappedTokens
-    is_plain = is_mapped and self.fills_rows
-    if not (is_plain and _c_read_samples(self, columns, rows, indices)):
-        _c_fill.__wrapped__(self, columns, rows, indices)
+# The loop writes a batch as a table, of which a sample is a row.  With S = 4:
+#
+#   indices   tokens     labels     loss_mask   position_ids
+#   0         b b b c    b b c c    1 1 1 1     0 1 2 3          of a blend each of its datasets
+#   2         a a a a    a a a b    1 1 1 1     0 1 2 3          writes rows of its own
+#
+# It serves a GPTDataset of a mapped pair, and blends of such with the config of the blend.  A
+# subclass of one of these classes may say itself what a sample is: it gets the definitions.
 
 
-def _c_read_samples(dataset, columns, rows, indices):
-    """Fill rows by the loop, in one pass over their tokens.
+@functools.wraps(_make_batch)
+def _c_make_batch(dataset, indices):
+    columns = _read_columns(dataset, indices)
+    if columns is None:
+        return _c_make_batch.__wrapped__(dataset, indices)
+    return {key: torch.from_numpy(values) for key, values in columns.items()}
 
-    False if an argument is not what the loop can use, or it met a place that it cannot trust.
+
+@functools.wraps(GPTDataset.__getitem__)
+def _c_getitem(self, idx):
+    columns = None
+    if type(self) is GPTDataset:
+        columns = _read_columns(self, [idx])
+    if columns is None:
+        return _c_getitem.__wrapped__(self, idx)
+    # values[0, ...] of the 1-D max_seqlen is an array without axes; values[0] would be a number
+    return {key: torch.from_numpy(values[0, ...]) for key, values in columns.items()}
+
+
+def _read_columns(dataset, indices):
+    """A batch as a table, {key: array (B, ...)}; None if the loop cannot make it."""
+    columns = {}
+    if type(dataset) is GPTDataset:
+        rows_of_parts = [(dataset, range(len(indices)), indices)]
+    elif type(dataset) is BlendedDataset:
+        columns["dataset_id"] = np.empty(len(indices), np.int64)
+        rows_of_parts = []
+        for d, (rows, ks) in dataset._places(indices).items():
+            columns["dataset_id"][rows] = d
+            rows_of_parts.append((dataset.datasets[d], rows, ks))
+    else:
+        return None
+    columns |= _empty_columns(dataset.config, len(indices))
+    for part, rows, ks in rows_of_parts:
+        is_served = type(part) is GPTDataset and part.config is dataset.config
+        if not is_served or not _read_samples(part, columns, rows, ks):
+            return None
+    padding = [row for row, idx in enumerate(indices) if idx is None]
+    columns["loss_mask"][padding] = 0
+    return columns
+
+
+def _empty_columns(config, count):
+    """An empty table for so many samples; its keys are in upstream's order."""
+    S = config.sequence_length
+    columns = {}
+    columns["tokens"] = np.empty((count, S), np.int64)
+    columns["labels"] = np.empty((count, S), np.int64)
+    if config.has_dense_mask:
+        columns["attention_mask"] = np.empty((count, 1, S, S), bool)
+    columns["loss_mask"] = np.empty((count, S), np.float32)
+    columns["position_ids"] = np.empty((count, S), np.int64)
+    if config.inter_document_masking:
+        columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
+        columns["max_seqlen"] = np.empty(count, np.int32)
+    return columns
+
+
+def _read_samples(dataset, columns, rows, samples):
+    """Write samples into rows of a table, in one pass over their tokens.
+
+    False if an array is not what the loop takes, or it met a place that it cannot trust.
     """
     config = dataset.config
     corpus = dataset.dataset
-    shuffle_index = dataset.shuffle_index
-    if len(dataset) < len(shuffle_index):  # a subclass has fewer: C must refuse others
-        shuffle_index = shuffle_index[: len(dataset)]
+    if type(corpus) is not IndexedDataset or type(corpus._tokens) is not _MappedTokens:
+        return False
+    try:
+        rows = array.array("q", rows)
+        samples = array.array("q", [0 if k is None else k for k in samples])
+    except (OverflowError, TypeError):  # no number of a sample: the definition says so
+        return False
     try:
         return _megatron_min.read_samples(
             columns["tokens"],
@@ -5812,14 +5823,14 @@ def _c_read_samples(dataset, columns, rows, indices):
             columns.get("cu_seqlens"),
             columns.get("max_seqlen"),
             columns.get("attention_mask"),
-            array.array("q", rows),
-            array.array("q", [0 if k is None else k for k in indices]),
+            rows,
+            samples,
             corpus._tokens.tokens,
             corpus.sequence_pointers,
             corpus.sequence_lengths,
             dataset.document_index,
             dataset.sample_index,
-            shuffle_index,
+            dataset.shuffle_index[: len(dataset)],  # more than these are no samples
             dataset._extra,
             dataset._pad_token_id,
             _NO_EOD if dataset._eod_token_id is None else dataset._eod_token_id,
@@ -5827,8 +5838,17 @@ def _c_read_samples(dataset, columns, rows, indices):
             config.eod_mask_loss,
             config.reset_attention_mask,
         )
-    except (OverflowError, TypeError, ValueError):
+    except (OverflowError, ValueError):
         return False
+    except TypeError as error:
+        _log_once(f"{_name(dataset)}: Python makes its batches, which is slower: {error}")
+        return False
+
+
+@functools.cache
+def _log_once(sentence):
+    """Log a warning, but not again."""
+    log.warning(sentence)
 
 
 if IMPLEMENTATION == "c":
@@ -5837,7 +5857,8 @@ if IMPLEMENTATION == "c":
     shuffle = _c_shuffle
     build_blending_indices = _c_build_blending_indices
     build_exhaustive_blending_indices = _c_build_exhaustive_blending_indices
-    GPTDataset.fill = _c_fill
+    _make_batch = _c_make_batch
+    GPTDataset.__getitem__ = _c_getitem
 
 
 # ==============================================================================

@@ -450,7 +450,7 @@ def test_the_switch_reaches_every_loop(one, c, tmp_path, monkeypatch):
     toy = mm.toy_corpus(tmp_path)
     for size, weights in ((6, [1, 2]), (None, None)):
         blend = build(mm, [size, 0, 0], config(mm, ([toy] * 2, weights)))[0]
-    blend.batch([0])
+    mm._make_batch(blend, [0])
     mm.shuffle(np.arange(5000), np.random.RandomState(1))  # fewer are shuffled by numpy
     loops = {name for name in dir(kernels) if not name.startswith("_")} - {"VERSION"}
     assert {call[0] for call in spy.mock_calls} == loops
@@ -787,7 +787,7 @@ def test_a_pair_that_is_written_again_under_a_reader(mm, tmp_path, mmap):
         prefix = mk(mm, tmp_path / "p", [[token] * 9] * 9)
         opened.append(quiet(gpt, mm, prefix, sequence_length=4, mmap_bin_files=mmap))
     for token, ds in zip((1, 2), opened, strict=True):
-        assert (ds.batch(range(len(ds)))["tokens"] == token).all()
+        assert (batch_of(ds, range(len(ds)))["tokens"] == token).all()
 
 
 def test_a_pickle_is_the_path_and_the_fingerprint(one, pair, monkeypatch):
@@ -1451,9 +1451,17 @@ def file_of(folder, ending):
     return path
 
 
+def batch_of(ds, indices):
+    """These samples as a loader makes a batch of them."""
+    modules = [
+        cls.__module__ for cls in type(ds).__mro__ if cls.__module__.startswith("megatron_min_")
+    ]
+    return sys.modules[modules[0]]._make_batch(ds, indices)
+
+
 def read_in_all_ways(ds, indices):
     """Lists of these samples: read one by one, several at once, and cut out of a batch."""
-    batch = ds.batch(indices)
+    batch = batch_of(ds, indices)
     rows = []
     for row in range(len(indices)):
         rows.append({key: column[row] for key, column in batch.items()})
@@ -1462,7 +1470,11 @@ def read_in_all_ways(ds, indices):
 
 def check_refused(ds, k, error, words=None):
     """Sample k cannot be read: not alone, not among several, not in a batch."""
-    for read, argument in ((ds.__getitem__, k), (ds.__getitems__, [0, k]), (ds.batch, [k])):
+    for read, argument in (
+        (ds.__getitem__, k),
+        (ds.__getitems__, [0, k]),
+        (functools.partial(batch_of, ds), [k]),
+    ):
         with pytest.raises(error, match=words):
             read(argument)
 
@@ -1480,7 +1492,7 @@ def test_indices_are_whole_numbers_of_samples_that_exist(mm, toy):
         for k in (np.int64(1), torch.tensor(1), True):
             same_samples(data[k], data[1])
         for indices in (np.array([0, 1]), torch.tensor([0, 1]), (0, 1), range(2)):
-            same_samples(data.batch(indices), data.batch([0, 1]))
+            same_samples(batch_of(data, indices), batch_of(data, [0, 1]))
         assert data.__getitems__([]) == []
 
 
@@ -1495,7 +1507,7 @@ def test_no_two_samples_share_memory(mm, tmp_path, flag):
     for data in (ds, mm.BlendedDataset([ds, ds], [1, 1], 6, ds.config)):
         one_by_one, several, _ = read_in_all_ways(data, [0, 1, 0, None])
         arrays = [ds.dataset[0], ds.shuffle_index]
-        for sample in [*one_by_one, *several, data.batch([0, 1])]:
+        for sample in [*one_by_one, *several, batch_of(data, [0, 1])]:
             arrays += [tensor.numpy() for tensor in sample.values()]
         for a, b in itertools.combinations(arrays, 2):
             assert not np.shares_memory(a, b)
@@ -1531,8 +1543,8 @@ def test_the_builder_cuts_and_blends_datasets_of_the_users_own(one):
     train, valid, test = build(one, [3, 3, 0], cfg, Built)
     assert len(train) == 5
     assert test is None
-    assert valid.__getitems__([4, 0]) == [{"number": 19}, {"number": 15}]
-    assert valid.batch([4, 0])["number"].tolist() == [19, 15]
+    assert [valid[4], valid[0]] == [{"number": 19}, {"number": 15}]
+    assert batch_of(valid, [4, 0])["number"].tolist() == [19, 15]
 
     cfg = config(one, (["ten", "zero"], [1, 1]), split="5,5,0")
     train = build(one, [4, 4, 0], cfg, Built)[0]
@@ -1789,7 +1801,7 @@ def test_arrays_may_be_set(mm, tmp_path):
     ds.shuffle_index = np.array(plain.shuffle_index[::-1])
     for _ in range(2):
         same_samples(ds[0], plain[last])
-        same(ds.batch([0, 1])["tokens"], plain.batch([last, last - 1])["tokens"])
+        same(batch_of(ds, [0, 1])["tokens"], batch_of(plain, [last, last - 1])["tokens"])
         ds = pickle.loads(pickle.dumps(ds))
     ds.sample_index = plain.sample_index[:3]
     assert len(ds) == 2
@@ -1815,7 +1827,7 @@ def test_a_subclass_may_change_upstreams_orders(mm, tmp_path):
     for _ in range(2):
         ds = with_class(InOrder, plain)
         same(ds[1]["tokens"], stream(plain)[8:16])
-        same(ds.batch([1, 0])["labels"][0], stream(plain)[9:17])
+        same(batch_of(ds, [1, 0])["labels"][0], stream(plain)[9:17])
         assert ds.epoch_plan == plain.epoch_plan
         state = ds.__getstate__()
         assert "shuffle_index" in state
@@ -1844,7 +1856,7 @@ def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path, monkeypatch):
     again = TwoSamples.__new__(TwoSamples)
     again.__setstate__(own.__getstate__())
     for ds in (own, again):
-        same(ds.batch([0, 1])["tokens"], np.arange(16).reshape(2, 8)[::-1])
+        same(batch_of(ds, [0, 1])["tokens"], np.arange(16).reshape(2, 8)[::-1])
 
 
 def test_a_subclass_keeps_its_own_method(mm, tmp_path):
@@ -2117,8 +2129,8 @@ def test_datasets_of_a_blend_may_have_other_keys(mm, toy):
     parts = [gpt(mm, toy, **fields), gpt(mm, toy, create_attention_mask=True, **fields)]
     blend = mm.BlendedDataset(parts, [1, 1], 6, parts[0].config)
     for d, part in enumerate(parts):
-        batch = blend.batch([d, d + 2])  # datasets 0, 1, 0, 1
-        same_samples(batch, {"dataset_id": torch.tensor([d, d]), **part.batch([0, 1])})
+        batch = batch_of(blend, [d, d + 2])  # datasets 0, 1, 0, 1
+        same_samples(batch, {"dataset_id": torch.tensor([d, d]), **batch_of(part, [0, 1])})
 
 
 def test_a_subclass_of_a_blend_keeps_its_own_method(mm, toy):
@@ -2345,7 +2357,7 @@ def build_and_read(one, prefixes, soft, most):
     cfg = config(one, (prefixes, [1] * len(prefixes)), split="8,1,1")
     for _ in range(2):  # the second finds a cache
         for dataset in build(one, [1500, 300, 300], cfg):
-            assert len(dataset.batch(range(len(dataset)))["tokens"]) == len(dataset)
+            assert len(batch_of(dataset, range(len(dataset)))["tokens"]) == len(dataset)
         del dataset
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
 
@@ -3741,7 +3753,7 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
     cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
     ks = [0, 77, -1, None]
     built = build(one, [size, 0, 0], cfg)[0]
-    wanted = built.batch(ks)
+    wanted = batch_of(built, ks)
     text = pickle.dumps(built)
     assert len(text) < 10_000 < built.datasets[0].indices.nbytes
     assert is_mapped(cache) == (size > 10_000)
@@ -3751,7 +3763,7 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
     for _ in range(2):
         again, messages = heard(pickle.loads, text)
         assert messages == []
-        same_samples(again.batch(ks), wanted)
+        same_samples(batch_of(again, ks), wanted)
         assert files_of(cache) == before
         shutil.rmtree(cache)
 
@@ -4111,12 +4123,12 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
         (ds.__getitem__, 5, 1),
         (ds.__getitems__, [3, None, 11, 0], 1),
         (ds.dataset.__getitem__, slice(1, 9), 1),
-        (remote.batch, [*range(40), None], 2),
+        (functools.partial(batch_of, remote), [*range(40), None], 2),
     ):
         with mock.patch.object(memory, "cat_ranges", autospec=True, side_effect=real) as calls:
             read(argument)
         assert calls.call_count == wanted, (read, argument)
-    same_samples(remote.batch([*range(40), None]), local.batch([*range(40), None]))
+    same_samples(batch_of(remote, [*range(40), None]), batch_of(local, [*range(40), None]))
 
 
 def read_remote(ds, k):
@@ -4535,17 +4547,17 @@ def test_the_state_counts_the_batches_that_were_delivered(mm, tmp_path, num_work
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_batches_are_made_only_a_few_ahead(c, tmp_path, num_workers):
+def test_batches_are_made_only_a_few_ahead(c, tmp_path, num_workers, monkeypatch):
     """Without workers, none: by the thread that asks for it."""
     dataset = dataset_of(c, tmp_path, "plain")
-    make = dataset.batch
+    make = c._make_batch
     makers = []
 
-    def make_and_note(indices):
+    def make_and_note(dataset, indices):
         makers.append(threading.current_thread())
-        return make(indices)
+        return make(dataset, indices)
 
-    dataset.batch = make_and_note
+    monkeypatch.setattr(c, "_make_batch", make_and_note)
     ahead = num_workers + 1 if num_workers else 0
     loader = loader_of(c, dataset, micro_batch_size=1, num_workers=num_workers)
     for number, _ in enumerate(loader, 1):
@@ -4776,7 +4788,7 @@ def past_of(dataset, consumed, kind):
     count = consumed
     if kind in SHUFFLED:
         count = len(dataset) - len(dataset) % 4
-    batch = dataset.batch(range(min(count, len(dataset))))
+    batch = batch_of(dataset, range(min(count, len(dataset))))
     samples = torch.hstack([batch["tokens"], batch["labels"]])
     corpora = batch.get("dataset_id", torch.zeros(len(samples)))
     if kind in SHUFFLED:
@@ -7065,7 +7077,7 @@ def same_items(ours, theirs, indices, note=""):
         same_samples(found, sample, (note, k))
     if wanted:
         batch = torch.utils.data.default_collate(wanted)
-        same_samples(quiet(ours.batch, indices), batch, note)
+        same_samples(quiet(batch_of, ours, indices), batch, note)
 
 
 def random_num_samples(rng, tokens, flags):
@@ -7442,7 +7454,7 @@ def samples_of_blend(mm, cache, mapped=True):
     cfg = config(mm, (["in/a", "in/b"], [1, 3]), path_to_cache=cache, mmap_bin_files=mapped)
     try:
         train = quiet(build, mm, [20, 0, 0], cfg)[0]
-        return quiet(train.batch, range(len(train)))
+        return quiet(batch_of, train, range(len(train)))
     except (ValueError, FileNotFoundError):
         return None
 
@@ -7599,9 +7611,9 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
         names["iter_num"] = iter_num
         exec(readme_block(readme, "python", "def get_batch(split)"), names)
         for step in range(iter_num, 6):
-            wanted = train.batch([4 * step + 2, 4 * step + 3])
+            wanted = batch_of(train, [4 * step + 2, 4 * step + 3])
             for found, key in zip(names["get_batch"]("train"), ("tokens", "labels"), strict=True):
                 same(found, wanted[key])
             with torch.no_grad():
                 estimated, _ = names["get_batch"]("train")
-            same(estimated, train.batch([4 * (step - iter_num) + k for k in (2, 3)])["tokens"])
+            same(estimated, batch_of(train, [4 * (step - iter_num) + k for k in (2, 3)])["tokens"])
