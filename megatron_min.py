@@ -3417,6 +3417,205 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
         yield torch.utils.data.default_collate(samples)
 
 
+# -- what a training loop needs beside it ----------------------------------------------------------
+
+
+def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
+    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
+
+    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
+    a row are a ValueError instead of a loop without end.
+
+    >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
+    [1, 2, 3, 1, 2, 3, 1]
+    """
+    empty_passes = 0
+    while empty_passes < 2:
+        empty_passes += 1
+        for item in iterable:
+            empty_passes = 0
+            yield item
+    raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
+
+
+class RerunDataIterator(collections.abc.Iterator):
+    """An iterator whose last micro-batches can be had again, to run a step a second time.
+
+    Upstream: RerunDataIterator.
+
+    rewind() goes back to the last advance(), or to the beginning; advance() forgets what was read
+    until now.  Call it after each step: what was read since then is kept in memory.
+
+    >>> numbers = RerunDataIterator(range(9))
+    >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
+    (0, 1, None, 0, 1)
+    """
+
+    def __init__(self, iterable: typing.Iterable) -> None:
+        self.iterable = iterable
+        self._source = iter(iterable)
+        # the names of these two are upstream's
+        self.saved_microbatches = []  # since the last advance()
+        self.replay_pos = 0  # the next of them; behind the last one the source goes on
+
+    def __next__(self) -> typing.Any:
+        if self.replay_pos == len(self.saved_microbatches):
+            self.saved_microbatches.append(next(self._source))
+        item = self.saved_microbatches[self.replay_pos]
+        self.replay_pos += 1
+        return item
+
+    def rewind(self) -> None:
+        """Yield again all that came since the last advance()."""
+        self.replay_pos = 0
+
+    def advance(self) -> None:
+        """The step is done: what was read is not needed any more."""
+        del self.saved_microbatches[: self.replay_pos]
+        self.replay_pos = 0
+
+    def state_dict(self) -> dict:
+        """Return what was read since the last advance(), and how much of it is read again."""
+        return {
+            "saved_microbatches": list(self.saved_microbatches),
+            "replaying": self.replay_pos < len(self.saved_microbatches),
+            "replay_pos": self.replay_pos,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where the state was taken; the iterable must go on there by itself."""
+        self.saved_microbatches = list(state["saved_microbatches"])
+        self.replay_pos = len(self.saved_microbatches)
+        if state["replaying"]:
+            self.replay_pos = state["replay_pos"]
+
+
+def get_train_valid_test_num_samples(
+    *,
+    global_batch_size: int,
+    eval_interval: int,
+    eval_iters: int,
+    train_iters: int | None = None,
+    train_samples: int | None = None,
+    full_validation: bool = False,
+    skip_train: bool = False,
+) -> tuple[int, int | None, int]:
+    """Return how many samples a run needs of train, valid (None with full_validation) and test.
+
+    The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
+    of valid every eval_interval steps and at the end, and of test once.  With skip_train it
+    evaluates valid once; the samples of train are counted all the same.  Upstream:
+    get_train_valid_test_num_samples.
+
+    >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
+    ...                                  eval_iters=2)
+    (800, 48, 16)
+    """
+    if (train_iters is None) == (train_samples is None):
+        raise ValueError(f"give train_iters or train_samples, got {train_iters}, {train_samples}")
+    if train_samples is None:
+        train_samples = train_iters * global_batch_size
+    if min(global_batch_size, eval_interval) < 1 or min(train_samples, eval_iters) < 0:
+        raise ValueError(
+            "wanted global_batch_size and eval_interval >= 1, samples and eval_iters >= 0, got "
+            f"{global_batch_size}, {eval_interval}, {train_samples} samples and {eval_iters}"
+        )
+    evaluations = 1
+    if not skip_train:
+        evaluations += train_samples // global_batch_size // eval_interval
+    test_samples = eval_iters * global_batch_size
+    valid_samples = None if full_validation else evaluations * test_samples
+    return train_samples, valid_samples, test_samples
+
+
+class NumMicroBatches:
+    """Micro-batches in a step, constant or growing.  Upstream: num_microbatches_calculator.
+
+    global_batch_size    samples in a step, of all data-parallel ranks together
+    micro_batch_size     samples that one rank handles at once
+    data_parallel_size   data-parallel ranks
+    rampup_batch_size    (start, increment, samples): the global batch grows from start to
+                         global_batch_size in equal steps of increment over so many samples
+
+    ValueError if one of the global batch sizes on the way is no whole number of micro-batches on
+    every rank.
+
+    >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
+    >>> for consumed in (0, 50, 101):
+    ...     ramp.update(consumed)
+    ...     print(ramp.get(), ramp.get_current_global_batch_size())
+    2 16
+    3 24
+    4 32
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        rampup_batch_size: typing.Sequence[int] | None = None,
+    ) -> None:
+        ramp = rampup_batch_size
+        if not ramp:
+            ramp = (global_batch_size, 1, 0)  # one size from the start
+        if len(ramp) != 3 or min(ramp[:2]) < 1 or ramp[2] < 0:
+            raise ValueError(
+                f"rampup_batch_size is (start >= 1, increment >= 1, samples >= 0), got {ramp}"
+            )
+        start, increment, samples = ramp
+        self.global_batch_size = global_batch_size
+        self.unit = micro_batch_size * data_parallel_size
+        self.samples = samples
+        self.sizes = range(start, global_batch_size + 1, increment)
+        if global_batch_size not in self.sizes:
+            raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
+        for size in self.sizes:
+            if self.unit < 1 or size % self.unit:
+                raise ValueError(
+                    f"a global batch of {size} samples is no multiple of micro_batch_size * "
+                    f"data_parallel_size, {self.unit}"
+                )
+        self.update(0)
+
+    def update(self, consumed_samples: int) -> None:
+        """Set the batch size of the step that begins after so many samples."""
+        increments = len(self.sizes) - 1
+        if increments and self.samples and consumed_samples <= self.samples:
+            samples_per_increment = self.samples / increments
+            self._current = self.sizes[int(consumed_samples / samples_per_increment)]
+        else:
+            self._current = self.sizes[-1]
+
+    def get(self) -> int:
+        """Return the number of micro-batches of the current step."""
+        return self._current // self.unit
+
+    def get_current_global_batch_size(self) -> int:
+        """Return the number of samples of the current step."""
+        return self._current
+
+
+def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
+    """Check that all ranks of a group go on from the same number of consumed samples.
+
+    consumed_samples  of this rank, in samples; typically from a checkpoint
+    group             a torch.distributed process group; None: all ranks
+    Raises            ValueError, on every rank, where the ranks disagree
+    """
+    if not _is_distributed():
+        return
+    mine = int(consumed_samples)
+    bounds = torch.tensor([mine, -mine], device=_device_of_group(group))
+    torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MIN, group=group)
+    least, minus_most = bounds.tolist()
+    if least != -minus_most:
+        raise ValueError(
+            f"consumed_samples differs between ranks, from {least} to {-minus_most} (rank "
+            f"{_rank()} has {mine}): load the same checkpoint on every rank"
+        )
+
+
 # ==============================================================================
 # 9. Parallel batches
 # ==============================================================================
@@ -5282,185 +5481,6 @@ def build_pretraining_data_loader(
     )
 
 
-# -- what a training loop needs beside it ----------------------------------------------------------
-
-
-def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
-    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
-
-    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
-    a row are a ValueError instead of a loop without end.
-
-    >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
-    [1, 2, 3, 1, 2, 3, 1]
-    """
-    empty_passes = 0
-    while empty_passes < 2:
-        empty_passes += 1
-        for item in iterable:
-            empty_passes = 0
-            yield item
-    raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
-
-
-class RerunDataIterator(collections.abc.Iterator):
-    """An iterator whose last micro-batches can be had again, to run a step a second time.
-
-    Upstream: RerunDataIterator.
-
-    rewind() goes back to the last advance(), or to the beginning; advance() forgets what was read
-    until now.  Call it after each step: what was read since then is kept in memory.
-
-    >>> numbers = RerunDataIterator(range(9))
-    >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
-    (0, 1, None, 0, 1)
-    """
-
-    def __init__(self, iterable: typing.Iterable) -> None:
-        self.iterable = iterable
-        self._source = iter(iterable)
-        # the names of these two are upstream's
-        self.saved_microbatches = []  # since the last advance()
-        self.replay_pos = 0  # the next of them; behind the last one the source goes on
-
-    def __next__(self) -> typing.Any:
-        if self.replay_pos == len(self.saved_microbatches):
-            self.saved_microbatches.append(next(self._source))
-        item = self.saved_microbatches[self.replay_pos]
-        self.replay_pos += 1
-        return item
-
-    def rewind(self) -> None:
-        """Yield again all that came since the last advance()."""
-        self.replay_pos = 0
-
-    def advance(self) -> None:
-        """The step is done: what was read is not needed any more."""
-        del self.saved_microbatches[: self.replay_pos]
-        self.replay_pos = 0
-
-    def state_dict(self) -> dict:
-        """Return what was read since the last advance(), and how much of it is read again."""
-        return {
-            "saved_microbatches": list(self.saved_microbatches),
-            "replaying": self.replay_pos < len(self.saved_microbatches),
-            "replay_pos": self.replay_pos,
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where the state was taken; the iterable must go on there by itself."""
-        self.saved_microbatches = list(state["saved_microbatches"])
-        self.replay_pos = len(self.saved_microbatches)
-        if state["replaying"]:
-            self.replay_pos = state["replay_pos"]
-
-
-def get_train_valid_test_num_samples(
-    *,
-    global_batch_size: int,
-    eval_interval: int,
-    eval_iters: int,
-    train_iters: int | None = None,
-    train_samples: int | None = None,
-    full_validation: bool = False,
-    skip_train: bool = False,
-) -> tuple[int, int | None, int]:
-    """Return how many samples a run needs of train, valid (None with full_validation) and test.
-
-    The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
-    of valid every eval_interval steps and at the end, and of test once.  With skip_train it
-    evaluates valid once; the samples of train are counted all the same.  Upstream:
-    get_train_valid_test_num_samples.
-
-    >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
-    ...                                  eval_iters=2)
-    (800, 48, 16)
-    """
-    if (train_iters is None) == (train_samples is None):
-        raise ValueError(f"give train_iters or train_samples, got {train_iters}, {train_samples}")
-    if train_samples is None:
-        train_samples = train_iters * global_batch_size
-    if min(global_batch_size, eval_interval) < 1 or min(train_samples, eval_iters) < 0:
-        raise ValueError(
-            "wanted global_batch_size and eval_interval >= 1, samples and eval_iters >= 0, got "
-            f"{global_batch_size}, {eval_interval}, {train_samples} samples and {eval_iters}"
-        )
-    evaluations = 1
-    if not skip_train:
-        evaluations += train_samples // global_batch_size // eval_interval
-    test_samples = eval_iters * global_batch_size
-    valid_samples = None if full_validation else evaluations * test_samples
-    return train_samples, valid_samples, test_samples
-
-
-class NumMicroBatches:
-    """Micro-batches in a step, constant or growing.  Upstream: num_microbatches_calculator.
-
-    global_batch_size    samples in a step, of all data-parallel ranks together
-    micro_batch_size     samples that one rank handles at once
-    data_parallel_size   data-parallel ranks
-    rampup_batch_size    (start, increment, samples): the global batch grows from start to
-                         global_batch_size in equal steps of increment over so many samples
-
-    ValueError if one of the global batch sizes on the way is no whole number of micro-batches on
-    every rank.
-
-    >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
-    >>> for consumed in (0, 50, 101):
-    ...     ramp.update(consumed)
-    ...     print(ramp.get(), ramp.get_current_global_batch_size())
-    2 16
-    3 24
-    4 32
-    """
-
-    def __init__(
-        self,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_parallel_size: int,
-        rampup_batch_size: typing.Sequence[int] | None = None,
-    ) -> None:
-        ramp = rampup_batch_size
-        if not ramp:
-            ramp = (global_batch_size, 1, 0)  # one size from the start
-        if len(ramp) != 3 or min(ramp[:2]) < 1 or ramp[2] < 0:
-            raise ValueError(
-                f"rampup_batch_size is (start >= 1, increment >= 1, samples >= 0), got {ramp}"
-            )
-        start, increment, samples = ramp
-        self.global_batch_size = global_batch_size
-        self.unit = micro_batch_size * data_parallel_size
-        self.samples = samples
-        self.sizes = range(start, global_batch_size + 1, increment)
-        if global_batch_size not in self.sizes:
-            raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
-        for size in self.sizes:
-            if self.unit < 1 or size % self.unit:
-                raise ValueError(
-                    f"a global batch of {size} samples is no multiple of micro_batch_size * "
-                    f"data_parallel_size, {self.unit}"
-                )
-        self.update(0)
-
-    def update(self, consumed_samples: int) -> None:
-        """Set the batch size of the step that begins after so many samples."""
-        increments = len(self.sizes) - 1
-        if increments and self.samples and consumed_samples <= self.samples:
-            samples_per_increment = self.samples / increments
-            self._current = self.sizes[int(consumed_samples / samples_per_increment)]
-        else:
-            self._current = self.sizes[-1]
-
-    def get(self) -> int:
-        """Return the number of micro-batches of the current step."""
-        return self._current // self.unit
-
-    def get_current_global_batch_size(self) -> int:
-        """Return the number of samples of the current step."""
-        return self._current
-
-
 # ==============================================================================
 # 15. One error for every rank
 # ==============================================================================
@@ -5558,26 +5578,6 @@ def _raise_error_of(source, error, group):
         if kind.__name__ == name:
             raise kind(sentence) from error
     raise RuntimeError(f"{sentence} ({name})") from error
-
-
-def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
-    """Check that all ranks of a group go on from the same number of consumed samples.
-
-    consumed_samples  of this rank, in samples; typically from a checkpoint
-    group             a torch.distributed process group; None: all ranks
-    Raises            ValueError, on every rank, where the ranks disagree
-    """
-    if not _is_distributed():
-        return
-    mine = int(consumed_samples)
-    bounds = torch.tensor([mine, -mine], device=_device_of_group(group))
-    torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MIN, group=group)
-    least, minus_most = bounds.tolist()
-    if least != -minus_most:
-        raise ValueError(
-            f"consumed_samples differs between ranks, from {least} to {-minus_most} (rank "
-            f"{_rank()} has {mine}): load the same checkpoint on every rank"
-        )
 
 
 # ==============================================================================

@@ -2491,6 +2491,68 @@ def test_a_state_of_another_order_is_refused(one, total, consumed, fields, chang
     assert loader.state_dict()["consumed_samples"] == consumed
 
 
+# -- What a training loop needs beside it ------------------------------------------------------
+
+
+def test_cyclic_iter_goes_on_over_one_empty_pass_and_not_over_two(one):
+    """One may be empty, as at the end of a run; two in a row would never end."""
+    at_the_end = one.cyclic_iter(sampler_of(one, "single", 6, 6, 3, 0, 1))
+    assert list(itertools.islice(at_the_end, 3)) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    with pytest.raises(ValueError, match="passes"):
+        next(one.cyclic_iter([]))
+
+
+def test_micro_batches_can_be_had_again(one):
+    """A new iterator goes on with the state of the last."""
+    numbers = one.RerunDataIterator(range(9))
+    assert list(itertools.islice(numbers, 3)) == [0, 1, 2]
+    numbers.rewind()
+    assert next(numbers) == 0
+    numbers.advance()
+    assert list(itertools.islice(numbers, 4)) == [1, 2, 3, 4]
+    numbers.rewind()
+    assert next(numbers) == 1
+    resumed = one.RerunDataIterator(range(5, 9))
+    resumed.load_state_dict(numbers.state_dict())
+    assert list(numbers) == list(resumed) == [2, 3, 4, 5, 6, 7, 8]
+    ended = one.RerunDataIterator([])
+    ended.load_state_dict(resumed.state_dict())
+    assert list(ended) == []
+    ended.rewind()
+    assert list(ended) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_samples_of_a_run_by_hand(one):
+    """16 samples an evaluation: after 30, 60 and 90 steps of 100, and at the end."""
+    run = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2}
+    for arguments, wanted in (
+        ({"train_iters": 100}, (800, 4 * 16, 16)),
+        ({"train_samples": 719}, (719, 3 * 16, 16)),  # 89 whole steps
+        ({"train_samples": 720}, (720, 4 * 16, 16)),
+        ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
+        ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
+    ):
+        assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
+    for wrong in ({}, {"train_iters": 10, "train_samples": 80}, {"train_iters": -1}):
+        with pytest.raises(ValueError, match="train_iters|samples"):
+            one.get_train_valid_test_num_samples(**run | wrong)
+
+
+def test_a_batch_size_that_does_not_grow(one):
+    """A ramp-up is compared with upstream's under Parity."""
+    for ramp in (None, (16, 8, 0), (32, 8, 100)):
+        number = one.NumMicroBatches(32, 4, 2, ramp)
+        assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
+    for arguments, word in (
+        ((30, 4, 2, None), "30"),
+        ((32, 4, 2, (16, 6, 100)), "equal"),
+        ((32, 4, 2, (16, 4, 100)), "20"),
+        ((32, 4, 2, (16, 0, 100)), "increment"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            one.NumMicroBatches(*arguments)
+
+
 # ==============================================================================
 # 9. Parallel batches
 # ==============================================================================
@@ -4644,68 +4706,6 @@ def test_what_is_no_state_is_refused(one):
     assert loader.state_dict()["consumed_samples"] == 0
     loader.load_state_dict(other, strict=False)
     assert loader.state_dict() == state
-
-
-# -- What a training loop needs beside it ------------------------------------------------------
-
-
-def test_cyclic_iter_goes_on_over_one_empty_pass_and_not_over_two(one):
-    """One may be empty, as at the end of a run; two in a row would never end."""
-    at_the_end = one.cyclic_iter(sampler_of(one, "single", 6, 6, 3, 0, 1))
-    assert list(itertools.islice(at_the_end, 3)) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
-    with pytest.raises(ValueError, match="passes"):
-        next(one.cyclic_iter([]))
-
-
-def test_micro_batches_can_be_had_again(one):
-    """A new iterator goes on with the state of the last."""
-    numbers = one.RerunDataIterator(range(9))
-    assert list(itertools.islice(numbers, 3)) == [0, 1, 2]
-    numbers.rewind()
-    assert next(numbers) == 0
-    numbers.advance()
-    assert list(itertools.islice(numbers, 4)) == [1, 2, 3, 4]
-    numbers.rewind()
-    assert next(numbers) == 1
-    resumed = one.RerunDataIterator(range(5, 9))
-    resumed.load_state_dict(numbers.state_dict())
-    assert list(numbers) == list(resumed) == [2, 3, 4, 5, 6, 7, 8]
-    ended = one.RerunDataIterator([])
-    ended.load_state_dict(resumed.state_dict())
-    assert list(ended) == []
-    ended.rewind()
-    assert list(ended) == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_samples_of_a_run_by_hand(one):
-    """16 samples an evaluation: after 30, 60 and 90 steps of 100, and at the end."""
-    run = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2}
-    for arguments, wanted in (
-        ({"train_iters": 100}, (800, 4 * 16, 16)),
-        ({"train_samples": 719}, (719, 3 * 16, 16)),  # 89 whole steps
-        ({"train_samples": 720}, (720, 4 * 16, 16)),
-        ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
-        ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
-    ):
-        assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
-    for wrong in ({}, {"train_iters": 10, "train_samples": 80}, {"train_iters": -1}):
-        with pytest.raises(ValueError, match="train_iters|samples"):
-            one.get_train_valid_test_num_samples(**run | wrong)
-
-
-def test_a_batch_size_that_does_not_grow(one):
-    """A ramp-up is compared with upstream's under Parity."""
-    for ramp in (None, (16, 8, 0), (32, 8, 100)):
-        number = one.NumMicroBatches(32, 4, 2, ramp)
-        assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
-    for arguments, word in (
-        ((30, 4, 2, None), "30"),
-        ((32, 4, 2, (16, 6, 100)), "equal"),
-        ((32, 4, 2, (16, 4, 100)), "20"),
-        ((32, 4, 2, (16, 0, 100)), "increment"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            one.NumMicroBatches(*arguments)
 
 
 # ==============================================================================
