@@ -105,6 +105,7 @@ import os
 import pathlib
 import pickle
 import pkgutil
+import random
 import re
 import secrets
 import shutil
@@ -3098,35 +3099,19 @@ def _allow_open_files():
 # so the first pass after a stop may be only the rest of a turn.
 #
 # One number, consumed_samples, says how many samples all ranks together have used: with "single"
-# in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader of section
-# 14 counts it.  A checkpoint keeps the number and, for a few of these samples, the place in the
-# corpus where each begins and a digest of its tokens, so that other data are noticed.  A job that
-# goes on may have other ranks, micro-batches or workers, wherever the order does not depend on
-# them:
-#
-#   sampler             order                              what may change on resume
-#   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
-#   full_validation
-#   cyclic, unsharded   in each turn all ranks draw the    workers; ranks and micro-batch size, if
-#                       same shuffled order                (a), (b) and (c) hold
-#   cyclic, sharded     in each turn each rank shuffles    workers; micro-batch size, if (a) and (b)
-#                       a part of its own                  hold
-#
-#   (a) consumed_samples is a whole number of the new rounds
-#   (b) as many samples are shuffled with the new ranks and micro-batch size as with the old ones.
-#       A rest is left out before the shuffle: sharded, what fills no whole round; unsharded, what
-#       fills no whole micro-batch (what then fills no whole round is left out after the shuffle)
-#   (c) consumed_samples divided by the samples of a turn (active_total_samples) gives the same
-#       turn, and the same rest, as with the old ones
+# in this turn, as each turn is like the first; with "cyclic" in all turns.  A job goes on at such a
+# number, with other ranks, micro-batches and workers wherever the order does not depend on them
+# (section 14, which also checks that the samples are those of before).
 
 
 class _Sampler:
     """What the samplers share.
 
     kind                  the sampler's name in a saved state
-    consumed_samples      where the next pass starts: how many samples, of all ranks, come before
-                          it.  "single" counts those of its turn; "cyclic" those of all turns, which
-                          must be whole rounds
+    consumed_samples      an input: where the next pass starts, as the number of samples, of all
+                          ranks, that come before it.  "single" counts those of its turn; "cyclic"
+                          those of all turns, which must be whole rounds.  The count of a run is
+                          kept by the loader (section 14)
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
@@ -3353,6 +3338,205 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
     for indices in sampler:
         samples = [dataset[k] for k in indices]
         yield torch.utils.data.default_collate(samples)
+
+
+# -- what a training loop needs beside it ----------------------------------------------------------
+
+
+def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
+    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
+
+    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
+    a row are a ValueError instead of a loop without end.
+
+    >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
+    [1, 2, 3, 1, 2, 3, 1]
+    """
+    empty_passes = 0
+    while empty_passes < 2:
+        empty_passes += 1
+        for item in iterable:
+            empty_passes = 0
+            yield item
+    raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
+
+
+class RerunDataIterator(collections.abc.Iterator):
+    """An iterator whose last micro-batches can be had again, to run a step a second time.
+
+    Upstream: RerunDataIterator.
+
+    rewind() goes back to the last advance(), or to the beginning; advance() forgets what was read
+    until now.  Call it after each step: what was read since then is kept in memory.
+
+    >>> numbers = RerunDataIterator(range(9))
+    >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
+    (0, 1, None, 0, 1)
+    """
+
+    def __init__(self, iterable: typing.Iterable) -> None:
+        self.iterable = iterable
+        self._source = iter(iterable)
+        # the names of these two are upstream's
+        self.saved_microbatches = []  # since the last advance()
+        self.replay_pos = 0  # the next of them; behind the last one the source goes on
+
+    def __next__(self) -> typing.Any:
+        if self.replay_pos == len(self.saved_microbatches):
+            self.saved_microbatches.append(next(self._source))
+        item = self.saved_microbatches[self.replay_pos]
+        self.replay_pos += 1
+        return item
+
+    def rewind(self) -> None:
+        """Yield again all that came since the last advance()."""
+        self.replay_pos = 0
+
+    def advance(self) -> None:
+        """The step is done: what was read is not needed any more."""
+        del self.saved_microbatches[: self.replay_pos]
+        self.replay_pos = 0
+
+    def state_dict(self) -> dict:
+        """Return what was read since the last advance(), and how much of it is read again."""
+        return {
+            "saved_microbatches": list(self.saved_microbatches),
+            "replaying": self.replay_pos < len(self.saved_microbatches),
+            "replay_pos": self.replay_pos,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where the state was taken; the iterable must go on there by itself."""
+        self.saved_microbatches = list(state["saved_microbatches"])
+        self.replay_pos = len(self.saved_microbatches)
+        if state["replaying"]:
+            self.replay_pos = state["replay_pos"]
+
+
+def get_train_valid_test_num_samples(
+    *,
+    global_batch_size: int,
+    eval_interval: int,
+    eval_iters: int,
+    train_iters: int | None = None,
+    train_samples: int | None = None,
+    full_validation: bool = False,
+    skip_train: bool = False,
+) -> tuple[int, int | None, int]:
+    """Return how many samples a run needs of train, valid (None with full_validation) and test.
+
+    The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
+    of valid every eval_interval steps and at the end, and of test once.  With skip_train it
+    evaluates valid once; the samples of train are counted all the same.  Upstream:
+    get_train_valid_test_num_samples.
+
+    >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
+    ...                                  eval_iters=2)
+    (800, 48, 16)
+    """
+    if (train_iters is None) == (train_samples is None):
+        raise ValueError(f"give train_iters or train_samples, got {train_iters}, {train_samples}")
+    if train_samples is None:
+        train_samples = train_iters * global_batch_size
+    if min(global_batch_size, eval_interval) < 1 or min(train_samples, eval_iters) < 0:
+        raise ValueError(
+            "wanted global_batch_size and eval_interval >= 1, samples and eval_iters >= 0, got "
+            f"{global_batch_size}, {eval_interval}, {train_samples} samples and {eval_iters}"
+        )
+    evaluations = 1
+    if not skip_train:
+        evaluations += train_samples // global_batch_size // eval_interval
+    test_samples = eval_iters * global_batch_size
+    valid_samples = None if full_validation else evaluations * test_samples
+    return train_samples, valid_samples, test_samples
+
+
+class NumMicroBatches:
+    """Micro-batches in a step, constant or growing.  Upstream: num_microbatches_calculator.
+
+    global_batch_size    samples in a step, of all data-parallel ranks together
+    micro_batch_size     samples that one rank handles at once
+    data_parallel_size   data-parallel ranks
+    rampup_batch_size    (start, increment, samples): the global batch grows from start to
+                         global_batch_size in equal steps of increment over so many samples
+
+    ValueError if one of the global batch sizes on the way is no whole number of micro-batches on
+    every rank.
+
+    >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
+    >>> for consumed in (0, 50, 101):
+    ...     ramp.update(consumed)
+    ...     print(ramp.get(), ramp.get_current_global_batch_size())
+    2 16
+    3 24
+    4 32
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        rampup_batch_size: typing.Sequence[int] | None = None,
+    ) -> None:
+        ramp = rampup_batch_size
+        if not ramp:
+            ramp = (global_batch_size, 1, 0)  # one size from the start
+        if len(ramp) != 3 or min(ramp[:2]) < 1 or ramp[2] < 0:
+            raise ValueError(
+                f"rampup_batch_size is (start >= 1, increment >= 1, samples >= 0), got {ramp}"
+            )
+        start, increment, samples = ramp
+        self.global_batch_size = global_batch_size
+        self.unit = micro_batch_size * data_parallel_size
+        self.samples = samples
+        self.sizes = range(start, global_batch_size + 1, increment)
+        if global_batch_size not in self.sizes:
+            raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
+        for size in self.sizes:
+            if self.unit < 1 or size % self.unit:
+                raise ValueError(
+                    f"a global batch of {size} samples is no multiple of micro_batch_size * "
+                    f"data_parallel_size, {self.unit}"
+                )
+        self.update(0)
+
+    def update(self, consumed_samples: int) -> None:
+        """Set the batch size of the step that begins after so many samples."""
+        increments = len(self.sizes) - 1
+        if increments and self.samples and consumed_samples <= self.samples:
+            samples_per_increment = self.samples / increments
+            self._current = self.sizes[int(consumed_samples / samples_per_increment)]
+        else:
+            self._current = self.sizes[-1]
+
+    def get(self) -> int:
+        """Return the number of micro-batches of the current step."""
+        return self._current // self.unit
+
+    def get_current_global_batch_size(self) -> int:
+        """Return the number of samples of the current step."""
+        return self._current
+
+
+def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
+    """Check that all ranks of a group go on from the same number of consumed samples.
+
+    consumed_samples  of this rank, in samples; typically from a checkpoint
+    group             a torch.distributed process group; None: all ranks
+    Raises            ValueError, on every rank, where the ranks disagree
+    """
+    if not _is_distributed():
+        return
+    mine = int(consumed_samples)
+    bounds = torch.tensor([mine, -mine], device=_device_of_group(group))
+    torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MIN, group=group)
+    least, minus_most = bounds.tolist()
+    if least != -minus_most:
+        raise ValueError(
+            f"consumed_samples differs between ranks, from {least} to {-minus_most} (rank "
+            f"{_rank()} has {mine}): load the same checkpoint on every rank"
+        )
 
 
 # ==============================================================================
@@ -4912,19 +5096,19 @@ def _holds_password(url: str) -> bool:
 # A state has three keys: its version, the number of consumed samples, and a text, which is the JSON
 # of a look at these samples: their past.  After 24 samples of a blend of two corpora:
 #
-#   sampler              {"kind": "single"}
-#   taken                [8, 16]                     how many samples each corpus gave
-#   pair of corpus 0     [3, 13]                     its numbers of sequences and tokens
-#   probes of corpus 0   [[0, 1, 0, "5b9d..."],      its sample 0 begins in sequence 1, at token 0,
-#                         ...                        and has tokens with this md5
-#                         [7, 2, 5, "c39f..."]]      the last sample that it gave
-#   pair of corpus 1     ...
+#   sampler   {"kind": "single"}                   the order; cyclic has a seed and more
+#   mix       1403640103                           a CRC-32 of dataset_index[:24]; null: no blend
+#   corpora   [{"idx_size": 434, ...}, {...}]      the fingerprints (section 1) of the pairs
+#   probes    {"samples": {"0": "5b9d...", ...,    the md5 of the tokens of up to 32 samples, evenly
+#                         "23": "c39f..."},        spread, the first and the last among them
+#              "firsts": {"0": "e1f0...",          and of sample 0 of each corpus
+#                         "1": "5b9d..."}}
 #
-# The job that loads a state looks at the same places of its own data, and goes on where it finds
-# the same.  So what changes many samples is noticed: another seed, S, split, order, weight or file.
-# A change of a few tokens that no look meets is not noticed.  What does not change the samples that
-# were consumed is not asked about: with stable_order a longer run, or a phase that comes later; a
-# copy at another path.
+# The job that loads a state looks in the same way at its own data, and goes on where it finds the
+# same.  So another seed, S, split, order, weight or pair is noticed.  What does not change the
+# samples that were consumed is not asked about: with stable_order a longer run, or a phase that
+# comes later; a corpus that has given no sample yet; a copy at another path.  What no probe meets
+# is not noticed: a few documents that were edited in the middle of a pair.
 # With u, v and w for the weights of phases, of datasets with stable_order:
 #
 #   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
@@ -4932,12 +5116,30 @@ def _holds_password(url: str) -> bool:
 #   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
 #   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
 #
-# A look cannot see how a class of the user's own changes what it reads.  So its past has, besides,
-# what the class says of itself.  Settings that change masks and positions, and not which tokens
-# come, are no part of the past.
+# Of a class of the user's own, torch's Subset among them, a probe is what dataset[k] returns.
+# Settings of GPTDataset that change masks and positions, and not which tokens come, are no part of
+# the past.
+#
+# The new job may have other ranks, micro-batches and workers, wherever the order of the sampler
+# does not depend on them:
+#
+#   sampler             order                              what may change on resume
+#   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
+#   full_validation
+#   cyclic, unsharded   in each turn all ranks draw the    workers; ranks and micro-batch size, if
+#                       same shuffled order                (a), (b) and (c) hold
+#   cyclic, sharded     in each turn each rank shuffles    workers; micro-batch size, if (a) and (b)
+#                       a part of its own                  hold
+#
+#   (a) consumed_samples is a whole number of the new rounds
+#   (b) as many samples are shuffled with the new ranks and micro-batch size as with the old ones.
+#       A rest is left out before the shuffle: sharded, what fills no whole round; unsharded, what
+#       fills no whole micro-batch (what then fills no whole round is left out after the shuffle)
+#   (c) consumed_samples divided by the samples of a turn (active_total_samples) gives the same
+#       turn, and the same rest, as with the old ones (sharded, this follows from (b))
 
-_STATE_VERSION = 5  # a number to count up when the same past comes to mean other samples
-_NUM_PROBES = 32  # of all datasets together; but of each its first sample, and its last one
+_STATE_VERSION = 6  # a number to count up when the same past comes to mean other samples
+_NUM_PROBES = 32
 
 
 def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
@@ -4985,6 +5187,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     ) -> None:
         if num_workers < 0:
             raise ValueError(f"num_workers must be >= 0, got {num_workers}")
+        if not arguments.get("in_order", True):
+            raise ValueError(
+                "in_order=False: a state counts batches, so they must come in the sampler's order"
+            )
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
         self.makes_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
         self.num_threads = 0
@@ -4997,7 +5203,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         self._corpora = [dataset]
         if isinstance(dataset, BlendedDataset):
             self._corpora = dataset.datasets
-        self._counted = (0, 0)  # of a blend: samples, and how many of them each dataset gave
+        self._mix = (0, 0, 0)  # of the last look: samples, their CRC-32, how many each corpus gave
+        self._firsts = {}  # {number of a corpus: md5 of its sample 0}
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
@@ -5035,13 +5242,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         pending = collections.deque()
         for indices in self.batch_sampler:
-            try:
-                pending.append(pool.submit(self._make_batch, indices))
-            except RuntimeError as error:
-                if "shutdown" not in str(error):
-                    raise
-                # The main thread has ended, and this one reads on: SystemExit ends it silently.
-                raise SystemExit from None
+            pending.append(pool.submit(self._make_batch, indices))
             if len(pending) > self.num_threads + 1:
                 yield pending.popleft().result()
         while pending:
@@ -5060,9 +5261,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """Return {"version": number, "consumed_samples": number, "past": text}.
 
         It is equal on all ranks that read.  The loader of a tensor-parallel rank that is sent its
-        batches stays at sample 0: save the state of a rank that reads.  Cost: to read 32 samples,
-        or 2 of each corpus if these are more; the first time also to count the samples that each
-        dataset of a blend gave.
+        batches stays at sample 0: save the state of a rank that reads.  Cost: to read 32 samples;
+        the first time also a sample and the lengths of each corpus, and dataset_index of a blend.
         """
         return {
             "version": _STATE_VERSION,
@@ -5074,36 +5274,43 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
 
         Ranks, micro-batch size and workers may be others, unless the order depends on them.  The
-        run may be longer, unless the consumed samples would be others (see the phases at the top of
-        the section).
+        run may be longer, unless the consumed samples would be others (see the top of the section).
         ValueError names the first thing that does not fit; strict=False goes on all the same, if
         a pass of the sampler can start there.
         """
-        if strict and state.get("version") != _STATE_VERSION:
+        try:
+            version = state["version"]
+            consumed = operator.index(state["consumed_samples"])
+            past = dict(json.loads(state["past"]))
+        except (LookupError, TypeError, ValueError):
             raise ValueError(
-                f"wanted a state of PretrainingDataLoader, version {_STATE_VERSION}, got version "
-                f"{state.get('version')}; load_state_dict(state, strict=False) goes on all the same"
-            )
-        consumed = state["consumed_samples"]
+                "wanted a state of PretrainingDataLoader: version, consumed_samples (a whole "
+                f"number) and past (a dict, as JSON), got {str(state)[:200]}"
+            ) from None
         self.batch_sampler._check_start(consumed)
         if strict:
-            self._check_past(consumed, state["past"])
+            self._check_past(version, consumed, past)
         self._newest = None
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
-    def _check_past(self, consumed_samples, saved):
-        """ValueError unless the past in a state is what is found here."""
-        saved = json.loads(saved)
+    def _check_past(self, version, consumed_samples, saved):
+        """ValueError unless the past in a state of this version is what is found here."""
+        if version != _STATE_VERSION:
+            raise ValueError(
+                f"the state does not fit: wanted one of version {_STATE_VERSION}, got version "
+                f"{version}, of which nobody can tell whether its samples are those that are here: "
+                "load_state_dict(state, strict=False) goes on all the same"
+            )
         here = json.loads(self._look_at_past(consumed_samples))
         if saved == here:
             return
+        difference = self._describe_difference(saved, here, consumed_samples)
         raise ValueError(
-            f"the state does not fit: {self._describe_difference(saved, here)}.  Go on with the "
-            "data and the settings of the state (a run that is to be longer, or mixed in another "
-            "way, wants stable_order=True from its first start), or read what is here from sample "
-            f"{consumed_samples:,} on, where some samples come twice and others never: "
-            "load_state_dict(state, strict=False)"
+            f"the state does not fit: {difference}.  Go on with the data and the settings of the "
+            "state (a run that is to be longer, or mixed in another way, wants stable_order=True "
+            f"from its first start), or read what is here from sample {consumed_samples:,} on, "
+            "where some samples come twice and others never: load_state_dict(state, strict=False)"
         )
 
     def _look_at_past(self, consumed_samples):
@@ -5111,16 +5318,28 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if consumed_samples == 0:
             return "{}"
         settings = self._settings_of_order(consumed_samples)
-        # what is shuffled is counted as a whole: each of its samples may have been consumed
+        # what is shuffled is looked at as a whole: each of its samples may have been consumed
         num_samples = settings.get("samples that are shuffled", consumed_samples)
-        # Without zeros at the back: a corpus that has given none yet may be there, or not.
-        taken = np.trim_zeros(self._count_taken(num_samples), "b").tolist()
-        past = {"sampler": settings, "taken": taken}
-        givers = np.flatnonzero(taken).tolist()
-        num_probes = max(2, _NUM_PROBES // len(givers))
+        mix, givers = self._read_mix(num_samples)
+        fingerprints = [None] * (givers[-1] + 1)
+        firsts = {}
         for d in givers:
-            for key, value in _look_at_corpus(self._corpora[d], taken[d], num_probes).items():
-                past[f"{key} of corpus {d}"] = value
+            data = getattr(self._corpora[d], "dataset", None)
+            if callable(getattr(data, "fingerprint", None)):
+                fingerprints[d] = data.fingerprint()
+            if d not in self._firsts:
+                [first] = _look_at_samples(self._corpora[d], [0])
+                self._firsts[d] = first
+            firsts[d] = self._firsts[d]
+        count = min(num_samples, _NUM_PROBES)
+        spread = np.linspace(0, num_samples - 1, count, dtype=np.int64).tolist()
+        samples = dict(zip(spread, _look_at_samples(self.dataset, spread), strict=True))
+        past = {
+            "sampler": settings,
+            "mix": mix,
+            "corpora": fingerprints,
+            "probes": {"samples": samples, "firsts": firsts},
+        }
         return json.dumps(past)
 
     def _settings_of_order(self, consumed_samples):
@@ -5137,97 +5356,125 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         settings["samples done in the turn"] = done
         if sampler.data_sharding:
             settings["data_parallel_size"] = sampler.data_parallel_size
-        if isinstance(self.dataset, BlendedDataset):
-            settings["checksum of dataset_index"] = self._checksum_of_blend
         return settings
 
-    @functools.cached_property
-    def _checksum_of_blend(self):
-        """A CRC-32 of what is shuffled: two mixes may take equally many samples of each corpus."""
-        order = self.dataset.dataset_index[: self.batch_sampler.samples_shuffled()]
-        return zlib.crc32(np.ascontiguousarray(order))
+    def _read_mix(self, num_samples):
+        """Of the first samples of a blend: a CRC-32 of dataset_index, and which corpora gave some.
 
-    def _count_taken(self, num_samples):
-        """How many of the first samples each corpus gave.
-
-        The last count is kept, and goes on from there: of 10^9 samples a count takes seconds.
+        The last answer is kept, and goes on from there: of 10^9 samples it takes seconds.
         """
         if not isinstance(self.dataset, BlendedDataset):
-            return np.array([num_samples])
-        counted, counts = self._counted
-        if counted > num_samples:
-            counted = 0
+            return None, [0]
+        read, checksum, counts = self._mix
+        if read > num_samples:
+            read = 0
+            checksum = 0
             counts = 0
-        new = self.dataset.dataset_index[counted:num_samples]
+        new = self.dataset.dataset_index[read:num_samples]
+        checksum = zlib.crc32(np.ascontiguousarray(new, np.int16), checksum)
         counts = np.add(counts, _count_datasets(new, len(self._corpora)))
-        self._counted = num_samples, counts
-        return counts
+        self._mix = (num_samples, checksum, counts)
+        return checksum, np.flatnonzero(counts).tolist()
 
-    def _describe_difference(self, saved, here):
+    def _describe_difference(self, saved, here, consumed_samples):
         """A sentence on the first thing in which two pasts differ."""
-        for key in {**saved, **here}:
-            was = saved.get(key)
-            now = here.get(key)
-            if was != now:
+        (what, *path), was, now = _first_difference(saved, here)
+        values = f"{was} in the state, {now} here"
+        if what == "mix":
+            return f"which corpus gave which sample (a CRC-32 of it is {values}; None: no blend)"
+        if what == "corpora" and path:
+            d, *field = path
+            return f"{self._name_of_corpus(d)} is another one: {' '.join([*field, values])}"
+        if what == "probes" and len(path) == 2:
+            kind, number = path
+            if kind == "firsts":
+                return f"sample 0 of {self._name_of_corpus(number)} is another one here"
+            among = f"{consumed_samples:,} that were consumed"
+            if here["sampler"]["kind"] == "cyclic":
+                among = f"{here['sampler']['samples that are shuffled']:,} that are shuffled"
+            return f"sample {number} of the {among} is another one here"
+        return f"the {' of the '.join([*path, what])} is {values}"
+
+    def _name_of_corpus(self, d):
+        """What a message calls corpus number d."""
+        return f"corpus {d} ({os.path.basename(_name(self._corpora[int(d)]))})"
+
+
+def _first_difference(was, now):
+    """Where two values of JSON first differ: (the keys that lead there, one value, the other)."""
+    path = []
+    while type(was) is type(now) and isinstance(was, dict | list):
+        if isinstance(was, list):
+            was = dict(enumerate(was))
+            now = dict(enumerate(now))
+        for key in {**was, **now}:
+            if was.get(key) != now.get(key):
                 break
-        if key == "taken":
-            counts = itertools.zip_longest(was, now, fillvalue=0)
-            for d, (before, after) in enumerate(counts):
-                if before != after:
-                    return f"corpus {d} gave {before:,} samples in the state, {after:,} here"
-        what, _, d = key.partition(" of corpus ")
-        if d:
-            key = f"{key} ({os.path.basename(_name(self._corpora[int(d)]))})"
-        if what != "probes":
-            return f"the {key} is {was} in the state, {now} here"
-        for probe, found in zip(was, now, strict=True):
-            if probe != found:
-                break
-        k, sequence, offset, _ = probe
-        corpus = key.removeprefix("probes of ")
-        begin = f"sample {k:,} of {corpus} begins at sequence {sequence:,}, token {offset:,}"
-        if probe[:3] == found[:3]:
-            return f"{begin}, and its tokens are others here"
-        return f"{begin} in the state, at sequence {found[1]:,}, token {found[2]:,} here"
+        path.append(key)
+        was = was.get(key)
+        now = now.get(key)
+    return path, was, now
 
 
-def _look_at_corpus(dataset, count, num_probes):
-    """What the first samples of one dataset are: a pair and probes, and what its class says."""
-    found = {}
-    has_pieces = hasattr(dataset, "pieces")
-    if has_pieces:
-        reader = dataset.dataset
-        if isinstance(reader, IndexedDataset):
-            num_tokens = reader.num_tokens
-        else:
-            num_tokens = int(np.sum(reader.sequence_lengths, dtype=np.int64))
-        found["pair"] = [len(reader), num_tokens]
-        found["probes"] = _probe(dataset, count, num_probes)
-        if type(dataset).__module__ == __name__:
-            return found
-    identifiers = dict(getattr(dataset, "unique_identifiers", {}))
-    identifiers.pop("dataset_path", None)
-    identifiers.pop("num_samples", None)
-    found |= json.loads(json.dumps(identifiers, default=_as_json))  # a tokenizer is in it
-    rows = getattr(dataset, "dataset", None)
-    if hasattr(rows, "fingerprint") and not has_pieces:
-        found["fingerprint"] = rows.fingerprint()
-    elif not has_pieces:
-        found["length"] = len(dataset)
-    return found
+def _look_at_samples(dataset, samples):
+    """The md5 of each of these samples; None where one cannot be read.
+
+    Of this module's classes it is that of the tokens of the corpus, whatever a subclass then makes
+    of them, perhaps at random; of other classes that of dataset[k].
+    """
+    getitem = getattr(type(dataset), "__getitem__", None)
+    if getitem is BlendedDataset.__getitem__:
+        which = dataset.dataset_index[samples]
+        samples_of_parts = dataset.dataset_sample_index[samples]
+        looks = np.empty(len(samples), object)
+        for d in np.unique(which).tolist():  # those of a corpus are read at once
+            is_of_d = which == d
+            own = samples_of_parts[is_of_d].tolist()
+            looks[is_of_d] = _look_at_samples(dataset.datasets[d], own)
+        return looks.tolist()
+    if getitem is GPTDataset.__getitem__:
+        parts_of_samples = _read_pieces(dataset.dataset, [dataset.pieces(k) for k in samples])
+        return [_md5(np.concatenate(parts, dtype="<i8")) for parts in parts_of_samples]
+    return [_look_at_item(dataset, k) for k in samples]
 
 
-def _probe(dataset, count, num_probes):
-    """Some of the first samples, evenly spread: [[sample, first sequence, offset, md5], ...]."""
-    samples = np.linspace(0, count - 1, min(count, num_probes), dtype=np.int64).tolist()
-    pieces_of_samples = [dataset.pieces(k) for k in samples]
-    parts_of_samples = _read_pieces(dataset.dataset, pieces_of_samples)
-    probes = []
-    for k, pieces, parts in zip(samples, pieces_of_samples, parts_of_samples, strict=True):
-        sequence, offset, _ = pieces[0]
-        tokens = np.concatenate(parts, dtype="<i8")
-        probes.append([k, int(sequence), int(offset), _md5(tokens)])
-    return probes
+def _look_at_item(dataset, k):
+    """The md5 of what dataset[k] holds, or None: see _look_at_samples().
+
+    It may draw from the global generators, so these are seeded for the look, and set back.
+    """
+    state_of_torch = torch.get_rng_state()
+    state_of_numpy = np.random.get_state()
+    state_of_python = random.getstate()
+    torch.default_generator.manual_seed(0)  # torch.manual_seed() would seed those of GPUs, too
+    np.random.seed(0)
+    random.seed(0)
+    try:
+        return _md5(json.dumps(dataset[k], default=_as_part_of_look))
+    except Exception:
+        return None
+    finally:
+        torch.set_rng_state(state_of_torch)
+        np.random.set_state(state_of_numpy)
+        random.setstate(state_of_python)
+
+
+def _as_part_of_look(value):
+    """What stands in JSON for a part of a sample that JSON does not know."""
+    if isinstance(value, torch.Tensor):
+        values = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return [str(value.dtype), list(value.shape), _md5(values.numpy())]
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.hasobject:
+            return value.tolist()
+        return [str(value.dtype), list(value.shape), _md5(value.tobytes())]
+    if isinstance(value, collections.abc.Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value):
+        return vars(value)
+    if isinstance(value, bytes | numbers.Number):
+        return repr(value)
+    return type(value).__name__
 
 
 def build_pretraining_data_loader(
@@ -5286,185 +5533,6 @@ def build_pretraining_data_loader(
     return PretrainingDataLoader(
         dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
     )
-
-
-# -- what a training loop needs beside it ----------------------------------------------------------
-
-
-def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
-    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
-
-    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
-    a row are a ValueError instead of a loop without end.
-
-    >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
-    [1, 2, 3, 1, 2, 3, 1]
-    """
-    empty_passes = 0
-    while empty_passes < 2:
-        empty_passes += 1
-        for item in iterable:
-            empty_passes = 0
-            yield item
-    raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
-
-
-class RerunDataIterator(collections.abc.Iterator):
-    """An iterator whose last micro-batches can be had again, to run a step a second time.
-
-    Upstream: RerunDataIterator.
-
-    rewind() goes back to the last advance(), or to the beginning; advance() forgets what was read
-    until now.  Call it after each step: what was read since then is kept in memory.
-
-    >>> numbers = RerunDataIterator(range(9))
-    >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
-    (0, 1, None, 0, 1)
-    """
-
-    def __init__(self, iterable: typing.Iterable) -> None:
-        self.iterable = iterable
-        self._source = iter(iterable)
-        # the names of these two are upstream's
-        self.saved_microbatches = []  # since the last advance()
-        self.replay_pos = 0  # the next of them; behind the last one the source goes on
-
-    def __next__(self) -> typing.Any:
-        if self.replay_pos == len(self.saved_microbatches):
-            self.saved_microbatches.append(next(self._source))
-        item = self.saved_microbatches[self.replay_pos]
-        self.replay_pos += 1
-        return item
-
-    def rewind(self) -> None:
-        """Yield again all that came since the last advance()."""
-        self.replay_pos = 0
-
-    def advance(self) -> None:
-        """The step is done: what was read is not needed any more."""
-        del self.saved_microbatches[: self.replay_pos]
-        self.replay_pos = 0
-
-    def state_dict(self) -> dict:
-        """Return what was read since the last advance(), and how much of it is read again."""
-        return {
-            "saved_microbatches": list(self.saved_microbatches),
-            "replaying": self.replay_pos < len(self.saved_microbatches),
-            "replay_pos": self.replay_pos,
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where the state was taken; the iterable must go on there by itself."""
-        self.saved_microbatches = list(state["saved_microbatches"])
-        self.replay_pos = len(self.saved_microbatches)
-        if state["replaying"]:
-            self.replay_pos = state["replay_pos"]
-
-
-def get_train_valid_test_num_samples(
-    *,
-    global_batch_size: int,
-    eval_interval: int,
-    eval_iters: int,
-    train_iters: int | None = None,
-    train_samples: int | None = None,
-    full_validation: bool = False,
-    skip_train: bool = False,
-) -> tuple[int, int | None, int]:
-    """Return how many samples a run needs of train, valid (None with full_validation) and test.
-
-    The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
-    of valid every eval_interval steps and at the end, and of test once.  With skip_train it
-    evaluates valid once; the samples of train are counted all the same.  Upstream:
-    get_train_valid_test_num_samples.
-
-    >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
-    ...                                  eval_iters=2)
-    (800, 48, 16)
-    """
-    if (train_iters is None) == (train_samples is None):
-        raise ValueError(f"give train_iters or train_samples, got {train_iters}, {train_samples}")
-    if train_samples is None:
-        train_samples = train_iters * global_batch_size
-    if min(global_batch_size, eval_interval) < 1 or min(train_samples, eval_iters) < 0:
-        raise ValueError(
-            "wanted global_batch_size and eval_interval >= 1, samples and eval_iters >= 0, got "
-            f"{global_batch_size}, {eval_interval}, {train_samples} samples and {eval_iters}"
-        )
-    evaluations = 1
-    if not skip_train:
-        evaluations += train_samples // global_batch_size // eval_interval
-    test_samples = eval_iters * global_batch_size
-    valid_samples = None if full_validation else evaluations * test_samples
-    return train_samples, valid_samples, test_samples
-
-
-class NumMicroBatches:
-    """Micro-batches in a step, constant or growing.  Upstream: num_microbatches_calculator.
-
-    global_batch_size    samples in a step, of all data-parallel ranks together
-    micro_batch_size     samples that one rank handles at once
-    data_parallel_size   data-parallel ranks
-    rampup_batch_size    (start, increment, samples): the global batch grows from start to
-                         global_batch_size in equal steps of increment over so many samples
-
-    ValueError if one of the global batch sizes on the way is no whole number of micro-batches on
-    every rank.
-
-    >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
-    >>> for consumed in (0, 50, 101):
-    ...     ramp.update(consumed)
-    ...     print(ramp.get(), ramp.get_current_global_batch_size())
-    2 16
-    3 24
-    4 32
-    """
-
-    def __init__(
-        self,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_parallel_size: int,
-        rampup_batch_size: typing.Sequence[int] | None = None,
-    ) -> None:
-        ramp = rampup_batch_size
-        if not ramp:
-            ramp = (global_batch_size, 1, 0)  # one size from the start
-        if len(ramp) != 3 or min(ramp[:2]) < 1 or ramp[2] < 0:
-            raise ValueError(
-                f"rampup_batch_size is (start >= 1, increment >= 1, samples >= 0), got {ramp}"
-            )
-        start, increment, samples = ramp
-        self.global_batch_size = global_batch_size
-        self.unit = micro_batch_size * data_parallel_size
-        self.samples = samples
-        self.sizes = range(start, global_batch_size + 1, increment)
-        if global_batch_size not in self.sizes:
-            raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
-        for size in self.sizes:
-            if self.unit < 1 or size % self.unit:
-                raise ValueError(
-                    f"a global batch of {size} samples is no multiple of micro_batch_size * "
-                    f"data_parallel_size, {self.unit}"
-                )
-        self.update(0)
-
-    def update(self, consumed_samples: int) -> None:
-        """Set the batch size of the step that begins after so many samples."""
-        increments = len(self.sizes) - 1
-        if increments and self.samples and consumed_samples <= self.samples:
-            samples_per_increment = self.samples / increments
-            self._current = self.sizes[int(consumed_samples / samples_per_increment)]
-        else:
-            self._current = self.sizes[-1]
-
-    def get(self) -> int:
-        """Return the number of micro-batches of the current step."""
-        return self._current // self.unit
-
-    def get_current_global_batch_size(self) -> int:
-        """Return the number of samples of the current step."""
-        return self._current
 
 
 # ==============================================================================
@@ -5570,26 +5638,6 @@ def _error_of_class(pickled, name, sentence):
         if isinstance(error, BaseException) and str(error) == sentence:
             return error
     return RuntimeError(f"{sentence} ({name})")
-
-
-def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
-    """Check that all ranks of a group go on from the same number of consumed samples.
-
-    consumed_samples  of this rank, in samples; typically from a checkpoint
-    group             a torch.distributed process group; None: all ranks
-    Raises            ValueError, on every rank, where the ranks disagree
-    """
-    if not _is_distributed():
-        return
-    mine = int(consumed_samples)
-    bounds = torch.tensor([mine, -mine], device=_device_of_group(group))
-    torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MIN, group=group)
-    least, minus_most = bounds.tolist()
-    if least != -minus_most:
-        raise ValueError(
-            f"consumed_samples differs between ranks, from {least} to {-minus_most} (rank "
-            f"{_rank()} has {mine}): load the same checkpoint on every rank"
-        )
 
 
 # ==============================================================================
