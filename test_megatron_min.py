@@ -1814,6 +1814,18 @@ def with_class(cls, ds):
     return cls(ds.dataset, ds.dataset_path, ds.indices, ds.num_samples, ds.index_split, ds.config)
 
 
+def test_an_int64_order_that_is_set_is_right_and_said_once(c, tmp_path, caplog):
+    """C takes int32 alone, so Python makes these batches, which takes ten times as long."""
+    ds = gpt(c, mk(c, tmp_path / "p", [np.arange(90)] * 3))
+    wanted = batch_of(ds, range(9))
+    ds.document_index = ds.document_index.astype(np.int64)
+    for _ in range(3):
+        same_samples(batch_of(ds, range(9)), wanted)
+        same_samples(ds[2], {key: values[2] for key, values in wanted.items()})
+    [record] = caplog.records
+    assert "document_index" in record.getMessage()
+
+
 def test_a_subclass_may_change_upstreams_orders(mm, tmp_path):
     """It is asked each time, and what it returns is not put into the cache, but into a pickle."""
 
@@ -1860,26 +1872,47 @@ def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path, monkeypatch):
         same(batch_of(ds, [0, 1])["tokens"], np.arange(16).reshape(2, 8)[::-1])
 
 
-def test_a_subclass_keeps_its_own_method(mm, tmp_path):
-    """Alone, in a batch, in a blend with a dataset that C reads, and in a batch of that blend."""
+@pytest.mark.parametrize(
+    "method",
+    ["__getitem__", "_query_document_sample_shuffle_indices", "pieces", "_read_texts"],
+)
+def test_a_subclass_keeps_its_own_method(mm, tmp_path, method):
+    """Here the sample behind the one that is asked for; also in a blend with one that C reads.
 
-    class Samples(mm.GPTDataset):
-        def __getitem__(self, k):
-            return super().__getitem__(k) | {"tokens": torch.arange(k, k + 8)}
-
-    class Tokens(mm.GPTDataset):
-        def _query_document_sample_shuffle_indices(self, k):
-            return np.arange(k, k + 9), np.array([0]), "as upstream's newest class has it"
-
+    Case: C gave the tokens of the base class where pieces() was overridden.
+    """
     plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
-    for cls in (Samples, Tokens):
-        own = with_class(cls, plain)
-        blend = mm.BlendedDataset([own, plain], [1, 1], 10, plain.config)
-        of_own = read_in_all_ways(own, range(5))
-        of_blend = [samples[::2] for samples in read_in_all_ways(blend, range(10))]
-        for samples in [*of_own, *of_blend]:
-            for k, sample in enumerate(samples):
-                same(sample["tokens"], np.arange(k, k + 8))
+    of_base = getattr(mm.GPTDataset, method)
+
+    def of_next_sample(self, k):
+        following = [(number + 1) % len(plain) for number in (k if isinstance(k, list) else [k])]
+        return of_base(self, following if isinstance(k, list) else following[0])
+
+    own = with_class(type("Own", (mm.GPTDataset,), {method: of_next_sample}), plain)
+    blend = mm.BlendedDataset([own, plain], [1, 1], 10, plain.config)
+    of_own = read_in_all_ways(own, list(range(5)))
+    of_blend = [samples[::2] for samples in read_in_all_ways(blend, list(range(10)))]
+    for samples in [*of_own, *of_blend]:
+        for k, sample in enumerate(samples):
+            same(sample["tokens"], plain[k + 1]["tokens"])
+
+
+def test_a_subclass_may_say_where_documents_start(mm, tmp_path):
+    """As a third value: upstream's newest class has it.  Two values are those of the base class."""
+
+    class Own(mm.GPTDataset):
+        def _query_document_sample_shuffle_indices(self, k):
+            text, documents = super()._query_document_sample_shuffle_indices(k)
+            return text, documents, [2, 0, 3, 4]
+
+    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)]), inter_document_masking=True)
+    own = with_class(Own, plain)
+    for samples in read_in_all_ways(own, [0, 1]):
+        for k, sample in enumerate(samples):
+            same(sample["tokens"], plain[k]["tokens"])
+            assert sample["cu_seqlens"].tolist() == [0, 2, 5, 8, 8, 8, 8, 8, 8]
+            assert sample["max_seqlen"].item() == 3
+            assert sample["position_ids"].tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
 
 
 def test_tokens_of_a_subclass_are_filled_up(mm, tmp_path):
