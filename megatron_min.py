@@ -30,21 +30,23 @@ Words       token        an integer that stands for a piece of text
                          where a round is a micro-batch of each of these ranks
             blend        several corpora mixed by weights
             weight       of a corpus in a blend: its share of the samples
-            rank         one process of a training job; usually each rank has one GPU
+            rank         one process of a training job; usually each rank has one GPU.  In section 8
+                         it is a data-parallel rank, which several processes may share.
 
   +-- "document" --------------------------------------------------------------------------------+
   | In sections 1 and 2, and in the tools of part III, a document is a text.  document_indices,  |
   | an array of the .idx file, says which sequences a text is.  Training does not use it.        |
   |                                                                                              |
-  | From section 3 on, a document is a sequence of the .idx file.  Upstream calls sequences so   |
-  | there, as nearly always a text is one sequence.  document_index, an array of section 4, is   |
-  | the order in which sequences are read.  It has nothing to do with document_indices.          |
+  | From section 3 on, a document is a sequence of the .idx file: upstream uses the word so too, |
+  | as nearly always a text is one sequence.  document_index, an array of section 4, is the      |
+  | order in which sequences are read.  It has nothing to do with document_indices (although one |
+  | argument of a function of upstream's, in section 4, has that name).                          |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             T  tokens in one epoch of a split           E  epochs over the split
-            N  samples in a dataset                     x  1 if a sample has one token more, so that
-                                                           its last input has a label, else 0
+            N  samples in a dataset                     x  1: a sample is S + 1 tokens, so that
+                                                           each input has a label; else 0
             j  a sample's number in the stream          k  its number in the dataset
             sequence_length is upstream's name for S, the length of a sample; the lengths of
             sequences are sequence_lengths
@@ -327,7 +329,7 @@ def _limits_named(path):
 
 # A file may be damaged, cut short or forged, so nothing of it is used unchecked:
 #
-#   what              when                              against
+#   what              when                              what is checked
 #   header and sizes  at every open, in O(1)            the table above, the size of the .bin
 #   first and last    at every open, in O(1)            documents run from 0 to n, and the last
 #   entries                                             sequence ends where the .bin ends
@@ -413,11 +415,12 @@ class IndexedDataset(torch.utils.data.Dataset):
             raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
         if not 1 <= code <= 8:
             raise _format_error(path, "dtype code", "1 to 8", code)
-        sizes = {"with modes": 34 + 13 * n + 8 * m}
-        if not self.multimodal:
-            sizes["without modes"] = 34 + 12 * n + 8 * m
-        if found not in sizes.values():
-            raise _format_error(path, "file size", sizes, found)
+        without_modes = 34 + 12 * n + 8 * m
+        if found not in (without_modes, without_modes + n):
+            wanted = f"{without_modes}, or with modes {without_modes + n}"
+            raise _format_error(path, "file size", wanted, found)
+        if self.multimodal and found < without_modes + n:
+            raise _format_error(path, "file size", f"{without_modes + n}, with modes", found)
         return code, n, m
 
     def _check_ends(self):
@@ -447,9 +450,8 @@ class IndexedDataset(torch.utils.data.Dataset):
             tokens = _MappedTokens(self._bin_path, self.dtype)
         else:
             tokens = _FileTokens(self._bin_path, self.dtype)
-        # Another process may replace the pair meanwhile.  It does so in this order: the old .idx
-        # goes, the new .bin comes, the new .idx comes (section 11).  So if the .idx is the same
-        # before and after the .bin was opened, they belong together.
+        # Another process may replace the pair meanwhile.  The order in which it does (section 11)
+        # makes this enough: the .idx is the same before and after the .bin was opened.
         if _file_stamp(self._idx_path) != self._idx_stamp:
             wanted = "one that stays while it is opened"
             raise _format_error(self._idx_path, "file", wanted, "another")
@@ -519,7 +521,9 @@ class IndexedDataset(torch.utils.data.Dataset):
             return
         wanted = "the end of the sequence before it"
         self._refuse_first("sequence_pointers", 0, self.sequence_pointers[:1] != 0, wanted)
-        size = 1 << 15  # entries of a chunk: its arrays stay in the CPU's cache
+        # In chunks, whose arrays stay in the CPU's cache: whole ones take four times as long, and
+        # 32 GB for a billion sequences.
+        size = 1 << 15
         for low in range(0, max(len(self), len(self.document_indices)), size):
             # Copies, for the file has these arrays at odd addresses, which numpy reads slowly.
             num_bytes = self.sequence_lengths[low : low + size].astype(np.int64)
@@ -641,9 +645,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
     if an exception ends it, without any file.  Without a with block, call finalize() yourself.
-    Wrong input is a ValueError, or a TypeError where a length or a mode is no integer, before
-    anything of it is written.  After a write that failed, as on a full disk, nothing more can be
-    added; a with block that caught this error ends in a ValueError.
+    Wrong input is a ValueError, or a TypeError where a length or a mode is no integer, before any
+    of it is written.  After a write that failed, as on a full disk, nothing more can be added.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -662,7 +665,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.sequence_lengths = array.array("i")  # int32
         self.sequence_modes = array.array("b")  # int8
         self.document_indices = array.array("q", [0])  # int64
-        self._bin = _NewFile(bin_path)  # it has a temporary name until _commit_pair(), section 11
+        self._bin = _NewFile(bin_path)  # appears under its name when it is whole (section 11)
         self._is_final = False  # True once finalize() has made the pair
 
     def add_document(
@@ -691,7 +694,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def add_index(self, path_prefix: str | os.PathLike) -> None:
         """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
 
-        ValueError for modes that would be lost, too, and for the pair that is being written.
+        ValueError where modes would be lost.  ValueError for the pair that is being written.
         """
         source = get_bin_path(path_prefix)
         target = self._bin.path
@@ -866,8 +869,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 # A line is a document; only blank lines do not count.  A document becomes one sequence, or, if the
 # text is a list of sentences, one sequence for each sentence that has tokens.  The end-of-document
 # token, eod, tells a model where one text stops and an unrelated one begins.  It is added only with
-# append_eod=True, which is not the default.  Without it, the fields of section 3 that look for eods
-# find none.
+# append_eod=True, which is not the default.  Without it, reset_position_ids, reset_attention_mask
+# and eod_mask_loss of section 3 find none.
 #
 # A document without tokens becomes no sequence and gets no eod.  But it has its entry in
 # document_indices, where the number of sequences is repeated.  So the pair has a document for each
@@ -875,10 +878,10 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
-#   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
+#   vocab_size           how many ids there are; below 65500 (upstream's number) they are stored as
+#                        uint16, else as int32
 #   eod                  the id that ends a document
-#   pad                  may be missing.  Samples have one length; where the config keeps a last one
-#                        of too few tokens (section 3), this id fills it up, and has no loss
+#   pad                  may be missing: the id that fills up a sample that is too short (section 5)
 #   tokenize(text)       str -> list of ids
 #   detokenize(ids)      ids -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
@@ -1100,12 +1103,8 @@ class BlendedMegatronDatasetConfig:
     sequence_length             S, in tokens
     blend                       ([prefix, ...], [weight, ...] or None)
     blend_per_split             a list of three: for each split such a blend, or None
-    multiple_validation_sets    for a loss of each corpus: with blend_per_split, valid is not mixed
-                                but becomes a list of datasets, one for each of its corpora, where
-                                it has several
-    full_validation             for upstream's trainer, which then validates on all samples.  Here
-                                it does one thing: with multiple_validation_sets the number of
-                                samples of valid must be given as None, which means all of them
+    multiple_validation_sets    for a loss of each corpus: valid becomes a list with a dataset for
+                                each of its corpora (needs blend_per_split)
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1115,20 +1114,18 @@ class BlendedMegatronDatasetConfig:
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
     mock                        made from the blends: True if there is none; then split is 1,1,1
     tokenizer                   an object as in section 2: its eod and its pad are used
-    mid_level_dataset_surplus   a spare for rounding: by how much more samples are prepared of each
-                                corpus of a blend with weights than its share is, so that none runs
-                                out; 0.005 is half a percent
-    allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
-                                token has the same id; if False, padding is -1 in this case.  A
-                                label that equals the pad id has no loss.  So if eod were the pad
-                                id, no model would learn to end a text
-    blend_phases                not of upstream: for a mix that changes during training, such as
-                                more code at its end.  [(samples, weights), ...] follow each other,
-                                instead of the weights of the training blend (section 6).  Use
-                                stable_order with it: a phase that is added takes more samples of
-                                each corpus, and those before must stay as they were
-    Accepted, without effect    fast_cache_load, defer_npy_index_mmap: a cached array is always
-                                opened at its first access, and not before
+    mid_level_dataset_surplus   samples prepared of each corpus of a blend beyond its share: 0.005
+                                is half a percent (section 7)
+    allow_ambiguous_pad_tokens  labels that equal the pad id have no loss, so if eod were the pad
+                                id, no model would learn to end a text.  So where the pad id is also
+                                that of another special token, -1 stands for padding inside
+                                (section 5), unless this is True
+    blend_phases                not of upstream: weights that change during training, such as for
+                                more code at its end (section 6).  [(samples, weights), ...] instead
+                                of the weights of the training blend
+    Accepted, without effect    fast_cache_load, defer_npy_index_mmap; and full_validation, but with
+                                multiple_validation_sets it demands that the size of valid, in
+                                section 7, is None: all samples
 
     ValueError for a field that is wrong, and for fields that do not go together.
 
@@ -1240,37 +1237,13 @@ def _read_weights(weights, names):
     return weights
 
 
-def _drop_zero_weights(items, weights):
-    """The items whose weights are not 0, and these weights."""
+def _drop_zero_weights(items, weights, names):
+    """The items of these names whose weights are not 0, and these weights; the others are noted."""
+    dropped = [str(name) for name, weight in zip(names, weights, strict=True) if not weight]
+    if dropped:
+        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
     kept = [(item, weight) for item, weight in zip(items, weights, strict=True) if weight]
     return [item for item, _ in kept], [weight for _, weight in kept]
-
-
-def _as_phases(phases, names):
-    """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none.
-
-    Only weights that are not 0 are normalized: np.sum() adds in groups, and zeros in between would
-    put the others into other groups, and so change the last bit of the sum.  A blend takes its
-    next sample from the corpus that is furthest behind its share; where two are nearly equal, that
-    bit would decide which, and the order would change.
-    """
-    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
-    checked = []
-    for number, phase in enumerate(phases):
-        try:
-            samples, weights = phase
-            samples = operator.index(samples)
-            weights = _read_weights(weights, names)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"phase {number}: {error}") from None
-        if samples < 1:
-            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples}")
-        shares = np.array(weights, np.float64)
-        is_used = shares > 0
-        shares[is_used] = normalize(shares[is_used])
-        checked.append((samples, shares.tolist()))
-    return checked
 
 
 @dataclasses.dataclass
@@ -1384,11 +1357,11 @@ def get_blend_from_list(
 # (3) shuffle_index: the samples are shuffled too: sample k of the dataset is sample
 #     shuffle_index[k] of the stream.
 #
-# The cut (2), for a stream of the documents as they are, unshuffled.  A row (d, offset) is a place:
+# The cut (2), for a stream of the documents as they are, unshuffled.  A row (d, offset) means:
 # offset tokens into document_index[d], the d-th document of the stream.  The rows are (0, 0) (1, 0)
 # (2, 1) (2, 5), of which the last says where sample 3 would start:
 #
-#   place     0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
+#   token     0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
 #   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    inputs b b b c   labels b b c c
 #                                          sample 2 = c c c c c    inputs c c c c   labels c c c c
 #
@@ -1411,10 +1384,6 @@ def get_blend_from_list(
 #
 # The samples (3) are shuffled in the same piles.  A sample that begins in one epoch and ends in the
 # next belongs to the pile of the epoch in which it ends.
-#
-# One exception to "epochs that are added change nothing": where a last, short sample is kept (see
-# count_samples()), an epoch that is added makes it a whole one, which ends in that epoch.  So it
-# moves into that pile, and the samples of the epoch that was last come in another order.
 
 
 def count_samples(
@@ -1466,10 +1435,9 @@ def plan_epochs(
     A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
     together with the others, the run could read more samples of the last epoch than it needs, and
     leave out as many of earlier epochs.  So where few samples of the last epoch are wanted, that
-    epoch is shuffled by itself and comes last.  Few are fewer than 80 %, rounded down, of what one
-    epoch alone holds (as upstream has it; the last epoch may hold one sample more).
+    epoch is shuffled by itself and comes last.  Few: less than int(0.80 * samples of one epoch).
 
-    ValueError for samples of a split without tokens (upstream never returns).  Cost: O(1).
+    ValueError for samples of a split without tokens (upstream loops for ever).  Cost: O(1).
     Upstream: GPTDataset._get_num_epochs.
 
     >>> # 4 are wanted.  One epoch of 13 tokens holds 3, so it takes two, and these hold 6.
@@ -1571,8 +1539,8 @@ def build_sample_idx(
                                    whole one
     add_extra_token_to_sequence    x
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
-                      starts at token offset of the d-th document.  Row N is the end of the last
-                      sample, less x tokens: sample N would start there if the last is whole.
+                      starts at token offset of the d-th document.  Row N is where sample N would
+                      start.
     Raises            TypeError for another dtype; ValueError for S < 1, or too few tokens in the
                       documents; IndexError for a document that is no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
@@ -1597,8 +1565,9 @@ def build_sample_idx(
         raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
 
-    # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
-    # or, if the last sample is short, at the end of the stream.
+    # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends, j*S + x tokens into the stream:
+    # so with x = 0 a sample that starts with a document is written, as in upstream, as the end of
+    # the document before it, (d, length of d).  A last, short sample ends where the stream ends.
     tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
     lengths = sizes[document_index]
     if len(lengths) and lengths.min() < 0:
@@ -1612,13 +1581,8 @@ def build_sample_idx(
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
     rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
     rows[1:, 0] = d
-    # Sample j begins x tokens before the end of sample j - 1.  With x = 0 a sample that starts with
-    # a document is written as the end of the document before it: (d, length of d).
-    rows[1:, 1] = tokens_read - x - starts[d]
-    if x == 0 and N * S > tokens:
-        # The last sample is short.  With x = 0 row N is the end of the stream, and upstream writes
-        # it as the end of the last document, even if that one is empty.  (With x = 1 row N is one
-        # token before the end, which is never in an empty document: the row above is right.)
+    rows[1:, 1] = tokens_read - x - starts[d]  # sample j begins x tokens before sample j - 1 ends
+    if x == 0 and N * S > tokens:  # upstream's last row of a short sample
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
 
@@ -1650,8 +1614,8 @@ def build_shuffle_index(
 ) -> np.ndarray:
     """Return 0 .. N - 1 in two piles: the first num_samples of these shuffled, then the rest.
 
-    num_samples   upstream's name for the samples of the first pile: all, or those that end before
-                  a last epoch that is shuffled by itself
+    num_samples   samples of the first pile (upstream's name): all, or those that end before a last
+                  epoch that is shuffled by itself
     total_size    N
     Returns       uint32 (N,); int64 from N = 2**32 - 2 on
     Upstream      _build_shuffle_index
@@ -1684,6 +1648,8 @@ def build_stable_orders(
                                the stream, see _count_samples_of_epochs()
     random_seed   int          0 to 2**32 - 1
     Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
+
+    A last, short sample, where one is kept, changes its pile when an epoch is added.
 
     >>> for sample_edges in [0, 3], [0, 3, 6], [0, 3, 6, 9]:          # 1, 2 and 3 epochs
     ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 1234)
@@ -2440,7 +2406,8 @@ class MockGPTDataset(GPTDataset):
 #   dataset_index         1  0  1  1        0  1  0  1
 #   dataset_sample_index  0  0  1  2        1  3  2  4
 #
-# So phases that are added, or changed, leave those before them as they are.
+# So phases that are added, or changed, leave those before them as they are.  (A phase that is added
+# takes more samples of each corpus: with stable_order of section 4 its earlier samples stay.)
 
 
 def build_blending_indices(
@@ -2571,6 +2538,42 @@ def build_phase_indices(
         begin = end
 
 
+def _as_phases(phases, names):
+    """Phases as [(samples, normalized weights), ...]; ValueError for what is none.
+
+    Weights of 0 are left out of the sum, as a plain blend leaves out such corpora: so both have the
+    same bits.
+    """
+    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    checked = []
+    for number, phase in enumerate(phases):
+        try:
+            samples, weights = phase
+            samples = operator.index(samples)
+            weights = _read_weights(weights, names)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"phase {number}: {error}") from None
+        if samples < 1:
+            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples}")
+        shares = np.array(weights, np.float64)
+        is_used = shares > 0
+        shares[is_used] = normalize(shares[is_used])
+        checked.append((samples, shares.tolist()))
+    return checked
+
+
+class _BlendTooLarge(ValueError):
+    """A blend takes more samples of a dataset than that one has.
+
+    needed   {dataset: samples taken of it}; the builder makes that dataset so large
+    """
+
+    def __init__(self, sentence, needed):
+        super().__init__(sentence)
+        self.needed = needed
+
+
 class BlendedDataset(_Identified):
     """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
 
@@ -2651,10 +2654,7 @@ class BlendedDataset(_Identified):
 
         self.phases = None
         weights = _read_weights(weights, names)
-        dropped = [name for name, weight in zip(names, weights, strict=True) if not weight]
-        if dropped:
-            log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-        self.datasets, weights = _drop_zero_weights(self.datasets, weights)
+        self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
         if size is None:
             self.size = None
             self.weights = [int(count) for count in weights]
@@ -2709,9 +2709,7 @@ class BlendedDataset(_Identified):
                     f"{len(dataset):,}"
                 )
         if needed:
-            error = _BlendTooLarge("; ".join(sentences))
-            error.needed = needed
-            raise error
+            raise _BlendTooLarge("; ".join(sentences), needed)
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
@@ -2779,12 +2777,6 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
     return taken.tolist()
 
 
-class _BlendTooLarge(ValueError):
-    """A blend takes more samples of a dataset than that one has."""
-
-    needed = {}  # {dataset: samples taken of it}; the builder makes that dataset so large
-
-
 # ==============================================================================
 # 7. The builder
 # ==============================================================================
@@ -2798,9 +2790,7 @@ class _BlendTooLarge(ValueError):
 # part of each corpus that belongs to the split (bounds), and the number of samples that are wanted
 # (size).  With multiple_validation_sets each corpus of valid is an entry of its own.
 #
-# A single corpus without phases is not blended if it has no weight, or if blend_per_split is used.
-# It is built for size samples (None: one epoch).  Else, with w the weight of a corpus divided by
-# the sum of all weights:
+# With w for the weight of a corpus divided by the sum of all weights:
 #
 #   weights   size     each corpus is built for                   the blend has
 #   given     given    n = ceil(size * w) samples, and on top     the sum of all n
@@ -2810,7 +2800,8 @@ class _BlendTooLarge(ValueError):
 #                                                                 fewer
 #   None      None     one epoch                                  all samples of all corpora
 #
-# Without weights corpora are mixed in proportion to their numbers of samples.
+# Without weights corpora are mixed in proportion to their numbers of samples.  One corpus is not
+# mixed, but built for size samples (None: one epoch); with blend and a weight it is a blend of one.
 #
 # The surplus is for this: the rule of section 6 keeps to the shares only nearly, so the blend may
 # take more than n samples of a corpus.  Where the surplus is not enough (there upstream fails),
@@ -2818,6 +2809,8 @@ class _BlendTooLarge(ValueError):
 #
 # With blend_phases, n is the sum of the n of all phases, and the blend of train has all samples of
 # all phases: these must be as many as size, or more.
+#
+# In a job of several ranks one goes first:
 #
 #   rank 0: build and write the cache  ->  other ranks: load the cache, or build where they see none
 
@@ -2866,7 +2859,6 @@ def _entries_of_config(
     if is_full and sizes[Split.valid.value] is not None:
         raise ValueError("full_validation: the size of valid must be None")
     entries = []
-    dropped = set()
     for split, size in zip(Split, sizes, strict=True):
         if size is not None and not 0 <= size < math.inf:
             raise ValueError(f"size of {split.name}: wanted a number >= 0 or None, got {size}")
@@ -2879,40 +2871,39 @@ def _entries_of_config(
         if bounds is None or corpora is None:
             continue  # nothing is built for this split
         prefixes, weights = corpora
-        phases = None
         if split is Split.train and config.blend_phases is not None:
-            weights = None  # phases have weights of their own
             phases = _as_phases(config.blend_phases, prefixes)
-            total = sum(samples for samples, _ in phases)
-            if size is not None and size > total:
-                raise ValueError(
-                    f"blend_phases has {total} samples, but {size} are wanted of train: add a "
-                    f"phase of {size - total}, or make the last one longer"
-                )
+            _check_samples_of_phases(phases, size)
+            entries.append(_Entry(split, list(prefixes), None, bounds, size, phases))
         elif split is Split.valid and config.multiple_validation_sets:
-            for prefix in prefixes:  # each is a dataset of its own
+            for prefix in prefixes:
                 entries.append(_Entry(split, [prefix], None, bounds, size, None))
-            continue
-        elif config.blend_per_split is not None and len(prefixes) == 1:
-            weights = None  # a single corpus is not blended
-        elif weights is not None:
-            if size is None:
-                raise ValueError(f"{split.name} is a blend with weights, which needs a size")
-            used, weights = _drop_zero_weights(prefixes, weights)
-            dropped.update(str(prefix) for prefix in set(prefixes).difference(used))
-            prefixes = used
-            weights = normalize(weights)
-        entries.append(_Entry(split, list(prefixes), weights, bounds, size, phases))
-    if dropped:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(sorted(dropped)))
+        elif weights is None or (config.blend_per_split is not None and len(prefixes) == 1):
+            entries.append(_Entry(split, list(prefixes), None, bounds, size, None))
+        elif size is None:
+            raise ValueError(f"{split.name} is a blend with weights, which needs a size")
+        else:
+            prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
+            entries.append(_Entry(split, prefixes, normalize(weights), bounds, size, None))
     return entries
+
+
+def _check_samples_of_phases(phases, size):
+    """ValueError if the phases of train have fewer samples than are wanted."""
+    total = sum(samples for samples, _ in phases)
+    if size is not None and size > total:
+        raise ValueError(
+            f"blend_phases has {total} samples, but {size} are wanted of train: add a phase of "
+            f"{size - total}, or make the last one longer"
+        )
 
 
 class BlendedMegatronDatasetBuilder:
     """Build train, valid and test from a config.  Upstream: BlendedMegatronDatasetBuilder.
 
     cls               a MegatronDataset class, such as GPTDataset
-    sizes             samples wanted of train, valid and test; None: one epoch (not with weights)
+    sizes             samples wanted of train, valid and test; None: one epoch (with weights: a
+                      ValueError)
     is_built_on_rank  () -> bool, asked only with torch.distributed: ranks where it is False get
                       None three times.  (Rank 0 builds in any case, for the cache.)
     config            the config of cls
@@ -3070,8 +3061,6 @@ def _allow_open_files():
 # ==============================================================================
 # Question answered here: which samples does rank r get at step t, and after a stop?
 #
-# In this section a rank is a data-parallel one, which several processes may share (section 9).
-#
 # A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
 # micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
 # time are called a round here.  A training step, which changes the model once, takes one round or
@@ -3086,8 +3075,8 @@ def _allow_open_files():
 #   order of "single"      0  1  2  3     4  5  6  7     8 ...
 #   rank                   0  0  1  1     0  0  1  1     0
 #
-#   order of "cyclic",     4  0  7  3     2  5  1  6                each turn in a new order; the
-#   of 8 samples                                                    samples of whole rounds only
+#   order of "cyclic",     4  0  7  3     2  5  1  6                of 8 samples, each turn in a
+#                                                                   new order
 #   rank                   0  1  0  1     0  1  0  1
 #
 # A turn is once through all samples of the dataset; a rest that fills no whole round is left out,
@@ -3240,7 +3229,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
     dataset        not used; upstream has this argument
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
-    seed           the order of turn t is drawn with seed + t (upstream: with t)
+    seed           the order of turn t is drawn with seed + t (seed 0 is upstream's order)
 
     Unsharded, the samples beyond the last whole micro-batch are in no turn (upstream's rule), and
     the end of the shuffled order that fills no whole round is left out of this turn (upstream reads
@@ -3308,7 +3297,10 @@ class MegatronPretrainingRandomSampler(_Sampler):
         return order[rank : self.active_total_samples : ranks]
 
     def samples_shuffled(self) -> int:
-        """Return how many samples all ranks shuffle: those of whole rounds, or micro-batches."""
+        """Return how many samples enter the shuffle, of all ranks; whole rounds of them leave it.
+
+        Sharded these are the samples of whole rounds, unsharded those of whole micro-batches.
+        """
         if self.data_sharding:
             return self.active_total_samples
         return self.total_samples - self.total_samples % self.micro_batch_size
