@@ -3628,9 +3628,9 @@ def get_batch_on_this_tp_rank(
 ) -> dict[str, torch.Tensor | None]:
     """Return the next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
 
-    data_iterator          iterator over a loader's batches; tp rank 0 of the first and of the last
-                           stage uses it, with mtp or packed that of any stage.  It may be None on
-                           all other ranks
+    data_iterator          iterator over a loader's batches.  It may be None where nothing is read:
+                           tp rank 0 of the first and of the last stage reads, of the stages between
+                           only if packed or with mtp
     micro_batch_size       B, rows of a batch
     sequence_length        S, tokens of a row
     create_attention_mask  the first and the last stage need the dense mask too.  Give it the value
