@@ -3536,19 +3536,24 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # ==============================================================================
 # Question answered here: which part of a batch does each rank get, and how?
 #
-# A big model is trained by many ranks, which share the work along up to four axes:
+# A big model is trained by many ranks, which share the work along up to four axes.  A rank has a
+# coordinate along each of them:
 #
 #   tp  tensor parallel     each rank holds a part of every layer; all of them need the same batch
 #   cp  context parallel    each rank has a part of every row of the batch
-#   dp  data parallel       each place along this axis has the whole model, and a batch of its own
-#   pp  pipeline parallel   each rank (stage) holds some of the layers: the first stage needs the
-#                           tokens, the last stage the labels
+#   dp  data parallel       each coordinate is a copy of the whole model, with batches of its own
+#   pp  pipeline parallel   each coordinate is a stage, which holds some of the layers: the first
+#                           stage needs the tokens, the last stage the labels
 #
-# Section 8 makes the batches of a data-parallel rank.  All ranks with the same place along dp share
-# them.  In the first and in the last stage, tp 0 of each cp rank has a loader of its own, and sends
-# its batches to the other tp ranks.  All loaders of one place along dp have equal samplers, so they
-# read the same batches.  The stages between read nothing, as in upstream: the trainer sends them
-# what they need besides the activations, such as a mask.
+# Ranks that work together are a process group of torch.  It sends tensors by one of two carriers:
+# gloo, between CPUs, or NCCL, between GPUs.
+#
+# Section 8 makes the batches of a data-parallel rank.  All ranks with the same coordinate along dp
+# share them.  In the first and in the last stage, tp 0 of each cp rank has a loader of its own, and
+# sends its batches to the other tp ranks.  These loaders have equal samplers, so they read the same
+# batches.  The stages between read nothing, as in upstream: the trainer sends them what they need
+# besides the activations, such as a mask.  In packed rows attention keeps several documents apart
+# (inter_document_masking, section 3).  Then each stage needs cu_seqlens and max_seqlen, and reads.
 #
 # With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
 #
@@ -3564,18 +3569,13 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # begins at a multiple of its item size, and a receiver can use it where it lies:
 #
 #   byte   0        8                         72                        136
-#          | status | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
+#          | failed | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
 #
-# The receivers know the layout beforehand, from their stage and the shape of a batch.  Two things
-# they cannot know, so the status says them, and a second broadcast follows:
-#   packed   the batch has cu_seqlens and max_seqlen (several documents in a row, kept apart)
-#   failed   the reader met an error: its sentence follows, and every rank of the group raises it
+# The receivers know the layout beforehand, from their stage, the shape of a batch and whether it is
+# packed.  They cannot know whether the reader failed, so that stands in front, as 0 or 1.  After 1
+# the sentence of its error follows in a second broadcast, and every rank of the group raises it.
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-
-_PLAIN = 0  # these three are the status of a batch
-_PACKED = 1
-_FAILED = 2
 
 
 class ParallelGroups:
@@ -3584,10 +3584,9 @@ class ParallelGroups:
     tensor, context, pipeline   ranks along these axes; the data axis is what is left of the world
 
     A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
-    group differ in their places along these axes and in nothing else.  Every rank must make its
-    ParallelGroups at the same point, after torch.distributed is initialized; a job of one process
-    needs no torch.distributed.  A torch DeviceMesh has these groups if its names are ("pp", "dp",
-    "cp", "tp"), in this order.  ValueError where the ranks cannot be cut so.
+    group differ in their coordinates along these axes and in nothing else.  Every rank must make
+    its ParallelGroups at the same point, after torch.distributed is initialized; a job of one
+    process needs no torch.distributed.  ValueError where the ranks cannot be cut so.
 
     Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp (ep, for experts,
     is 1 here).
@@ -3621,8 +3620,8 @@ class ParallelGroups:
             rest, tp = divmod(rank, tensor)
             rest, cp = divmod(rest, context)
             pp, dp = divmod(rest, data)
-            places = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-            others = tuple(place for axis, place in places.items() if axis not in axes)
+            coordinates = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+            others = tuple(coordinates[axis] for axis in coordinates if axis not in axes)
             groups.setdefault(others, []).append(rank)
         return list(groups.values())
 
@@ -3651,8 +3650,8 @@ class ParallelGroups:
             for kind in self._KINDS:
                 self._groups[kind] = self._new_group(kind)
             self.batch_group = self._groups["tp"]
-            # Batches travel from CPU to CPU, by gloo.  Over NCCL a receiver would have to read the
-            # status of a batch from its GPU, and so wait for all the work that is queued there.
+            # Batches travel by gloo.  Over NCCL a receiver would have to read from its GPU whether
+            # the reader failed, and so wait for all the work that is queued there.
             if torch.distributed.get_backend() != "gloo":
                 self.batch_group = self._new_group("tp", backend="gloo")
 
@@ -3666,11 +3665,12 @@ class ParallelGroups:
         """The ranks of this rank's group of a kind."""
         if kind not in self._ranks:
             lists = self.rank_lists(kind, **self.sizes)
-            [self._ranks[kind]] = [ranks for ranks in lists if _rank() in ranks]
+            [mine] = [ranks for ranks in lists if _rank() in ranks]
+            self._ranks[kind] = mine
         return self._ranks[kind]
 
     def rank(self, kind: str) -> int:
-        """This rank's place in its group of a kind, from 0."""
+        """This rank's number in its group of a kind, from 0: along one axis, its coordinate."""
         return self.ranks(kind).index(_rank())
 
     def size(self, kind: str) -> int:
@@ -3705,7 +3705,7 @@ def get_batch(
 
     options  those of get_batch_on_this_tp_rank(); use_per_sequence_balancing is that of
              get_batch_on_this_cp_rank().  A batch that cannot be cut is a ValueError on every tp
-             rank, because they all cut the same batch.
+             rank, because they all cut the same batch; if packed, in every stage.
 
     Upstream: get_batch, in pretrain_gpt.py.
 
@@ -3733,78 +3733,83 @@ def get_batch_on_this_tp_rank(
     sequence_length: int,
     create_attention_mask: bool = False,
     mtp: bool = False,
+    packed: bool = False,
     device: torch.device | str | None = None,
 ) -> dict[str, torch.Tensor | None]:
     """Return the next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
 
-    data_iterator          iterator over a loader's batches; only tp rank 0 of the first and of the
-                           last pipeline stage uses it, and it may be None on all other ranks
+    data_iterator          iterator over a loader's batches.  It may be None where nothing is read:
+                           tp rank 0 of the first and of the last stage reads, of the stages between
+                           only if packed or with mtp
     micro_batch_size       B, rows of a batch
     sequence_length        S, tokens of a row
-    create_attention_mask  return the dense mask too.  The default is False, as the kernels of most
-                           models make the mask themselves.  Give this and the config the same
-                           value, so that no sample has a mask which nobody reads
-    mtp                    the last stage predicts several tokens ahead (multi-token prediction),
-                           and needs tokens and position_ids too
+    create_attention_mask  the first and the last stage need the dense mask too.  Give it the value
+                           that the config has, whose default is upstream's, True
+    mtp                    this stage, whichever it is, predicts several tokens ahead (multi-token
+                           prediction): it needs tokens, position_ids, labels and loss_mask
+    packed                 the batches have cu_seqlens and max_seqlen, and every stage needs them
     device                 where the tensors are put; None: the GPU of this rank in an NCCL job,
                            else the CPU
     Returns                a dict of five keys: tokens, labels, position_ids, int64 (B, S);
                            loss_mask, float32 (B, S); attention_mask, bool (B, 1, S, S), True =
-                           may not attend; None for what this pipeline stage does not read.
-                           cu_seqlens, int32 (B, S+1), and max_seqlen, int32 (B,), if the batch
-                           has them.
+                           may not attend; None for what this pipeline stage does not need.  If
+                           packed also cu_seqlens, int32 (B, S+1), and max_seqlen, int32 (B,)
     Raises                 what the reader met, on every rank of its tp group: StopIteration at the
-                           end of the data, ValueError where a tensor has another shape
+                           end of the data, ValueError where a tensor has another shape, or where
+                           a batch has cu_seqlens and packed is False, or the other way round
 
     With several tp ranks the tensors are views of one buffer, which is broadcast at once.
     Upstream: get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
     row = (micro_batch_size, sequence_length)
-    layout = _layout_of_stage(groups, row, create_attention_mask, mtp)
+    layout = _layout_of_stage(groups, row, create_attention_mask, mtp, packed)
     if not layout:
         return batch
     if device is None:
         device = _device_of_group()
     device = torch.device(device)
-    packing = {
-        "cu_seqlens": ((micro_batch_size, sequence_length + 1), torch.int32),
-        "max_seqlen": ((micro_batch_size,), torch.int32),
-    }
     if groups.size("tp") == 1:
-        for key, tensor in _read_batch(data_iterator, layout, packing).items():
+        for key, tensor in _read_batch(data_iterator, layout).items():
             batch[key] = tensor.to(device, non_blocking=True)
     else:
-        batch.update(_share_batch(data_iterator, layout, packing, groups, device))
+        batch.update(_share_batch(data_iterator, layout, groups, device))
     return batch
 
 
-def _layout_of_stage(groups, row, create_attention_mask, mtp):
+def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
     """{key: (shape, dtype)} of the tensors that this rank's stage needs, the widest items first."""
     first = groups.is_first_stage
     last = groups.is_last_stage
+    rows, tokens = shape
     layout = {}
-    if first or (last and mtp):
-        layout["tokens"] = (row, torch.int64)
-        layout["position_ids"] = (row, torch.int64)
-    if last:
-        layout["labels"] = (row, torch.int64)
-        layout["loss_mask"] = (row, torch.float32)
+    if first or mtp:
+        layout["tokens"] = (shape, torch.int64)
+        layout["position_ids"] = (shape, torch.int64)
+    if last or mtp:
+        layout["labels"] = (shape, torch.int64)
+        layout["loss_mask"] = (shape, torch.float32)
+    if packed:
+        layout["cu_seqlens"] = ((rows, tokens + 1), torch.int32)
+        layout["max_seqlen"] = ((rows,), torch.int32)
     if (first or last) and create_attention_mask:
-        rows, tokens = row
         layout["attention_mask"] = ((rows, 1, tokens, tokens), torch.bool)
     return layout
 
 
-def _read_batch(data_iterator, layout, packing):
-    """Read the next batch: the tensors of layout, and those of packing where the batch has them."""
+def _read_batch(data_iterator, layout):
+    """Read the next batch, and return the tensors of the layout."""
     if data_iterator is None:
         raise ValueError("this rank reads for its group: give a data_iterator, not None")
     batch = next(data_iterator)
     if not isinstance(batch, dict):
         raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
-    if any(batch.get(key) is not None for key in packing):
-        layout = layout | packing
+    packed = "cu_seqlens" in layout
+    if packed != (batch.get("cu_seqlens") is not None):
+        raise ValueError(
+            f"packed={packed} does not fit this batch: give packed=True where batches have "
+            "cu_seqlens, as those of inter_document_masking and of SFTDataset, and only there"
+        )
     tensors = {}
     for key, (shape, dtype) in layout.items():
         found = None
@@ -3821,48 +3826,32 @@ def _read_batch(data_iterator, layout, packing):
     return tensors
 
 
-def _share_batch(data_iterator, layout, packing, groups, device):
-    """What tp rank 0 reads, or its error, on every rank of its tensor-parallel group."""
-    tensors = {}
-    status = _PLAIN
+def _share_batch(data_iterator, layout, groups, device):
+    """What tp rank 0 reads, or its error, on every rank of its tensor-parallel group.
+
+    The tensors travel end to end in one buffer.  Its memory is pinned where it goes on to a GPU, so
+    that the CPU need not wait for that copy.
+    """
+    sent = {"failed": ((), torch.int64)} | layout
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sent.values())
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    views = _cut_views(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
         try:
-            tensors = _read_batch(data_iterator, layout, packing)
+            for key, tensor in _read_batch(data_iterator, layout).items():
+                views[key].copy_(tensor)
         except _ENDS_OF_A_PROCESS:
             raise
         except BaseException as caught:  # as in section 15
-            status = _FAILED
             error = caught
-        if "cu_seqlens" in tensors:
-            status = _PACKED
-        tensors["status"] = torch.tensor(status)
-    layout = {"status": ((), torch.int64)} | layout
-    buffer = _broadcast_tensors(tensors, layout, groups, device)
-    status = _cut_views(buffer, layout)["status"].item()
-    if status == _FAILED:
-        _raise_error_of(0, error, groups.batch_group)  # on all ranks of the group: tp 0 tells it
-    batch = _cut_views(buffer.to(device, non_blocking=True), layout)
-    del batch["status"]
-    if status == _PACKED:
-        buffer = _broadcast_tensors(tensors, packing, groups, device)
-        batch.update(_cut_views(buffer.to(device, non_blocking=True), packing))
-    return batch
-
-
-def _broadcast_tensors(tensors, layout, groups, device):
-    """Lay tensors end to end in one uint8 buffer on the CPU, and send it from tp rank 0 to all.
-
-    The other ranks give no tensors.  The memory is pinned where the buffer goes on to a GPU, so
-    that the CPU need not wait for that copy.
-    """
-    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
-    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for key, view in _cut_views(buffer, layout).items():
-        if key in tensors:
-            view.copy_(tensors[key])
+        views["failed"].fill_(error is not None)
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
-    return buffer
+    if views["failed"]:
+        _raise_error_of(0, error, groups.batch_group)  # on all ranks of the group: tp 0 tells it
+    batch = _cut_views(buffer.to(device, non_blocking=True), sent)
+    del batch["failed"]
+    return batch
 
 
 def _cut_views(buffer, layout):
@@ -3887,15 +3876,15 @@ def get_batch_on_this_cp_rank(
 
     Rank r of cp ranks gets chunk r and chunk 2*cp-1-r, in that order.
 
-    batch      dict; a tensor with the axis of the tokens (dim 1, of attention_mask dim 2) is cut.
-               With cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
-               cu_seqlens, max_seqlen) is passed on: the last two stay those of the whole row.
+    batch      dict; a tensor with the axis of the tokens is cut along it: dim 1, of attention_mask
+               dim 2, so that queries are cut and keys stay whole.  With cu_seqlens every document
+               is cut by itself.  Everything else (None, dataset_id, cu_seqlens, max_seqlen) is
+               passed on: the last two stay those of the whole row.
     use_per_sequence_balancing
-               with cu_seqlens too, cut the whole row and not every document (in this name of
-               upstream's a sequence is the row)
+               with cu_seqlens too, cut the whole row and not every document
     Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
-               where cu_seqlens falls, or leaves 0 .. S.  SFTDataset fills its documents up to
+               where cu_seqlens decreases, or leaves 0 .. S.  SFTDataset fills its documents up to
                such lengths; the documents of GPTDataset have any length, so with
                inter_document_masking set use_per_sequence_balancing
     Upstream   get_batch_on_this_cp_rank, which changes the batch
@@ -3910,18 +3899,24 @@ def get_batch_on_this_cp_rank(
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"wanted a cp_rank from 0 to cp_size - 1, got {cp_rank} of {cp_size}")
     part = dict(batch)
-    tensors = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
-    if cp_size == 1 or not tensors:
+    if cp_size == 1:
         return part
-    length = tensors[0].shape[-1]
-    cuts_documents = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
+    cu_seqlens = batch.get("cu_seqlens")
+    tensors = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
+    if tensors:
+        length = tensors[0].shape[-1]
+    elif cu_seqlens is not None:  # of a stage between: it refuses what the others cannot cut
+        length = cu_seqlens.shape[-1] - 1
+    else:
+        return part
+    cuts_documents = cu_seqlens is not None and not use_per_sequence_balancing
     if cuts_documents:
-        bounds_of_rows = _bounds_of_documents(batch["cu_seqlens"].tolist(), length, cp_size)
+        bounds_of_rows = _bounds_of_documents(cu_seqlens.tolist(), length, cp_size)
     elif length % (2 * cp_size) == 0:
         bounds_of_rows = [[0, length]]  # the same in all rows
     else:
         raise ValueError(
-            f"a sequence of {length} tokens cannot be cut for cp_size {cp_size}: "
+            f"a row of {length} tokens cannot be cut for cp_size {cp_size}: "
             f"its length must be a multiple of {2 * cp_size}"
         )
     chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
@@ -3948,7 +3943,7 @@ def _bounds_of_documents(cu_seqlens, length, cp_size):
         bounds = [0, *starts, length]
         if bounds != sorted(bounds):
             raise ValueError(
-                f"cu_seqlens of row {row}: wanted numbers 0 .. {length} that never fall, "
+                f"cu_seqlens of row {row}: wanted numbers 0 .. {length} that never decrease, "
                 f"got {np.array(starts)}"
             )
         bounds = sorted(set(bounds))  # the unused entries of cu_seqlens repeat the length
@@ -3958,7 +3953,7 @@ def _bounds_of_documents(cu_seqlens, length, cp_size):
                 raise ValueError(
                     f"document {document} of row {row} has {tokens} tokens ({begin} to {end}): "
                     f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
-                    "use_per_sequence_balancing=True cuts the whole sequence instead"
+                    "use_per_sequence_balancing=True cuts the whole row instead"
                 )
         bounds_of_rows.append(bounds)
     return bounds_of_rows

@@ -2739,6 +2739,7 @@ ROWS = 2
 LENGTH = 16
 SHAPE = {"micro_batch_size": ROWS, "sequence_length": LENGTH}
 WITH_MASK = {"create_attention_mask": True}
+PACKED = {"packed": True}
 
 
 def hand_made_batch(rng, rows=ROWS, length=LENGTH):
@@ -2780,33 +2781,81 @@ def test_one_process_reads_its_own_batch(one):
     narrow = batch | {"tokens": batch["tokens"].short()}
     source = iter([narrow, batch, batch])
     groups = one.ParallelGroups()
-    same_batch(one.get_batch(source, groups, **SHAPE, **WITH_MASK), batch)
-    found = one.get_batch(source, groups, **SHAPE, device="meta")  # which every machine has
+    options = SHAPE | PACKED
+    same_batch(one.get_batch(source, groups, **options, **WITH_MASK), batch)
+    found = one.get_batch(source, groups, **options, device="meta")  # which every machine has
     assert found["tokens"].device.type == "meta"
     del batch["attention_mask"]
-    same_batch(one.get_batch(source, groups, **SHAPE), batch)
+    same_batch(one.get_batch(source, groups, **options), batch)
     with pytest.raises(StopIteration):
-        one.get_batch(source, groups, **SHAPE)
+        one.get_batch(source, groups, **options)
 
 
 def test_a_batch_that_does_not_fit_is_refused(one):
-    batch = hand_made_batch(np.random.default_rng(3))
-    for changes, key in (
-        ({"tokens": torch.zeros(2, 7, dtype=torch.int64)}, "tokens"),
-        ({"tokens": torch.zeros(2, 16)}, "tokens"),  # floats
-        ({"attention_mask": None}, "attention_mask"),
-        ({"max_seqlen": torch.tensor([16, 16])}, "cu_seqlens"),  # one without the other
+    plain = hand_made_batch(np.random.default_rng(3))
+    packed = packed_batch(np.random.default_rng(3), [[16], [4, 12]])
+    for batch, changes, options, word in (
+        (plain, {"tokens": torch.zeros(2, 7, dtype=torch.int64)}, {}, "tokens"),
+        (plain, {"tokens": torch.zeros(2, 16)}, {}, "tokens"),  # floats
+        (plain, {"attention_mask": None}, WITH_MASK, "attention_mask"),
+        (plain, {}, PACKED, "packed=True does not fit"),
+        (packed, {}, {}, "packed=False does not fit"),
+        (packed, {"cu_seqlens": torch.tensor([[0, 16], [0, 16]])}, PACKED, "cu_seqlens"),
+        (packed, {"max_seqlen": None}, PACKED, "max_seqlen"),  # one without the other
     ):
-        with pytest.raises(ValueError, match=key):
-            one.get_batch(iter([batch | changes]), one.ParallelGroups(), **SHAPE, **WITH_MASK)
+        with pytest.raises(ValueError, match=word):
+            one.get_batch(iter([batch | changes]), one.ParallelGroups(), **SHAPE, **options)
     with pytest.raises(ValueError, match="data_iterator"):
         one.get_batch(None, one.ParallelGroups(), **SHAPE)
+
+
+TEXT = ["tokens", "position_ids"]
+LOSS = ["labels", "loss_mask"]
+PACKING = ["cu_seqlens", "max_seqlen"]
+STAGES = {  # {stage: [(options, what it needs of a batch), ...]}
+    "first": [
+        ({}, TEXT),
+        (WITH_MASK, [*TEXT, "attention_mask"]),
+        ({"mtp": True}, TEXT + LOSS),
+        (PACKED, TEXT + PACKING),
+    ],
+    "between": [
+        ({}, []),
+        (WITH_MASK, []),
+        ({"mtp": True}, TEXT + LOSS),
+        (PACKED, PACKING),
+        (PACKED | {"mtp": True}, TEXT + LOSS + PACKING),
+    ],
+    "last": [
+        ({}, LOSS),
+        (WITH_MASK, [*LOSS, "attention_mask"]),
+        ({"mtp": True}, TEXT + LOSS),
+        (PACKED, LOSS + PACKING),
+    ],
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_stage_reads_what_it_needs(one, monkeypatch, stage):
+    """Upstream: stages between get no cu_seqlens."""
+    monkeypatch.setattr(one.ParallelGroups, "is_first_stage", stage == "first")
+    monkeypatch.setattr(one.ParallelGroups, "is_last_stage", stage == "last")
+    rng = np.random.default_rng(4)
+    for options, keys in STAGES[stage]:
+        batch = hand_made_batch(rng)
+        if options.keys() >= PACKED.keys():
+            batch = packed_batch(rng, [[16], [3, 9, 4]])
+        source = iter([batch])
+        found = one.get_batch(source, one.ParallelGroups(), **SHAPE, **options)
+        same_batch(found, {key: batch[key] for key in keys}, options)
+        was_read = next(source, None) is None
+        assert was_read == bool(keys), options
 
 
 # -- The cut for context parallelism -----------------------------------------------------------
 
 
-def test_documents_are_cut_one_by_one_or_as_a_sequence(one):
+def test_documents_are_cut_one_by_one_or_as_a_row(one):
     """The batch stays as it is, and what has no axis of tokens is passed on.
 
     Upstream: the batch is changed, and that of a blend cannot be cut.
@@ -2835,7 +2884,7 @@ def test_what_cannot_be_cut_is_refused(one):
     """Upstream: another error, or none."""
     uneven = [[0, 8, 16], [0, 4, 10]]
     for length, cu_seqlens, rank, word in (  # of two ranks
-        (10, None, 1, "10 tokens"),
+        (10, None, 1, "a row of 10 tokens"),
         (16, uneven, 0, "document 1 of row 1.*use_per_sequence_balancing"),
         (16, [[0, 16, 16], [0, 12, 8]], 0, "cu_seqlens of row 1"),  # out of order
         (16, [[0, 16], [-8, 16]], 0, "cu_seqlens of row 1"),  # before the row
@@ -2849,6 +2898,21 @@ def test_what_cannot_be_cut_is_refused(one):
             one.get_batch_on_this_cp_rank(batch, rank, 2)
 
 
+def test_a_stage_between_refuses_what_the_others_cannot_cut(one):
+    """It has the length of a row from cu_seqlens alone."""
+    for lengths, options, word in (
+        ([6, 10], {}, "document 0 of row 1 has 6 tokens"),
+        ([10], {"use_per_sequence_balancing": True}, "a row of 10 tokens"),
+    ):
+        batch = packed_batch(np.random.default_rng(6), [[sum(lengths)], lengths])
+        seen = dict.fromkeys(FIVE) | {key: batch[key] for key in PACKING}
+        for part in (batch, seen):
+            with pytest.raises(ValueError, match=word):
+                one.get_batch_on_this_cp_rank(part, 1, 2, **options)
+    batch = dict.fromkeys(FIVE) | {"cu_seqlens": torch.tensor([[0, 4, 8, 8, 8, 8, 8, 8, 8]])}
+    assert one.get_batch_on_this_cp_rank(batch, 1, 2) == batch
+
+
 # -- Jobs of real processes --------------------------------------------------------------------
 # A scenario is a function of a Job, and perhaps of an argument; it runs on every rank of the job,
 # and what it asserts must hold on each.
@@ -2856,6 +2920,7 @@ def test_what_cannot_be_cut_is_refused(one):
 LAYOUTS = {  # {ranks: the sizes of each layout}
     2: [{}, {"tensor": 2}, {"context": 2}, {"pipeline": 2}],
     4: [{"tensor": 2}, {"tensor": 2, "context": 2}, {"tensor": 2, "pipeline": 2}, {"pipeline": 4}],
+    6: [{"tensor": 2, "pipeline": 3}, {"context": 2, "pipeline": 3}],
 }
 two_or_four_ranks = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 
@@ -2933,23 +2998,28 @@ def groups_are_those_of_a_mesh(job, layout):
     assert groups.is_last_stage == (groups.rank("pp") == groups.size("pp") - 1)
 
 
-def part_of_stage(batch, groups, mask=False, mtp=False):
-    """What of a loader's batch the pipeline stage of this rank needs."""
+def needs_of_stage(groups, create_attention_mask=False, mtp=False, packed=False):
+    """The keys of what the pipeline stage of this rank needs."""
     keys = []
-    if groups.is_first_stage or (groups.is_last_stage and mtp):
-        keys += ["tokens", "position_ids"]
-    if groups.is_last_stage:
-        keys += ["labels", "loss_mask"]
-    if keys:
-        keys += ["cu_seqlens", "max_seqlen"]
-    if keys and mask:
+    if groups.is_first_stage or mtp:
+        keys += TEXT
+    if groups.is_last_stage or mtp:
+        keys += LOSS
+    if packed:
+        keys += PACKING
+    if create_attention_mask and (groups.is_first_stage or groups.is_last_stage):
         keys.append("attention_mask")
-    return {key: batch[key] for key in keys if key in batch}
+    return keys
 
 
-def source_on_rank(batches, groups):
+def part_of_stage(batch, groups, **options):
+    """What of a loader's batch the pipeline stage of this rank needs."""
+    return {key: batch[key] for key in needs_of_stage(groups, **options)}
+
+
+def source_on_rank(batches, groups, **options):
     """An iterator over batches on a rank that reads for others, None on the others."""
-    if groups.rank("tp") == 0 and (groups.is_first_stage or groups.is_last_stage):
+    if groups.rank("tp") == 0 and needs_of_stage(groups, **options):
         return iter(batches)
     return None
 
@@ -2958,17 +3028,16 @@ RESETS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_lo
 DOCUMENTS = {"inter_document_masking": True}
 LOADERS = [  # (corpora, fields of the config, options of get_batch: for the tp, for the cp rank)
     (["a"], WITH_MASK | RESETS, WITH_MASK, {}),
-    (["a"], DOCUMENTS, {}, {"use_per_sequence_balancing": True}),
-    (["b"], DOCUMENTS, {}, {}),
+    (["a"], DOCUMENTS, PACKED, {"use_per_sequence_balancing": True}),
+    (["b"], DOCUMENTS, PACKED, {}),
+    (["b"], DOCUMENTS, PACKED | {"mtp": True}, {}),
     (["a", "b"], {}, {"mtp": True}, {}),
+    (["a", "b"], {}, {}, {}),
 ]
 
 
 def batches_of_loaders(job, layout):
-    """Each is the part of the batch that one process would read, and is sent in one broadcast.
-
-    With the packing in a second one.
-    """
+    """Each is the part of the batch that one process would read, and is sent in one broadcast."""
     groups = job.mm.ParallelGroups(**layout)
     for corpora, fields, tp_options, cp_options in LOADERS:
         prefixes = [str(job.folder / corpus) for corpus in corpora]
@@ -2980,15 +3049,12 @@ def batches_of_loaders(job, layout):
             data_parallel_rank=groups.rank("dp"),
             data_parallel_size=groups.size("dp"),
         )
-        source = source_on_rank(loader, groups)
+        source = source_on_rank(loader, groups, **tp_options)
         for whole in loader:
-            wanted = part_of_stage(whole, groups, tp_options == WITH_MASK, "mtp" in tp_options)
-            num_calls = 0
-            if groups.size("tp") > 1:
-                num_calls = 2 if "cu_seqlens" in wanted else 1
+            wanted = part_of_stage(whole, groups, **tp_options)
             with counted("broadcast") as broadcast:
                 found = job.mm.get_batch(source, groups, **SHAPE, **tp_options, **cp_options)
-            assert broadcast.call_count == num_calls
+            assert broadcast.call_count == (groups.size("tp") > 1 and len(wanted) > 0)
             wanted = job.mm.get_batch_on_this_cp_rank(
                 wanted, groups.rank("cp"), groups.size("cp"), **cp_options
             )
@@ -3002,37 +3068,59 @@ def a_failing_reader_fails_on_all_ranks_of_its_group(job, layout):
     """And the batches before and after it arrive."""
     read = job.mm.get_batch_on_this_tp_rank
     groups = job.mm.ParallelGroups(**layout)
-    good = hand_made_batch(np.random.default_rng(0))
-    odd = good | {"tokens": good["tokens"].short().t().contiguous().t()}  # it is sent as good is
-    wanted = part_of_stage(good, groups)
-    if not wanted:
-        return
-    for error, kind in (
-        (ValueError("no such sample"), ValueError),
-        (PermissionError(13, "No"), PermissionError),
-        (Panic("panicked"), Panic),
-        (KeyError("a"), RuntimeError),
-        (StopIteration("the end"), StopIteration),
-    ):
-        source = mock.MagicMock()  # an iterator that goes on after an error
-        source.__next__ = mock.Mock(side_effect=[odd, error, good])
-        same_batch(read(source, groups, **SHAPE), wanted)
-        with pytest.raises(BaseException, match=re.escape(str(error))) as caught:
-            read(source, groups, **SHAPE)
-        if groups.size("tp") > 1:
-            assert type(caught.value) is kind
-            assert str(caught.value).startswith(f"rank {groups.ranks('tp')[0]}: ")
-        else:  # there is nobody to tell
-            assert caught.value is error
-        same_batch(read(source, groups, **SHAPE), wanted)
+    plain = hand_made_batch(np.random.default_rng(0))
+    packed = packed_batch(np.random.default_rng(0), [[16], [3, 13]])
+    for good, other, options in ((plain, packed, {}), (packed, plain, PACKED)):
+        odd = good | {"tokens": good["tokens"].short().t().contiguous().t()}  # is sent as good is
+        wanted = part_of_stage(good, groups, **options)
+        if not wanted:
+            continue
+        for second, kind, words in (
+            (ValueError("no such sample"), ValueError, "no such sample"),
+            (PermissionError(13, "No"), PermissionError, "[Errno 13] No"),
+            (Panic("panicked"), Panic, "panicked"),
+            (KeyError("a"), RuntimeError, "'a'"),
+            (StopIteration("the end"), StopIteration, "the end"),
+            (other, ValueError, f"packed={bool(options)} does not fit"),
+            ([], ValueError, "wanted a batch as a dict"),
+        ):
+            source = mock.MagicMock()  # an iterator that goes on after an error
+            source.__next__ = mock.Mock(side_effect=[odd, second, good])
+            same_batch(read(source, groups, **SHAPE, **options), wanted)
+            with pytest.raises(BaseException, match=re.escape(words)) as caught:
+                read(source, groups, **SHAPE, **options)
+            if groups.size("tp") > 1:
+                assert type(caught.value) is kind
+                assert str(caught.value).startswith(f"rank {groups.ranks('tp')[0]}: ")
+            elif isinstance(second, BaseException):  # there is nobody to tell
+                assert caught.value is second
+            same_batch(read(source, groups, **SHAPE, **options), wanted)
 
 
-@two_or_four_ranks
+def documents_that_cannot_be_cut_are_refused_on_all_ranks(job, layout):
+    """In every stage.  The next batch, whose documents can be cut, arrives."""
+    groups = job.mm.ParallelGroups(**layout)
+    bad = packed_batch(np.random.default_rng(2), [[16], [6, 10]])
+    good = packed_batch(np.random.default_rng(2), [[16], [4, 12]])
+    source = source_on_rank([bad, good], groups, **PACKED)
+    expected = contextlib.nullcontext()
+    if groups.size("cp") > 1:
+        expected = pytest.raises(ValueError, match="document 0 of row 1.*use_per_sequence")
+    with expected:
+        job.mm.get_batch(source, groups, **SHAPE, **PACKED)
+    found = job.mm.get_batch(source, groups, **SHAPE, **PACKED)
+    same(found["cu_seqlens"], good["cu_seqlens"])
+
+
+@pytest.mark.parametrize(
+    "world", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
+)
 def test_batches_on_ranks(tmp_path, world):
     scenarios = [
         groups_are_those_of_a_mesh,
         batches_of_loaders,
         a_failing_reader_fails_on_all_ranks_of_its_group,
+        documents_that_cannot_be_cut_are_refused_on_all_ranks,
     ]
     run_on_ranks(world, tmp_path, itertools.product(scenarios, LAYOUTS[world]))
 
