@@ -4691,8 +4691,11 @@ def _find_arrays(stem, names, made_from, pair):
         raise DatasetFormatError(f"the pair was {note}, is {pair.fingerprint()}")
     arrays = [_open_array(f"{stem}-{name}.npy", manifest["files"][name]) for name in names]
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
-    if _read_manifest(stem) != text:
-        raise DatasetFormatError("another job is writing it")
+    text_now = _read_manifest(stem)
+    if text_now is None:
+        return None
+    if text_now != text:
+        raise DatasetFormatError("another job has written it meanwhile")
     return manifest["facts"], arrays
 
 

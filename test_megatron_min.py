@@ -4079,6 +4079,19 @@ def test_a_limit_of_the_system_is_no_fault_of_the_cache(one, pair, cache, monkey
                 one.GPTDataset(*opened, ds.config)
 
 
+def test_threads_may_build_at_once(one, pair, wanted, cache):
+    """Six have one name here; then all find it."""
+    fields = {"path_to_cache": cache, "num_dataset_builder_threads": 6}
+    cfg = config(one, ([pair] * 6, [1] * 6), **fields)
+    for _ in range(2):
+        [train, _, _], messages = heard(build, one, [6 * 49, 0, 0], cfg)
+        assert messages == []
+        for part in train.datasets:
+            assert part.num_samples == 50
+            assert part._in_files
+            same_arrays(arrays(part), wanted)
+
+
 @linux
 @pytest.mark.parametrize("stale", [False, True])
 def test_jobs_may_build_at_once(one, pair, cache, stale):
