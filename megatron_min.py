@@ -4315,6 +4315,9 @@ def forward_backward_no_pipelining(
     model: torch.nn.Module | typing.Sequence[torch.nn.Module],
     num_microbatches: int,
     forward_only: bool = False,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    decoder_seq_length: int | None = None,
 ) -> list[typing.Any]:
     """Run the micro-batches of a step and finish the gradients.  Upstream: the same name.
 
@@ -4327,6 +4330,8 @@ def forward_backward_no_pipelining(
     model              a DistributedDataParallel, a plain module, or a list of one of these
     num_microbatches   how many to run, at least 1
     forward_only       no backward, and nothing is sent; call it under torch.no_grad()
+    seq_length, micro_batch_size, decoder_seq_length
+                       accepted, without effect
     Returns            the reports, one for each micro-batch
 
     A whole step on the toy corpus, in one process.  The model is a table: the row of a byte has a

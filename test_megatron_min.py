@@ -3224,6 +3224,9 @@ def run_step(mm, step, data, model, forward_only=False):
         model=model,
         num_microbatches=len(data),
         forward_only=forward_only,
+        seq_length=6,  # upstream's schedule wants these
+        micro_batch_size=8,
+        decoder_seq_length=None,
     )
 
 
