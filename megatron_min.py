@@ -4000,8 +4000,13 @@ def _take_chunks(tensor, dim, chunks):
 #                    and then sends the new parameters of its shard to the others itself
 #
 #   parameters, as the module has them   embed  w1  w2  w3  head
-#   buffer of a dtype, in reverse, the   | head     | w3  w2   | w1  embed |   p.grad is a view
+#   buffer of a dtype, in reverse, the   | head     | w3  w2   | w1  embed |   p.main_grad is a view
 #   order in which backward goes         | bucket 0 | bucket 1 | bucket 2  |
+#
+# Backward adds each gradient to p.grad, which is that view, too.  But in bfloat16 256 + 1 is 256:
+# for parameters of 16 bits there is grad_reduce_in_fp32.  Then all buffers are float32; backward
+# makes p.grad anew for each micro-batch, and it is added to p.main_grad and dropped.  At the end of
+# the step p.grad is made of p.main_grad, in the dtype of the parameter.
 #
 # A step with overlap_grad_reduce.  Time runs to the right, and each line of = is a bucket on its
 # way to all ranks:
@@ -4020,9 +4025,9 @@ def _take_chunks(tensor, dim, chunks):
 # A tied parameter, which the model has under two names, is one parameter; it stands where the first
 # of the names does.
 #
-# A training step, with all that part I has made, where there is one pipeline stage.  (With several,
-# the schedule of the stages is the trainer's.)  An example that runs is in the docstring of
-# forward_backward_no_pipelining().
+# A training step, where there is one pipeline stage.  (With several, the schedule of the stages is
+# the trainer's.)  The loader is that of section 14; an example that runs with batches_of(), which
+# part I has, is in the docstring of forward_backward_no_pipelining().
 #
 #   model = DistributedDataParallel(module, groups.group("dp-cp"))    once, before the first step;
 #                                          cp ranks have the same weights and different tokens
@@ -4071,6 +4076,8 @@ class DistributedDataParallel(torch.nn.Module):
                                view of the buffer of its dtype and device, and its grad becomes the
                                same view.  (grad is torch's name, main_grad upstream's, which its
                                optimizers read.  Others may set grad to None; main_grad stays.)
+                               Whatever converts, replaces or unfreezes parameters, such as
+                               module.to(), comes before the wrapping
     group                      the process group to average over: that of "dp-cp".  None: all ranks,
                                right only without tp and pp
     bucket_size                elements that are sent at once, at least (the last bucket has the
@@ -4080,15 +4087,18 @@ class DistributedDataParallel(torch.nn.Module):
                                grad_shards, becomes the average; False: all-reduce
     average_in_collective      the collective divides by the number of ranks, where NCCL is the
                                backend; else gradients are divided by it before they are sent
-    check_for_nan_in_grad      where a gradient is nan, finish_grad_sync() raises ValueError on
-                               every rank, naming parameter and rank
+    check_for_nan_in_grad      where a gradient is nan or inf, finish_grad_sync() raises ValueError
+                               on every rank, naming parameter and rank
+    grad_reduce_in_fp32        sums and averages in float32, whatever the parameters are: main_grad
+                               is float32, and grad None until finish_grad_sync() sets it to
+                               main_grad in the parameter's dtype.  Only zero_grad_buffer() begins a
+                               step.  False: in the dtype of each parameter
 
     grad_buffers   list of tensors: the buffer of each dtype and device
     grad_shards    list of tensors: this rank's slice of each bucket
 
     In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
-    last under no_sync(); then finish_grad_sync(), and the optimizer.  Whatever converts, replaces
-    or unfreezes parameters, such as module.to(), comes before the module is wrapped.
+    last under no_sync(); then finish_grad_sync(), and the optimizer.
 
     >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
     >>> model.zero_grad_buffer()
@@ -4108,6 +4118,7 @@ class DistributedDataParallel(torch.nn.Module):
         use_distributed_optimizer: bool = False,
         average_in_collective: bool = False,
         check_for_nan_in_grad: bool = False,
+        grad_reduce_in_fp32: bool = False,
     ) -> None:
         super().__init__()
         if bucket_size < 1:
@@ -4119,44 +4130,51 @@ class DistributedDataParallel(torch.nn.Module):
             self.size = torch.distributed.get_world_size(group)
         if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
             average_in_collective = False  # gloo, asked to average, only adds
+        self.bucket_size = bucket_size
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
         self.average_in_collective = average_in_collective
         self.check_for_nan_in_grad = check_for_nan_in_grad
+        self.grad_reduce_in_fp32 = grad_reduce_in_fp32
+        self._in_sync = True  # False under no_sync()
+        self._make_buffers()
+
+    def _make_buffers(self):
+        """Make all buffers, and have each gradient of the parameters announced."""
         self.grad_buffers = []
         self.grad_shards = []
-        self._names = {param: name for name, param in module.named_parameters()}
+        self._names = {param: name for name, param in self.module.named_parameters()}
         self._buckets = []
         self._bucket_of = {}  # {parameter: number of its bucket}
         self._places = {}  # {parameter: its elements of the buffer, flat}
-        self._num_sent = 0  # buckets that were sent in this step
-        self._in_sync = True  # False under no_sync()
-        # True: the buffers hold averages already, and sending them again would be wrong.  So a loop
-        # may call finish_grad_sync() and then finalize_model_grads(), which calls it again.
-        self._is_averaged = False
-        self._nan_names = []  # parameters with nan in what this rank sent in this step
-        params_of = {}  # {(dtype, device): its parameters, in reverse order}
+        params_of = {}  # {(dtype of the gradient, device): its parameters, in reverse order}
         for param in reversed(self._names):
             if param.requires_grad:
-                params_of.setdefault((param.dtype, param.device), []).append(param)
+                params_of.setdefault(self._kind_of_gradient(param), []).append(param)
                 param.register_post_accumulate_grad_hook(_GradientHook(self))
-        for params in params_of.values():
-            self._add_buffer(params, bucket_size)
+        for (dtype, device), params in params_of.items():
+            self._add_buffer(params, dtype, device)
         self.zero_grad_buffer()
 
-    def _add_buffer(self, params, bucket_size):
+    def _kind_of_gradient(self, param):
+        """(dtype, device) of its main_grad."""
+        if self.grad_reduce_in_fp32:
+            return torch.float32, param.device
+        return param.dtype, param.device
+
+    def _add_buffer(self, params, dtype, device):
         """Make the buffer of one dtype and device, its buckets, and the place of each parameter."""
         runs = [[]]  # the parameters of each bucket
         sizes = [0]  # their elements
         for param in params:
-            if sizes[-1] >= bucket_size:
+            if sizes[-1] >= self.bucket_size:
                 runs.append([])
                 sizes.append(0)
             runs[-1].append(param)
             sizes[-1] += param.numel()
         # A bucket is padded with zeros, so that it can be cut into one shard for each rank.
         sizes = [_ceil_div(size, self.size) * self.size for size in sizes]
-        buffer = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
+        buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self.grad_buffers.append(buffer)
         for run, data in zip(runs, buffer.split(sizes), strict=True):
             start = 0
@@ -4185,14 +4203,20 @@ class DistributedDataParallel(torch.nn.Module):
             self._in_sync = before
 
     def _on_gradient(self, param):
-        """Note that backward has added to param.grad; send the buckets that are complete now."""
+        """Take the gradient that backward has added; send the buckets that are complete now."""
         number = self._bucket_of[param]
         if number < self._num_sent:
             raise RuntimeError(
                 f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
-                "but the last under no_sync()"
+                "but the last under no_sync(); if there was one backward, its layer is in several "
+                "reentrant checkpoints: give them use_reentrant=False, or do not overlap"
             )
-        _put_into_buffer(param)
+        if self._is_averaged and self.grad_reduce_in_fp32:
+            raise RuntimeError(
+                f"gradient of {self._names[param]} after finish_grad_sync(): with "
+                "grad_reduce_in_fp32 call zero_grad_buffer() before each step"
+            )
+        self._put_into_buffer(param)
         self._is_averaged = False
         if self._in_sync and self.overlap_grad_reduce:
             self._buckets[number].waiting.discard(param)
@@ -4201,15 +4225,30 @@ class DistributedDataParallel(torch.nn.Module):
                     break
                 self._send_next_bucket()
 
+    def _put_into_buffer(self, param):
+        """Bring param.grad into param.main_grad."""
+        if self.grad_reduce_in_fp32:
+            if param.grad is not None:
+                param.main_grad.add_(param.grad)
+            param.grad = None
+            return
+        # It is main_grad, unless somebody has set it to None.  None means zero; if backward came
+        # after that, it has made a new tensor.
+        if param.grad is None:
+            param.main_grad.zero_()
+        elif param.grad is not param.main_grad:
+            param.main_grad.copy_(param.grad)
+        param.grad = param.main_grad
+
     def _send_next_bucket(self):
         """Start the collective of the first bucket that was not sent yet."""
         bucket = self._buckets[self._num_sent]
-        shard = self.grad_shards[self._num_sent]
+        shard = self.grad_shards[self._num_sent]  # a slice of the bucket: it is reduced in place
         self._num_sent += 1
         for param in bucket.params:
-            _put_into_buffer(param)
-            if self.check_for_nan_in_grad and param.main_grad.isnan().any():
-                self._nan_names.append(self._names[param])
+            self._put_into_buffer(param)
+            if self.check_for_nan_in_grad and not param.main_grad.isfinite().all():
+                self._not_finite.append(self._names[param])
         if self.size == 1:
             return
         operation = torch.distributed.ReduceOp.AVG
@@ -4243,15 +4282,24 @@ class DistributedDataParallel(torch.nn.Module):
         self.start_grad_sync()
         self._wait_and_reset()
         self._is_averaged = True
+        self._write_grads()
         if self.check_for_nan_in_grad:
-            _on_every_rank(self._raise_if_nan, self.group)  # raised on all ranks of the group
+            _on_every_rank(self._raise_if_not_finite, self.group)  # on all ranks of the group
 
-    def _raise_if_nan(self):
-        """ValueError if this rank has sent nan; a second call does not say it again."""
-        names = self._nan_names
-        self._nan_names = []
+    def _write_grads(self):
+        """With grad_reduce_in_fp32 and after the averages are made: set param.grad to them."""
+        if self.grad_reduce_in_fp32 and self._is_averaged:
+            for param in self._places:
+                param.grad = param.main_grad.to(param.dtype)
+
+    def _raise_if_not_finite(self):
+        """ValueError if this rank has sent nan or inf; a second call does not say it again."""
+        names = self._not_finite
+        self._not_finite = []
         if names:
-            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
+            raise ValueError(
+                f"nan or inf in the gradients of {len(names)} parameters: {', '.join(names)}"
+            )
 
     def _wait_and_reset(self):
         """Wait for what was sent; from now on every gradient is expected again."""
@@ -4260,32 +4308,23 @@ class DistributedDataParallel(torch.nn.Module):
                 bucket.handle.wait()
                 bucket.handle = None
             bucket.waiting = set(bucket.params)
-        self._num_sent = 0
+        self._num_sent = 0  # buckets that were sent in this step
 
     def zero_grad_buffer(self) -> None:
-        """Begin a step: every gradient is 0, and every param.grad a view of the buffers again.
+        """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
 
         A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
         ValueError where a parameter was converted, replaced or unfrozen after the wrapping.
         """
-        memory = [buffer.untyped_storage().data_ptr() for buffer in self.grad_buffers]
-        for name, param in self.module.named_parameters():
-            if not param.requires_grad:
-                continue
-            # The keys of _places are the parameters themselves: a new one is not among them.  After
-            # unpickling a place is a copy, and no part of a buffer.
-            place = self._places.get(param)
-            is_held = place is not None and place.untyped_storage().data_ptr() in memory
-            if not is_held or place.dtype != param.dtype:
-                raise ValueError(
-                    f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
-                    "its gradient would not be averaged: do that first, then wrap the model"
-                )
+        self._refuse_changed_parameters()
+        for param, place in self._places.items():
             param.main_grad = place.view(param.shape)
-            param.grad = param.main_grad
+            param.grad = None
+            if not self.grad_reduce_in_fp32:
+                param.grad = param.main_grad
         self._wait_and_reset()
-        self._is_averaged = False
-        self._nan_names = []
+        self._is_averaged = False  # True: finish_grad_sync(), called again, sends nothing
+        self._not_finite = []  # names of parameters with nan or inf in what this rank has sent
         for buffer in self.grad_buffers:
             buffer.zero_()
 
@@ -4293,6 +4332,7 @@ class DistributedDataParallel(torch.nn.Module):
         """Multiply all gradients by a factor."""
         for buffer in self.grad_buffers:
             buffer.mul_(factor)
+        self._write_grads()
 
     def broadcast_params(self) -> None:
         """Give every rank the parameters of the group's first rank, frozen ones included."""
@@ -4301,12 +4341,31 @@ class DistributedDataParallel(torch.nn.Module):
         for param in self.module.parameters():
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
 
+    def _refuse_changed_parameters(self):
+        """ValueError for a parameter whose gradient has no place in the buffers any more."""
+        for name, param in self.module.named_parameters():
+            place = self._places.get(param)  # None: frozen, or another object than was wrapped
+            if place is None:
+                is_changed = param.requires_grad
+            else:
+                is_changed = (place.dtype, place.device) != self._kind_of_gradient(param)
+            if is_changed:
+                raise ValueError(
+                    f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
+                    "its gradient would not be averaged: do that first, then wrap the model"
+                )
+
+    def __setstate__(self, state: dict) -> None:
+        """Give a copy, or what was unpickled, buffers and hooks: torch copies no hooks."""
+        super().__setstate__(state)
+        self._make_buffers()
+
 
 class _GradientHook:
-    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
+    """Tells a DistributedDataParallel of each new gradient.
 
-    A parameter keeps its hooks, and Python cannot free a cycle that goes through one: with a weak
-    reference a wrapper that was dropped is freed, and its module too.
+    The reference is weak, as a parameter keeps its hooks: a wrapper that was dropped is freed, and
+    hears of no gradient when the module is wrapped anew.
     """
 
     def __init__(self, wrapper):
@@ -4316,18 +4375,6 @@ class _GradientHook:
         wrapper = self.wrapper()
         if wrapper is not None:
             wrapper._on_gradient(param)
-
-
-def _put_into_buffer(param):
-    """Make param.grad the view of the buffer again, if somebody has set it to None.
-
-    None means zero.  If backward came after that, it has made a new tensor.
-    """
-    if param.grad is None:
-        param.main_grad.zero_()
-    elif param.grad is not param.main_grad:
-        param.main_grad.copy_(param.grad)
-    param.grad = param.main_grad
 
 
 def finalize_model_grads(
@@ -4341,11 +4388,9 @@ def finalize_model_grads(
     num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
                 tokens, and this is how many tokens of this rank count; an int on all ranks, or a
                 tensor on all.  The average over R ranks, multiplied by R / (tokens of all ranks),
-                is the gradient of the mean loss of a token.  With several pipeline stages each
-                gives the count of the last one, which has the loss mask: it is not sent here.
-    groups      None where the parts are averaged over dp-cp, as in the listing above.  Give it
-                where a part has a smaller group, as experts have: its gradients were divided by the
-                size of that group, and the tokens are still those of all dp-cp ranks
+                is the gradient of the mean loss of a token.  With several pipeline stages the
+                trainer brings the number from the last one, which has the loss mask, to all
+    groups      the tokens are summed over its dp-cp ranks.  None: over those of the part's group
 
     >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
@@ -4375,19 +4420,23 @@ def forward_backward_no_pipelining(
     model: torch.nn.Module | typing.Sequence[torch.nn.Module],
     num_microbatches: int,
     forward_only: bool = False,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    decoder_seq_length: int | None = None,
 ) -> list[typing.Any]:
     """Run the micro-batches of a step and finish the gradients.  Upstream: the same name.
 
     forward_step_func  (data_iterator, model) -> (output, loss_func).  loss_func(output) is
-                         (loss, report)   the gradients become those of the mean of the losses
-                         (sum of losses, num_tokens, report)   they become those of the mean loss of
-                                          a token
+                         (loss, report)                        gradient of the mean of the losses
+                         (sum of losses, num_tokens, report)   gradient of the mean loss of a token
                        over all micro-batches; where the model is a DistributedDataParallel, over
                        those of all ranks
     data_iterator      is passed on to forward_step_func
     model              a DistributedDataParallel, a plain module, or a list of one of these
     num_microbatches   how many to run, at least 1
     forward_only       no backward, and nothing is sent; call it under torch.no_grad()
+    seq_length, micro_batch_size, decoder_seq_length
+                       accepted, without effect
     Returns            the reports, one for each micro-batch
 
     A whole step on the toy corpus, in one process.  The model is a table: the row of a byte has a

@@ -3133,21 +3133,21 @@ def test_batches_on_ranks(tmp_path, world):
 class Net(torch.nn.Module):
     """Tied weights, a branch that few tokens take, parts frozen and unused, a second dtype."""
 
-    def __init__(self):
+    def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(5)
-        self.never = torch.nn.Linear(3, 3)
-        self.sometimes = torch.nn.Linear(5, 5)  # of token 0 alone
-        self.embedding = torch.nn.Embedding(11, 5)
-        self.inner = torch.nn.Linear(5, 7)
+        self.never = torch.nn.Linear(3, 3, dtype=dtype)
+        self.sometimes = torch.nn.Linear(5, 5, dtype=dtype)  # of token 0 alone
+        self.embedding = torch.nn.Embedding(11, 5, dtype=dtype)
+        self.inner = torch.nn.Linear(5, 7, dtype=dtype)
         self.outer = torch.nn.Linear(7, 5, dtype=torch.float64)
-        self.frozen = torch.nn.Linear(5, 5).requires_grad_(False)
-        self.head = torch.nn.Linear(5, 11, bias=False)
+        self.frozen = torch.nn.Linear(5, 5, dtype=dtype).requires_grad_(False)
+        self.head = torch.nn.Linear(5, 11, bias=False, dtype=dtype)
         self.head.weight = self.embedding.weight
 
     def forward(self, ids):
         x = self.embedding(ids)
-        x = self.outer(torch.tanh(self.inner(x)).double()).float() + self.frozen(x)
+        x = self.outer(torch.tanh(self.inner(x)).double()).to(x.dtype) + self.frozen(x)
         if (ids == 0).any():
             x = x + self.sometimes(x) * (ids == 0)[..., None]
         return self.head(x)
@@ -3164,7 +3164,7 @@ def step_data(seed=0):
 
 def losses(net, ids, labels, weights):
     """The loss of each token, times its weight."""
-    out = net(ids).flatten(0, 1)
+    out = net(ids).flatten(0, 1).float()
     each = torch.nn.functional.cross_entropy(out, labels.flatten(), reduction="none")
     return each * weights.flatten()
 
@@ -3191,6 +3191,11 @@ def close(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+def equal(found, wanted):
+    """Equal tensors of one dtype (numpy has no bfloat16)."""
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 # -- The gradients of one process --------------------------------------------------------------
 
 
@@ -3205,25 +3210,60 @@ def test_gradients_live_in_one_buffer(one):
     assert [len(shard) for shard in ddp.grad_shards] == [4, 9]
 
 
-def test_a_model_that_is_changed_after_it_was_wrapped_is_refused(one):
-    """Its gradients would be nowhere.  Those of a copy are in the buffer of the copy."""
-    models = []
-    for _ in range(4):
-        net = torch.nn.Linear(2, 1)
-        net.bias.requires_grad_(False)
-        models.append(one.DistributedDataParallel(net))
-    original, converted, replaced, unfrozen = models
-    converted.double()
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_a_model_that_is_changed_after_it_was_wrapped_is_refused(one, in_fp32):
+    """Its gradients would be nowhere.  Sums in float32 have a place for those of every dtype."""
+    models = models_of_one_layer(one, 3, grad_reduce_in_fp32=in_fp32)
+    replaced, unfrozen, converted = models
     replaced.module.weight = torch.nn.Parameter(torch.ones(1, 2))
     unfrozen.requires_grad_()
-    pickled = pickle.loads(pickle.dumps(original))
-    for ddp in (converted, replaced, unfrozen, pickled):
+    converted.double()
+    if in_fp32:
+        models.remove(converted)
+        converted.zero_grad_buffer()
+        converted(torch.tensor([[3.0, 4.0]]).double()).sum().backward()
+        converted.finish_grad_sync()
+        equal(converted.module.weight.grad, torch.tensor([[3.0, 4.0]]).double())
+    for ddp in models:
         with pytest.raises(ValueError, match="was converted, replaced or unfrozen"):
             ddp.zero_grad_buffer()
-    copied = copy.deepcopy(original)
-    copied.zero_grad_buffer()
-    copied(torch.tensor([[3.0, 4.0]])).sum().backward()
-    assert lists(copied.grad_buffers) == [[3, 4]]
+
+
+def models_of_one_layer(mm, count, **options):
+    """Models of two numbers and a frozen bias."""
+    models = []
+    for _ in range(count):
+        net = torch.nn.Linear(2, 1)
+        net.bias.requires_grad_(False)
+        models.append(mm.DistributedDataParallel(net, **options))
+    return models
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_copies_of_a_model_have_gradients_of_their_own(one, in_fp32):
+    """What was pickled too.  They are sent when they come, as in the original."""
+    options = {"overlap_grad_reduce": True, "grad_reduce_in_fp32": in_fp32}
+    [original] = models_of_one_layer(one, 1, **options)
+    models = [copy.deepcopy(original), pickle.loads(pickle.dumps(original)), original]
+    for number, ddp in enumerate(models):
+        with mock.patch.object(ddp, "_send_next_bucket", wraps=ddp._send_next_bucket) as send:
+            ddp(torch.tensor([[3.0, number]])).sum().backward()
+        assert send.call_count == 1
+        ddp.finish_grad_sync()
+    for number, ddp in enumerate(models):
+        assert lists(ddp.grad_buffers) == [[3, number]]
+        assert ddp.module.weight.grad.tolist() == [[3, number]]
+
+
+def test_a_module_may_be_wrapped_anew(one):
+    """The wrapper of before is freed, and sends nothing."""
+    [dropped] = models_of_one_layer(one, 1, overlap_grad_reduce=True)
+    module = dropped.module
+    dropped = weakref.ref(dropped)
+    assert dropped() is None
+    ddp = one.DistributedDataParallel(module)
+    ddp(torch.tensor([[3.0, 4.0]])).sum().backward()
+    assert lists(ddp.grad_buffers) == [[3, 4]]
 
 
 def test_nccl_may_divide_by_the_ranks(one, group, monkeypatch):
@@ -3241,6 +3281,112 @@ def test_nccl_may_divide_by_the_ranks(one, group, monkeypatch):
             ddp.finish_grad_sync()
         assert all_reduce.call_args.args[1] == operation
         assert ddp.grad_buffers[0].tolist() == values
+
+
+def test_gradients_of_16_bits_are_summed_in_float32(one):
+    """In bfloat16, 256 + 1 is 256."""
+    for in_fp32, wanted in ((False, 256), (True, 320)):
+        layer = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        ddp = one.DistributedDataParallel(layer, grad_reduce_in_fp32=in_fp32)
+        for value in [256] + 64 * [1]:
+            ddp(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+        ddp.finish_grad_sync()
+        assert ddp.grad_buffers[0].item() == wanted
+        equal(layer.weight.grad, torch.full((1, 1), wanted, dtype=torch.bfloat16))
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def backward_of_ones(layers, value):
+    """The gradient of each weight becomes this much larger."""
+    for layer in layers:
+        if layer.weight.requires_grad:
+            (layer.weight * value).sum().backward()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_in_float32(one, overlap):
+    """grad is None until the end; setting it to None changes nothing; only one call begins a step.
+
+    One layer for each dtype, one that is frozen, and one that backward never reaches.
+    """
+    used = [torch.nn.Linear(1, 1, bias=False, dtype=dtype) for dtype in DTYPES]
+    frozen = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+    unused = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    layers = torch.nn.ModuleList([*used, frozen, unused])
+    options = {"overlap_grad_reduce": overlap, "grad_reduce_in_fp32": True}
+    ddp = one.DistributedDataParallel(layers, **options)
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        with ddp.no_sync():
+            backward_of_ones(used, 256)
+        ddp.zero_grad()  # not of this class: the sums stay
+        ddp.scale_gradients(0.5)
+        assert all(param.grad is None for param in ddp.parameters())
+        backward_of_ones(used, 1)
+        assert all(param.grad is None for param in ddp.parameters())
+        for _ in range(2):
+            ddp.finish_grad_sync()
+            check_sums_in_float32(ddp, [0] + 4 * [129])
+        ddp.zero_grad()
+        ddp.scale_gradients(3)
+        check_sums_in_float32(ddp, [0] + 4 * [387])
+        with pytest.raises(RuntimeError, match=r"gradient of 0\.weight after finish.*zero_grad_bu"):
+            backward_of_ones(used, 1)
+    ddp.zero_grad_buffer()
+    unused.weight.grad = torch.ones(1, 1, dtype=torch.bfloat16)  # by hand
+    used[0].requires_grad_(False)
+    ddp.finish_grad_sync()
+    check_sums_in_float32(ddp, [1, 0, 0, 0, 0])
+    ddp.zero_grad_buffer()
+    ddp.finish_grad_sync()
+    check_sums_in_float32(ddp, [0, 0, 0, 0, 0])
+
+
+def check_sums_in_float32(ddp, wanted):
+    """The values of the one buffer, and of each grad, in the dtype of its parameter."""
+    assert lists(ddp.grad_buffers) == [wanted]
+    wanted = wanted[::-1]
+    for param in ddp.parameters():
+        if param.grad is not None:
+            assert param.main_grad.dtype == torch.float32
+            equal(param.grad, torch.full((1, 1), wanted.pop(0), dtype=param.dtype))
+    assert not wanted
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_gradients_that_are_not_finite_are_named(one, value, in_fp32):
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(3)])
+    options = {"check_for_nan_in_grad": True, "grad_reduce_in_fp32": in_fp32}
+    ddp = one.DistributedDataParallel(layers, **options)
+    backward_of_ones(layers, 1)
+    backward_of_ones(layers[1:2], value)
+    with pytest.raises(ValueError, match=r"nan or inf in the gradients of 1 .*: 1\.weight$"):
+        ddp.finish_grad_sync()
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_a_layer_in_two_reentrant_checkpoints_has_two_gradients(one, in_fp32):
+    """With overlap the first is on its way when the second comes; other checkpoints make one."""
+
+    def run(use_reentrant, overlap):
+        layer = torch.nn.Linear(1, 1, bias=False)
+        options = {"overlap_grad_reduce": overlap, "grad_reduce_in_fp32": in_fp32}
+        ddp = one.DistributedDataParallel(layer, **options)
+        layer.weight.data.fill_(2)
+        x = torch.full((1, 1), 3.0, requires_grad=True)
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(ddp, x, use_reentrant=use_reentrant)
+        x.sum().backward()
+        ddp.finish_grad_sync()
+        assert layer.weight.grad.item() == 12  # of 3 * w * w
+
+    run(use_reentrant=True, overlap=False)
+    run(use_reentrant=False, overlap=True)
+    with pytest.raises(RuntimeError, match=r"weight after it was sent.*no_sync\(\).*reentrant"):
+        run(use_reentrant=True, overlap=True)
 
 
 # -- The micro-batches of a step ---------------------------------------------------------------
@@ -3274,6 +3420,9 @@ def run_step(mm, step, data, model, forward_only=False):
         model=model,
         num_microbatches=len(data),
         forward_only=forward_only,
+        seq_length=6,  # upstream's schedule wants these
+        micro_batch_size=8,
+        decoder_seq_length=None,
     )
 
 
@@ -3336,9 +3485,17 @@ def backward(job, ddp, seed=0):
 
 
 def check_gradients(ddp, wanted):
-    """The gradients of the module; with a distributed optimizer, of this rank's shards alone."""
+    """main_grad, and grad of the same values; with a distributed optimizer, of this rank's shards.
+
+    wanted is of the dtypes of main_grad.
+    """
+    found = {}
+    for name, param in ddp.module.named_parameters():
+        if param.requires_grad:
+            equal(param.grad, param.main_grad.to(param.dtype))
+            found[name] = param.main_grad
     if not ddp.use_distributed_optimizer:
-        close(gradients(ddp.module), wanted)
+        close(found, wanted)
         return
     found = [shard.clone() for shard in ddp.grad_shards]
     assert ddp.size * sum(map(len, found)) == sum(map(len, ddp.grad_buffers))
@@ -3401,12 +3558,14 @@ def a_second_backward_without_no_sync(job, options):
 
 
 def nan_is_named_with_its_parameter_and_rank(job, options):
+    """inf too."""
     last = job.world - 1
     ddp = wrapped(job, options | {"check_for_nan_in_grad": True})
-    (losses(ddp, *step_data()).mean() * (math.nan if job.rank == last else 1)).backward()
-    with pytest.raises(ValueError, match=rf"^rank {last}: nan .*inner\.bias"):
-        ddp.finish_grad_sync()
-    ddp.zero_grad_buffer()
+    for value in (math.nan, math.inf):
+        (losses(ddp, *step_data()).mean() * (value if job.rank == last else 1)).backward()
+        with pytest.raises(ValueError, match=rf"^rank {last}: nan or inf .*inner\.bias"):
+            ddp.finish_grad_sync()
+        ddp.zero_grad_buffer()
     backward(job, ddp)
     ddp.finish_grad_sync()
     check_gradients(ddp, gradients_of_one())
@@ -3427,6 +3586,38 @@ def gradients_of_uneven_tokens(job, options):
         losses(ddp, *mine).sum().backward()
         job.mm.finalize_model_grads([ddp], num_tokens)
         check_gradients(ddp, gradients(net))
+
+
+def sums_in_float32(job, options):
+    """Of bfloat16 and float64: those of one process that adds the micro-batches of all ranks.
+
+    One of the three, of seed 9, takes the branch on no rank.
+    """
+    counts = np.random.default_rng(16).integers(0, 2, (3, 8, 6))
+    net = Net(torch.bfloat16)
+    sums = {name: grad.float() for name, grad in gradients(net).items()}
+    mine = []
+    for seed, weights in zip((0, 9, 1), torch.from_numpy(counts), strict=True):
+        ids, labels, _ = step_data(seed)
+        for part in zip(*[each.chunk(job.world) for each in (ids, labels, weights)], strict=True):
+            net.zero_grad()
+            losses(net, *part).sum().backward()
+            for name, grad in gradients(net).items():
+                sums[name] += grad.float()
+        mine.append(job.share((ids, labels, weights)))
+    num_tokens = sum(weights.sum() for _, _, weights in mine)
+    ddp = job.mm.DistributedDataParallel(Net(torch.bfloat16), grad_reduce_in_fp32=True, **options)
+    for tokens, divisor in ((None, job.world), (num_tokens, counts.sum()), (None, job.world)):
+        ddp.zero_grad_buffer()
+        for number, part in enumerate(mine):
+            with ddp.no_sync() if number < 2 else contextlib.nullcontext():
+                losses(ddp, *part).sum().backward()
+            assert all(param.grad is None for param in ddp.parameters())
+        job.mm.finalize_model_grads([ddp], tokens)
+        ddp.finish_grad_sync()
+        check_gradients(ddp, {name: total / divisor for name, total in sums.items()})
+        with pytest.raises(RuntimeError, match="zero_grad_buffer"):
+            losses(ddp, *mine[0]).sum().backward()
 
 
 def gradients_are_sent_during_backward(job):
@@ -3493,6 +3684,7 @@ def test_gradients_on_ranks(tmp_path, world):
         a_second_backward_without_no_sync,
         nan_is_named_with_its_parameter_and_rank,
         gradients_of_uneven_tokens,
+        sums_in_float32,
     ]
     options = OPTIONS[::3] if world == 2 else OPTIONS
     calls = list(itertools.product(scenarios, options))
