@@ -164,6 +164,86 @@ class DatasetFormatError(ValueError):
     """
 
 
+# -- small tools of all sections -------------------------------------------------------------------
+
+
+def _format_error(path, field, wanted, got):
+    """The error that names the four things a reader of the message needs."""
+    return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
+
+
+def _position(idx, n, name):
+    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
+    i = operator.index(idx)
+    if not -n <= i < n:
+        raise IndexError(f"index {i} of {name}, which has {n} entries")
+    return i % n
+
+
+def _name(dataset):
+    """What to call a dataset in a message: its path, or its class."""
+    path = getattr(dataset, "dataset_path", None)
+    return type(dataset).__name__ if path is None else str(path)
+
+
+def _ceil_div(a, b):
+    """The least whole number that is at least a / b, without the rounding of a float."""
+    return -(-a // b)
+
+
+def _md5(data):
+    """Hex digest of a text or bytes, for names and comparisons; it protects nothing."""
+    if isinstance(data, str):
+        data = data.encode()
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _is_remote(path: str | os.PathLike) -> bool:
+    """Return True for a name such as s3://bucket/corpus, and False for a path.
+
+    >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
+    (True, False)
+    """
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
+
+
+def _absolute(path):
+    """A path that stays right when the process changes its folder; a URL stays as it is."""
+    return path if _is_remote(path) else os.path.abspath(path)
+
+
+# What it means that the system has nothing left for a file, and which limit says so.
+_LIMITS = {
+    errno.EMFILE: "this process has too many open files: see ulimit -n",
+    errno.ENFILE: "all processes together have too many open files: see fs.file-max",
+    errno.ENOMEM: "no memory, or no memory map, is left: see vm.max_map_count",
+}
+
+
+@contextlib.contextmanager
+def _limits_named(path):
+    """Have the error of a system that has nothing left for a file name the file and the limit."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
+        if code not in _LIMITS:
+            raise
+        raise OSError(code, _LIMITS[code], os.fspath(path)) from None
+
+
+def _is_distributed() -> bool:
+    """Whether this process is a rank of a torch.distributed job."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank(group=None) -> int:
+    """This process's rank in the group, by default of the whole job; 0 without a job."""
+    if not _is_distributed():
+        return 0
+    return torch.distributed.get_rank(group)
+
+
 # ==============================================================================
 # PART I: THE PATH OF A TOKEN
 # ==============================================================================
@@ -305,26 +385,6 @@ def _read_or_map_file(path: str) -> np.ndarray:
         return _map_file(path)
     with _limits_named(path), open(path, "rb") as file:
         return np.frombuffer(file.read(), np.uint8)
-
-
-# What it means that the system has nothing left for a file, and which limit says so.
-_LIMITS = {
-    errno.EMFILE: "this process has too many open files: see ulimit -n",
-    errno.ENFILE: "all processes together have too many open files: see fs.file-max",
-    errno.ENOMEM: "no memory, or no memory map, is left: see vm.max_map_count",
-}
-
-
-@contextlib.contextmanager
-def _limits_named(path):
-    """Have the error of a system that has nothing left for a file name the file and the limit."""
-    try:
-        yield
-    except (OSError, MemoryError) as error:
-        code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
-        if code not in _LIMITS:
-            raise
-        raise OSError(code, _LIMITS[code], os.fspath(path)) from None
 
 
 # A file may be damaged, cut short or forged, so nothing of it is used unchecked:
@@ -608,24 +668,6 @@ class IndexedDataset(torch.utils.data.Dataset):
             reason = "the pair was replaced after the dataset was pickled: build it again"
             found = f"{self.fingerprint()}: {reason}"
             raise _format_error(self.path_prefix, "fingerprint", wanted, found)
-
-
-def _position(idx, n, name):
-    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
-    i = operator.index(idx)
-    if not -n <= i < n:
-        raise IndexError(f"index {i} of {name}, which has {n} entries")
-    return i % n
-
-
-def _format_error(path, field, wanted, got):
-    """The error that names the four things a reader of the message needs."""
-    return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
-
-
-def _absolute(path):
-    """A path that stays right when the process changes its folder; a URL stays as it is."""
-    return path if _is_remote(path) else os.path.abspath(path)
 
 
 def _file_stamp(path: str | os.PathLike) -> dict:
@@ -1465,11 +1507,6 @@ def plan_epochs(
     return EpochPlan(num_epochs, all_samples, separate, before_final)
 
 
-def _ceil_div(a, b):
-    """The least whole number that is at least a / b, without the rounding of a float."""
-    return -(-a // b)
-
-
 def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
     """Shuffle a 1-D array in place, as numpy does.
 
@@ -1871,12 +1908,6 @@ def _attribute(tokenizer, name):
         return getattr(tokenizer, name, None)
     except NotImplementedError:
         return None
-
-
-def _name(dataset):
-    """What to call a dataset in a message: its path, or its class."""
-    path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else str(path)
 
 
 class GPTDataset(MegatronDataset):
@@ -4846,13 +4877,6 @@ def _find_left_out(dataset, find_or_build):
             vars(dataset).setdefault(name, values)
 
 
-def _md5(data):
-    """Hex digest of a text or bytes, for names and comparisons; it protects nothing."""
-    if isinstance(data, str):
-        data = data.encode()
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
 # ==============================================================================
 # 13. Object storage
 # ==============================================================================
@@ -5070,15 +5094,6 @@ def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig | None) -> s
         if remote.stamp() != stamp:
             raise _format_error(url, "object", "one that stays while it is copied", "another")
     return copied
-
-
-def _is_remote(path: str | os.PathLike) -> bool:
-    """Return True for a name such as s3://bucket/corpus, and False for a path.
-
-    >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
-    (True, False)
-    """
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
 
 
 def _refuse_passwords(names: typing.Any) -> None:
@@ -5593,18 +5608,6 @@ def build_pretraining_data_loader(
 # nothing: its launcher (torchrun) stops the others and names it.  So it is with a process that is
 # told to end, by an error of these classes:
 _ENDS_OF_A_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-
-
-def _is_distributed() -> bool:
-    """Whether this process is a rank of a torch.distributed job."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _rank(group=None) -> int:
-    """This process's rank in the group, by default of the whole job; 0 without a job."""
-    if not _is_distributed():
-        return 0
-    return torch.distributed.get_rank(group)
 
 
 def _device_of_group(group=None) -> torch.device:
