@@ -874,12 +874,12 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
-#   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
+#   vocab_size           one more than the highest id; below 65500 (upstream's number) ids are
+#                        stored as uint16, else as int32
 #   eod                  the id that ends a document
-#   pad                  may be missing.  Samples have one length; where the config keeps a last one
-#                        of too few tokens (section 3), this id fills it up, and has no loss
+#   pad                  may be missing: the id that fills up a sample that is too short (section 5)
 #   tokenize(text)       str -> list of ids
-#   detokenize(ids)      ids -> str
+#   detokenize(ids)      ids, in a list, array, tensor or iterator -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
 #                        that arrays cached with one tokenizer are not used again with another
 #   tokenize_batch       (texts) -> the ids of each; it may be missing, as it is for speed alone: a
@@ -978,6 +978,7 @@ def encode_jsonl(
     """
     if tokenizer is None:
         tokenizer = ByteTokenizer()
+    _check_tokenizer_of_corpus(tokenizer, append_eod)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype) as builder:
         # Lines are read as bytes: in text mode Python would also end a line at a lone "\r".
@@ -1276,7 +1277,8 @@ def _as_phases(phases, names):
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """The config of GPTDataset.  Upstream: GPTDatasetConfig.
 
-    These fields come on top of those of the base class, and a tokenizer is needed:
+    These fields come on top of those of the base class.  A tokenizer is needed: an object, with
+    unique_identifiers, and with eod where one of the first three of these fields is used.
 
     reset_position_ids       positions restart after every eod token (None is False)
     reset_attention_mask     no token attends across an eod token
@@ -1320,8 +1322,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokenizer is None:
-            raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
+        names = ["unique_identifiers"]
+        if self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss:
+            names.append("eod")
+        _check_tokenizer(self.tokenizer, names)
         if self.hybrid_context_parallel:
             raise ValueError(
                 "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
@@ -1916,41 +1920,6 @@ def _as_documents(documents):
     if isinstance(documents, range):
         return np.arange(documents.start, documents.stop, dtype=np.int32)
     return documents
-
-
-def _find_pad_token_id(config):
-    """The id that fills short samples: the tokenizer's pad, or -1.
-
-    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
-    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
-    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
-    tokenizer may have as well; if it has none, they are eos and eod.
-    """
-    tokenizer = config.tokenizer
-    pad = _attribute(tokenizer, "pad")
-    if pad is None:
-        return -1
-    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
-    special.pop("pad_token", None)
-    if not special:
-        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if same and not config.allow_ambiguous_pad_tokens:
-        warnings.warn(
-            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
-            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
-            stacklevel=2,
-        )
-        return -1
-    return int(pad)
-
-
-def _attribute(tokenizer, name):
-    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
-    try:
-        return getattr(tokenizer, name, None)
-    except NotImplementedError:
-        return None
 
 
 def _name(dataset):
@@ -5883,17 +5852,20 @@ class NullTokenizer:
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
-        return " ".join(str(token) for token in ids)
+        return " ".join(str(operator.index(token)) for token in ids)
 
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, with the ids that the package tokenizers makes.
 
     path                the tokenizer.json, or a folder that holds it, as save_pretrained() makes it
-    eod_token           the text of the end-of-document token; default <|endoftext|>, or else </s>
+    eod_token           the text of the end-of-document token; default: the eos_token that the
+                        folder's tokenizer_config.json names, else <|endoftext|>, else </s>
     add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
                         of a text (BOS), around each text; with False a text is its own tokens
                         alone
+
+    The text of a special token within a document becomes that token.
     """
 
     def __init__(
@@ -5904,16 +5876,18 @@ class HuggingFaceTokenizer:
     ) -> None:
         self.path = os.fspath(path)
         if os.path.isdir(self.path):
+            if not eod_token:
+                eod_token = _eos_token_of(self.path)
             self.path = os.path.join(self.path, "tokenizer.json")
-        tokenizers = _import_extra("tokenizers", "tools", self.path)
+        tokenizers = _import_extra("tokenizers", self.path)
+        content = pathlib.Path(self.path).read_bytes()
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(self.path)
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the package raises nothing more special
             raise ValueError(
                 f"{self.path}: wanted a tokenizer.json of the package tokenizers: {error}"
             ) from None
         self._add_special_tokens = add_special_tokens
-        self.vocab_size = self._tokenizer.get_vocab_size()
         names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
@@ -5921,10 +5895,11 @@ class HuggingFaceTokenizer:
                 f"{self.path}: no token {' or '.join(names)}: give eod_token another one"
             )
         self.eod = self._tokenizer.token_to_id(known[0])
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.unique_identifiers = {
             "class": "HuggingFaceTokenizer",
             "package": "tokenizers",
-            "tokenizer.json": _md5(self._tokenizer.to_str()),
+            "tokenizer.json": _md5(content),
             "eod": self.eod,
         }
         if add_special_tokens:
@@ -5946,7 +5921,25 @@ class HuggingFaceTokenizer:
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return the text of some ids, special tokens included."""
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        numbers_alone = [operator.index(token) for token in ids]
+        return self._tokenizer.decode(numbers_alone, skip_special_tokens=False)
+
+
+def _eos_token_of(folder):
+    """The text of the eos_token in a folder's tokenizer_config.json; None if it names none.
+
+    ValueError for a damaged file: without it another token would end the documents.
+    """
+    path = os.path.join(folder, "tokenizer_config.json")
+    if not os.path.exists(path):
+        return None
+    try:
+        token = json.loads(pathlib.Path(path).read_bytes()).get("eos_token")
+        if isinstance(token, dict):
+            token = token["content"]
+    except (ValueError, AttributeError, KeyError) as error:
+        raise ValueError(f"{path}: cannot read its eos_token: {_one_line(error)}") from None
+    return str(token) if token else None
 
 
 class _GigatokenTokenizer(HuggingFaceTokenizer):
@@ -5966,7 +5959,7 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
 
     def _start(self):
         """Make gigatoken's own tokenizer, which has seen no text yet."""
-        gigatoken = _import_extra("gigatoken", "tools", self.path)
+        gigatoken = _import_extra("gigatoken", self.path)
         try:
             self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
         except Exception as error:  # each part of a file may be refused with an error of its own
@@ -5996,12 +5989,13 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
         return self.__dict__ | {"_gigatoken": None}
 
 
-def _import_extra(module, extra, user):
-    """Import a module that the extra of megatron-min installs; user is what needs it."""
+def _import_extra(module, user):
+    """Import a module of a package that is not required; user is what needs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ImportError(f'{user}: {error}: pip install "megatron-min[{extra}]"') from None
+        package = module.partition(".")[0]
+        raise ImportError(f"{user}: {error}: pip install {package}") from None
 
 
 def build_tokenizer(
@@ -6041,10 +6035,99 @@ def build_tokenizer(
     sys.path.insert(0, folder)
     try:
         found = pkgutil.resolve_name(name)
-        is_tokenizer = hasattr(found, "tokenize") and not isinstance(found, type)
-        return found if is_tokenizer else found()
+        is_object = hasattr(found, "tokenize") and not isinstance(found, type)
+        if callable(found) and not is_object:
+            found = found()
     finally:
         sys.path.remove(folder)
+    _check_tokenizer(found, ["vocab_size", "tokenize"])
+    return found
+
+
+# -- What a tokenizer is -----------------------------------------------------------------------
+
+_ATTRIBUTES = {  # those that are checked: of which class, and in words
+    "vocab_size": (typing.SupportsIndex, "a whole number"),
+    "eod": (typing.SupportsIndex, "an id"),
+    "tokenize": (collections.abc.Callable, "a method"),
+    "unique_identifiers": (dict, "a dict that says which tokenizer it is"),
+}
+
+
+def _check_tokenizer(tokenizer, names):
+    """Check that an object has these attributes; ValueError with its class and what it lacks."""
+    if isinstance(tokenizer, type):
+        raise ValueError(f"wanted a tokenizer, got a class: make an object of {tokenizer.__name__}")
+    for name in names:
+        kind, words = _ATTRIBUTES[name]
+        if not isinstance(_attribute(tokenizer, name), kind):
+            raise ValueError(
+                f"wanted a tokenizer, got {type(tokenizer).__name__}, which lacks {name}, {words}; "
+                "build_tokenizer() makes one of a name, a tokenizer.json or its folder"
+            )
+
+
+def _ids_of(tokenizer, text):
+    """The ids of a short text, to see what a tokenizer does; none where it refuses this text."""
+    try:
+        ids = np.asarray(tokenizer.tokenize(text))
+    except Exception:
+        return []
+    if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"wanted a tokenizer, got {type(tokenizer).__name__}, whose tokenize() makes "
+            f"{ids.tolist()!r} of {text!r}, and no list of ids"
+        )
+    return ids.tolist()
+
+
+def _check_tokenizer_of_corpus(tokenizer, append_eod):
+    """Check what is going to make a corpus; a warning if documents would end in two eods."""
+    _check_tokenizer(tokenizer, ["vocab_size", "tokenize"])
+    ids = _ids_of(tokenizer, "a")
+    if append_eod:
+        _check_tokenizer(tokenizer, ["eod"])
+        # The empty text too: else eod may stand for a letter that is not known.
+        if _ids_of(tokenizer, "")[-1:] == ids[-1:] == [tokenizer.eod]:
+            warnings.warn(
+                "the tokenizer ends texts in eod by itself, and append_eod adds another eod",
+                stacklevel=3,
+            )
+
+
+def _find_pad_token_id(config):
+    """The id that fills short samples: the tokenizer's pad, or -1.
+
+    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
+    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
+    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
+    tokenizer may have as well; if it has none, they are eos and eod.
+    """
+    tokenizer = config.tokenizer
+    pad = _attribute(tokenizer, "pad")
+    if pad is None:
+        return -1
+    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
+    special.pop("pad_token", None)
+    if not special:
+        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        warnings.warn(
+            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
+            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
+            stacklevel=2,
+        )
+        return -1
+    return int(pad)
+
+
+def _attribute(tokenizer, name):
+    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:
+        return None
 
 
 # ==============================================================================
@@ -6153,6 +6236,7 @@ def preprocess(
         tokenizer = ByteTokenizer()
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
+    _check_tokenizer_of_corpus(tokenizer, append_eod)
     if isinstance(json_keys, str):
         json_keys = [json_keys]
     if len(json_keys) == 0:
@@ -6313,7 +6397,7 @@ def _compression(path):
         if getattr(reader, "__name__", None) != "ZstdFile":
             raise ImportError(
                 f"{name} needs Python 3.14's compression.zstd, or the package "
-                'backports.zstd: pip install backports.zstd, or "megatron-min[tools]"'
+                "backports.zstd: pip install backports.zstd"
             )
     return compression
 
@@ -6508,7 +6592,7 @@ def _one_line(error):
 
 def _load_sentence_splitter():
     """Return nltk's Punkt for English; without its model, an untrained one, and a warning."""
-    punkt = _import_extra("nltk.tokenize.punkt", "tools", "--split-sentences")
+    punkt = _import_extra("nltk.tokenize.punkt", "--split-sentences")
     try:
         return punkt.PunktTokenizer("english")
     except LookupError:
@@ -7030,7 +7114,7 @@ class _ParquetRows:
     """The rows of a Parquet file, by number; its column "messages" is kept in memory."""
 
     def __init__(self, path):
-        parquet = _import_extra("pyarrow.parquet", "storage", path)
+        parquet = _import_extra("pyarrow.parquet", path)
         self._fingerprint = _fingerprint_of_rows(path)
         try:
             table = parquet.read_table(path, columns=["messages"])
@@ -7320,11 +7404,13 @@ def _make_parser():
 
 
 def _add_tokenizer(command):
-    """Add the options --tokenizer and --eod-token."""
+    """Add the options of build_tokenizer()."""
     text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
     command.add_argument("--tokenizer", default="bytes", help=text, metavar="NAME")
     text = "end-of-document token of a tokenizer.json"
     command.add_argument("--eod-token", help=text, metavar="TEXT")
+    text = "put those of a tokenizer.json, such as BOS, around texts"
+    command.add_argument("--add-special-tokens", action="store_true", help=text)
 
 
 def _shard(text):
@@ -7337,7 +7423,7 @@ def _run_preprocess(options):
     prefixes = preprocess(
         options.input,
         options.output_prefix,
-        build_tokenizer(options.tokenizer, options.eod_token),
+        build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens),
         append_eod=options.append_eod,
         json_keys=options.json_keys,
         split_sentences=options.split_sentences,
@@ -7366,7 +7452,7 @@ def _run_merge(options):
 
 
 def _run_inspect(options):
-    tokenizer = build_tokenizer(options.tokenizer, options.eod_token)
+    tokenizer = build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
     dataset = IndexedDataset(options.prefix)
     _say(_counts(options.prefix, dataset))
     if len(dataset) == 0:
