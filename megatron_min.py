@@ -6859,6 +6859,9 @@ def _warn_of_other_tokenizer(pair, tokenizer):
 # A row may hold several conversations: each "system" message begins a new one.  Attention stays
 # within a conversation: cu_seqlens says where each begins, as attention kernels for packed
 # sequences want it, and positions count from 0 in each.
+#
+# This template knows role and content, and learns what the role "assistant" says.  Whatever else a
+# message holds is refused, since it would be lost.
 
 _IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
 
@@ -6880,7 +6883,7 @@ class SFTDataset(MegatronDataset):
       cu_seqlens       int32 (S+1,): where the conversations begin, and then S in all entries left
       max_seqlen       int32 (): the length of the longest conversation, with its padding
     ds[None] is sample 0 without any loss.  A row without messages that can be used is a ValueError
-    that names its file and its line.
+    that names its file and its line.  The first sample in which nothing is learned is a warning.
 
     The tokenizer may have tokenize_conversation(conversation, return_target=True,
     add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
@@ -6923,14 +6926,17 @@ class SFTDataset(MegatronDataset):
                 f"{_name(self)}: {index_split.name} of split {config.split!r} holds no rows for "
                 f"{self.num_samples} samples: enlarge it"
             )
+        self._has_warned = False  # of a sample in which nothing is learned
         tokenizer = config.tokenizer
+        _check_tokenizer(tokenizer, ["tokenize", "eod"])
         self._tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
-        has_template = self._tokenize_conversation is not None
-        if not has_template and tokenizer.unique_identifiers.get("add_special_tokens"):
-            raise ValueError(
-                "SFTDataset wants a tokenizer that was made without add_special_tokens: this one "
-                "would put its special tokens around each piece of a conversation"
-            )
+        if self._tokenize_conversation is None:
+            added = _ids_of(tokenizer, "")
+            if len(added) > 0:
+                raise ValueError(
+                    "SFTDataset wants a tokenizer that was made without add_special_tokens: this "
+                    f"one would put {added} around each piece of a conversation"
+                )
         # Unlike the base class: None where there is no pad; a pad that is also eod stays the pad.
         self._pad_token_id = _attribute(tokenizer, "pad")
         self._fill_token_id = tokenizer.eod if self._pad_token_id is None else self._pad_token_id
@@ -6942,8 +6948,13 @@ class SFTDataset(MegatronDataset):
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
         if os.fspath(dataset_path).endswith(".parquet"):
-            return _ParquetRows(dataset_path)
-        return _JsonlRows(dataset_path)
+            rows = _ParquetRows(dataset_path)
+        else:
+            rows = _JsonlRows(dataset_path)
+        if len(rows) > 0:  # a file of another kind is found out now
+            with _errors_that_name_row(dataset_path, rows, 0):
+                _split_conversations(rows[0]["messages"])
+        return rows
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
@@ -6968,6 +6979,14 @@ class SFTDataset(MegatronDataset):
         is_learned = (labels != _IGNORED) & ~is_filled[1:]
         if self._pad_token_id is not None:
             is_learned &= labels != self._pad_token_id
+        if not is_learned.any() and not self._has_warned:
+            self._has_warned = True
+            place = _place_of_row(_name(self), self.dataset, row)
+            warnings.warn(
+                f"{place}: nothing is learned from this sample: in its first {S} tokens the role "
+                "assistant says nothing (other such samples are not named)",
+                stacklevel=2,
+            )
         cu_seqlens = np.full(S + 1, S, np.int32)
         cu_seqlens[: len(ends)] = ends[: S + 1]
         sample = {
@@ -6982,7 +7001,7 @@ class SFTDataset(MegatronDataset):
 
     def _encode_row(self, row):
         """Yield (tokens, targets), int64, of one conversation of a row after the other."""
-        try:
+        with _errors_that_name_row(_name(self), self.dataset, row):
             for conversation in _split_conversations(self.dataset[row]["messages"]):
                 if self._tokenize_conversation is None:
                     tokens, targets = _encode_conversation(conversation, self.config.tokenizer)
@@ -6993,14 +7012,25 @@ class SFTDataset(MegatronDataset):
                 if len(tokens) != len(targets):
                     raise ValueError(f"{len(tokens)} tokens have {len(targets)} targets")
                 yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
-        except Exception as error:  # of many kinds, as rows and tokenizers are of many kinds
-            place = f"row {row + 1}"
-            if isinstance(self.dataset, _JsonlRows):
-                place = f"line {self.dataset.line_numbers[row]}"
-            raise ValueError(
-                f'{_name(self)}, {place}: cannot tokenize "messages", a list of '
-                f'{{"role": ..., "content": ...}}: {type(error).__name__}: {error}'
-            ) from error
+
+
+@contextlib.contextmanager
+def _errors_that_name_row(name, rows, row):
+    """Have an error, of whatever kind, name the row."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f'{_place_of_row(name, rows, row)}: wanted "messages", a list of '
+            f'{{"role": ..., "content": ...}}, that can be tokenized: {_one_line(error)}'
+        ) from error
+
+
+def _place_of_row(name, rows, row):
+    """What to call a row of a file, or of other rows with a name, in a message."""
+    if isinstance(rows, _JsonlRows):
+        return f"{name}, line {rows.line_numbers[row]}"
+    return f"{name}, row {row + 1}"
 
 
 def _split_conversations(messages):
@@ -7024,10 +7054,16 @@ def _encode_conversation(conversation, tokenizer):
     tokens = []
     targets = []
     for message in conversation:
+        for key, value in message.items():
+            if key not in ("role", "content") and value not in (None, "", [], {}):
+                raise ValueError(
+                    f"{key} of a message would be lost: the plain template knows role and content "
+                    "alone (a tokenizer with tokenize_conversation() has a template of its own)"
+                )
         role = message["role"]
         content = message["content"]
         if not isinstance(role, str) or not isinstance(content, str):  # such as JSON's null
-            raise TypeError(f"wanted texts, got {message}")
+            raise ValueError(f"wanted texts as role and content, got {message}")
         if role == "assistant":
             prompt = list(tokenizer.tokenize("assistant: "))
             answer = [*tokenizer.tokenize(content), tokenizer.eod]
@@ -7107,7 +7143,16 @@ class _JsonlRows:
         # An open file would have a position, which threads and forked processes could mix up.
         with open(self.path, "rb") as file:
             file.seek(self.starts[row])
-            return json.loads(file.readline())
+            return _read_object(file.readline())
+
+
+def _read_object(line):
+    """The object that a line of JSON is.  It is UTF-8, with or without a mark: json would guess."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(line.decode("utf-8-sig"))
+        if isinstance(found, dict):
+            return found
+    raise ValueError(f"wanted a JSON object on the line, which begins with {line[:40]}")
 
 
 class _ParquetRows:

@@ -6483,7 +6483,6 @@ def chat(one, path, n=None, rows=None, **fields):
 
 
 ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-ADDS_BOS = {"add_special_tokens": True}
 
 
 def write_parquet(path, columns, **arguments):
@@ -6553,22 +6552,19 @@ def brute_chat_sample(messages, S, pad, eod, cp):
 
 @pytest.mark.parametrize("pad", [999, None, 7])
 def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
-    """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad.
-
-    A tokenizer with a template of its own may add special tokens.
-    """
+    """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
     for rng in cases(40):
         rows = random_rows(rng, int(rng.integers(1, 6)), int(rng.choice([2, 3, 12])))
         rows.append([{"role": "system", "content": "5"}] * 3)  # of which two may fit
         S = int(2 ** rng.uniform(0, 5))
         cp = int(rng.integers(1, 4))
         path = jsonl(tmp_path / "chat.jsonl", rows, "messages")
-        tokenizer = ChatTokenizer(pad=pad, unique_identifiers=ADDS_BOS)
+        tokenizer = ChatTokenizer(pad=pad)
         fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
         ds = chat(one, path, 2 * len(rows), **fields)
         for k in range(len(ds)):
             wanted = brute_chat_sample(rows[k % len(rows)], S, pad, 0, cp)
-            same_samples(ds[k], wanted, (rows[k % len(rows)], S, cp))
+            same_samples(quiet(ds.__getitem__, k), wanted, (rows[k % len(rows)], S, cp))
         same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(S)})
 
 
@@ -6596,19 +6592,80 @@ def test_rows_are_found_wherever_they_lie(one, tmp_path, kind):
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     """Each of these lines, all but the first and the last, with a word of the error."""
     good = json.dumps({"messages": ROW})
-    bad = {
-        "{oops": "Expecting",
-        '{"text": "a"}': "KeyError: 'messages'",
-        '{"messages": []}': "empty",
+    bad = NO_ROWS | {
         '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
+        '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': "wanted texts",
     }
+    for key, value in LOST.items():
+        message = {"role": "assistant", "content": "2", key: value}
+        bad[json.dumps({"messages": [message]})] = f"{key} of a message would be lost"
     path = tmp_path / "chat.jsonl"
     path.write_text("\n\n".join([good, *bad, good]))  # with blank lines
-    ds = chat(one, path, tokenizer=Tok())
+    ds = chat(one, path, tokenizer=one.ByteTokenizer())
     assert len(ds) == len(bad) + 2
     for number, words in enumerate(bad.values(), 1):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
+
+
+NO_ROWS = {  # lines that are no rows, and a word of the error
+    "{oops": "wanted a JSON object on the line, which begins with b'{oops",
+    "[" * 100_000: "wanted a JSON object",
+    '[{"messages": []}]': "wanted a JSON object",
+    '{"text": "a"}': "KeyError: 'messages'",
+    '{"messages": []}': "empty",
+    '{"messages": "a"}': "string indices",
+    '{"messages": [{"from": "human", "value": "a"}]}': "KeyError: 'role'",
+}
+LOST = {"tool_calls": [{"id": "a"}], "weight": 0, "train": False, "name": "b", "tools": {"c": 1}}
+
+
+def test_keys_of_a_message_that_hold_nothing_are_no_loss(one, tmp_path):
+    """As Parquet files and converters write them; a template of the tokenizer's own gets all."""
+    nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
+    empty = [message | nothing for message in ROW]
+    path = jsonl(tmp_path / "chat.jsonl", [ROW, empty], "messages")
+    ds = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=32)
+    same_samples(ds[1], ds[0])
+    lost = [message | LOST for message in ROW]
+    path = jsonl(tmp_path / "chat.jsonl", [ROW, lost], "messages")
+    ds = chat(one, path)
+    same_samples(ds[1], ds[0])
+
+
+def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
+    """By its first row, as a whole epoch may pass before another one is read."""
+    good = json.dumps({"messages": ROW})
+    texts = [f"{line}\n{good}" for line in NO_ROWS]
+    contents = [text.encode() for text in texts]
+    contents += [json.dumps([{"messages": ROW}] * 2, indent=1).encode()]
+    contents += [gzip.compress(good.encode()), good.encode("utf-16"), b"PAR1\x15\x04", bytes(99)]
+    for number, content in enumerate(contents):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(content)
+        cfg = config(one, ([str(path)], None))
+        with pytest.raises(
+            ValueError, match=rf"{number}\.jsonl, line 1: wanted .messages., a list"
+        ):
+            build(one, [1, 0, 0], cfg, one.SFTDataset)
+    texts = write_parquet(tmp_path / "chat.parquet", {"messages": [good]})
+    with pytest.raises(ValueError, match=r"chat\.parquet, row 1: wanted .messages., a list"):
+        chat(one, texts)
+
+
+def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
+    """One for each dataset: of roles that are called otherwise, or prompts that are too long."""
+    other = [{"role": "human", "content": "1"}, {"role": "gpt", "content": "2"}]
+    long = [{"role": "user", "content": "1 " * 9}, ROW[1]]
+    path = jsonl(tmp_path / "chat.jsonl", [ROW, long, other, long], "messages")
+    for tokenizer, S in ((ChatTokenizer(pad=999), 8), (one.ByteTokenizer(), 32)):
+        for rows, line in (([0, 1, 2], 2), ([2, 1], 3), ([0], None)):
+            ds = chat(one, path, rows=rows, tokenizer=tokenizer, sequence_length=S)
+            _, messages = heard(list, (ds[k] for k in (*range(len(ds)), None)))
+            told = [
+                re.search(r"chat\.jsonl, line (\d+): nothing is learned", m)[1] for m in messages
+            ]
+            assert told == ([] if line is None else [str(line)])
 
 
 def test_as_many_targets_as_tokens(one):
@@ -6628,10 +6685,19 @@ def test_what_fine_tuning_refuses(one, tmp_path):
         ({"create_attention_mask": True}, "create_attention_mask must be False"),
         ({"reset_position_ids": True}, "reset_position_ids must be False"),
         ({"n": 3, "rows": []}, "holds no rows for 3 samples"),
-        ({"tokenizer": Tok(unique_identifiers=ADDS_BOS)}, "without add_special_tokens"),
+        ({"tokenizer": Adding()}, r"without add_special_tokens: .* \[5\] around"),
+        ({"tokenizer": Tok(eod=None)}, "lacks eod"),
     ):
         with pytest.raises(ValueError, match=words):
             chat(one, path, **fields)
+    chat(one, path, tokenizer=Adding(tokenize_conversation=print))  # a template of its own
+
+
+class Adding(Tok):
+    """A tokenizer that begins each text with a token of its own."""
+
+    def tokenize(self, text):
+        return [5, *super().tokenize(text)]
 
 
 def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path):
@@ -6648,6 +6714,7 @@ def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path)
     assert learned == [ord("4"), 256, *b"six", 256]
 
 
+@pytest.mark.filterwarnings("ignore:.* nothing is learned")
 def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     """A run goes on where it stopped, and not with another file under the same name."""
     rows = random_rows(np.random.default_rng(0), 20, 5)
