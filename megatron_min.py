@@ -920,12 +920,12 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
-#   vocab_size           how many ids there are; below 65500 (upstream's number) they are stored as
-#                        uint16, else as int32
+#   vocab_size           one more than the highest id; below 65500 (upstream's number) ids are
+#                        stored as uint16, else as int32
 #   eod                  the id that ends a document
 #   pad                  may be missing: the id that fills up a sample that is too short (section 5)
 #   tokenize(text)       str -> list of ids
-#   detokenize(ids)      ids -> str
+#   detokenize(ids)      ids, in a list, array, tensor or iterator -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
 #                        that arrays cached with one tokenizer are not used again with another
 #   tokenize_batch       (texts) -> the ids of each; it may be missing, as it is for speed alone: a
@@ -1024,6 +1024,7 @@ def encode_jsonl(
     """
     if tokenizer is None:
         tokenizer = ByteTokenizer()
+    _check_tokenizer_of_corpus(tokenizer, append_eod)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype) as builder:
         # Lines are read as bytes: in text mode Python would also end a line at a lone "\r".
@@ -1292,7 +1293,8 @@ def _drop_zero_weights(items, weights, names):
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """The config of GPTDataset.  Upstream: GPTDatasetConfig.
 
-    These fields come on top of those of the base class, and a tokenizer is needed:
+    These fields come on top of those of the base class.  A tokenizer is needed: an object, with
+    unique_identifiers, and with eod where one of the first three of these fields is used.
 
     reset_position_ids       positions restart after every eod token (None is False)
     reset_attention_mask     no token attends across an eod token
@@ -1336,8 +1338,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokenizer is None:
-            raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
+        names = ["unique_identifiers"]
+        if self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss:
+            names.append("eod")
+        _check_tokenizer(self.tokenizer, names)
         if self.hybrid_context_parallel:
             raise ValueError(
                 "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
@@ -1872,39 +1876,10 @@ def _as_documents(documents):
     return documents
 
 
-def _find_pad_token_id(config):
-    """The id that fills short samples: the tokenizer's pad, or -1.
-
-    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
-    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
-    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
-    tokenizer may have as well; if it has none, they are eos and eod.
-    """
-    tokenizer = config.tokenizer
-    pad = _attribute(tokenizer, "pad")
-    if pad is None:
-        return -1
-    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
-    special.pop("pad_token", None)
-    if not special:
-        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if same and not config.allow_ambiguous_pad_tokens:
-        warnings.warn(
-            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
-            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
-            stacklevel=2,
-        )
-        return -1
-    return int(pad)
-
-
-def _attribute(tokenizer, name):
-    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
-    try:
-        return getattr(tokenizer, name, None)
-    except NotImplementedError:
-        return None
+def _name(dataset):
+    """What to call a dataset in a message: its path, or its class."""
+    path = getattr(dataset, "dataset_path", None)
+    return type(dataset).__name__ if path is None else str(path)
 
 
 class GPTDataset(MegatronDataset):
@@ -5991,17 +5966,20 @@ class NullTokenizer:
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
-        return " ".join(str(token) for token in ids)
+        return " ".join(str(operator.index(token)) for token in ids)
 
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, with the ids that the package tokenizers makes.
 
     path                the tokenizer.json, or a folder that holds it, as save_pretrained() makes it
-    eod_token           the text of the end-of-document token; default <|endoftext|>, or else </s>
+    eod_token           the text of the end-of-document token; default: the eos_token that the
+                        folder's tokenizer_config.json names, else <|endoftext|>, else </s>
     add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
                         of a text (BOS), around each text; with False a text is its own tokens
                         alone
+
+    The text of a special token within a document becomes that token.
     """
 
     def __init__(
@@ -6012,16 +5990,18 @@ class HuggingFaceTokenizer:
     ) -> None:
         self.path = os.fspath(path)
         if os.path.isdir(self.path):
+            if not eod_token:
+                eod_token = _eos_token_of(self.path)
             self.path = os.path.join(self.path, "tokenizer.json")
-        tokenizers = _import_extra("tokenizers", "tools", self.path)
+        tokenizers = _import_extra("tokenizers", self.path)
+        content = pathlib.Path(self.path).read_bytes()
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(self.path)
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the package raises nothing more special
             raise ValueError(
                 f"{self.path}: wanted a tokenizer.json of the package tokenizers: {error}"
             ) from None
         self._add_special_tokens = add_special_tokens
-        self.vocab_size = self._tokenizer.get_vocab_size()
         names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
@@ -6029,10 +6009,11 @@ class HuggingFaceTokenizer:
                 f"{self.path}: no token {' or '.join(names)}: give eod_token another one"
             )
         self.eod = self._tokenizer.token_to_id(known[0])
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.unique_identifiers = {
             "class": "HuggingFaceTokenizer",
             "package": "tokenizers",
-            "tokenizer.json": _md5(self._tokenizer.to_str()),
+            "tokenizer.json": _md5(content),
             "eod": self.eod,
         }
         if add_special_tokens:
@@ -6054,7 +6035,25 @@ class HuggingFaceTokenizer:
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return the text of some ids, special tokens included."""
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        numbers_alone = [operator.index(token) for token in ids]
+        return self._tokenizer.decode(numbers_alone, skip_special_tokens=False)
+
+
+def _eos_token_of(folder):
+    """The text of the eos_token in a folder's tokenizer_config.json; None if it names none.
+
+    ValueError for a damaged file: without it another token would end the documents.
+    """
+    path = os.path.join(folder, "tokenizer_config.json")
+    if not os.path.exists(path):
+        return None
+    try:
+        token = json.loads(pathlib.Path(path).read_bytes()).get("eos_token")
+        if isinstance(token, dict):
+            token = token["content"]
+    except (ValueError, AttributeError, KeyError) as error:
+        raise ValueError(f"{path}: cannot read its eos_token: {_one_line(error)}") from None
+    return str(token) if token else None
 
 
 class _GigatokenTokenizer(HuggingFaceTokenizer):
@@ -6074,7 +6073,7 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
 
     def _start(self):
         """Make gigatoken's own tokenizer, which has seen no text yet."""
-        gigatoken = _import_extra("gigatoken", "tools", self.path)
+        gigatoken = _import_extra("gigatoken", self.path)
         try:
             self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
         except Exception as error:  # each part of a file may be refused with an error of its own
@@ -6104,12 +6103,13 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
         return self.__dict__ | {"_gigatoken": None}
 
 
-def _import_extra(module, extra, user):
-    """Import a module that the extra of megatron-min installs; user is what needs it."""
+def _import_extra(module, user):
+    """Import a module of a package that is not required; user is what needs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ImportError(f'{user}: {error}: pip install "megatron-min[{extra}]"') from None
+        package = module.partition(".")[0]
+        raise ImportError(f"{user}: {error}: pip install {package}") from None
 
 
 def build_tokenizer(
@@ -6149,10 +6149,99 @@ def build_tokenizer(
     sys.path.insert(0, folder)
     try:
         found = pkgutil.resolve_name(name)
-        is_tokenizer = hasattr(found, "tokenize") and not isinstance(found, type)
-        return found if is_tokenizer else found()
+        is_object = hasattr(found, "tokenize") and not isinstance(found, type)
+        if callable(found) and not is_object:
+            found = found()
     finally:
         sys.path.remove(folder)
+    _check_tokenizer(found, ["vocab_size", "tokenize"])
+    return found
+
+
+# -- What a tokenizer is -----------------------------------------------------------------------
+
+_ATTRIBUTES = {  # those that are checked: of which class, and in words
+    "vocab_size": (typing.SupportsIndex, "a whole number"),
+    "eod": (typing.SupportsIndex, "an id"),
+    "tokenize": (collections.abc.Callable, "a method"),
+    "unique_identifiers": (dict, "a dict that says which tokenizer it is"),
+}
+
+
+def _check_tokenizer(tokenizer, names):
+    """Check that an object has these attributes; ValueError with its class and what it lacks."""
+    if isinstance(tokenizer, type):
+        raise ValueError(f"wanted a tokenizer, got a class: make an object of {tokenizer.__name__}")
+    for name in names:
+        kind, words = _ATTRIBUTES[name]
+        if not isinstance(_attribute(tokenizer, name), kind):
+            raise ValueError(
+                f"wanted a tokenizer, got {type(tokenizer).__name__}, which lacks {name}, {words}; "
+                "build_tokenizer() makes one of a name, a tokenizer.json or its folder"
+            )
+
+
+def _ids_of(tokenizer, text):
+    """The ids of a short text, to see what a tokenizer does; none where it refuses this text."""
+    try:
+        ids = np.asarray(tokenizer.tokenize(text))
+    except Exception:
+        return []
+    if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"wanted a tokenizer, got {type(tokenizer).__name__}, whose tokenize() makes "
+            f"{ids.tolist()!r} of {text!r}, and no list of ids"
+        )
+    return ids.tolist()
+
+
+def _check_tokenizer_of_corpus(tokenizer, append_eod):
+    """Check what is going to make a corpus; a warning if documents would end in two eods."""
+    _check_tokenizer(tokenizer, ["vocab_size", "tokenize"])
+    ids = _ids_of(tokenizer, "a")
+    if append_eod:
+        _check_tokenizer(tokenizer, ["eod"])
+        # The empty text too: else eod may stand for a letter that is not known.
+        if _ids_of(tokenizer, "")[-1:] == ids[-1:] == [tokenizer.eod]:
+            warnings.warn(
+                "the tokenizer ends texts in eod by itself, and append_eod adds another eod",
+                stacklevel=3,
+            )
+
+
+def _find_pad_token_id(config):
+    """The id that fills short samples: the tokenizer's pad, or -1.
+
+    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
+    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
+    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
+    tokenizer may have as well; if it has none, they are eos and eod.
+    """
+    tokenizer = config.tokenizer
+    pad = _attribute(tokenizer, "pad")
+    if pad is None:
+        return -1
+    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
+    special.pop("pad_token", None)
+    if not special:
+        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        warnings.warn(
+            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
+            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
+            stacklevel=2,
+        )
+        return -1
+    return int(pad)
+
+
+def _attribute(tokenizer, name):
+    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:
+        return None
 
 
 # ==============================================================================
@@ -6261,6 +6350,7 @@ def preprocess(
         tokenizer = ByteTokenizer()
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
+    _check_tokenizer_of_corpus(tokenizer, append_eod)
     if isinstance(json_keys, str):
         json_keys = [json_keys]
     if len(json_keys) == 0:
@@ -6421,7 +6511,7 @@ def _compression(path):
         if getattr(reader, "__name__", None) != "ZstdFile":
             raise ImportError(
                 f"{name} needs Python 3.14's compression.zstd, or the package "
-                'backports.zstd: pip install backports.zstd, or "megatron-min[tools]"'
+                "backports.zstd: pip install backports.zstd"
             )
     return compression
 
@@ -6616,7 +6706,7 @@ def _one_line(error):
 
 def _load_sentence_splitter():
     """Return nltk's Punkt for English; without its model, an untrained one, and a warning."""
-    punkt = _import_extra("nltk.tokenize.punkt", "tools", "--split-sentences")
+    punkt = _import_extra("nltk.tokenize.punkt", "--split-sentences")
     try:
         return punkt.PunktTokenizer("english")
     except LookupError:
@@ -6883,6 +6973,9 @@ def _warn_of_other_tokenizer(pair, tokenizer):
 # A row may hold several conversations: each "system" message begins a new one.  Attention stays
 # within a conversation: cu_seqlens says where each begins, as attention kernels for packed
 # sequences want it, and positions count from 0 in each.
+#
+# This template knows role and content, and learns what the role "assistant" says.  Whatever else a
+# message holds is refused, since it would be lost.
 
 _IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
 
@@ -6904,7 +6997,7 @@ class SFTDataset(MegatronDataset):
       cu_seqlens       int32 (S+1,): where the conversations begin, and then S in all entries left
       max_seqlen       int32 (): the length of the longest conversation, with its padding
     ds[None] is sample 0 without any loss.  A row without messages that can be used is a ValueError
-    that names its file and its line.
+    that names its file and its line.  The first sample in which nothing is learned is a warning.
 
     The tokenizer may have tokenize_conversation(conversation, return_target=True,
     add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
@@ -6947,14 +7040,17 @@ class SFTDataset(MegatronDataset):
                 f"{_name(self)}: {index_split.name} of split {config.split!r} holds no rows for "
                 f"{self.num_samples} samples: enlarge it"
             )
+        self._has_warned = False  # of a sample in which nothing is learned
         tokenizer = config.tokenizer
+        _check_tokenizer(tokenizer, ["tokenize", "eod"])
         self._tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
-        has_template = self._tokenize_conversation is not None
-        if not has_template and tokenizer.unique_identifiers.get("add_special_tokens"):
-            raise ValueError(
-                "SFTDataset wants a tokenizer that was made without add_special_tokens: this one "
-                "would put its special tokens around each piece of a conversation"
-            )
+        if self._tokenize_conversation is None:
+            added = _ids_of(tokenizer, "")
+            if len(added) > 0:
+                raise ValueError(
+                    "SFTDataset wants a tokenizer that was made without add_special_tokens: this "
+                    f"one would put {added} around each piece of a conversation"
+                )
         # Unlike the base class: None where there is no pad; a pad that is also eod stays the pad.
         self._pad_token_id = _attribute(tokenizer, "pad")
         self._fill_token_id = tokenizer.eod if self._pad_token_id is None else self._pad_token_id
@@ -6966,8 +7062,13 @@ class SFTDataset(MegatronDataset):
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
         if os.fspath(dataset_path).endswith(".parquet"):
-            return _ParquetRows(dataset_path)
-        return _JsonlRows(dataset_path)
+            rows = _ParquetRows(dataset_path)
+        else:
+            rows = _JsonlRows(dataset_path)
+        if len(rows) > 0:  # a file of another kind is found out now
+            with _errors_that_name_row(dataset_path, rows, 0):
+                _split_conversations(rows[0]["messages"])
+        return rows
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
@@ -6992,6 +7093,14 @@ class SFTDataset(MegatronDataset):
         is_learned = (labels != _IGNORED) & ~is_filled[1:]
         if self._pad_token_id is not None:
             is_learned &= labels != self._pad_token_id
+        if not is_learned.any() and not self._has_warned:
+            self._has_warned = True
+            place = _place_of_row(_name(self), self.dataset, row)
+            warnings.warn(
+                f"{place}: nothing is learned from this sample: in its first {S} tokens the role "
+                "assistant says nothing (other such samples are not named)",
+                stacklevel=2,
+            )
         cu_seqlens = np.full(S + 1, S, np.int32)
         cu_seqlens[: len(ends)] = ends[: S + 1]
         sample = {
@@ -7006,7 +7115,7 @@ class SFTDataset(MegatronDataset):
 
     def _encode_row(self, row):
         """Yield (tokens, targets), int64, of one conversation of a row after the other."""
-        try:
+        with _errors_that_name_row(_name(self), self.dataset, row):
             for conversation in _split_conversations(self.dataset[row]["messages"]):
                 if self._tokenize_conversation is None:
                     tokens, targets = _encode_conversation(conversation, self.config.tokenizer)
@@ -7017,14 +7126,25 @@ class SFTDataset(MegatronDataset):
                 if len(tokens) != len(targets):
                     raise ValueError(f"{len(tokens)} tokens have {len(targets)} targets")
                 yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
-        except Exception as error:  # of many kinds, as rows and tokenizers are of many kinds
-            place = f"row {row + 1}"
-            if isinstance(self.dataset, _JsonlRows):
-                place = f"line {self.dataset.line_numbers[row]}"
-            raise ValueError(
-                f'{_name(self)}, {place}: cannot tokenize "messages", a list of '
-                f'{{"role": ..., "content": ...}}: {type(error).__name__}: {error}'
-            ) from error
+
+
+@contextlib.contextmanager
+def _errors_that_name_row(name, rows, row):
+    """Have an error, of whatever kind, name the row."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f'{_place_of_row(name, rows, row)}: wanted "messages", a list of '
+            f'{{"role": ..., "content": ...}}, that can be tokenized: {_one_line(error)}'
+        ) from error
+
+
+def _place_of_row(name, rows, row):
+    """What to call a row of a file, or of other rows with a name, in a message."""
+    if isinstance(rows, _JsonlRows):
+        return f"{name}, line {rows.line_numbers[row]}"
+    return f"{name}, row {row + 1}"
 
 
 def _split_conversations(messages):
@@ -7048,10 +7168,16 @@ def _encode_conversation(conversation, tokenizer):
     tokens = []
     targets = []
     for message in conversation:
+        for key, value in message.items():
+            if key not in ("role", "content") and value not in (None, "", [], {}):
+                raise ValueError(
+                    f"{key} of a message would be lost: the plain template knows role and content "
+                    "alone (a tokenizer with tokenize_conversation() has a template of its own)"
+                )
         role = message["role"]
         content = message["content"]
         if not isinstance(role, str) or not isinstance(content, str):  # such as JSON's null
-            raise TypeError(f"wanted texts, got {message}")
+            raise ValueError(f"wanted texts as role and content, got {message}")
         if role == "assistant":
             prompt = list(tokenizer.tokenize("assistant: "))
             answer = [*tokenizer.tokenize(content), tokenizer.eod]
@@ -7131,14 +7257,23 @@ class _JsonlRows:
         # An open file would have a position, which threads and forked processes could mix up.
         with open(self.path, "rb") as file:
             file.seek(self.starts[row])
-            return json.loads(file.readline())
+            return _read_object(file.readline())
+
+
+def _read_object(line):
+    """The object that a line of JSON is.  It is UTF-8, with or without a mark: json would guess."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(line.decode("utf-8-sig"))
+        if isinstance(found, dict):
+            return found
+    raise ValueError(f"wanted a JSON object on the line, which begins with {line[:40]}")
 
 
 class _ParquetRows:
     """The rows of a Parquet file, by number; its column "messages" is kept in memory."""
 
     def __init__(self, path):
-        parquet = _import_extra("pyarrow.parquet", "storage", path)
+        parquet = _import_extra("pyarrow.parquet", path)
         self._fingerprint = _fingerprint_of_rows(path)
         try:
             table = parquet.read_table(path, columns=["messages"])
@@ -7428,11 +7563,13 @@ def _make_parser():
 
 
 def _add_tokenizer(command):
-    """Add the options --tokenizer and --eod-token."""
+    """Add the options of build_tokenizer()."""
     text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
     command.add_argument("--tokenizer", default="bytes", help=text, metavar="NAME")
     text = "end-of-document token of a tokenizer.json"
     command.add_argument("--eod-token", help=text, metavar="TEXT")
+    text = "put those of a tokenizer.json, such as BOS, around texts"
+    command.add_argument("--add-special-tokens", action="store_true", help=text)
 
 
 def _shard(text):
@@ -7445,7 +7582,7 @@ def _run_preprocess(options):
     prefixes = preprocess(
         options.input,
         options.output_prefix,
-        build_tokenizer(options.tokenizer, options.eod_token),
+        build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens),
         append_eod=options.append_eod,
         json_keys=options.json_keys,
         split_sentences=options.split_sentences,
@@ -7474,7 +7611,7 @@ def _run_merge(options):
 
 
 def _run_inspect(options):
-    tokenizer = build_tokenizer(options.tokenizer, options.eod_token)
+    tokenizer = build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
     dataset = IndexedDataset(options.prefix)
     _say(_counts(options.prefix, dataset))
     if len(dataset) == 0:
