@@ -212,6 +212,23 @@ def _absolute(path):
     return path if _is_remote(path) else os.path.abspath(path)
 
 
+def _attribute(tokenizer, name):
+    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:
+        return None
+
+
+def _import_extra(module, user):
+    """Import a module of a package that is not required; user is what needs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{user}: {error}: pip install {package}") from None
+
+
 # What it means that the system has nothing left for a file, and which limit says so.
 _LIMITS = {
     errno.EMFILE: "this process has too many open files: see ulimit -n",
@@ -6103,15 +6120,6 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
         return self.__dict__ | {"_gigatoken": None}
 
 
-def _import_extra(module, user):
-    """Import a module of a package that is not required; user is what needs it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        raise ImportError(f"{user}: {error}: pip install {package}") from None
-
-
 def build_tokenizer(
     name: str | os.PathLike = "bytes",
     eod_token: str | None = None,
@@ -6234,14 +6242,6 @@ def _find_pad_token_id(config):
         )
         return -1
     return int(pad)
-
-
-def _attribute(tokenizer, name):
-    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
-    try:
-        return getattr(tokenizer, name, None)
-    except NotImplementedError:
-        return None
 
 
 # ==============================================================================
