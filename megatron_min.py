@@ -5858,8 +5858,9 @@ def _read_columns(dataset, indices):
         is_served = type(part) is GPTDataset and part.config is dataset.config
         if not is_served or not _read_samples(part, columns, rows, ks):
             return None
-    padding = [row for row, idx in enumerate(indices) if idx is None]
-    columns["loss_mask"][padding] = 0
+    for row, idx in enumerate(indices):
+        if idx is None:  # it fills up the batch
+            columns["loss_mask"][row] = 0
     return columns
 
 
