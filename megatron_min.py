@@ -1572,8 +1572,9 @@ def build_sample_idx(
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
                       starts at token offset of the d-th document.  Row N is the end of the last
                       sample, less x tokens: sample N would start there if the last is whole.
-    Raises            TypeError for another dtype; ValueError for S < 1, or too few tokens in the
-                      documents; IndexError for a document that is no sequence
+    Raises            TypeError for another dtype, or a number that is no integer; ValueError for
+                      S < 1, or too few tokens in the documents; IndexError for a document that is
+                      no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  Two things differ, both where a last, short sample
                       is kept: upstream computes N in float32; and with x = 1, where the last
