@@ -12,6 +12,7 @@ take `mm` or `up` (ours or upstream's names in one namespace), so a parity test 
 twice.  "Upstream: ..." in a test says what megatron-core does instead.
 """
 
+import array
 import bz2
 import collections
 import concurrent.futures
@@ -841,12 +842,12 @@ def test_a_system_that_has_no_file_or_no_map_left(one, tmp_path):
 # -- The builder -------------------------------------------------------------------------------
 
 
-def test_sequences_are_added_in_many_ways(mm, tmp_path):
+def test_sequences_are_added_in_many_ways(one, tmp_path):
     """Tensors, arrays and lists; a document goes on until it is ended.
 
     Modes are 0 where none are given.  Upstream: they cannot be left out.
     """
-    with mm.IndexedDatasetBuilder(tmp_path / "m.bin", np.int16, multimodal=True) as builder:
+    with one.IndexedDatasetBuilder(tmp_path / "m.bin", np.int16, multimodal=True) as builder:
         builder.add_document([1, 2, 3], (1, 2), [1, -2])
         builder.add_document(np.array([4, 5]), [2])
         builder.add_item(torch.tensor([[6], [7]]), mode=3)  # flattened
@@ -863,9 +864,14 @@ def test_sequences_are_added_in_many_ways(mm, tmp_path):
 # name: (dtype, method, arguments, the word that matters)
 REFUSED_BY_BUILDER = {
     # upstream: such ids are wrapped, and written as others
-    "too-large": (np.uint16, "add_item", [torch.tensor([1, 70000, -1])], "70000"),
+    "too-large": (np.uint16, "add_item", [torch.tensor([1, 70000, -1])], "70000 at 1"),
+    "too-large-in-list": (np.uint16, "add_item", [[1, 70000]], "70000 at 1"),
+    "too-large-as-text": (np.uint16, "add_item", [["1", "70000"]], "70000 at 1"),
+    "too-large-for-numpy": (np.int64, "add_item", [[1, 2**70]], str(2**70)),
     "uint64": (np.int64, "add_item", [np.array([2**63], np.uint64)], str(2**63)),
-    "float": (np.int32, "add_item", [np.array([1.5])], "float64"),
+    "float": (np.int32, "add_item", [np.array([1.5])], "[1.5]"),
+    "no-number": (np.int32, "add_item", [["1", "b"]], "'b'"),
+    "bytes": (np.int32, "add_item", [b"aaaa"], "b'aaaa'"),
     "lengths-short": (np.int32, "add_document", [[1, 2, 3], [2]], "3 tokens"),
     "length-negative": (np.int32, "add_document", [[1], [-1, 2]], "-1"),
     "length-2**31": (np.int32, "add_document", [[1], [2**31]], str(2**31)),
@@ -875,15 +881,37 @@ REFUSED_BY_BUILDER = {
 
 
 @pytest.mark.parametrize("case", REFUSED_BY_BUILDER)
-def test_a_builder_refuses_before_it_writes(mm, tmp_path, case):
+def test_a_builder_refuses_before_it_writes(one, tmp_path, case):
     dtype, method, arguments, word = REFUSED_BY_BUILDER[case]
-    with mm.IndexedDatasetBuilder(tmp_path / "p.bin", dtype, multimodal=True) as builder:
+    with one.IndexedDatasetBuilder(tmp_path / "p.bin", dtype, multimodal=True) as builder:
         builder.add_document([1, 2], [2], [7])
         with pytest.raises(ValueError, match=re.escape(word)):
             getattr(builder, method)(*arguments)
         builder.add_document([3], [1])
-    ds = mm.IndexedDataset(tmp_path / "p", multimodal=True)
+    ds = one.IndexedDataset(tmp_path / "p", multimodal=True)
     assert [(tokens.tolist(), mode) for tokens, mode in ds] == [([1, 2], 7), ([3], 0)]
+
+
+def test_ids_at_the_edges_of_a_dtype(one):
+    """And one beyond them, from a list, and from arrays of each dtype that holds them."""
+    for dtype in INTEGERS:
+        limits = np.iinfo(dtype)
+        edges = [limits.min, 0, limits.max, 0]
+        wanted = b"".join(i.to_bytes(limits.bits // 8, "little", signed=i < 0) for i in edges)
+        beyond = [[0, limits.max + 1], [limits.min - 1, 0]]
+        for ids in (edges, *beyond):
+            forms = [ids, tuple(ids), [str(i) for i in ids]]
+            for source in (*INTEGERS, np.uint32, np.uint64):
+                if np.iinfo(source).min <= min(ids) and max(ids) <= np.iinfo(source).max:
+                    values = np.array(ids, source)
+                    forms += [values, np.repeat(values, 2)[::2], torch.from_numpy(values)]
+                    forms += [values.astype(values.dtype.newbyteorder()), values[:, None]]
+            for values in forms:
+                if ids is edges:
+                    assert one._encode_tokens(values, np.dtype(dtype)) == wanted
+                else:
+                    with pytest.raises(ValueError, match=re.escape(str(ids[0] or ids[1]))):
+                        one._encode_tokens(values, np.dtype(dtype))
 
 
 def test_finalize_gives_both_files_their_names_once(one, tmp_path):
@@ -1237,6 +1265,7 @@ def int32(*values):
 
 
 ITEMS = [np.arange(5000).astype(dtype) for dtype in ("i4", "u4", "i8", float, "i2", ">i4", object)]
+ITEMS += [np.arange(5000).astype("M8[s]")]  # gives nobody its memory
 ITEMS += [np.arange(1500, dtype="i4"), np.arange(12).reshape(4, 3), list("abcdef")]
 
 
@@ -5776,30 +5805,6 @@ def test_without_a_build_that_can_be_used(monkeypatch, tmp_path, build, setting)
 # -- C gives what the definitions give ---------------------------------------------------------
 
 
-def encoded(mm, values, dtype):
-    """The bytes of some ids, or what their refusal says."""
-    try:
-        return mm._encode_tokens(values, np.dtype(dtype))
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("dtype", INTEGERS)
-def test_c_encodes_what_the_definition_encodes(c, one, dtype):
-    """The ids at the edges of a dtype, and one beyond them, from each dtype and from a list."""
-    limits = np.iinfo(dtype)
-    edges = [limits.min, 0, limits.max] * 300
-    for ids in (edges, [*edges, limits.max + 1, 0], [limits.min - 1, 0], [2**70], []):
-        assert encoded(c, ids, dtype) == encoded(one, ids, dtype)
-        for source in (*INTEGERS, np.uint32, np.uint64):
-            of_source = np.iinfo(source)
-            values = np.clip(np.array(ids, object), of_source.min, of_source.max).astype(source)
-            swapped = values.astype(values.dtype.newbyteorder())
-            for given in (values, values[::2], swapped, torch.from_numpy(values)):
-                assert encoded(c, given, dtype) == encoded(one, given, dtype)
-    assert isinstance(encoded(c, [*edges, limits.max + 1], dtype), str)
-
-
 def test_rows_of_64_bits(c):
     """As a stream of 2**31 documents has them."""
     call = toy_call("build_sample_idx") | {"sample_index": np.zeros((4, 2), np.int64)}
@@ -5830,7 +5835,23 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
         assert repr(state.get_state()) == repr(other.get_state())
 
 
-# -- hostile arguments: an error from both implementations, never a crash ----------------------
+# -- arguments in all forms: C takes and refuses what the definition does -----------------------
+
+
+def good_arguments(name):
+    """Arguments of a function, made anew; the shuffle's array is long enough for C."""
+    if name == "shuffle":
+        return {"items": np.arange(5000), "random_state": np.random.RandomState(3)}
+    if name == "build_sample_idx":
+        arguments = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2)}
+        arguments |= {"sequence_length": 4, "num_epochs": 1, "tokens_per_epoch": 13}
+        flags = {"drop_last_partial_sequence": True, "add_extra_token_to_sequence": True}
+        return arguments | flags
+    arguments = {"dataset_index": np.zeros(4, np.int16)}
+    arguments |= {"dataset_sample_index": np.zeros(4, np.int64)}
+    if name == "build_blending_indices":
+        return arguments | {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4}
+    return arguments | {"sizes": np.array([1, 3]), "num_datasets": 2}
 
 
 def read_only(values):
@@ -5839,29 +5860,84 @@ def read_only(values):
     return values
 
 
-OUTPUTS = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": np.zeros(4, np.int64)}
-BLENDS = {  # {function: good arguments}
-    "build_blending_indices": OUTPUTS
-    | {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4},
-    "build_exhaustive_blending_indices": OUTPUTS | {"sizes": np.array([1, 3]), "num_datasets": 2},
-}
-HOSTILE = {  # {argument: what is refused}
-    "dataset_index": [np.zeros(4, np.int32), [0] * 4, np.zeros(3, np.int16)],
-    "dataset_sample_index": [np.zeros((4, 1), np.int64), read_only(np.zeros(4, np.int64))],
-    "weights": [[0.5, math.nan], [0.5, -0.5], [1.0], ["a", "b"]],
-    "sizes": [[4], np.array([2.5, 1.5]), [5, -1], [2**62, 2**62]],
-    "num_datasets": [0, 3],
-    "size": [5, -1, 2.5],
+HOSTILE = {  # {function: {argument: what is refused}}; upstream crashes at many of them
+    "build_sample_idx": {
+        "sizes": [array.array("i", [4, 3, 6]), torch.tensor([4, 3, 6], dtype=torch.int32), [4]],
+        "document_indices": [array.array("i", [0, 1, 2]), memoryview(int32(0, 1, 2)), int32(0)],
+        "sequence_length": [0, 4.0, 2**32, None],
+        "num_epochs": [-1, 1.0, 2**70],
+        "tokens_per_epoch": [-1, 13.0, 400, "13"],
+    },
+    "shuffle": {
+        "items": [read_only(np.arange(5000)), np.array(5), range(5000), None],
+    },
+    "build_blending_indices": {
+        "dataset_index": [array.array("h", [0] * 4), np.zeros(4, np.int32), [0] * 4],
+        "dataset_sample_index": [np.zeros((4, 1), np.int64), read_only(np.zeros(4, np.int64))],
+        "weights": [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"], 1.0],
+        "num_datasets": [0, 3, -1, 2.0],
+        "size": [5, -1, 2.5, 4.0, 2**70],
+    },
+    "build_exhaustive_blending_indices": {
+        "dataset_index": [torch.zeros(4, dtype=torch.int16), np.zeros(3, np.int16)],
+        "dataset_sample_index": [memoryview(np.zeros(4, np.int64)), np.zeros(4, np.uint64)],
+        "sizes": [[4], np.array([2.5, 1.5]), [5, -1], [2**62, 2**62], 4],
+        "num_datasets": [0, 3, -1, 2.0],
+    },
 }
 
 
-@pytest.mark.parametrize("name", BLENDS)
+def other_forms(value):
+    """A good argument as something else, which may be taken or refused."""
+    if isinstance(value, np.ndarray):
+        forms = [*wrong_forms(value), read_only(value), value[::-1], value[:-1], value[0]]
+        forms += [value.tolist(), tuple(value), memoryview(value), torch.from_numpy(value)]
+        forms += [array.array(value.dtype.char, value), bytes(value), value.astype(float)]
+        return [*forms, value > 0, np.array(None), None]
+    if isinstance(value, np.random.RandomState):
+        of_another_kind = np.random.RandomState(np.random.PCG64(3))
+        return [of_another_kind, np.random.default_rng(3), 3, None]
+    forms = [float(value), str(value), np.int64(value), np.uint8(value), np.array(value)]
+    return [*forms, torch.tensor(value), value > 0, -value, 0, 2, 2**63, None]
+
+
+def odd_calls(name):
+    """Calls with an argument, or two, in other forms."""
+    for argument, value in good_arguments(name).items():
+        for other in (*HOSTILE[name].get(argument, []), *other_forms(value)):
+            yield good_arguments(name) | {argument: other}
+    good = good_arguments(name)
+    if name == "build_sample_idx":  # a document that is none, of a stream too long for memory
+        too_long = {"sequence_length": 1, "tokens_per_epoch": 6 * 10**9}
+        yield good | too_long | {"document_indices": int32(0, 3, 2)}
+    elif name != "shuffle":
+        names = ["dataset_index", "dataset_sample_index"]
+        yield good | dict(zip(names, overlapping(*[good[key] for key in names]), strict=True))
+
+
+def outcome(mm, name, call):
+    """What a function returns, or its error; and what its arrays then hold."""
+    try:
+        result = quiet(getattr(mm, name), **call)
+    except Exception as error:
+        result = type(error), str(error)
+    held = [list(value) for value in call.values() if np.ndim(value)]
+    return repr((result, held))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_c_takes_is_what_python_takes(mm, one, name):
+    """The same result, or the same error with the same sentence."""
+    for ours, plain in zip(odd_calls(name), odd_calls(name), strict=True):
+        assert outcome(mm, name, ours) == outcome(one, name, plain), plain
+
+
+@pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_arguments_raise(mm, name):
-    """Upstream crashes."""
-    for argument in BLENDS[name]:
-        for value in HOSTILE[argument]:
+    for argument, values in HOSTILE[name].items():
+        for value in values:
             with pytest.raises((TypeError, ValueError)):
-                getattr(mm, name)(**BLENDS[name] | {argument: value})
+                quiet(getattr(mm, name), **good_arguments(name) | {argument: value})
 
 
 # -- what a function of C is given is checked before it is trusted -----------------------------
@@ -5869,7 +5945,6 @@ def test_hostile_arguments_raise(mm, name):
 # A call is the arguments of a function of _megatron_min, by name and in order.
 
 FILLED = {  # {function: how many arrays it fills, its first arguments}
-    "encode_tokens": 0,
     "build_sample_idx": 1,
     "shuffle": 2,
     "build_blend": 2,
@@ -5891,10 +5966,9 @@ def toy_call(name):
 
 def toy_arguments(name):
     if name == "build_blend":
-        limits = np.array([1.0, 3.0])
-        return OUTPUTS | {"weights": np.array([0.25, 0.75]), "limits": limits, "size": 4}
-    if name == "encode_tokens":
-        return {"values": int32(*b"aaaabbbcccccc"), "kind": "u", "itemsize": 2}
+        call = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": np.zeros(4, int)}
+        call |= {"weights": np.array([0.25, 0.75]), "limits": np.array([1.0, 3.0])}
+        return call | {"size": 4}
     if name == "shuffle":
         key = np.random.RandomState(0).get_state()[1].copy()
         return {"array": np.arange(9), "key": key, "pos": 600}
@@ -5930,11 +6004,6 @@ def is_refused(c, name, call):
 
 
 WRONG = {  # {function: {argument: values that it refuses in the toy call}}
-    "encode_tokens": {
-        "values": [int32(-1), int32(2**16), [0, 2**16], [2**70], [True], ["a"], [1.5], (1, 2)],
-        "kind": ["f", "u2", "\0", "\u0175", None],
-        "itemsize": [0, 3, 9],
-    },
     "build_sample_idx": {
         "sample_index": [np.zeros((4, 3), np.int32), np.zeros((0, 2), np.int32)],
         "sizes": [int32(8, -1, 6)],
@@ -5953,8 +6022,8 @@ WRONG = {  # {function: {argument: values that it refuses in the toy call}}
         "tokens": [None, np.zeros((3, 0), np.int64)],
         "cu_seqlens": [None],  # without max_seqlen, and that without this
         "max_seqlen": [None],
-        "places": [np.array([0, 1]), np.array([0, 1, 3]), np.array([-1, 1, 2])],
-        "wanted": [np.array([3]), np.array([-4])],
+        "places": [np.array([0, 1]), np.arange(4), np.array([0, 1, 3]), np.array([-1, 1, 2])],
+        "wanted": [np.array([0, 1, 3]), np.array([0, 1, -4])],
         "items": [np.zeros(13, np.uint32), np.zeros(13, np.float32), "aaaabbb"],
         "pointers": [np.array([0, 16])],
         "sample_index": [np.zeros((4, 3), np.int64)],
@@ -6020,7 +6089,7 @@ def refused_calls(name):
             yield toy_call(name) | {key: one_of_them}
     if name == "read_samples":
         for k, key, values in NO_PLACES:
-            call = toy_call(name) | {"wanted": np.array([k])}
+            call = toy_call(name) | {"places": np.array([0]), "wanted": np.array([k])}
             call[key][...] = values
             yield call
 
@@ -6035,6 +6104,21 @@ def test_c_refuses_bad_calls(c, name):
         wrong = [key for key in call if call[key] is not good[key]]
         assert is_refused(c, name, call) == (call is not good), wrong
         assert [sys.getrefcount(values) for values in arrays] == counts, wrong
+
+
+def test_an_error_of_the_object_itself_stays(c):
+    view = memoryview(b"")
+    view.release()
+    with pytest.raises(ValueError, match="released memoryview"):
+        call_c(c, "shuffle", toy_call("shuffle") | {"array": view})
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_the_functions_of_c_say_what_they_take(c, name):
+    function = getattr(c._megatron_min, name)
+    assert list(inspect.signature(function).parameters) == list(toy_call(name))
+    assert len(function.__doc__) > 40
+    assert c._megatron_min.__doc__
 
 
 @pytest.mark.slow
@@ -6075,17 +6159,23 @@ WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
 }
 
 
+def copy_of_sources(tmp_path):
+    """The sources alone, in a folder of their own."""
+    if not (HERE / "setup.py").exists():
+        pytest.skip("setup.py is not beside this file")
+    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
+    copied = tmp_path / "sources"
+    shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
+    return copied
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WHEELS)
 def test_a_wheel_without_c_is_pure(tmp_path, case):
     """Or it is an error, where C is wanted; of the sources as they are packed."""
-    if not (HERE / "setup.py").exists():
-        pytest.skip("setup.py is not beside this file")
-    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
+    copied = copy_of_sources(tmp_path)
     if case == "C" and "c" not in IMPLEMENTATIONS:
         pytest.skip("there is no C compiler")
-    copied = tmp_path / "sources"
-    shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
     run_setup(copied, "sdist")
     [archive] = (copied / "dist").iterdir()
     shutil.unpack_archive(archive, tmp_path)
@@ -6101,6 +6191,39 @@ def test_a_wheel_without_c_is_pure(tmp_path, case):
     assert tag in wheel.name
     names = "".join(zipfile.ZipFile(wheel).namelist())
     assert ("_megatron_min." in names) == (case == "C")
+
+
+CHANGING_FLAGS = {  # {flags under which doubles are not IEEE's: is the build refused?}
+    "-ffast-math": True,
+    "-ffinite-math-only": True,
+    "-ffp-contract=fast -march=native": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", CHANGING_FLAGS)
+def test_flags_that_change_doubles_are_refused_or_change_nothing(c, tmp_path, flags):
+    """Weights of a few whole numbers have ties that a fused multiply-add would break otherwise."""
+    folder = copy_of_sources(tmp_path)
+    build = ["build_ext", "--inplace"]
+    variables = {"MEGATRON_MIN_C": "1", "MEGATRON_MIN_CFLAGS": flags}
+    if CHANGING_FLAGS[flags]:
+        with pytest.raises(subprocess.CalledProcessError) as error:
+            run_setup(folder, *build, **variables)
+        assert b"#error" in error.value.stderr and b"plain IEEE doubles" in error.value.stderr
+        return
+    run_setup(folder, *build, **variables)
+    [path] = folder.glob("_megatron_min*")
+    spec = importlib.util.spec_from_file_location("_megatron_min", path)
+    built = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(built)
+    for rng in cases(30):
+        n = int(rng.choice([rng.integers(2, 32), rng.integers(33, 99)]))  # C has loops for both
+        weights = rng.integers(1, 4, n).astype(float)
+        weights /= weights.sum()
+        outputs = np.zeros(1000, np.int16), np.zeros(1000, np.int64)
+        built.build_blend(*outputs, weights, np.full(n, np.inf), 1000)
+        assert list(zip(*lists(outputs), strict=True)) == blend_by_a_loop(weights.tolist(), 1000)
 
 
 # ==============================================================================
